@@ -5,8 +5,8 @@ r"""A hand-written Megatron-Core training loop that survives failures: `megatron
     scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@30 -- \
         examples/own_loop.py --data /tmp/text --iterations 200
 
-Trains a small GPT with a Mixture of Experts in bf16, one pipeline stage per rank. Everything that
-sparse checkpointing asks of a loop is in `main`; the rest is any Megatron-Core program.
+Trains a small GPT with a Mixture of Experts in bf16, one pipeline stage per rank. `main` has all
+code for sparse checkpointing; the rest is an ordinary Megatron-Core program.
 """
 
 import argparse
@@ -53,7 +53,7 @@ Batches = Iterator[torch.Tensor]
 
 
 def main() -> None:
-    """Train; a loop gets protection by the lines in which `job` stands."""
+    """Train; the lines with `job` add protection."""
     options = parse_arguments()
     stages = int(os.environ.get('WORLD_SIZE', 1))
     config, optimizer_config, ddp_config = configurations(stages)
@@ -89,7 +89,7 @@ def main() -> None:
 def configurations(
     stages: int,
 ) -> tuple[TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]:
-    """Configurations of the model, of the optimizer, and of data parallelism."""
+    """Configurations of model, optimizer and data parallelism."""
     config = TransformerConfig(
         num_layers=2 * stages,
         hidden_size=64,
@@ -122,7 +122,7 @@ def build(
     optimizer_config: OptimizerConfig,
     ddp_config: DistributedDataParallelConfig,
 ) -> tuple[list[Any], Any, OptimizerParamScheduler]:
-    """Model-parallel groups, and model chunks, optimizer and scheduler of this rank."""
+    """Create model-parallel groups, and this rank's model chunks, optimizer and scheduler."""
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         create_gloo_process_groups=cpu_device.needed(),
@@ -163,7 +163,7 @@ def train_step(
     data: Batches,
     schedule: dict[str, Any],
 ) -> float | None:
-    """One iteration; returns the mean loss on the last stage, None on the others."""
+    """Run one iteration; returns the mean loss on the last stage, None on the others."""
     model, optimizer, scheduler = built
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -185,7 +185,7 @@ def train_step(
 
 
 def forward_step(data: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """One micro-batch through the layers of this stage."""
+    """Run one micro-batch through the layers of this stage."""
     tokens = next(data)
     positions = torch.arange(_SEQUENCE).expand(len(tokens), -1).cuda()
     future = torch.ones(1, 1, _SEQUENCE, _SEQUENCE, dtype=torch.bool).triu(1).cuda()
@@ -194,9 +194,9 @@ def forward_step(data: Batches, model: torch.nn.Module) -> tuple[torch.Tensor, C
 
 
 def mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of a micro-batch (a scalar), and what is to be reported of it, by name."""
+    """Loss of a micro-batch (a scalar), and a copy to report, by name."""
     loss = output.float().mean()
-    return loss, {'lm loss': loss.detach().clone()}  # Megatron divides the other in place
+    return loss, {'lm loss': loss.detach().clone()}  # Megatron divides the first one in place
 
 
 def batches(prefix: Path, plan: TrainingPlan, consumed_samples: int) -> Batches:
@@ -217,7 +217,7 @@ def batches(prefix: Path, plan: TrainingPlan, consumed_samples: int) -> Batches:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog='own_loop', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

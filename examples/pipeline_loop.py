@@ -4,9 +4,9 @@ r"""A training loop on plain torch that survives failures: no Megatron, a hand-w
     scripts/local_cluster.py --nodes 3 --spares 1 --kill 1@12 -- \
         examples/pipeline_loop.py --text README.md --iterations 40
 
-Each rank is a stage of a small language model with a Mixture of Experts; micro-batches go through
-the stages and back (all forward, then all backward). `PipelineTrainer` is all that recovery asks of
-a loop (`moevement_ext.recover.trainer`); what it does for Megatron is `megatron.moevement`.
+Each rank is a stage of a small language model with a Mixture of Experts; micro-batches pass forward
+through the stages, then all pass backward. `PipelineTrainer` implements the interface that recovery
+needs (`moevement_ext.recover.trainer`), as `megatron.moevement` does for Megatron.
 """
 
 import argparse
@@ -56,7 +56,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 class Experts(nn.Module):
-    """Feed-forward experts, of which every token takes the one its router prefers."""
+    """Feed-forward experts; each token is routed to one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [samples, tokens, hidden] to the same."""
+        """Map hidden states [samples, tokens, hidden] to the same shape."""
         probability, choice = self.router(hidden).softmax(dim=-1).max(dim=-1)
         result = torch.zeros_like(hidden)
         for index, expert in enumerate(self.experts):
@@ -88,7 +88,7 @@ class Stage(nn.Module):
         self.head = nn.Linear(_HIDDEN, _VOCABULARY, bias=False) if stage == stages - 1 else None
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Tokens or hidden states of the stage before, to hidden states or logits."""
+        """Map tokens, or hidden states of the stage before, to hidden states or logits."""
         hidden = given if self.embedding is None else self.embedding(given)
         before = hidden.cumsum(dim=1) / torch.arange(1, hidden.shape[1] + 1).unsqueeze(-1)
         hidden = self.moe(hidden + self.dropout(self.mixing(before).tanh()))
@@ -96,7 +96,7 @@ class Stage(nn.Module):
 
 
 def adam(model: nn.Module) -> torch.optim.Adam:
-    """With all its state from the start, so that it can be captured."""
+    """Create Adam with all its state, so that captures have sources."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
     for parameter in model.parameters():
         optimizer.state[parameter] = {
@@ -108,7 +108,7 @@ def adam(model: nn.Module) -> torch.optim.Adam:
 
 
 class StageOperators:
-    """The state of one stage: each expert is an operator, so is the router, so is the rest."""
+    """The state of one stage; its operators are each expert, the router, and the rest."""
 
     tied: tuple[str, ...] = ()
     device = torch.device('cpu')
@@ -133,10 +133,10 @@ class StageOperators:
         }
 
     def check(self, header: SlotHeader) -> None:
-        """The run's identity has the whole configuration of this program in it."""
+        """Accept any slot: the run's identity covers the whole configuration of this program."""
 
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
-        """Copy what was captured to where it was read."""
+        """Copy captured tensors back to their sources."""
         targets = {(s.tensor, s.part): s.source for o in self.slices.values() for s in o.full}
         for record in header.records:
             content = payload[record.offset : record.offset + record.nbytes]
@@ -144,13 +144,13 @@ class StageOperators:
             target.copy_(torch.from_numpy(content).view(target.dtype))
 
     def freeze(self, names: Collection[str]) -> None:
-        """Parameters without `requires_grad` get no gradient, and no update."""
+        """Freeze parameters by `requires_grad`: they get no gradient, and no update."""
         for operator, parameters in self._members.items():
             for parameter in parameters:
                 parameter.requires_grad_(operator not in names)
 
     def copy(self, source: int) -> None:
-        """Nobody else has the state of this stage."""
+        """Raise NotImplementedError: no other rank has the state of this stage."""
         raise NotImplementedError('one rank per stage')
 
 
@@ -159,7 +159,7 @@ def _slice(operator: str, name: str, part: str, tensor: torch.Tensor) -> TensorS
 
 
 def _operator_of(stage: int, name: str) -> tuple[str, str]:
-    """Name and kind of the operator that a parameter belongs to."""
+    """Name and kind of a parameter's operator."""
     if name.startswith('moe.experts.'):
         return f'layer{stage}.expert{name.split(".")[2]}', 'expert'
     if name.startswith('moe.router.'):
@@ -168,7 +168,7 @@ def _operator_of(stage: int, name: str) -> tuple[str, str]:
 
 
 class Boundary:
-    """Sends and receives between this stage and its neighbours; keeps a log, or replays one."""
+    """Sends to and receives from the neighbour stages; keeps a log, or replays one."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self._stage, self._stages = stage, stages
@@ -182,25 +182,25 @@ class Boundary:
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
-        """Activations come down from the stage before, gradients up from the one after."""
+        """Ranks that activations come from (down), and gradients (up)."""
         before = self._stage - 1 if self._stage else None
         after = self._stage + 1 if self._stage + 1 < self._stages else None
         return {Direction.DOWN: before, Direction.UP: after}
 
     def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
-        """One tensor for each micro-batch."""
+        """One tensor for each micro-batch, from each neighbour."""
         return {
             direction: 0 if other is None else entry.num_microbatches
             for direction, other in self.neighbours.items()
         }
 
     def log_to(self, log: UpstreamLog | None) -> None:
-        """Note what is sent."""
+        """Log all sent tensors."""
         self._log = log
 
     @contextmanager
     def replaying(self, received: Mapping[Direction, Received]) -> Iterator[None]:
-        """Receive from logs, send nothing."""
+        """Receive from logs and send nothing within the context."""
         self._received = received
         try:
             yield
@@ -208,11 +208,11 @@ class Boundary:
             self._received = None
 
     def begin(self, iteration: int) -> None:
-        """What follows belongs to iteration `iteration`, counted from 1."""
+        """Assign the following tensors to iteration `iteration`, counted from 1."""
         self._iteration, self._sequence = iteration, dict.fromkeys(Direction, 0)
 
     def send(self, direction: Direction, tensor: torch.Tensor) -> None:
-        """Activations down to the stage after, or gradients up to the one before."""
+        """Send activations down to the next stage, or gradients up to the previous one."""
         if self._log is not None:
             self._log.append(self._iteration, direction, tensor)
         if self._received is None:
@@ -220,7 +220,7 @@ class Boundary:
             dist.send(tensor.contiguous(), other)
 
     def receive(self, direction: Direction) -> torch.Tensor:
-        """The next tensor of that direction, [samples, tokens, hidden]."""
+        """Receive the next tensor of a direction, [samples, tokens, hidden]."""
         if self._received is not None:
             sequence = self._sequence[direction]
             self._sequence[direction] += 1
@@ -233,46 +233,46 @@ class Boundary:
 
 @dataclass
 class StageState:
-    """All but tensors that an iteration starts from; random numbers are torch's own."""
+    """State at the start of an iteration, except tensors; random numbers are torch's own."""
 
     iteration: int = 0
     norm: float = 0.0
-    """Gradient norm over all stages, of the step before."""
+    """Gradient norm of the step before, over all stages."""
 
     @property
     def max_bytes(self) -> int:
-        """The state of the generator has a fixed size."""
+        """Size of the state; the state of a generator has a fixed size."""
         return len(self.now()) + 64
 
     def now(self) -> bytes:
-        """Random numbers, and the norm that a replay of the step before would need."""
+        """Random numbers, and the norm that a replay of the step before needs."""
         rng = torch.get_rng_state().numpy().tobytes()
         return msgspec.msgpack.encode((self.iteration, self.norm, rng))
 
     def restore(self, state: bytes) -> None:
-        """Inverse of `now`."""
+        """Restore the state; inverse of `now`."""
         self.iteration, self.norm, rng = decode(state)
         torch.set_rng_state(torch.frombuffer(bytearray(rng), dtype=torch.uint8))
 
     def move_data(self, state: bytes) -> None:
-        """Batches are a function of the iteration."""
+        """Do nothing: batches are a function of the iteration."""
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """The iteration."""
+        """Set the iteration."""
         self.iteration, _, _ = decode(state)
 
     def count(self, iteration: int, samples: int | None) -> None:
-        """The iteration."""
+        """Set the iteration."""
         self.iteration = iteration
 
 
 def decode(state: bytes) -> tuple[int, float, bytes]:
-    """Iteration, norm and random numbers of a small state."""
+    """Split a small state into iteration, norm and random numbers."""
     return msgspec.msgpack.decode(state, type=tuple[int, float, bytes])
 
 
 class Update(NamedTuple):
-    """What the engine wants to be called around an update."""
+    """Callbacks of the engine around an update."""
 
     before: Callable[[], None]
     writing: Callable[[], None]
@@ -281,7 +281,7 @@ class Update(NamedTuple):
 
 @dataclass
 class PipelineTrainer:
-    """One stage, as recovery sees it; the methods are those of `recover.trainer.Trainer`."""
+    """One stage; implements `recover.trainer.Trainer`."""
 
     stage: int
     stages: int
@@ -304,19 +304,19 @@ class PipelineTrainer:
 
     @property
     def iteration(self) -> int:
-        """Committed iterations."""
+        """Number of committed iterations."""
         return self.small_state.iteration
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """Nothing is accumulated over iterations but the load, which is not state."""
+        """State at the start of the iteration after `iteration`; expert load is not part of it."""
         return self.small_state.now()
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Random numbers were drawn."""
+        """Restore the random numbers, the only change outside of the update."""
         self.small_state.restore(state)
 
     def iterate(self, iteration: int) -> float | None:
-        """All micro-batches forward, all back, one update; the loss on the last stage."""
+        """Run all micro-batches forward, all backward, and update; return the loss (last stage)."""
         self.pipeline.begin(iteration + 1)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -337,7 +337,7 @@ class PipelineTrainer:
         return self.loss
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        """The norm is what a replay cannot compute alone."""
+        """State and ledger entry with the norm, which a stage cannot compute alone in a replay."""
         entry = LedgerEntry(
             iteration=iteration,
             grad_norms=[self.small_state.norm],
@@ -349,11 +349,11 @@ class PipelineTrainer:
         return Committed(self.small_state.now(), entry)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
-        """What `iterate` is to call around its update."""
+        """Set the callbacks around the update of `iterate`."""
         self.update = Update(*calls)
 
     def _batch(self, iteration: int, index: int) -> torch.Tensor:
-        """Tokens [samples, sequence + 1]: the same for an iteration whenever it is asked for."""
+        """Tokens [samples, sequence + 1]; always equal for equal arguments."""
         first = (iteration * _MICRO_BATCHES + index) * _SAMPLES * _SEQUENCE
         starts = [
             (first + n * _SEQUENCE) % (len(self.text) - _SEQUENCE - 1) for n in range(_SAMPLES)
@@ -375,7 +375,7 @@ class PipelineTrainer:
             (result / _MICRO_BATCHES).backward()
         else:
             gradient = self.pipeline.receive(Direction.UP)
-            if result.requires_grad:  # else all of the stage is frozen
+            if result.requires_grad:  # else the whole stage is frozen
                 result.backward(gradient)
         if given is not None:
             assert given.grad is not None
@@ -391,7 +391,7 @@ class PipelineTrainer:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """At the end nothing is frozen."""
+        """Thaw all operators at the end of the context."""
         try:
             yield
         finally:
@@ -399,7 +399,7 @@ class PipelineTrainer:
 
     @contextmanager
     def reduced(self, known: LedgerEntry | bytes) -> Iterator[None]:
-        """With the norm that all stages had reduced."""
+        """Use the known norm instead of a reduction over all stages."""
         if isinstance(known, LedgerEntry):
             self._replayed_norm = known.grad_norms[0]
         else:
@@ -411,7 +411,7 @@ class PipelineTrainer:
 
 
 def main() -> None:
-    """Train; the lines in which `job` stands give protection."""
+    """Train; the lines with `job` add protection."""
     options = parse_arguments()
     stage, stages = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])
     config = SparseCheckpointConfig(
@@ -421,7 +421,7 @@ def main() -> None:
         run_id=options.run_id,
         events=options.events,
     )
-    settings = f'{options.text}:{options.iterations}'  # and whatever else changes a bit
+    settings = f'{options.text}:{options.iterations}'  # and all else that may decide bits
     identity = RankIdentity(settings, f'pp{stages}', stage)
     membership, store = join(identity, stages, options.run_id, config, _TIMEOUT)
     joining = membership is not None and membership.joining
@@ -457,7 +457,7 @@ def main() -> None:
 
 
 def connect(job: Job, store: dist.Store | None) -> None:
-    """`init_process_group`; a process that joins a running job is connected later."""
+    """Call `init_process_group`; a process that joins a running job is connected later."""
     rank, ranks = job.rank.number, job.rank.world_size
     if job.joining:
         stand_in_for('gloo')
@@ -481,7 +481,7 @@ def write_digest(path: Path, trainer: PipelineTrainer) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog='pipeline_loop', description=__doc__)
     parser.add_argument('--text', type=Path, required=True, help='a file to learn')
     parser.add_argument('--iterations', type=int, default=40)

@@ -70,6 +70,9 @@ class SparseCheckpointConfig:
     window is persisted."""
     max_wait: float = 1.0
     """Maximum seconds that training waits for a window's persistence before it skips the next."""
+    verify_replicas: int = 1
+    """A holder verifies the checksums of every n-th window received from a rank before the window
+    counts as replicated. Every reader of a window verifies it in any case."""
     order: str = POPULARITY
     """Experts captured last, so frozen longest in a replay: 'popularity': most tokens; 'soft': most
     router weight; 'decayed': most tokens recently; 'capacity': fullest; 'fixed': no reordering,
@@ -115,6 +118,7 @@ class SparseCheckpointConfig:
             _check_window('--sparse-ckpt-window', self.window)
         _check_window('--sparse-ckpt-max-window', self.max_window)
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
+        _at_least('--sparse-ckpt-verify-replicas', self.verify_replicas, 1)
         if not 0 <= self.log_lag < math.inf:
             raise ConfigurationError(
                 f'--sparse-ckpt-log-lag {self.log_lag:g} must be a number of iterations, 0 or more.'

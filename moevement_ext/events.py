@@ -262,7 +262,7 @@ class Recovered(Event, frozen=True, kw_only=True):
     @property
     def by_scope(self) -> dict[str, int]:
         """Count one recovery under its scope."""
-        return {'localized' if self.localized else 'whole-job': 1}
+        return {self.scope if isinstance(self.scope, str) else 'whole-job': 1}
 
 
 class NextTier(Event, frozen=True, kw_only=True):

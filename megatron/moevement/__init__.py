@@ -12,7 +12,7 @@ __all__ = ['SparseCheckpointConfig', 'TrainingPlan', 'attach']
 
 
 def __getattr__(name: str) -> Any:
-    """The public names; upstream is not imported before `preflight` and `cpu_device` had a say."""
+    """Import a public name on first use: `preflight` and `cpu_device` must run before upstream."""
     if name in __all__:
         from megatron.moevement import attachment
 

@@ -64,7 +64,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=_DEFAULTS.replicas,
         help='Copies of the windows of each rank on other failure domains (fewer where there are '
-        'fewer domains).',
+        'fewer domains). A data-parallel peer there that holds the same state is one.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-verify-replicas',
+        type=int,
+        default=_DEFAULTS.verify_replicas,
+        metavar='N',
+        help='A holder compares every N-th window that it receives of a rank with its checksums '
+        'before it counts as replicated. What is read for a recovery is compared in any case; with '
+        'more than 1 a replica that is damaged may count until then, and an older window, or none, '
+        'be left where no other copy is.',
     )
     group.add_argument(
         '--sparse-ckpt-network-gb-per-s',
@@ -124,7 +134,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-topology',
         default=None,
-        help='JSON file that maps node names to failure domains. Default: each node is its own.',
+        help='JSON file that maps node names to failure domains, as "rack", or with what is above '
+        'it, near first: ["rack", "pod"]. Default: each node is its own.',
     )
     group.add_argument(
         '--sparse-ckpt-log-lag',
@@ -257,7 +268,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """Without the usage of upstream's flags, which is hundreds of lines, of each rank."""
+    """Print the error without the usage text, which would be hundreds of lines from each rank."""
     parser.exit(EXIT_USER_ERROR, usage_error(parser, message))
 
 

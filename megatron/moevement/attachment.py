@@ -11,7 +11,8 @@
 
         job.train(loop, data)
 
-A loop may be cut off anywhere by a failure of another rank; `train` then calls it again, and the
+A failure of another rank may interrupt the loop anywhere; `train` then calls the loop again, and
+the first `step` brings the job to the newest committed iteration. `examples/own_loop.py` shows it.
 first `step` brings the job to the newest committed iteration. `examples/own_loop.py` is an example.
 
 Checked against megatron-core 0.19.2.
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class LoopCounters:
-    """What the loop counts; see `megatron.moevement.counters.Counters`."""
+    """The loop's counters; see `megatron.moevement.counters.Counters`."""
 
     train_iters: int | None
     iteration: int = 0
@@ -81,14 +82,15 @@ _OPEN_LOADER = 'torch.utils.data:DataLoader.__iter__'
 
 
 class ReplayableData:
-    """Iterators that are made anew to go back. Training thread only.
+    """Data iterators that can be moved by making them anew. Training thread only.
 
-    That leaves no trace in random numbers: neither making an iterator, nor opening a loader (which
-    draws a seed) in an iteration, as one does that is behind a generator: in the first one that
-    reads it, and at each epoch, which may be the first one of a replay.
+    A move leaves the random number generators unchanged. Two operations would change them: making
+    an iterator, and opening a `DataLoader` (which draws a seed). A generator function opens its
+    loader only when it is first read, so the generators are also kept around each iteration that
+    reads.
 
     Attributes:
-        training: what the loop's `data` returned last.
+        training: the iterators that the loop's `data` returned last.
     """
 
     def __init__(self) -> None:
@@ -96,23 +98,23 @@ class ReplayableData:
         self._make: Callable[[int], object] | None = None
 
     def use(self, make: Callable[[int], object], consumed_samples: int) -> None:
-        """Begin to read, after `consumed_samples`."""
+        """Make the first iterators, which start after `consumed_samples`."""
         self._make = make
         self.move_training(consumed_samples)
 
     def move_training(self, consumed_samples: int) -> None:
-        """Go on after `consumed_samples`."""
+        """Make the training iterators anew; they continue after `consumed_samples`."""
         assert self._make is not None
         with rng_kept():
             self.training = self._make(consumed_samples)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around an iteration that reads."""
+        """Keep random numbers unchanged by loaders that open within the context (one iteration)."""
         reader = threading.get_ident()
 
         def open_loader(original: Callable[..., object], *args: object) -> object:
-            # Another thread would put back what this one has drawn in the meantime.
+            # On another thread, restoring the generators would undo draws of the training thread.
             with rng_kept() if threading.get_ident() == reader else nullcontext():
                 return original(*args)
 
@@ -120,11 +122,11 @@ class ReplayableData:
             yield
 
     def move_validation(self, consumed_samples: int) -> None:
-        """Validation is the loop's own matter."""
+        """Do nothing: the loop moves its own validation data."""
 
 
 class _LoopGoesOn(BaseException):
-    """A loop has caught what cut off a step, and wants the next one; nothing must catch this."""
+    """Raised when the loop caught the error that interrupted a step, and asks for the next step."""
 
 
 @contextmanager
@@ -135,22 +137,23 @@ def attach(
     ddp: DistributedDataParallelConfig,
     plan: TrainingPlan,
 ) -> Iterator['Attachment']:
-    """Protect a training job; around everything that uses `torch.distributed`. Every rank calls it.
+    """Protect a training job. Every rank calls it, around all use of `torch.distributed`.
 
-    Waits for all ranks that the launcher has started. On GPUs this process takes that of its
-    `LOCAL_RANK`, unless it has chosen another one before. Host memory is given back when the
-    context ends after the last iteration; before it, or after an exception, it stays, for the job
-    to be launched again.
+    Waits for all ranks that the launcher has started. With GPUs, the process uses the GPU of its
+    `LOCAL_RANK`, unless it has selected another GPU before. Host memory is freed when the context
+    ends after the last iteration; if the context ends earlier or by an exception, host memory
+    stays, and the next launch of the job recovers from it.
 
     Args:
         sparse: settings; their names are those of the `--sparse-ckpt-*` flags.
-        model: of the model that `Attachment.set_up` will build; names the parallel layout.
-        optimizer: of its optimizer.
-        ddp: of its data parallelism.
-        plan: what the loop trains.
+        model: configuration of the model that `Attachment.set_up` builds, with the parallel layout.
+        optimizer: configuration of the optimizer.
+        ddp: configuration of data parallelism.
+        plan: batch sizes, sequence length and backend of the loop.
 
     Raises:
-        ConfigurationError: a setting breaks a rule or is not supported; names it.
+        ConfigurationError: a setting breaks a rule or is not supported; the message names the
+            setting.
         InstallationError: Megatron-Core is not the one this package was checked against.
     """
     own_device.take()
@@ -200,16 +203,16 @@ class Attachment:
 
     @property
     def iteration(self) -> int:
-        """Committed iterations."""
+        """Number of committed iterations."""
         return self._counters.iteration
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that the committed iterations have consumed, over all ranks."""
+        """Samples of all ranks in the committed iterations."""
         return self._counters.consumed_train_samples
 
     def init_process_group(self) -> None:
-        """Instead of `torch.distributed.init_process_group`; call it before anything connects.
+        """Replace `torch.distributed.init_process_group`; call this before any other connection.
 
         With NCCL create model-parallel groups with `create_gloo_process_groups=False`.
         """
@@ -229,20 +232,20 @@ class Attachment:
         load_checkpoint: Callable[..., tuple[int, int]] | None = None,
         checkpoint_iteration: int | None = None,
     ) -> Built:
-        """Build the model, and recover from host memory if there are windows of this run.
+        """Build the model, and recover from host memory if it holds windows of this run.
 
         Args:
             build: creates model-parallel groups, model chunks in `DistributedDataParallel`,
                 optimizer and `OptimizerParamScheduler`. A replacement of a lost worker builds
-                alone: collectives within reach nobody, and their results are not used.
-            load_checkpoint: loads a checkpoint of the loop's own into what was built; returns the
-                iterations and samples that it has behind it. Called if no windows are used.
-            checkpoint_iteration: of that checkpoint, the same on all ranks: windows of an earlier
-                iteration are not used. Without it any window is.
+                without its peers: collectives reach no other rank, and their results are not used.
+            load_checkpoint: loads a checkpoint of the loop into the built objects; returns the
+                iterations and samples of that checkpoint. Called only if no windows are used.
+            checkpoint_iteration: iteration of that checkpoint, the same on all ranks: windows of an
+                earlier iteration are not used. None: any window is used.
 
         Raises:
-            ConfigurationError: something else was built or loaded; nothing is connected, or all is
-                set up.
+            ConfigurationError: `build` or `load_checkpoint` broke a rule; or the process group is
+                not connected yet, or `set_up` was called before.
         """
         if not self._connected or self._built is not None:
             raise ConfigurationError(
@@ -277,17 +280,18 @@ class Attachment:
         return self._built
 
     def train[Result](self, loop: Callable[[], Result], data: Callable[[int], object]) -> Result:
-        """Call `loop`, and again after each failure of other ranks; returns what it returns.
+        """Call `loop`, and again after each failure of other ranks; return the result of `loop`.
 
         Args:
-            loop: goes from `iteration` to the end by `step`. What it does between two steps may be
-                cut off; after a failure it may be done twice on some ranks, or not at all.
-            data: makes the training iterator of this rank (a list of them, one per model chunk, in
-                an interleaved schedule), which goes on after so many samples of all ranks.
+            loop: calls `step` from `iteration` to the last one. A failure may interrupt code
+                between two steps; afterwards some ranks may run that code twice, or not at all.
+            data: `data(consumed_samples)` makes the training iterator of this rank, or in an
+                interleaved schedule a list of one iterator per model chunk. `consumed_samples`
+                counts all ranks.
 
         Raises:
-            ConfigurationError: nothing is set up, or training is over.
-            SystemExit: with 0: `loop` returned without the step that brings the state back.
+            ConfigurationError: `set_up` was not called, or training is over.
+            SystemExit: with status 0, if `loop` returns without the step that recovers the state.
         """
         if self._built is None:
             raise ConfigurationError('job.train was called before job.set_up; call that first.')
@@ -307,18 +311,18 @@ class Attachment:
         return result
 
     def step[Result](self, train_step: Callable[..., Result]) -> Result:
-        """The next iteration, which is committed when this returns. Collective.
+        """Run the next iteration, which is committed on return. Collective.
 
-        In the first step after a start or a failure, `train_step` is called for the iterations to
-        replay as well; returned is the result of the last call.
+        The first step after a start or a failure also calls `train_step` for each iteration to
+        replay. Returns the result of the last call.
 
         Args:
             train_step: called as `train_step(data, **schedule)`: clears gradients, runs Megatron's
-                pipeline schedule with `data` and the keywords `schedule`, steps the optimizer
-                once, and the scheduler by `global_batch_size` if that was successful.
+                pipeline schedule with `data` and the keywords `schedule`, steps the optimizer once,
+                and steps the scheduler by `global_batch_size` if the optimizer step succeeded.
 
         Raises:
-            ConfigurationError: `train_step` does otherwise; training has not begun, or is over.
+            ConfigurationError: `train_step` breaks these rules; training has not begun, or is over.
         """
         counters = self._counters
         self._check_turn()
@@ -344,9 +348,10 @@ class Attachment:
         write_digest(str(path), self.iteration, digest)
 
     def _enter(self, loop: Callable[[], object]) -> object:
-        """Call `loop`; what cut off a step of it comes out, also if `loop` wanted to go on.
+        """Call `loop`; raise the error that interrupted a step, even if `loop` caught the error.
 
-        It is not kept here: it holds the step that it cut off, of which nothing is to be left.
+        The error is not stored on this object: its traceback holds the frames of the interrupted
+        step, which must be freed.
         """
         try:
             result = loop()
@@ -413,7 +418,7 @@ class Attachment:
 
 
 def _configure_micro_batches(facts: JobFacts) -> None:
-    """What Megatron keeps in global variables, and its trainer sets."""
+    """Set the global variables of Megatron that its trainer sets at start."""
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
         facts.rank, None, facts.global_batch_size, facts.micro_batch_size, facts.data_parallel_size
     )
@@ -421,7 +426,7 @@ def _configure_micro_batches(facts: JobFacts) -> None:
 
 
 def _check_groups(backend: str) -> None:
-    """Groups of two backends cannot be told apart by a process that joins a running job."""
+    """Refuse groups of two backends: a process that joins a running job cannot tell them apart."""
     if backend != 'gloo' and parallel_state._DATA_PARALLEL_GROUP_GLOO is not None:
         raise ConfigurationError(
             f'build() has created gloo groups beside those of {backend}: pass '

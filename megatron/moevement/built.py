@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream builds, as annotations of the adapter name it.
+"""Type aliases for the objects that upstream builds.
 
-Upstream ships no type information, so these tell a reader more than a checker.
+Upstream ships no type information, so these names serve readers more than the type checker.
 
 Checked against megatron-core 0.19.2.
 """

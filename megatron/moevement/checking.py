@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a job with some flags, without starting it: what its start would say.
+"""Checks the flags of a job without starting it, and says what the start would say.
 
-Upstream parses and validates the flags as on the first rank, but sets nothing up. Then come the
-rules that a start applies, by the functions that it calls. What only a job finds out is left: how
-much host memory its model takes (`tools.plan` computes it), and whether its launcher can replace a
-worker.
+Upstream parses and validates the flags as on the first rank, but sets nothing up. The functions of
+a real start then apply their rules. Two answers need a running job: the host memory that the model
+takes (`tools.plan` computes it), and whether the launcher can replace a worker.
 
 Checked against megatron-core 0.19.2.
 """
@@ -46,37 +45,37 @@ _CONNECTIONS = 'CUDA_DEVICE_MAX_CONNECTIONS'
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the start of a job would say of its flags."""
+    """Result of the rules of a start for some flags."""
 
     ranks: int
-    """World size that it is judged for."""
+    """World size that the flags are judged for."""
     refused: list[str]
-    """Why it is not started, line by line; empty if it is."""
+    """Reasons of a refusal, one a line; empty if the job starts."""
     whole_job: list[str]
-    """Why a failure restarts all workers."""
+    """Reasons why a failure restarts all workers."""
     notes: list[str]
-    """What may go wrong all the same."""
+    """Hazards that do not prevent the start."""
 
     @property
     def protected(self) -> bool:
-        """The job is started, and recovers from failures."""
+        """True if the job starts, and recovers from failures."""
         return not self.refused
 
     @property
     def localized(self) -> bool:
-        """A failure is recovered on the stages that lost a worker alone, where a launcher can."""
+        """True if only stages that lost a worker roll back, where the launcher replaces workers."""
         return self.protected and not self.whole_job
 
 
 def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
-    """Judge a job as if it had `--sparse-ckpt`.
+    """Judge the flags of a job as if `--sparse-ckpt` was among them.
 
     Args:
         flags: all flags of `pretrain_gpt.py`.
-        ranks: world size; None: the fewest that the parallel sizes need.
+        ranks: world size; None: the smallest that the parallel sizes allow.
 
     Raises:
-        SystemExit: a flag is wrong; it is said in one line on stderr, the status is 2.
+        SystemExit: a flag is wrong: one line on stderr, status 2.
     """
     with warnings.catch_warnings(action='ignore'):
         given = vars(_parser().parse_args(flags))
@@ -89,7 +88,7 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
 
 
 def fewest_ranks(settings: Settings) -> int:
-    """World size that the parallel sizes among some settings need."""
+    """Smallest world size that the parallel sizes in `settings` allow."""
 
     def size(name: str, default: int = 1) -> int:
         value = settings.get(name)
@@ -109,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
-    """What upstream's `parse_and_validate_args` returns, which also builds what training needs."""
+    """Upstream's `parse_and_validate_args`, without the objects that it builds for training."""
     with _as_first_rank(flags, ranks), contextlib.redirect_stdout(io.StringIO()):
         args: UpstreamArguments = upstream.parse_args(add_arguments)
         if args.use_checkpoint_args:
@@ -120,7 +119,7 @@ def _validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
 
 @contextlib.contextmanager
 def _as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
-    """Upstream reads its command line, and what a launcher says, from the process."""
+    """Give upstream the command line and the launcher's variables, both read from the process."""
     argv, environment = sys.argv, dict(os.environ)
     sys.argv = ['pretrain_gpt.py', *flags]
     os.environ |= {'RANK': '0', 'WORLD_SIZE': str(ranks)}
@@ -136,7 +135,7 @@ def _as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
 def _judged(args: UpstreamArguments) -> Judgement:
     settings: Settings = vars(args)
     refused = [*_said(partial(fp8_masters.take_place, args)), *refusals(settings)]
-    if not refused:  # else upstream may say the same once more, at length
+    if not refused:  # else upstream may repeat the refusal in many lines
         refused += _said_by_upstream(partial(_configure, args))
     refused += _said(patches.check)
     refused += _said(partial(refuse_missing, settings, args.rank))
@@ -157,7 +156,7 @@ def _judged(args: UpstreamArguments) -> Judgement:
 
 
 def _missing_variable(args: UpstreamArguments) -> str | None:
-    """What the environment lacks that upstream needs; a launcher may set it."""
+    """Name of an environment variable that upstream needs and a launcher may set, if unset."""
     needed = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
     if not needed or _CONNECTIONS in os.environ:
         return None
@@ -165,7 +164,7 @@ def _missing_variable(args: UpstreamArguments) -> str | None:
 
 
 def _of_config(config: SparseCheckpointConfig, run_id: str) -> Iterator[Callable[[], object]]:
-    """What set-up finds out of files and names."""
+    """Checks of files and names that set-up makes."""
     yield partial(require_directory_name, '--sparse-ckpt-run-id', run_id)
     if config.disk is not None:
         yield partial(require_mounted, Path(config.disk))
@@ -173,7 +172,7 @@ def _of_config(config: SparseCheckpointConfig, run_id: str) -> Iterator[Callable
 
 
 def _said(check: Callable[[], object]) -> list[str]:
-    """Why a check refuses."""
+    """Message of the refusal that `check` raises; empty if none."""
     try:
         check()
     except UserError as error:
@@ -182,9 +181,9 @@ def _said(check: Callable[[], object]) -> list[str]:
 
 
 def _configure(args: UpstreamArguments) -> None:
-    """Make upstream's configurations, which have rules of their own; with a vocabulary of any size.
+    """Make upstream's configurations, which check rules of their own.
 
-    Its size comes from the tokenizer, which is not opened.
+    The vocabulary size is arbitrary: the real size needs the tokenizer, which is not opened.
     """
     whole = argparse.Namespace(**vars(args))
     smallest = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
@@ -202,7 +201,7 @@ def _said_by_upstream(check: Callable[[], object]) -> list[str]:
 
 
 def _told(error: BaseException) -> str:
-    """What upstream ends with, in one line, by the line of its source if it says nothing."""
+    """Upstream's error in one line; without a message, the line of upstream's source."""
     source = traceback.extract_tb(error.__traceback__)[-1].line
     words = ' '.join(str(error).split()) or source
     return f'Megatron ends with {type(error).__name__}: {words}'

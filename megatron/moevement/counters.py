@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop counts, and recovery sets."""
+"""Counters of a training loop, which recovery also sets."""
 
 from typing import Protocol
 
 
 class Counters(Protocol):
-    """Where training is; upstream's arguments are such an object. Training thread only.
+    """Position of training; upstream's arguments have these attributes. Training thread only.
 
     Samples are those of all ranks.
     """
@@ -13,14 +13,14 @@ class Counters(Protocol):
     iteration: int
     """Committed iterations."""
     curr_iteration: int
-    """The same within upstream's loop, for what asks there."""
+    """Copy of `iteration` that upstream's loop reads."""
     train_iters: int | None
-    """At which training ends; upstream works it out of `--train-samples` during set-up."""
+    """Last iteration; upstream computes it from `--train-samples` during set-up."""
     consumed_train_samples: int
     consumed_valid_samples: int
     skipped_train_samples: int
     num_floating_point_operations_so_far: float
     do_train: int
-    """1 if there is anything to train on, as set-up learns from the data."""
+    """1 if there is training data; set-up finds out."""
     do_valid: int
     do_test: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter needs to know of a job, and what does not change while it runs.
+"""Properties of a job that the adapter reads and that stay constant while the job runs.
 
 Checked against megatron-core 0.19.2.
 """
@@ -14,18 +14,18 @@ import torch
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
 UpstreamArguments = argparse.Namespace
-"""Upstream's parsed arguments, between the command line and what follows from them."""
+"""Upstream's parsed arguments, before they are converted to `JobFacts` and `Settings`."""
 
 Settings = Mapping[str, object]
-"""All settings of the job, under the names that upstream's arguments have; the configurations of a
-loop of one's own have fewer. For what reads every one of them, or asks for them by name."""
+"""All settings of the job, by the names of upstream's arguments; a custom loop
+has fewer. For code that reads every setting, or reads settings by name."""
 
 
 @dataclass(frozen=True)
 class JobFacts:
     """One rank's view of the job; names are those of upstream's arguments.
 
-    What has a default is asked of upstream's trainer only, and another loop does not do it.
+    Fields with a default matter to upstream's trainer only.
     """
 
     rank: int
@@ -38,12 +38,12 @@ class JobFacts:
     distributed_backend: str
     """Backend of `torch.distributed`: gloo or nccl."""
     timeout: timedelta
-    """How long a collective may take, and all ranks to meet."""
+    """Limit of a collective, and of the rendezvous of all ranks."""
     use_distributed_optimizer: bool
     micro_batch_size: int
     """Samples per micro-batch and data-parallel rank."""
     global_batch_size: int
-    """Samples per iteration; the most of them if it grows."""
+    """Samples per iteration; the final size if the batch size grows."""
     seq_length: int
     """Tokens per sample."""
     hidden_size: int
@@ -54,31 +54,31 @@ class JobFacts:
     data_parallel_random_init: bool = False
     dataloader_type: str = 'single'
     load: str | None = None
-    """Directory of the dense checkpoint to begin with."""
+    """Directory of the dense checkpoint to start from."""
     finetune: bool = False
-    """Take the weights of that checkpoint only, and begin at iteration 0."""
+    """Load only the weights of that checkpoint, and start at iteration 0."""
     ckpt_step: int | None = None
-    """Iteration of that checkpoint, if it is not to be the newest."""
+    """Iteration of that checkpoint; None: the newest."""
     save: str | None = None
     """Directory for dense checkpoints."""
     save_interval: int | None = None
     non_persistent_save_interval: int | None = None
     non_persistent_ckpt_type: str | None = None
-    """`global`: of dense checkpoints that are not kept, the newest is in a directory of its own."""
+    """`global`: dense checkpoints of which only the newest stays have a directory of their own."""
     non_persistent_global_ckpt_dir: str | None = None
-    """That directory, if it is not one within the others."""
+    """That directory; None: a folder within `save`."""
     eval_interval: int | None = None
     start_eval_at_iter: int | None = None
     exit_interval: int | None = None
 
     @property
     def boundary_dtype(self) -> torch.dtype:
-        """Type of the tensors that pass between two stages."""
+        """Data type of the tensors sent between two stages."""
         return torch.float32 if self.fp32_residual_connection else self.params_dtype
 
 
 def facts_of(args: UpstreamArguments) -> JobFacts:
-    """The facts in upstream's arguments, once it has validated them."""
+    """Facts from upstream's arguments, after upstream has validated them."""
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     names = {field.name for field in dataclasses.fields(JobFacts)} - {'timeout'}
     facts = JobFacts(timeout=timeout, **{name: getattr(args, name) for name in names})
@@ -86,7 +86,7 @@ def facts_of(args: UpstreamArguments) -> JobFacts:
 
 
 def _largest_batch(args: UpstreamArguments) -> int:
-    """Samples of the largest iteration; while they grow, upstream keeps those of the smallest."""
+    """Samples of the largest iteration; `global_batch_size` is the smallest while sizes grow."""
     constant: int = args.global_batch_size
     if args.step_batch_size_schedule is None:
         return constant

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs upstream's `pretrain` with what the `--sparse-ckpt*` flags ask for around it."""
+"""Runs upstream's `pretrain` with the features of the `--sparse-ckpt*` flags around it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,16 +24,16 @@ from moevement_ext.recover.handover import handovers
 
 
 def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamArguments) -> None:
-    """Call `train`; without `--sparse-ckpt` nothing is wrapped around it, else the process ends.
+    """Call `train`; with `--sparse-ckpt`, protect it and end the process afterwards.
 
     Args:
         train: upstream's `pretrain`, ready to be called; takes `store`.
         args: upstream's parsed arguments.
 
     Raises:
-        ConfigurationError: a flag breaks a rule; names it.
+        ConfigurationError: a flag breaks a rule; the message names the flag.
     """
-    if args.sparse_ckpt_digest is not None and args.rank == 0:  # who writes it
+    if args.sparse_ckpt_digest is not None and args.rank == 0:  # rank 0 writes the file
         refuse_unwritable(args.sparse_ckpt_digest)
     settings: Settings = vars(args)
     torch_adam.mend()
@@ -50,7 +50,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
     operations = OperationCount(upstream.floating_point_operations)
     with protected_job(settings, facts, args, config, data, operations) as session:
         UpstreamTrainer(settings, facts, args, session, data).install()
-        _digest_at_the_end(args)  # outermost: of a state that is whole, after the last recovery
+        _digest_at_the_end(args)  # outermost: after the last recovery the state is whole
         try:
             _train(train, args, session)
         except SystemExit as planned:
@@ -63,7 +63,7 @@ def _train(train: Callable[..., object], counters: Counters, session: Session) -
     if membership is None or not membership.joining:
         train(store=session.store)
         return
-    # What set-up learns from the others elsewhere, the replacement of a lost worker is told.
+    # A replacement of a lost worker gets from the survivors what set-up learns by collectives.
     handover = decode_handover(handovers(membership.reports)[0].trainer)
     counters.do_train, counters.do_valid, counters.do_test = handover.runs
     train()

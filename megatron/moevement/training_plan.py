@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop of one's own declares of its training."""
+"""Training parameters that a custom loop declares."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,19 +11,19 @@ _BACKENDS = ('nccl', 'gloo')
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What the loop trains, as far as the configurations of Megatron-Core do not say it."""
+    """Parameters of training that the configurations of Megatron-Core do not have."""
 
     train_iters: int
     seq_length: int
-    """Tokens per sample; of the longest, where lengths differ."""
+    """Tokens per sample; the maximum if lengths differ."""
     micro_batch_size: int
     """Samples per micro-batch and data-parallel rank."""
     global_batch_size: int
-    """Samples per iteration, the same in all."""
+    """Samples per iteration, the same in all iterations."""
     backend: str = 'nccl'
-    """Backend of `torch.distributed`; without a GPU 'gloo'."""
+    """Backend of `torch.distributed`: nccl, or gloo on machines without a GPU."""
     timeout: timedelta = timedelta(minutes=10)
-    """How long a collective may take, and all ranks to meet."""
+    """Limit of a collective, and of the rendezvous of all ranks."""
     log_interval: int = 100
     """Iterations between two lines about protection on the last rank's standard output."""
 

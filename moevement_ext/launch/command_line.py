@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.process.exit_signal import stop_at_signals
@@ -85,8 +86,9 @@ def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog=shown('scripts/local_cluster.py'),
         usage='%(prog)s --nodes N [flags] -- program [flags of the program]',
-        description=_DESCRIPTION,
+        description=shown(_DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -169,3 +171,7 @@ def _fault(action: StagedAction, target: str, text: str) -> StagedFault:
             f'{text!r} must be {target}@ITERATION, two whole numbers, such as 2@8'
         )
     return StagedFault(action, int(match[1]), int(match[2]))
+
+
+if __name__ == '__main__':
+    sys.exit(main())

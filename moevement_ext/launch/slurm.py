@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
@@ -112,16 +113,17 @@ def _hosts() -> tuple[str, ...]:
     if nodes is None:
         raise ConfigurationError(
             'SLURM_JOB_NODELIST is not set: this runs in a batch script of Slurm, such as '
-            'scripts/slurm_pretrain.sbatch; scripts/local_cluster.py runs on one machine.'
+            f'scripts/slurm_pretrain.sbatch; {shown("scripts/local_cluster.py")} runs on one '
+            'machine.'
         )
     return hostnames(nodes)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog='python -m moevement_ext.slurm',
+        prog=shown('python -m moevement_ext.slurm'),
         usage='%(prog)s [flags] -- program [flags of the program]',
-        description=_DESCRIPTION,
+        description=shown(_DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

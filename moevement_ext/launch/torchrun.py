@@ -33,8 +33,9 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher import api
-from torch.distributed.run import determine_local_world_size, parse_args, run
+from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
+from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 from moevement_ext.process import exit_signal, user_errors
@@ -152,7 +153,9 @@ def parse(argv: Sequence[str]) -> Namespace:
     Raises:
         ConfigurationError: the program lacks the flag, or torchrun has another rendezvous.
     """
-    args: Namespace = parse_args(list(argv))
+    parser = get_args_parser()
+    parser.prog = shown('python -m moevement_ext.store.torchrun')
+    args: Namespace = parser.parse_args(list(argv))
     store = flag.given(args.training_script_args)
     if store is None:
         raise ConfigurationError(

@@ -2,7 +2,8 @@
 """The directory of one run on one node: `<root>/<run id>/<node>/<holder>/<owner>/`.
 
 A holder is a rank of this node; it keeps its own windows and replicas for other owners (see
-`window.file_names` and `window.generations`).
+`window.file_names` and `window.generations`). For owners that capture the same state it keeps
+stubs, in `stub-<owner>/` (see `window.twin`).
 """
 
 import logging
@@ -23,6 +24,8 @@ from moevement_ext.memory.window.name import StoredWindow
 logger = logging.getLogger(__name__)
 
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
+# Prefix of the directory with the stubs of an owner.
+STUB = 'stub-'
 # Prefix of a holder's directory that is being deleted.
 _FORMER = 'former-'
 
@@ -50,6 +53,14 @@ class NodeStore:
     def holder_path(self, holder: int) -> Path:
         """Directory of all files of rank `holder`."""
         return self.path / str(holder)
+
+    def owner_path(self, holder: int, owner: int) -> Path:
+        """Directory of the windows of `owner` that rank `holder` keeps."""
+        return self.holder_path(holder) / str(owner)
+
+    def stub_path(self, holder: int, owner: int) -> Path:
+        """Directory of the stubs that rank `holder` keeps as a twin of `owner`."""
+        return self.holder_path(holder) / f'{STUB}{owner}'
 
     @property
     def shared(self) -> Path:
@@ -80,6 +91,13 @@ class NodeStore:
         Reads only file names; the content is verified when a window is loaded. Skips directories
         that are not this user's own.
         """
+        return self._scan('')
+
+    def scan_stubs(self) -> list[StoredWindow]:
+        """The same of committed stubs; the windows that they are part of need their bases, too."""
+        return self._scan(STUB)
+
+    def _scan(self, kind: str) -> list[StoredWindow]:
         try:
             private.check_directories(self.root, self.path)
         except FileNotFoundError:
@@ -90,7 +108,7 @@ class NodeStore:
         found = [
             window
             for holder, holder_path in _numbered(self.path)
-            for owner, owner_path in _numbered(holder_path)
+            for owner, owner_path in _numbered(holder_path, kind)
             for window in committed_in(owner_path, holder, owner)
         ]
         return sorted(found, key=lambda window: (-window.name.start, window.owner, window.holder))
@@ -113,11 +131,20 @@ class NodeStore:
         lock.release()
         self._remove_empty()
 
-    def remove_owners_but(self, kept: Collection[int], holder: int) -> None:
-        """Delete files of `holder`, locked by this object, for owners that are not in `kept`."""
-        for owner, path in _numbered(self.holder_path(holder)):
-            if owner not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+    def remove_owners_but(
+        self, kept: Collection[int], holder: int, stubs: Collection[int] = ()
+    ) -> None:
+        """Delete files of `holder`, locked by this object, for owners that are not named.
+
+        Args:
+            kept: owners of windows.
+            holder: rank of this node.
+            stubs: owners of stubs.
+        """
+        for kind, owners in (('', kept), (STUB, stubs)):
+            for owner, path in _numbered(self.holder_path(holder), kind):
+                if owner not in owners:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def remove_holders_but(self, kept: Collection[int]) -> None:
         """Delete the files of holders that are not in `kept` and have no live process.
@@ -166,12 +193,18 @@ def require_directory_name(flag: str, part: str) -> None:
         )
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named by a rank; none if `path` is missing or unreadable."""
+def _numbered(path: Path, kind: str = '') -> Iterator[tuple[int, Path]]:
+    """Yield the subdirectories named by a rank; none if `path` is missing or unreadable.
+
+    Args:
+        path: the directory.
+        kind: what their names begin with.
+    """
     try:
         entries = sorted(path.iterdir())
     except OSError:
         return
     for entry in entries:
-        if entry.name.isdecimal() and entry.is_dir():
-            yield int(entry.name), entry
+        number = entry.name.removeprefix(kind)
+        if entry.name == kind + number and number.isdecimal() and entry.is_dir():
+            yield int(number), entry

@@ -66,6 +66,18 @@ def window_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int =
     return max(PREAMBLE_BYTES + align_up(state_bytes) + room, needed_bytes)
 
 
+def stub_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
+    """Size of a file for stubs (see `window.twin`): what a window file has besides the state.
+
+    Args:
+        state_bytes: as of `window_file_bytes`.
+        longest_window: W, iterations.
+        needed_bytes: what a stub is known to take, if it is; only more than usual counts.
+    """
+    room = window_file_bytes(state_bytes, longest_window) - align_up(state_bytes)
+    return max(room, needed_bytes)
+
+
 def window_lengths(longest_window: int) -> list[int]:
     """Candidate values of W, ascending: all up to the longest, or a selection of many."""
     step = -(-longest_window // _LENGTHS_TRIED)
@@ -108,7 +120,8 @@ def rank_memory(
 
     Args:
         window_file: size of its window files.
-        replica_files: size of a window file of each rank that it holds replicas of.
+        replica_files: size of a window file of each rank that it holds replicas of, and of a file
+            for stubs of each that it is a twin of.
         log_ring: size of its log.
         disk: windows are copied to disk, which holds a third file during a copy.
     """

@@ -8,7 +8,9 @@ silent one, so that Prometheus can always connect.
 
 import asyncio
 import logging
+import os
 import socket
+import weakref
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
@@ -35,6 +37,7 @@ async def serve(port: int, page: Page) -> asyncio.Server:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     listening = socket.create_server(('', port), family=family, dualstack_ipv6=both)
+    _LISTENING.add(listening)
     open_ = dict[StreamWriter, None]()  # oldest first
 
     async def attend(reader: StreamReader, writer: StreamWriter) -> None:
@@ -76,3 +79,15 @@ async def _answer(reader: StreamReader, writer: StreamWriter, page: Page) -> Non
         await writer.drain()
         writer.close()
         await writer.wait_closed()
+
+
+# Data loader workers that outlive a killed trainer for a moment would keep the port.
+_LISTENING: 'weakref.WeakSet[socket.socket]' = weakref.WeakSet()
+
+
+def _stop_listening() -> None:
+    for listening in list(_LISTENING):
+        listening.close()
+
+
+os.register_at_fork(after_in_child=_stop_listening)

@@ -32,11 +32,11 @@ from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.reserving import longest_window, reserve
+from moevement_ext.protect.reserving import Sizes, longest_window, reserve
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
-from moevement_ext.replicate.host_memory import Share
+from moevement_ext.replicate.host_memory import Share, TwinShare
 
 
 class Protection:
@@ -81,7 +81,8 @@ class Protection:
         self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
         capacity = partial(planner.capacity, context_bytes=context_bytes)
-        longest = longest_window(rank, capacity, logged)
+        stub = partial(planner.stub_capacity, context_bytes=context_bytes)
+        longest = longest_window(rank, Sizes(capacity, stub, planner.family), logged)
         window = longest
         self._auto_window: AutoWindow | None = None
         if rank.config.window == AUTO:
@@ -92,9 +93,12 @@ class Protection:
         self._longest = longest
         self._device = with_index(operators.device)
         self._disk: DiskTier | None = None
+        twin = TwinShare(
+            planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
+        )
         self.memory = reserve(
             rank,
-            Share(rank.identity, capacity(longest), logged, True, disk, longest, window),
+            Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin),
             operators.device,
             self._statistics.degraded,
         )
@@ -460,7 +464,7 @@ class Protection:
 
     def _shortest_window(self, seen: Measured) -> int | None:
         """The fewest slots that the links of all ranks carry, at these rates."""
-        copies = max(map(len, self.memory.holders))
+        copies = max(map(len, self.memory.copies.holders))
         carried = budgets(
             seen.iteration_s,
             seen.copy_bytes_per_s,

@@ -16,7 +16,7 @@ from moevement_ext.events import (
     RecoveryStarted,
     WorkerStarted,
 )
-from tests.distributed.conftest import LINES
+from tests.distributed.conftest import LINES, ON_BOTH_BACKENDS
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
 from tests.distributed.harness.output import scraped, upstream_lines
 from tests.distributed.harness.strikes import SETTLED, InTurn, Strike, deaths, strike_all
@@ -222,8 +222,9 @@ TOGETHER = (
 )
 
 
+@ON_BOTH_BACKENDS
 def test_all_stages_go_back_together(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """In the processes that live; nothing is logged."""
     flags = f'{BF16} {PP_EP} {UNTIED} --train-iters 35'.split()
@@ -257,6 +258,25 @@ def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..
     assert [event.stages for event in recovered] == [[0], [1]]
     copies = [event.copied for event in job.events_of(Recovered, rank=1) if event.copied]
     assert copies == [[1], [0]]
+
+
+@pytest.mark.thorough
+def test_peers_on_nodes_of_their_own(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """They are the only copies: rank 1, whose node's memory goes, has its windows from rank 0."""
+    job = strike_all(
+        lambda: cluster(
+            *PEERS, '--sparse-ckpt-window', '3', '--sparse-ckpt-replicas', '1', *SETTLED, nodes=4
+        ),
+        COPIES[:3],
+        reference(*PEERS),
+        wipe=[1],
+    )
+    told = job.output(life=0)
+    assert told.count('replicas: 1, 1 of this node held by data-parallel peers anyway') >= 4
+    assert 'has a copy fewer' not in told
+    assert job.events_of(Recovered, rank=1)[-1].stages == [0]
 
 
 # Flags; strikes.

@@ -17,7 +17,7 @@ PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrai
 MAX_CONSTRUCTOR_ARGUMENTS = 7
 
 ENGINE_FLOORS = (
-    {'errors'},
+    {'command', 'errors'},
     {'config', 'events'},
     {'faults', 'token_bucket'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
@@ -37,6 +37,7 @@ ADAPTER_FLOORS = (
     {'job'},
     {'arguments'},
     {'attachment', 'checking', 'program'},
+    {'pretrain_gpt'},
 )
 """As `ENGINE_FLOORS`."""
 

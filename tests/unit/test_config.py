@@ -26,6 +26,7 @@ NAN = float('nan')
         ('max_window', 0, 'at least 1'),
         ('max_window', 10_001, 'at most 10000'),
         ('replicas', -1, 'at least 0'),
+        ('verify_replicas', 0, 'at least 1'),
         ('max_wait', -0.5, 'at least 0'),
         ('max_wait', NAN, 'at least 0'),
         ('reorder_change', -1, 'at least 0'),

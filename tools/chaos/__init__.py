@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts faults on training jobs at random and checks that they end in the same bits."""
+"""Injects random faults into training jobs and checks that they end in the same bits."""

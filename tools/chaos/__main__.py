@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strikes training jobs at random and checks that they end as if nothing had happened.
+"""Injects random faults into training jobs and checks that they end as without faults.
 
     python -m tools.chaos --faults 20 --seed 1
     python -m tools.chaos --faults 1000 --seed 1 --configurations 20 --cover all:kill,node,stop
     python -m tools.chaos --resume runs/chaos
 
-A small GPT trains on real text under a launcher that replaces single workers. Workers are killed,
-stopped or stuck, nodes lose their memory, launchers are lost, at random moments; with `--cover`
-also in a chosen phase of the recovery from an earlier strike. With `--configurations` layout,
-precision, features of Megatron, window, replicas, spares and launcher are drawn as well; one that
-plain Megatron refuses is drawn again. The final state of every job is compared, bit for bit, with
-that of plain Megatron with the same flags to which nothing happened. The same seed draws the same;
-how far into an iteration a fault strikes, the machine decides.
+A small GPT trains on real text under a launcher that replaces single workers. At random moments the
+campaign kills, stops or blocks workers, deletes the memory of nodes, or kills launchers; with
+`--cover` also in a chosen phase of the recovery from an earlier fault. With `--configurations`
+layout, precision, features of Megatron, window, replicas, spares and launcher are drawn as well; a
+configuration that plain Megatron refuses is drawn again. The final state of every job is compared,
+bit for bit, with that of plain Megatron with the same flags and without faults. The same seed draws
+the same faults; the moment within an iteration depends on the machine.
 
 A fault has one of three outcomes: `localized` (the other workers kept their state), `whole_job`
-(all workers were started again and recovered from host memory), `disk` (from a dense checkpoint, or
-from the start). An iteration is lost if the last rank had logged it before the recovery and the job
-trains it again after it; what is replayed as part of the recovery is not lost. Iterations that were
-cut off before they were committed are not lost either: nobody had them. A survivor is lost if a
-worker ends otherwise than well, or is evicted, without having been struck; one that ends so that
-the launcher starts the whole job again is not.
+(all workers restarted and recovered from host memory), `disk` (from a dense checkpoint, or from the
+start). An iteration is lost if the last rank had logged it before the recovery and the job trains
+it again after the recovery; iterations replayed within the recovery are not lost, nor are
+iterations that were interrupted before they were committed: no rank had them. A survivor is lost if
+a worker without a fault fails or is evicted, unless its end makes the launcher restart the whole
+job.
 
-The table counts strikes where they really landed, by what the struck worker (or, if it had not
-noticed the failure yet or was just starting, the others) had written into its events. Results are
-kept in campaign.jsonl in the output folder; `--resume` goes on with the job that was interrupted.
+The table counts faults by the phase in which they landed, according to the events of the hit worker
+(or of the other workers, if the hit worker had not noticed the failure yet or was starting).
+campaign.jsonl in the output folder has the results; `--resume` continues with the interrupted job.
 
-Exit status: 0 nothing was lost, all states are equal and all cells covered, 1 that is not so, 2 a
+Exit status: 0 nothing was lost, all states are equal and all cells are covered, 1 otherwise, 2 a
 job failed.
 """
 
@@ -69,7 +69,7 @@ _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.chaos', description=__doc__)
     add = parser.add_argument
     add('--faults', type=int, default=20, help='how many (default: 20)')
@@ -126,10 +126,10 @@ def _resumed(folder: Path) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Turn texts into what they mean, in place.
+    """Convert texts to values, in place.
 
     Raises:
-        ValueError: which flag breaks which rule.
+        ValueError: a flag breaks a rule; the message names both.
     """
     for name in ('faults', 'nodes', 'faults_per_job', 'configurations', 'hang_timeout'):
         value = getattr(args, name)
@@ -182,7 +182,7 @@ def _check_nodes(args: argparse.Namespace) -> None:
 
 
 def given(args: argparse.Namespace, job: int) -> Configuration:
-    """The configuration of the flags, with the window of one of the jobs."""
+    """The configuration that the flags give, with the window of job `job`."""
     drawn = args.window == RANDOM
     return Configuration(
         layout=args.layout,
@@ -199,7 +199,7 @@ def given(args: argparse.Namespace, job: int) -> Configuration:
 
 
 def _draws_narrow(args: argparse.Namespace) -> bool:
-    """Where Transformer Engine is there, or what stands for it."""
+    """True if Transformer Engine, or a stand-in, is available."""
     engine = importlib.util.find_spec('transformer_engine') is not None
     return args.stand_ins or (args.share_gpu and engine)
 
@@ -236,10 +236,10 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
 
 
 def lock(output: Path) -> IO[bytes]:
-    """A file that keeps other campaigns out of a folder while it is open.
+    """Open a file that keeps other campaigns out of a folder until it is closed.
 
     Raises:
-        ResultError: another campaign is under way there.
+        ResultError: another campaign runs in the folder.
     """
     output.mkdir(parents=True, exist_ok=True)
     file = (output / 'lock').open('wb')
@@ -251,7 +251,7 @@ def lock(output: Path) -> IO[bytes]:
 
 
 def _clear(output: Path) -> None:
-    """Remove what an earlier campaign left."""
+    """Remove the files of an earlier campaign."""
     for pattern in ('plain*', 'job*'):
         for stale in output.glob(pattern):
             shutil.rmtree(stale, ignore_errors=True)
@@ -259,7 +259,7 @@ def _clear(output: Path) -> None:
 
 
 def verdict(args: argparse.Namespace, results: Results, coverage: Coverage) -> int:
-    """The exit status."""
+    """The campaign's exit status."""
     if results.failed:
         return 2
     stalled = args.max_stall is not None and results.longest_stall_s > args.max_stall

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Catches a worker in a phase of a recovery: it stands still there, to be hit.
+"""Stops a worker in a chosen phase of a recovery, so that a fault can hit it there.
 
-Some phases last a millisecond at toy size. There the worker is let go on in small steps from the
-phase before, and looked at in between.
+Some phases last a millisecond at toy size. For those the worker advances in small steps from the
+phase before, with a look at its events after each step.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from tools.lab.following import Follower
 
 _POLL_S = 0.002
 _STEP_S = 0.0003
-_LONGEST_STEPPING_S = 2.5  # well below the time after which it would count as hung
+_LONGEST_STEPPING_S = 2.5  # well below the hang timeout
 _PATIENCE_S = 150.0
 _HURRY = -10
+# For phases too short to be seen in time: the phase before.
 _SHORT = {Phase.POST_STEP: Phase.REGROUP, Phase.FETCH: Phase.REGROUP}
-"""The phase before each that is too short to be seen in time."""
 
 
 class Aim:
-    """Aims at one phase of the recovery from the next fault; made before that fault.
+    """Aims at one phase of the recovery from the next fault; create it before that fault.
 
     Args:
-        folder: of the events.
-        phase: to be hit in.
-        suitable: whether a rank may be caught.
+        folder: folder of the events.
+        phase: phase to hit.
+        suitable: tells whether a rank may be caught.
     """
 
     def __init__(self, folder: Path, phase: Phase, suitable: Callable[[int], bool]) -> None:
@@ -45,9 +45,9 @@ class Aim:
         self._pending: list[Event] = []
 
     def catch(self, running: Callable[[], bool]) -> RecoveryPhase | None:
-        """Wait for a worker in the phase; returns its event, the worker stopped.
+        """Wait for a worker in the phase, and stop it; returns the worker's event.
 
-        None if the recovery is over before, or is not one that has phases.
+        None if the recovery ends before, or has no phases.
         """
         deadline = time.monotonic() + _PATIENCE_S
         with _in_a_hurry():
@@ -85,7 +85,7 @@ class Aim:
         return False
 
     def _step(self, pid: int) -> bool:
-        """Let a process go on in small steps until it names its next phase."""
+        """Advance a process in small steps until it reports its next phase."""
         before = self._newest[pid]
         deadline = time.monotonic() + _LONGEST_STEPPING_S
         while time.monotonic() < deadline and _signal(pid, signal.SIGSTOP):
@@ -101,7 +101,7 @@ class Aim:
 
 @contextlib.contextmanager
 def _in_a_hurry() -> Iterator[None]:
-    """This thread comes before the workers, where that is allowed."""
+    """Give this thread priority over the workers, where the system allows it."""
     thread = threading.get_native_id()
     usual = os.getpriority(os.PRIO_PROCESS, thread)
     try:
@@ -113,7 +113,7 @@ def _in_a_hurry() -> Iterator[None]:
 
 
 def _signal(pid: int, number: signal.Signals) -> bool:
-    """False if there is no such process any more."""
+    """Send a signal; False if the process no longer exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
         return True

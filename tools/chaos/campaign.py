@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disturbs one job after the other, each compared with plain Megatron to which nothing happened."""
+"""Injects faults into one job after another, and compares each with plain Megatron."""
 
 import shutil
 import time
@@ -28,40 +28,40 @@ from tools.lab.trained import DIGEST, train
 _ITERATIONS_PER_FAULT = 2 * FEWEST_ITERATIONS
 _MOST_REFUSALS = 5
 _MAX_RESTARTS = 1000
+# Limit of jobs as a multiple of the jobs that the faults need: a job may fail, or end too soon.
 _MORE_JOBS = 3
-"""So many times the jobs that the faults need: some fail, in some the job was over too soon."""
 
 
 class _Plain(NamedTuple):
-    """A run of plain Megatron to which nothing happened."""
+    """A run of plain Megatron without faults."""
 
     digest: StateDigest
     """Digest of the run's final state."""
     pause_s: float
-    """The longest from one iteration to the next."""
+    """Longest time from one iteration to the next."""
 
 
 class Plan(NamedTuple):
-    """What is to be run."""
+    """Parameters of a campaign."""
 
     seed: int
-    """Everything that is drawn is drawn from it."""
+    """Seed of everything that is drawn."""
     faults: int
-    """How many, over all jobs."""
+    """Number of faults over all jobs."""
     faults_per_job: int
-    """At most."""
+    """Limit of faults in one job."""
     configurations: int
-    """How many the jobs take in turn."""
+    """Number of configurations that the jobs cycle through."""
     draw: Callable[[int, int, int], Configuration]
-    """A configuration, by the number of the job, of the configuration and of the attempt."""
+    """Returns a configuration; arguments: numbers of the job, the configuration and the attempt."""
     kinds: Sequence[Kind]
-    """Faults to draw from."""
+    """Kinds of faults to draw."""
     aimed: float
     """Share of the faults that a second one is aimed after."""
     patient: bool
-    """Go on with the next job when one failed."""
+    """Continue with the next job when one has failed."""
     longest_window: int = 0
-    """The longest that jobs of one configuration draw: the length of all follows from it."""
+    """Longest window that jobs of one configuration draw; the length of all jobs depends on it."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Campaign:
     Args:
         output: folder for logs and results.
         data: prefix of the text.
-        plan: what is to be run.
-        results: so far.
-        coverage: so far.
-        console: for people.
+        plan: parameters of the campaign.
+        results: earlier results.
+        coverage: earlier coverage.
+        console: output for people.
     """
 
     output: Path
@@ -85,10 +85,10 @@ class Campaign:
     console: Console
 
     def run(self) -> None:
-        """Disturb as many jobs as it takes for all faults and cells.
+        """Run as many jobs as all faults and cells take.
 
         Raises:
-            LabError: plain Megatron failed; or a job did, if that is not to be waited out.
+            LabError: plain Megatron failed; or a job did and the plan is not patient.
         """
         most_jobs = _MORE_JOBS * -(-self.plan.faults // self.plan.faults_per_job) + _MORE_JOBS
         while len(self.results.jobs) < most_jobs and not self._enough():
@@ -178,10 +178,10 @@ class Campaign:
         return not different
 
     def _reference(self, number: int, configuration_number: int) -> tuple[Configuration, _Plain]:
-        """A configuration that plain Megatron takes, and its run.
+        """A configuration that plain Megatron accepts, and its run.
 
         Raises:
-            LabError: it refuses every one that is drawn.
+            LabError: Megatron refuses every configuration that is drawn.
         """
         while True:
             attempt = self.results.refusals(configuration_number)
@@ -195,9 +195,9 @@ class Campaign:
                 self.results.add(Refused(configuration_number, str(configuration), error.tail))
 
     def _plain(self, number: int, attempt: int, configuration: Configuration) -> _Plain:
-        """Run plain Megatron to its end, once for each configuration."""
+        """Run plain Megatron to its end, once per configuration."""
         iterations = self._iterations(configuration)
-        # What it trains is part of its name: a state is compared with that of the same flags only.
+        # The folder's name includes the flags: only states of equal flags are compared.
         trained = ' '.join(configuration.training_flags(self.data, iterations, Path()))
         folder = self.output / f'plain{number}-{attempt}-{sha256(trained.encode()).hexdigest()[:8]}'
         if not (folder / DIGEST).exists():
@@ -208,12 +208,12 @@ class Campaign:
         return _Plain(read_digest(folder / DIGEST), max(log.wall_seconds(warm_up=1)))
 
     def _iterations(self, configuration: Configuration) -> int:
-        """That each job trains: enough for all its faults, and as many as its reference."""
+        """Iterations of each job: enough for all faults, and as many as the reference."""
         first_window = 2 * max(configuration.longest_window, self.plan.longest_window)
         return first_window + self.plan.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
 
     def _anew(self, name: str) -> Path:
-        """A folder of which nothing is left."""
+        """An empty folder."""
         shutil.rmtree(self.output / name, ignore_errors=True)
         return self.output / name
 

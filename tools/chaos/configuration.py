@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job trains and with what switched on: given by flags, or drawn from a seed."""
+"""The configuration of a job, Megatron's features included: from flags, or drawn from a seed."""
 
 import enum
 import random
@@ -16,20 +16,20 @@ from tools.lab.launch import PROGRAM, Launch, Launcher
 AUTO = 'auto'
 LONGEST_WINDOW = 6
 HANG_TIMEOUT_S = 5
+# Per rank: training threads wait while upstream starts processes that write checkpoints, on this
+# machine for all ranks at once.
 _STUCK_TIMEOUT_OF_A_WRITER_S = 15
-"""For each rank: its training thread waits while upstream starts processes that write checkpoints,
-those of all ranks at once on this machine."""
 
 _BLOCK = 10
+# Number of configurations with a feature, of each ten.
 _OF_BLOCK = 4
-"""So many of each ten configurations have a feature."""
 _RAMP_TO = 2 * SAMPLES
 _RAMP_SAMPLES = 10 * SAMPLES
 _RAMP_TOKENS = _RAMP_SAMPLES * SEQUENCE
 
 
 class Feature(enum.StrEnum):
-    """Something of Megatron that is switched on or not."""
+    """A feature of Megatron that is on or off."""
 
     EVALUATION = 'evaluation'
     SAVE = 'dense-save'
@@ -45,14 +45,14 @@ class Feature(enum.StrEnum):
 
 
 class Precision(enum.StrEnum):
-    """Type of the parameters, and whether the optimizer is distributed."""
+    """Data type of the parameters, and whether the optimizer is distributed."""
 
     BF16 = 'bf16-distributed'
     BF16_PLAIN = 'bf16'
     FP32 = 'fp32'
     FP16 = 'fp16-skips'
     C1 = 'c1'
-    """These of the paper's Table 7; they need Transformer Engine, or stand-ins for it."""
+    """Precisions C1 to C5 of the paper's Table 7 need Transformer Engine, or stand-ins for it."""
     C2 = 'c2'
     C3 = 'c3'
     C4 = 'c4'
@@ -64,7 +64,7 @@ _DELAYED = Precision.C3, Precision.C4, Precision.C5
 _NARROW = Precision.C1, Precision.C2, *_DELAYED
 _NOT_NARROW = frozenset(
     (
-        Feature.SAVE,  # upstream's dense checkpoints do not hold all bits of such a state
+        Feature.SAVE,  # upstream's dense checkpoints do not hold all bits of narrow state
         Feature.ASYNC_SAVE,
         Feature.RECOMPUTE,  # the stand-ins would count a pass twice
     )
@@ -73,7 +73,7 @@ _PRECISION = {
     Precision.BF16: '--bf16 --use-distributed-optimizer',
     Precision.BF16_PLAIN: '--bf16',
     Precision.FP32: '',
-    # The scale grows every second step, so that steps overflow and are skipped again and again.
+    # The scale grows every second step, so that many steps overflow and are skipped.
     Precision.FP16: f'--fp16 --use-distributed-optimizer {_SKIPS}',
     Precision.C1: f'{precisions.FLAGS["c1"]} {_SKIPS}',
     **{one: precisions.FLAGS[one] for one in (Precision.C2, *_DELAYED)},
@@ -112,26 +112,26 @@ _OFTEN = len(_PRECISIONS) - len(_NARROW)
 
 
 class Configuration(NamedTuple):
-    """What a job trains, and how; the same for disturbed jobs and the plain one."""
+    """Configuration of a job; disturbed jobs and the plain one share it."""
 
     layout: Layout
     precision: Precision
     features: tuple[Feature, ...]
     window: int | str
-    """W, or `AUTO`, which also plans anew whenever popularity changes."""
+    """Iterations per window, or `AUTO`, which also replans at every change of popularity."""
     nodes: int
     replicas: int = 1
     spares: int = 1
     launcher: Launcher = Launcher.LOCAL
     share_gpu: bool = False
-    """All ranks on the first GPU, rather than on the CPU."""
+    """All ranks use the first GPU instead of the CPU."""
     fork: bool = False
-    """Workers of the local launcher are forked from one process, instead of hot spares."""
+    """The local launcher forks workers from one process, instead of using hot spares."""
     hang_timeout_s: int = HANG_TIMEOUT_S
     verify: str = REPORT
-    """What `--sparse-ckpt-verify` does where a recovery differs."""
+    """Value of `--sparse-ckpt-verify`."""
     disk: bool = False
-    """Windows are copied to disk, too."""
+    """Windows are also copied to disk."""
 
     def __str__(self) -> str:
         features = ', '.join(self.features) or 'no features'
@@ -148,13 +148,13 @@ class Configuration(NamedTuple):
 
     @property
     def longest_window(self) -> int:
-        """Iterations that a window can have."""
+        """Longest possible window, in iterations."""
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
 
     def launch(
         self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
     ) -> Launch:
-        """A job of this configuration."""
+        """Launch parameters of a job with this configuration."""
         fork = self.fork and self.launcher is Launcher.LOCAL
         return Launch(
             folder,
@@ -174,7 +174,7 @@ class Configuration(NamedTuple):
         return precisions.program(stand_ins=not self.share_gpu) if narrow else PROGRAM
 
     def kinds(self) -> list[Kind]:
-        """Faults that such a job can have."""
+        """Kinds of faults that are possible in such a job."""
         impossible: set[Kind] = set()
         if self.launcher is not Launcher.TORCHRUN:
             impossible.add(Kind.AGENT)
@@ -185,7 +185,7 @@ class Configuration(NamedTuple):
         return [kind for kind in Kind if kind not in impossible]
 
     def detection_s(self, kind: Kind) -> float:
-        """Seconds after which such a fault is noticed."""
+        """Seconds until a fault of this kind is noticed."""
         return {Kind.STOP: self.hang_timeout_s, Kind.STUCK: self._stuck_timeout_s}.get(kind, 0)
 
     @property
@@ -197,11 +197,11 @@ class Configuration(NamedTuple):
         )
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
-        """Flags of the run that nothing happens to.
+        """Flags of a run without faults.
 
         Args:
             data: prefix of the text.
-            iterations: to train.
+            iterations: number of iterations to train.
             folder: for everything the run writes.
         """
         features = [
@@ -219,7 +219,7 @@ class Configuration(NamedTuple):
         ]
 
     def sparse_flags(self, memory: Path, events: Path) -> list[str]:
-        """What a run with faults has besides.
+        """Additional flags of a run with faults.
 
         Args:
             memory: directory in a tmpfs.
@@ -238,11 +238,11 @@ class Configuration(NamedTuple):
 
     @staticmethod
     def disk_of(folder: Path) -> Path:
-        """Folder of windows on disk, beside that of the job."""
+        """Folder of windows on disk, beside the job's folder."""
         return folder.with_name(f'{folder.name}-disk')
 
     def _length(self, iterations: int) -> str:
-        """By samples if their number grows, which upstream asks for."""
+        """Flags for the length: in samples if the batch grows, as upstream requires."""
         if Feature.RAMP_UP not in self.features:
             return f'--train-iters {iterations} --lr-warmup-iters 3 --lr-decay-iters 200'
         first = _RAMP_SAMPLES // SAMPLES
@@ -254,15 +254,16 @@ class Configuration(NamedTuple):
 def draw_configuration(
     seed: int, number: int, attempt: int = 0, narrow: bool = False
 ) -> Configuration:
-    """One of the configurations that a seed stands for.
+    """Draw a configuration from a seed.
 
-    They are dealt from shuffled decks, so that twenty have every layout, precision and feature.
+    Draws come from shuffled decks, so that twenty configurations have every layout, precision and
+    feature.
 
     Args:
-        seed: of everything.
-        number: of the configuration, from 0.
-        attempt: counts those that upstream refused.
-        narrow: half of them have state of 16 and 8 bits; the others are drawn as without.
+        seed: seed of everything.
+        number: number of the configuration, from 0.
+        attempt: counts the configurations that upstream refused.
+        narrow: give half of them state of 16 and 8 bits; the others are drawn as without `narrow`.
     """
     rng = random.Random(f'{seed} configuration {number} {attempt}')
 
@@ -274,7 +275,7 @@ def draw_configuration(
     layout = parse_layout(deal('layout', _LAYOUTS)[place])
     precision = deal('precision', _PRECISIONS)[place]
     if layout.dp > layout.ep and precision is Precision.BF16:
-        precision = Precision.BF16_PLAIN  # only there have data-parallel ranks the same state
+        precision = Precision.BF16_PLAIN  # the only one with equal state on data-parallel ranks
     if narrow:
         replaced = deal('narrow', [*_NARROW, *[None] * _OFTEN])[place]
         if replaced is not None:
@@ -309,10 +310,10 @@ def draw_configuration(
 
 
 def _layout_for(precision: Precision, layout: Layout) -> Layout:
-    """One that such a state goes with.
+    """The layout, or another that the precision supports.
 
-    With delayed scaling upstream leaves scales alone on data-parallel ranks, and takes no virtual
-    stages; the stand-ins split no weight in fp8.
+    With delayed scaling upstream leaves scales stale on data-parallel ranks, and refuses virtual
+    stages; the stand-ins do not split fp8 weights.
     """
     if precision in _DELAYED:
         return parse_layout('pp4')
@@ -320,10 +321,10 @@ def _layout_for(precision: Precision, layout: Layout) -> Layout:
 
 
 def allowed(feature: Feature, layout: Layout) -> bool:
-    """Whether upstream takes a feature with a layout.
+    """True if upstream accepts a feature with a layout.
 
-    A batch that grows must be a whole number of micro-batches on every data-parallel rank, and
-    with virtual stages of rounds through the pipeline.
+    A growing batch must be a whole number of micro-batches on every data-parallel rank, and with
+    virtual stages also a whole number of rounds through the pipeline.
     """
     if feature is not Feature.RAMP_UP:
         return True

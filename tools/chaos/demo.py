@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains twice, once undisturbed, once losing a node; shows that both end in the same bits.
+"""Trains twice, once undisturbed, once with the loss of a node; both end in the same bits.
 
     scripts/demo.sh
 
-The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline stage a node, on real
-text, on the CPU or on one GPU. In the second run the workers of the first node are killed and its
-memory is deleted. Hot spares take over and replay this stage alone; the workers of the other node
-live on and keep their state. Exit status 0 only if so it was and the final state of both runs is
-equal, bit for bit.
+The job: an 8-expert GPT on 2 emulated nodes of 2 workers each, one pipeline stage per node, on real
+text, on the CPU or on one GPU. In the second run the demo kills the workers of the first node and
+deletes its memory. Hot spares take over and replay the lost stage alone; the workers of the other
+node keep running and keep their state. Exit status 0 only if all of this happened and the final
+states of both runs are equal, bit for bit.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tools.lab.trained import Trained, train
 
 RUN_ID = 'demo'
 LOST = 0
-"""The node and the pipeline stage that the second run loses. The last rank writes the log."""
+"""The node, and the pipeline stage, that the second run loses. The last rank writes the log."""
 _DATA_MB = 8
 _MAX_RESTARTS = 3
 _PLAIN, _DISTURBED = 'fault-free', 'recovered'
@@ -55,7 +55,7 @@ class _NodeLoss:
         self.captured: dict[int, demo_summary.CapturedBytes] = {}
 
     def __call__(self, job: Job, log: RunLog) -> str:
-        """Look at the job, which runs; called again and again. Returns what the job does now."""
+        """Act on the running job if it is time; called repeatedly. Returns the job's activity."""
         if self.killed_at is None:
             if log.iterations[-1].number >= self._kill_after:
                 self._lose(job, log)
@@ -67,7 +67,7 @@ class _NodeLoss:
         if ranks_with(job.events(), WindowPersisted) != set(range(WORLD_SIZE)):
             return
         self.killed_at, nbytes = job.lose_node(STAGE_RANKS[LOST][0])
-        # What is left must do for all: the other node's own windows and its replicas.
+        # All that is left: the other node's own windows and its replicas.
         self.captured = captured_bytes(NodeStore(self._memory, RUN_ID, node_name(1 - LOST)))
         self._console.print(
             f'  [red]node-{LOST} is lost[/] after iteration {log.iterations[-1].number}: killed '
@@ -83,14 +83,14 @@ class _NodeLoss:
 
 
 def run_demo(args: argparse.Namespace, console: Console) -> Result:
-    """Do everything and print the summary.
+    """Run the demo and print the summary.
 
     Args:
-        args: of `parse_arguments`.
-        console: for people.
+        args: result of `parse_arguments`.
+        console: output for people.
 
     Raises:
-        LabError: a run failed, or more than the lost stage went back.
+        LabError: a run failed, or another stage than the lost one went back.
     """
     output = args.output.resolve()
     for stale in (_PLAIN, _DISTURBED):
@@ -131,7 +131,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
 def _follow(
     job: Job, args: argparse.Namespace, console: Console, look: Callable[[Job, RunLog], str]
 ) -> None:
-    """Show progress until the job is over; `look` sees it again and again and says what it does."""
+    """Show progress until the job is over; `look` is called repeatedly and returns its activity."""
     columns = (
         TextColumn('  {task.description}'),
         BarColumn(),
@@ -164,7 +164,7 @@ def _compare(
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='scripts/demo.sh', description=__doc__)
     add = parser.add_argument
     add('--iterations', type=int, default=40, help='to train (default: 40)')

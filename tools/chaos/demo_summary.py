@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo found: for people (tables, a picture), for programs (one line).
+"""Results of the demo: for people (tables, a picture), for programs (one line).
 
-It demands of the events that one pipeline stage went back, and only that one.
+Checks in the events that one pipeline stage went back, and only that one.
 """
 
 import statistics
@@ -35,11 +35,11 @@ class CapturedBytes(NamedTuple):
     slots: list[int]
     """Payload of each slot."""
     dense: int
-    """What every operator takes in full: a dense checkpoint of this rank."""
+    """Bytes of a dense checkpoint of this rank: full state of every operator."""
 
 
 def captured_bytes(store: NodeStore) -> dict[int, CapturedBytes]:
-    """Bytes by rank, from the newest window of each rank that a node holds, replicas included."""
+    """Captured bytes by rank, from the newest windows that a node holds, replicas included."""
     newest: dict[int, CapturedBytes] = {}
     for window in store.scan():  # newest first
         if window.owner not in newest:
@@ -62,35 +62,35 @@ class StageRecovery(NamedTuple):
     """One pipeline stage in the recovery."""
 
     replayed: int
-    """Iterations computed again."""
+    """Number of iterations computed again."""
     phases: dict[str, float]
-    """Seconds by phase, of the rank that took longest for it."""
+    """Seconds by phase, on the slowest rank of each phase."""
 
 
 class LocalizedRecovery(NamedTuple):
-    """How the job came back."""
+    """The recovery of the job."""
 
     lost: int
     """The stage that lost its state."""
     stages: list[StageRecovery]
     new: Iteration
-    """The first new one that was logged."""
+    """First new iteration in the log."""
     seconds: float
-    """From the kill until `new`."""
+    """Seconds from the kill until `new`."""
     spans: list[list[Span]]
-    """What each stage did until it was back: the lost one starts processes, and replays."""
+    """Activity of each stage until recovered: the lost stage starts processes, and replays."""
 
 
 def all_recovered(events: Sequence[Event]) -> bool:
-    """Whether every rank has reported its recovery."""
+    """True if every rank has reported its recovery."""
     return ranks_with(events, Recovered) >= set(range(WORLD_SIZE))
 
 
 def localized_recovery(disturbed: Trained, lost: int) -> LocalizedRecovery:
-    """Check that the recovery was localized, and read it out of the events.
+    """Check that the recovery was localized, and read it from the events.
 
     Raises:
-        LabError: another stage lost its state as well, or the job never went on.
+        LabError: another stage lost its state as well, or the job did not continue.
     """
     events, killed_at = disturbed.events, disturbed.hurt_at
     assert killed_at is not None
@@ -129,7 +129,7 @@ def _stage_recovery(reports: Sequence[Recovered]) -> StageRecovery:
 def _spans(
     events: Sequence[Event], killed_at: float, ranks: Sequence[int], lost: bool
 ) -> list[Span]:
-    """Spans of a stage; its slowest rank counts. One that lives on waits once it has noticed."""
+    """Spans of a stage's slowest rank. A surviving stage waits once it has noticed the failure."""
     recent = [event for event in events if event.rank in ranks and event.time > killed_at]
     back = max(event.time for event in kind_of(recent, Recovered))
     if not lost:
@@ -140,7 +140,7 @@ def _spans(
 
 
 def story(disturbed: Trained, found: LocalizedRecovery) -> LocalizedFailure:
-    """What is drawn of the recovery."""
+    """Contents of the recovery's picture."""
     log, killed_at = disturbed.log, disturbed.hurt_at
     assert killed_at is not None
     before = [iteration for iteration in log.iterations if iteration.time <= killed_at]
@@ -155,12 +155,12 @@ def story(disturbed: Trained, found: LocalizedRecovery) -> LocalizedFailure:
     return LocalizedFailure(Failure(what, killed_at, before[-1], found.new), lanes)
 
 
-# ---- what is said of both runs
+# ---- both runs
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was found."""
+    """Results of both runs."""
 
     digests: tuple[str, str]
     """Digests of the final state of the fault-free and of the recovered run."""
@@ -168,18 +168,18 @@ class Result:
     losses: tuple[tuple[float, float], tuple[float, float]]
     """Losses of the first iteration in both runs, and those of the last."""
     iteration_ms: tuple[float, float]
-    """Medians without and with sparse checkpointing, of the same undisturbed iterations."""
+    """Medians without and with sparse checkpointing, over the same undisturbed iterations."""
     recovery: LocalizedRecovery
     captured: dict[int, CapturedBytes]
 
     @property
     def overhead(self) -> float:
-        """Median iteration time with sparse checkpointing over that without."""
+        """Median iteration time with sparse checkpointing, divided by that without."""
         return self.iteration_ms[1] / self.iteration_ms[0]
 
     @property
     def slot_over_dense(self) -> float:
-        """Bytes of the mean slot against a dense checkpoint, over all ranks."""
+        """Bytes of the mean slot divided by those of a dense checkpoint, over all ranks."""
         slots = sum(statistics.mean(rank.slots) for rank in self.captured.values())
         return slots / sum(rank.dense for rank in self.captured.values())
 
@@ -199,16 +199,16 @@ class Result:
 def result(
     plain: Trained, disturbed: Trained, captured: dict[int, CapturedBytes], lost: int
 ) -> Result:
-    """What two runs say together.
+    """Compare two runs.
 
     Args:
-        plain: the fault-free one.
-        disturbed: the one that lost a node.
+        plain: the fault-free run.
+        disturbed: the run that lost a node.
         captured: bytes by rank.
         lost: pipeline stage that was lost with the node.
 
     Raises:
-        LabError: more than the lost stage went back.
+        LabError: another stage than the lost one went back.
     """
     ends = [(run.log.iterations[0].loss, run.log.iterations[-1].loss) for run in (plain, disturbed)]
     assert disturbed.hurt_at is not None

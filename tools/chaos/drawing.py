@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fault comes to whom and when: drawn from a seed, no two faults of a job alike."""
+"""Draws kind, victims and time of faults from a seed; no two faults of a job are alike."""
 
 import itertools
 import random
@@ -28,11 +28,11 @@ class Fault(NamedTuple):
 
     kind: Kind
     victims: tuple[int, ...]
-    """Ranks; of `NODE` all of the node. A `DOUBLE` apart may hit the successor of its victim."""
+    """Ranks; all ranks of a node for `NODE`. A `DOUBLE` with `apart_s` may hit the replacement."""
     after: int
-    """Iterations that are trained before it, since the last recovery."""
+    """Iterations trained before the fault, since the last recovery."""
     phase: float
-    """How much longer it waits, in iterations."""
+    """Additional wait, in iterations."""
     apart_s: float = 0.0
     """Seconds between the two kills of a `DOUBLE`."""
     aimed: bool = False
@@ -53,16 +53,16 @@ def draw_faults(
     job: int = 0,
     aimed: float = 0.0,
 ) -> list[Fault]:
-    """The faults of one of the jobs that a seed stands for.
+    """Draw the faults of one job.
 
-    Kinds come in the proportions of a shuffled deck, so that a few dozen faults have all of them.
-    No two faults have the same kind, victims and number of iterations before them.
+    Kinds come from a shuffled deck, so that a few dozen faults have all of them. No two faults have
+    the same kind, victims and number of iterations before them.
 
     Args:
-        seed: of everything.
-        count: of faults.
-        kinds: to draw from.
-        nodes: emulated nodes.
+        seed: seed of everything.
+        count: number of faults.
+        kinds: kinds to draw.
+        nodes: number of emulated nodes.
         workers_per_node: ranks on each, numbered node by node.
         job: number of the job.
         aimed: probability that a second fault is aimed at the recovery from a fault.
@@ -82,9 +82,9 @@ def draw_faults(
 
 
 def draw_window(seed: int, job: int, longest: int) -> int:
-    """Iterations per window of one of the jobs of a seed, from 1 to `longest`.
+    """Draw the iterations per window of one job, from 1 to `longest`.
 
-    Consecutive jobs have different ones.
+    Consecutive jobs have different windows.
     """
     windows = list(range(1, longest + 1))
     random.Random(seed).shuffle(windows)
@@ -111,7 +111,7 @@ def _draw(rng: random.Random, kind: Kind, nodes: int, workers_per_node: int) -> 
     elif kind in (Kind.WHOLE, Kind.JOB):
         victims = tuple(ranks)
     elif kind is Kind.AGENT:
-        victims = (rng.choice(ranks[1:]),)  # the first holds the store of the job
+        victims = (rng.choice(ranks[1:]),)  # rank 0 holds the store of the job
     else:
         victims = (rng.choice(ranks),)
     return Fault(kind, victims, after, rng.uniform(0.0, 2.0), apart_s)

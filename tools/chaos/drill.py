@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Game day: a short job with your own flags, and again with a worker killed, then a node.
+r"""Game day: runs a short job with your flags twice, with a worker and then a node killed.
 
     sbatch scripts/slurm_drill.sbatch <flags of pretrain_gpt.py>
     python -m tools.drill --nodes 2 -- <flags of pretrain_gpt.py>       # on emulated nodes, here
 
-In a batch script of Slurm the job runs under the launcher for Slurm, and the node that dies is one
-of the allocation: its agent, its workers and its windows. Without a spare node only a worker is
-killed. Checkpoints of the real run are neither loaded nor written, and its windows are left alone.
+In a batch script of Slurm the job runs under the launcher for Slurm, and the drill kills a node of
+the allocation: its agent, its workers and its windows. Without a spare node it kills only a worker.
+The drill neither loads nor writes checkpoints of the real run, and leaves its windows alone.
 
-The final states of both are compared, bit for bit; where there are newer captures each recovery is
-verified against them, too. What was wrong with GPUs meanwhile is listed.
+The final states of both runs are compared, bit for bit; where newer captures exist, each recovery
+is also verified against them. GPU problems during the drill are listed.
 
-Exit status: 0 the job came back from every failure with the bits of the undisturbed one, 1 that is
-not so, 2 the drill could not be held.
+Exit status: 0 the job recovered from every failure with the bits of the undisturbed one, 1 it did
+not, 2 the drill could not run.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.evidence import read_events
-from tools.lab.launch import ROOT
+from tools.lab.launch import PROGRAM, ROOT
 from tools.lab.trainer_flags import parse_trainer_flags
 
 _END = '--'
@@ -42,14 +42,14 @@ _DISTURBED = 'disturbed'
 
 
 class _Job(NamedTuple):
-    """How the drill is launched."""
+    """Launch parameters of the drill."""
 
     command: list[str]
     """Command line of the launcher, up to its `--`."""
     nodes: int
     workers_per_node: int
     spare: bool
-    """Something can take the place of a lost node."""
+    """A spare can replace a lost node."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,9 +76,9 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
         )
     if args.nodes < 1 or args.workers_per_node < 1:
         raise LabError('--nodes and --workers-per-node: give numbers of 1 or more')
-    parse_trainer_flags(flags)  # exits where one is wrong, before anything is launched
+    parse_trainer_flags(flags)  # exits if a flag is wrong, before any launch
     run_id = f'drill-{uuid.uuid4().hex[:8]}'
-    folder = (args.output or ROOT / 'runs' / run_id).absolute()
+    folder = (args.output or Path('runs', run_id)).absolute()
     if folder.exists():
         raise LabError(f'--output {folder} is there already: give another folder')
     job = _job(args)
@@ -87,11 +87,11 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
         faults += ['--kill-node', f'{job.nodes - 1}@{args.second}']
     for name, staged in ((_UNDISTURBED, []), (_DISTURBED, faults)):
         own = folder / name
-        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, 'pretrain_gpt.py']
+        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, str(ROOT / PROGRAM)]
         console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
         status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
         if status != 0:
-            if not staged:  # nothing was tried yet: wrong flags, say
+            if not staged:  # nothing ran yet: wrong flags, for example
                 raise LabError(f'the {name} job ended with status {status}; see its output above')
             console.print(f'drill NOT passed: the {name} job ended with status {status}')
             return 1
@@ -99,7 +99,7 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
 
 
 def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
-    """Print what happened; the exit status."""
+    """Print the results; returns the exit status."""
     states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
     undisturbed, events = (
         read_events(folder / name / EVENTS) for name in (_UNDISTURBED, _DISTURBED)
@@ -132,8 +132,8 @@ def _job(args: argparse.Namespace) -> _Job:
 
 
 def _run(command: Sequence[str]) -> int:
-    """The launcher's exit status; it is ended with this process."""
-    launcher = subprocess.Popen(command, cwd=ROOT)
+    """Run the launcher; returns its exit status. It ends with this process."""
+    launcher = subprocess.Popen(command)
     try:
         return launcher.wait()
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's flags of `pretrain_gpt.py`, made those of a short job that leaves nothing behind."""
+"""Turns the user's flags of `pretrain_gpt.py` into those of a short job without lasting output."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from tools.lab.errors import LabError
 EVENTS = 'events'
 DIGEST = 'digest.json'
 _LEFT_OUT = {
-    # The drill neither begins with checkpoints of the real run nor writes any beside them.
+    # The drill neither loads checkpoints of the real run nor writes any beside them.
     '--save', '--load', '--save-interval', '--save-retain-interval',
     '--non-persistent-save-interval',
     '--non-persistent-ckpt-type', '--non-persistent-global-ckpt-dir',
@@ -18,7 +18,7 @@ _LEFT_OUT = {
     '--tensorboard-dir', '--wandb-project', '--wandb-exp-name', '--wandb-save-dir',
     '--sparse-ckpt', '--sparse-ckpt-run-id', '--sparse-ckpt-events', '--sparse-ckpt-metrics',
     '--sparse-ckpt-digest', '--log-interval', '--train-iters',
-    '--sparse-ckpt-store',  # it serves one run; each job of the drill has its launcher's
+    '--sparse-ckpt-store',  # it serves one run; each job of the drill uses its launcher's store
 }  # fmt: skip
 
 
@@ -26,13 +26,13 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
     """Flags of one job of the drill.
 
     Args:
-        given: the user's.
-        iterations: that it trains; schedules stay those of the whole run.
-        run_id: of the job.
-        folder: for its events, and the digest of its final state.
+        given: the user's flags.
+        iterations: number of iterations to train; schedules stay those of the whole run.
+        run_id: run id of the job.
+        folder: folder for events, and for the digest of the final state.
 
     Raises:
-        LabError: the user's cannot be those of a drill; names the flag.
+        LabError: a flag excludes a drill; the message names the flag.
     """
     if '--train-samples' in _names(given):
         raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
@@ -50,7 +50,7 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
 
 
 def value_of(flags: Sequence[str], name: str) -> str | None:
-    """What a flag is given last, as `--flag value` or `--flag=value`; None if it is not."""
+    """Last value of a flag, given as `--flag value` or `--flag=value`; None without the flag."""
     found = None
     for flag, values in _groups(flags):
         if flag == name and values:

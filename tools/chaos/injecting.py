@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts one fault after the other on a job and notes how it comes back."""
+"""Injects one fault after another into a job and records each recovery."""
 
 import statistics
 import time
@@ -26,24 +26,24 @@ from tools.lab.job import Injection, Job, Kind
 from tools.lab.run_log import Iteration
 
 LAST_ITERATIONS = 6
-"""At the end of a job that have no fault: a finished worker cannot help another to recover."""
+"""Last iterations of a job, without faults: a finished worker cannot help another to recover."""
 FEWEST_ITERATIONS = 3
-"""Iterations that a job needs for each fault: the fault and the survey of it take as many."""
+"""Iterations that a job needs for each fault, for the fault and for its analysis."""
+# An aimed fault hits the first victim again if its drawn number, at most 2, is above this.
 _ELSEWHERE = 1.4
-"""Above this drawn number, which is up to 2, an aimed fault hits the first victim again."""
 
 
 class FaultInjector:
-    """Puts faults on a job. One thread uses it.
+    """Injects faults into a job. Used from one thread.
 
     Args:
-        job: runs and has events.
+        job: a running job with events.
         last: number of its last iteration.
-        configuration: of the job.
-        coverage: says what to aim at, and learns what was hit.
-        report: called with what became of each fault, and a line for people.
-        pause_s: the longest from one iteration to the next if nothing happens: an evaluation and a
-            dense save may be between them.
+        configuration: configuration of the job.
+        coverage: chooses what to aim at, and counts what was hit.
+        report: called with the record of each fault, and a line for people.
+        pause_s: longest time from one iteration to the next without faults, which may include an
+            evaluation and a dense save.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class FaultInjector:
         self._known: set[int] = set()
 
     def inject_all(self, faults: Sequence[Fault]) -> int:
-        """Inject until the job is nearly over, then let it end; returns how many there were.
+        """Inject until the job is nearly over, then let it end; returns the number of faults.
 
         Raises:
-            LabError: the job failed or stands still.
+            LabError: the job failed, or made no progress.
         """
         count = 0
-        # How long a start takes is known when there is an iteration; a stall is judged by that.
+        # The first iteration shows how long a start takes, which the limit of a stall depends on.
         self._wait_for('protection', lambda: self._protected() and self._at() > 0)
         for number, fault in enumerate(faults):
             cell = self._coverage.aim(self._configuration.kinds()) if fault.aimed else None
@@ -89,7 +89,7 @@ class FaultInjector:
         return count
 
     def _is_time(self, fault: Fault, cell: Cell | None, faults_left: int) -> bool:
-        """Wait for the moment of a fault; False if the job is over before."""
+        """Wait for the moment of a fault; False if the job ends before."""
         share = (self._last - LAST_ITERATIONS - self._from) // faults_left - FEWEST_ITERATIONS
         due = self._from + min(fault.after, max(0, share))
         loses_memory = Kind.NODE in (fault.kind, cell.kind if cell else None)
@@ -137,14 +137,14 @@ class FaultInjector:
         )
 
     def _expected_s(self, last: Injection, tier: Tier) -> float:
-        """Seconds of a recovery that does not stall: detection, start of processes, training."""
+        """Seconds of a recovery without a stall: detection, start of processes, training."""
         events, detection_s = self._job.events(), self._configuration.detection_s(last.kind)
         if tier is not Tier.LOCALIZED:
             return detection_s + launch_s(events, self._iterations())
         return detection_s + start_up_s(events, last.time) + self._again_s(last)
 
     def _again_s(self, last: Injection) -> float:
-        """Seconds of evaluations and dense saves done again, at most what they take at rest."""
+        """Seconds of repeated evaluations and dense saves, as long as without faults at most."""
         return min(done_again_s(self._job.events(), last.time), self._pause_s)
 
     def _new_deaths(self) -> list[str]:
@@ -175,7 +175,7 @@ class FaultInjector:
         return [*injections, self._inject_caught(fault, cell.kind, caught)]
 
     def _inject_caught(self, fault: Fault, kind: Kind, caught: RecoveryPhase) -> Injection:
-        """Hit the worker that was caught, or release it and hit another."""
+        """Hit the caught worker, or release it and hit another one."""
         rank, pid = caught.rank, caught.pid
         if kind is Kind.KILL and fault.phase > _ELSEWHERE:
             self._job.release(pid)
@@ -205,11 +205,11 @@ class FaultInjector:
         return found[0]
 
     def _protected(self) -> bool:
-        """Every present worker has seen a window become persisted since the last recovery."""
+        """True if every present worker saw a persisted window since the last recovery."""
         return persisted(self._job.events(), self._job.pids(), self._back_at)
 
     def _iterations(self) -> list[Iteration]:
-        """What the last rank has logged in all its lives, in order."""
+        """Iterations in the log of the last rank, over all its processes, in order."""
         return self._job.read_log().iterations
 
     def _at(self) -> int:
@@ -221,5 +221,5 @@ class FaultInjector:
         return statistics.median(recent or [0.0])
 
     def _wait_for(self, what: str, happened: Callable[[], bool]) -> bool:
-        """Wait until something happens; False if the job ends before."""
+        """Wait until `happened`; False if the job ends before."""
         return any(happened() for _ in self._job.follow(what)) or happened()

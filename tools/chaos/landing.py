@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a fault really landed, out of the events, and the table of what was covered."""
+"""Finds in the events where a fault landed, and tabulates the coverage."""
 
 import enum
 from collections import Counter
@@ -17,12 +17,12 @@ _OVER = 'over'
 
 
 class Phase(enum.StrEnum):
-    """Phase of a recovery, named as in the events; or a time at which there is none."""
+    """Phase of a recovery, named as in the events; or a time without a recovery."""
 
     TRAINING = 'training'
-    """No recovery was under way."""
+    """No recovery was running."""
     UNNOTICED = 'unnoticed'
-    """After an earlier fault, before anybody had noticed it."""
+    """After an earlier fault, before any process has noticed it."""
     DETECT = 'detect'
     MEET = 'meet'
     RESPAWN = 'respawn'
@@ -35,7 +35,7 @@ class Phase(enum.StrEnum):
 
 
 RECOVERY = tuple(Phase)[2:]
-"""Phases that a second fault can be aimed at."""
+"""Phases that a second fault can aim at."""
 
 
 class Cell(NamedTuple):
@@ -49,16 +49,17 @@ class Cell(NamedTuple):
 
 
 def landed(events: Sequence[Event], first: float | None, at: float, pid: int) -> Phase:
-    """In which phase a process was when a fault came to it.
+    """Phase of a process when a fault hit it.
 
-    It is the last that the process itself has named in this recovery. One that has named none (it
-    has not noticed yet, or still starts) was where the job was, by what the others had named.
+    This is the last phase that the process itself reported in this recovery. If the process has
+    reported none (it has not noticed yet, or is starting), the phase that the others reported
+    counts.
 
     Args:
-        events: of all ranks, in the order of time.
-        first: when the fault came that is recovered from (seconds since the epoch), if any.
-        at: when this one came.
-        pid: of the process.
+        events: events of all ranks, in the order of time.
+        first: time of the fault that the job is recovering from (seconds since the epoch), if any.
+        at: time of this fault.
+        pid: id of the process.
     """
     named = kind_of(events, RecoveryPhase)
     own = [event for event in named if event.pid == pid]
@@ -76,10 +77,10 @@ def landed(events: Sequence[Event], first: float | None, at: float, pid: int) ->
 
 
 def parse_cells(text: str) -> list[Cell]:
-    """Cells of `phases:kinds`, each a list with commas, or `all`; none of an empty text.
+    """Cells of `phases:kinds`, each a list with commas, or `all`; none for an empty text.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the text is malformed; the message says why.
     """
     if not text:
         return []
@@ -102,7 +103,7 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
 
 
 class Coverage:
-    """How often faults of each kind landed in each phase.
+    """Numbers of faults of each kind that landed in each phase.
 
     Args:
         asked: cells that must not stay empty.
@@ -114,7 +115,7 @@ class Coverage:
         self._aimed: Counter[Cell] = Counter()
 
     def aim(self, kinds: Sequence[Kind]) -> Cell | None:
-        """What to aim at next: of the cells least often hit, the one least often tried."""
+        """The next cell to aim at: among the cells least often hit, the one least often tried."""
         possible = [cell for cell in self.asked if cell.kind in kinds]
         if not possible:
             return None
@@ -127,11 +128,11 @@ class Coverage:
         self._landed.update(cells)
 
     def empty(self) -> list[Cell]:
-        """Cells that were asked for and never hit."""
+        """Required cells that were never hit."""
         return [cell for cell in self.asked if not self._landed[cell]]
 
     def table(self) -> Table:
-        """Phase x kind, with the number of faults; what is asked for and empty stands out."""
+        """Phase x kind, with the number of faults; empty required cells are highlighted."""
         table = Table(title='strikes by the phase in which they landed')
         table.add_column('phase')
         for kind in Kind:

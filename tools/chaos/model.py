@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that faults are put on, and its layouts; an iteration takes a fraction of a second."""
+"""The model of the jobs, and its layouts; an iteration takes a fraction of a second."""
 
 import math
 import re
@@ -10,21 +10,22 @@ from tools.lab import models
 RUN_ID = 'chaos'
 
 SAMPLES = 4
-"""Samples of an iteration; of the first one, where the batch grows."""
+"""Samples of an iteration; of the first one if the batch grows."""
 _LAYERS = 4
 _SIZES = ('pp', 'vp', 'tp', 'ep', 'dp')
 _LAYOUT = re.compile(rf'(?:{"|".join(_SIZES)})\d+(?:-(?:{"|".join(_SIZES)})\d+)*')
 SEQUENCE = 32
-"""Tokens of a sample."""
+"""Tokens per sample."""
 _MODEL = models.ToyModel(hidden=32, heads=2, sequence=SEQUENCE, experts=4)
-# The clip is far below the gradient norm, so it acts in every step; the rate warms up and decays.
+# The clip is far below the gradient norm, so it acts in every step; the learning rate warms up and
+# decays.
 _TRAINING = '--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4 --clip-grad 0.5'.split()
 COMMON_FLAGS = [*_MODEL.flags(), *models.TRAINING, *_TRAINING, *models.TEXT]
 """Megatron's flags that every configuration has."""
 
 
 class Layout(NamedTuple):
-    """How the model is spread over ranks."""
+    """Distribution of the model over ranks."""
 
     name: str
     pp: int = 1
@@ -57,7 +58,7 @@ def parse_layout(text: str) -> Layout:
     """A layout such as `pp2-ep2`; the ranks of `ep` are data-parallel too.
 
     Raises:
-        ValueError: what is wrong with it.
+        ValueError: the text is malformed; the message says why.
     """
     if _LAYOUT.fullmatch(text) is None:
         raise ValueError(f'{text!r}: must be sizes such as pp2-ep2, pp4, pp2-vp2 or pp2-tp2')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a campaign has found so far: one line of JSON for each job, written when the job is over."""
+"""Results of a campaign: one line of JSON for each job, written when the job is over."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ NAME = 'campaign.jsonl'
 
 
 class Begun(msgspec.Struct, frozen=True, tag='begun'):
-    """The first line: what was asked for."""
+    """The first line: the campaign's arguments."""
 
     arguments: list[str]
     seed: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag='refused'):
-    """Plain Megatron did not run with a configuration, which is drawn again."""
+    """Plain Megatron refused a configuration, which is drawn again."""
 
     configuration: int
     what: str
@@ -31,50 +31,50 @@ class FaultRecord(msgspec.Struct, frozen=True):
 
     fault: str
     cells: list[Cell]
-    """Where the injections landed."""
+    """Cells in which the injections landed."""
     iteration: int
-    """The last one logged before the fault."""
+    """Last iteration in the log before the fault."""
     tier: Tier
     replayed: int
     lost: int
     seconds: float
-    """From the last injection until all ranks were back."""
+    """Seconds from the last injection until all ranks have recovered."""
     stall_s: float
-    """`seconds` without the time after which a worker is declared hung, and without starting: of
-    the processes that had to be created, or of all, as long as the first start of the job took.
-    Evaluations and dense saves that are done again do not count as far as they always take."""
+    """`seconds` without hang detection and without process starts (those of replacements, or of the
+    whole job, estimated from its first start). Repeated evaluations and dense saves do not count,
+    up to their usual duration."""
 
 
 class JobDone(msgspec.Struct, frozen=True, tag='job'):
-    """One job, to its end."""
+    """One job, run to its end."""
 
     number: int
     configuration: int
     what: str
     faults: list[FaultRecord] = msgspec.field(name='struck')
     identical: bool
-    """The final state is that of plain Megatron, bit for bit."""
+    """The final state equals that of plain Megatron, bit for bit."""
     survivors_lost: list[str]
-    """Workers that ended otherwise than well without a fault."""
+    """Workers that failed without a fault."""
     failed: str = ''
-    """Why the job did not come to its end."""
+    """Reason why the job did not finish."""
 
 
 Line = Begun | Refused | JobDone
 
 
 class ResultError(Exception):
-    """A file of results that cannot be gone on with; the message says why."""
+    """A file of results cannot be continued; the message says why."""
 
 
 class Results:
     """Results of a campaign, in memory and in a file.
 
     Args:
-        path: of the file; what it holds already counts.
+        path: path of the file; existing lines count.
 
     Raises:
-        ResultError: it is not such a file.
+        ResultError: the file has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +83,7 @@ class Results:
         if path.exists():
             decoder = msgspec.json.Decoder(Line)
             try:
-                # A line that was cut off was not yet counted: its job is done again.
+                # A truncated line does not count: its job runs again.
                 whole = [line for line in path.read_bytes().splitlines(True) if line[-1:] == b'\n']
                 self._lines = [decoder.decode(line) for line in whole]
             except msgspec.MsgspecError as error:
@@ -91,17 +91,17 @@ class Results:
             path.write_bytes(b''.join(whole))
 
     def add(self, line: Line) -> None:
-        """Note something, for good."""
+        """Append a line to the results and to the file."""
         self._lines.append(line)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open('ab') as file:
             file.write(msgspec.json.encode(line) + b'\n')
 
     def begun(self) -> Begun:
-        """What was asked for.
+        """Arguments of the campaign.
 
         Raises:
-            ResultError: the file does not begin with it.
+            ResultError: the file does not begin with them.
         """
         if not self._lines or not isinstance(self._lines[0], Begun):
             raise ResultError(f'{self._path}: there is no campaign to resume')
@@ -109,11 +109,11 @@ class Results:
 
     @property
     def jobs(self) -> list[JobDone]:
-        """That are over, in order."""
+        """Finished jobs, in order."""
         return [line for line in self._lines if isinstance(line, JobDone)]
 
     def refusals(self, configuration: int) -> int:
-        """How often a configuration was refused."""
+        """Number of refusals of a configuration."""
         return sum(
             isinstance(line, Refused) and line.configuration == configuration
             for line in self._lines
@@ -126,31 +126,31 @@ class Results:
 
     @property
     def identical(self) -> bool:
-        """Whether every job ended in the right bits."""
+        """True if every job ended in the right bits."""
         return all(job.identical for job in self.jobs)
 
     @property
     def failed(self) -> list[JobDone]:
-        """Jobs that did not come to their end."""
+        """Jobs that did not finish."""
         return [job for job in self.jobs if job.failed]
 
     @property
     def survivors_lost(self) -> int:
-        """Workers that ended otherwise than well without a fault."""
+        """Number of workers that failed without a fault."""
         return sum(len(job.survivors_lost) for job in self.jobs)
 
     @property
     def lost_iterations(self) -> int:
-        """Committed, but trained again."""
+        """Number of committed iterations that were trained again."""
         return sum(fault.lost for fault in self.faults)
 
     @property
     def longest_stall_s(self) -> float:
-        """From a fault until all were back, without detecting hangs and starting processes."""
+        """Longest `stall_s` of all faults."""
         return max((fault.stall_s for fault in self.faults), default=0.0)
 
     def count(self, coverage: Coverage) -> None:
-        """Tell a new table of all that has landed."""
+        """Add all landed faults to a new coverage table."""
         for fault in self.faults:
             coverage.add(fault.cells)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drill or the demo shows: did the job come back from every failure, and how?"""
+"""Verdict on a drill or the demo: whether and how the job recovered from every failure."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tools.lab.history import Episode
 
 
 def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
-    """In the order of time; of those that not every rank has been through, what is known."""
+    """Recoveries in the order of time; those that not every rank completed are partly known."""
     by_rank = [[e for e in kind_of(events, Recovered) if e.rank == rank] for rank in range(ranks)]
     most = max(map(len, by_rank), default=0)
     rounds = [[own[k] for own in by_rank if k < len(own)] for k in range(most)]
@@ -19,19 +19,19 @@ def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
 
 
 def replaced(recovery: Episode) -> list[int]:
-    """Ranks whose process was replaced, as all ranks say."""
+    """Ranks whose process was replaced, by the events of all ranks."""
     told = (one.newcomers for one in recovery.recovered if isinstance(one.newcomers, list))
     return sorted({rank for ranks in told for rank in ranks})
 
 
 def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:
-    """Why it was not as it must be; nothing if it was.
+    """Reasons to fail the drill; empty if it passed.
 
     Args:
-        events: of all ranks, in the order of time.
-        ranks: of the job.
-        failures: that were staged.
-        kinds: of the final state that differ from those of the undisturbed job.
+        events: events of all ranks, in the order of time.
+        ranks: number of ranks of the job.
+        failures: number of injected failures.
+        kinds: kinds of the final state that differ from the undisturbed job.
     """
     found = (
         [f'the final state differs from the undisturbed one: {" ".join(kinds)}'] if kinds else []
@@ -53,7 +53,7 @@ def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence
 
 
 def devices(events: Sequence[Event]) -> list[str]:
-    """What was found to be wrong with GPUs, each once; it is no reason not to pass."""
+    """GPU problems, each once; they do not fail the drill."""
     found = (
         f'rank {event.rank}: GPU {event.device}: {event.what} ({event.harm})'
         for event in kind_of(events, DeviceProblem)
@@ -62,7 +62,7 @@ def devices(events: Sequence[Event]) -> list[str]:
 
 
 def table(found: Sequence[Episode]) -> Table:
-    """For people."""
+    """Recoveries as a table for people."""
     shown = Table(title='Recoveries', title_justify='left')
     for column in ('', 'scope', 'stages', 'replaced ranks', 'replayed', 'seconds', 'verified',
                    'differing'):  # fmt: skip

@@ -7,7 +7,7 @@ They need Transformer Engine; on a CPU stand-ins with its rules run them, if a t
 import argparse
 import importlib.util
 
-from tools.lab.launch import PROGRAM
+from tools.lab.launch import PROGRAM, ROOT
 
 STAND_INS = 'tests/stand_ins/program.py'
 """A program that is `PROGRAM` with the stand-ins."""
@@ -53,9 +53,11 @@ def program(stand_ins: bool) -> str:
     """What runs such a configuration.
 
     Raises:
-        ValueError: Transformer Engine is needed, and not there.
+        ValueError: Transformer Engine is needed, or the tests are, and not there.
     """
     if stand_ins:
+        if not (ROOT / STAND_INS).is_file():
+            raise ValueError(f'--stand-ins: there is no {STAND_INS}: run it in a checkout')
         return STAND_INS
     if importlib.util.find_spec('transformer_engine') is None:
         raise ValueError(

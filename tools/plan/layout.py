@@ -203,6 +203,17 @@ class Layout:
         """Ranks of a stage that compute with the same part of the same experts."""
         return self.stage_ranks // (self.expert * self.tensor_of_experts)
 
+    def family_of(self, rank: int) -> int:
+        """Lowest of the ranks that capture the same as a global rank, itself if there is none.
+
+        Those of a data-parallel group without the distributed optimizer, with the same experts.
+        """
+        apart = self.expert * self.tensor_of_experts
+        if self.distributed_optimizer or apart % self.tensor:
+            return rank
+        first = rank - rank % self.stage_ranks
+        return first + (rank - first) % apart
+
     def stage_of(self, rank: int) -> int:
         """Pipeline stage of a global rank."""
         return rank // self.stage_ranks

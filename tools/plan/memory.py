@@ -6,6 +6,7 @@ Sizes are those of `memory.sizing`, as in the training. Here is what goes into t
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from moevement_ext.memory.sizing import (
     Logged,
     log_ring_bytes,
     rank_memory,
+    stub_file_bytes,
     window_file_bytes,
 )
 from moevement_ext.memory.upstream_log.ring import region_bytes
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.plan.byte_planner import OperatorBytes, window_bytes_bound
-from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.copies import Copies, place_copies
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 
@@ -44,6 +46,22 @@ def window_files(
         window_file_bytes(state, longest_window, window_capacity([(state, 0), *slots]))
         for state in bounds
     ]
+
+
+def stub_files(
+    operators: Sequence[OperatorBytes], longest_window: int, always: int = 0
+) -> list[int]:
+    """Bytes of a file for the stubs of such windows, which ranks that capture the same keep."""
+    bounds = window_bytes_bound(operators, longest_window)
+    needed = window_capacity([(always, SLOT_ROOM_BYTES)] * longest_window) if always else 0
+    return [stub_file_bytes(state, longest_window, needed) for state in bounds]
+
+
+@lru_cache(maxsize=16)
+def copies(layout: Layout, ranks_per_node: int, replicas: int) -> Copies:
+    """Where the training has them. Consecutive ranks share a node, which is a failure domain."""
+    nodes = [str(rank // ranks_per_node) for rank in range(layout.ranks)]
+    return place_copies(nodes, replicas, [layout.family_of(rank) for rank in range(layout.ranks)])
 
 
 def logged_per_iteration(
@@ -91,8 +109,9 @@ def fullest_node(
     window_files: np.ndarray,
     log_rings: np.ndarray,
     ranks_per_node: int,
-    replicas: int,
+    copies: Copies,
     disk: bool = False,
+    stub_files: np.ndarray | None = None,
 ) -> HostMemoryPlan:
     """What the ranks of the node with the highest need keep.
 
@@ -100,16 +119,19 @@ def fullest_node(
         window_files: bytes of a window file of each rank, int64 (ranks,).
         log_rings: bytes of the log of each rank, int64 (ranks,).
         ranks_per_node: consecutive ranks share a node, which is a failure domain.
-        replicas: copies on other nodes.
+        copies: where those of each rank are.
         disk: windows are copied to disk, too.
+        stub_files: bytes of a file for stubs of each rank, int64 (ranks,); None: none are kept.
     """
     nodes = np.arange(len(window_files)) // ranks_per_node
-    hosted = np.zeros(len(window_files), dtype=np.int64)
-    holders = place_replicas([str(node) for node in nodes], replicas)
-    for owner, held_by in enumerate(holders):
-        hosted[list(held_by)] += window_files[owner]
+    kept: list[list[int]] = [[] for _ in window_files]
+    stubs = np.zeros_like(window_files) if stub_files is None else stub_files
+    for sizes, places in ((window_files, copies.holders), (stubs, copies.twins)):
+        for owner, held_by in enumerate(places):
+            for rank in held_by:
+                kept[rank].append(int(sizes[owner]))
     ranks = {
-        rank: rank_memory(int(window_files[rank]), [int(hosted[rank])], int(log_rings[rank]), disk)
+        rank: rank_memory(int(window_files[rank]), kept[rank], int(log_rings[rank]), disk)
         for rank in range(len(window_files))
     }
     need = np.bincount(nodes, weights=[memory.total for memory in ranks.values()])

@@ -39,6 +39,7 @@ from moevement_ext.plan.windows import (
     needs,
     shortest,
 )
+from moevement_ext.replicate.copies import Copies
 from tools.plan import memory
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
@@ -161,6 +162,16 @@ class Job:
         """Replicas that there are other nodes for."""
         return min(self.protection.replicas, self.nodes - 1)
 
+    @property
+    def placed(self) -> Copies:
+        """Where they are."""
+        return memory.copies(self.layout, self.ranks_per_node, self.protection.replicas)
+
+    @property
+    def sent(self) -> int:
+        """Those of them that are sent; of the others data-parallel peers capture the same."""
+        return max(map(len, self.placed.holders))
+
 
 @dataclass(frozen=True)
 class StageKind:
@@ -231,7 +242,7 @@ class JobPlan:
     def replicated_bytes(self) -> float:
         """Bytes that leave the busiest node per iteration, mean over the window."""
         means = [kind.slot_bytes().mean(axis=0) for kind in self.kinds]
-        return float(self.job.copies * self._busiest_node(means))
+        return float(self.job.sent * self._busiest_node(means))
 
     def queued(self, kind: StageKind) -> np.ndarray:
         """Bytes that wait to be sent to a holder after each slot, int64 (window, ranks of a stage).
@@ -287,11 +298,11 @@ class JobPlan:
         cluster = self.job.cluster
         last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
         seconds = last / cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
-        if self.job.copies:
+        if self.job.sent:
             share = self.job.send_bytes_per_s
             whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
             queued = max(int(self.queued(kind)[-1].max()) for kind in self.kinds)
-            seconds += self.job.copies * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
+            seconds += self.job.sent * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
         return seconds + memory.ANNOUNCEMENT_S
 
     def log_lag(self) -> float:
@@ -334,7 +345,7 @@ def hidden_budgets(job: Job) -> Budgets:
         job.iteration_s,
         job.cluster.copy_bytes_per_s,
         job.cluster.network_bytes_per_s / job.ranks_per_node,
-        job.copies,
+        job.sent,
         settings.hidden_fraction,
         settings.network_share,
         settings.network_bytes_per_s,
@@ -394,13 +405,15 @@ def _host_memory(
 ) -> HostMemoryPlan:
     """With windows and logs for the longest, or with logs for a shorter window."""
     files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
+    stubs = [np.array(memory.stub_files(kind.operators, longest, kind.always)) for kind in kinds]
     rings = memory.log_rings([kind.logged for kind in kinds], logged_window or longest, log_lag)
     return memory.fullest_node(
         per_rank(job.layout, kinds, files).astype(np.int64),
         per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),
         job.ranks_per_node,
-        job.protection.replicas,
+        job.placed,
         job.protection.disk,
+        per_rank(job.layout, kinds, stubs).astype(np.int64),
     )
 
 

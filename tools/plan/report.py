@@ -121,7 +121,7 @@ def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
                                           f'{network}'),
         ('exposed per iteration', f'{exposed.mean():.4f} s, worst {exposed.max():.4f} s'),
         ('replication per node and iteration', f'{plan.replicated_bytes() / 1e9:.2f} GB in '
-         f'{job.copies} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),
+         f'{job.sent} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),
         ('log per node and iteration', gib(plan.log_bytes_of_node())),
         ('persisting a window takes', f'{plan.persist_s():.2f} s; the log is for '
                                       f'--sparse-ckpt-log-lag {plan.log_lag():g}'),
@@ -201,7 +201,7 @@ def _window(plan: JobPlan) -> Iterator[str]:
 def _network(plan: JobPlan) -> Iterator[str]:
     if plan.limited_by == 'network':
         yield (
-            f'the network makes the window longer ({plan.job.copies} replicas leave each node); by '
+            f'the network makes the window longer ({plan.job.sent} replicas leave each node); by '
             f'the copy to host memory alone it would be {plan.fewest_by_copy}'
         )
     needed, offered = plan.replicated_bytes(), plan.network_bytes()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job under upstream's trainer or a loop of its own."""
+"""One job, under upstream's trainer or a custom loop."""

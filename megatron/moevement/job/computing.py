@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of what computes, and variables of the environment that may decide bits.
+"""Versions of software and hardware, and environment variables, that may decide bits.
 
-A difference is said, and not refused: most releases compute the same bits, and most variables are
-of no consequence for most models.
+A difference is reported, not refused: most releases compute the same bits, and most variables do
+not matter for most models.
 
 Checked against megatron-core 0.19.2.
 """
@@ -31,7 +31,7 @@ _PACKAGES = (
 _DRIVER = Path('/proc/driver/nvidia')
 _NCCL_SETTINGS = Path('/etc/nccl.conf'), Path(os.path.expanduser('~/.nccl.conf'))
 _VARIABLES = re.compile(
-    # NCCL: what decides in which order it adds up. Addresses and time-outs do not.
+    # NCCL: variables that decide the order of a sum. Addresses and time-outs do not.
     r'NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_(NCHANNELS|CTAS|P2P_NCHANNELS)|\w*BUFFSIZE|\w*CHUNKSIZE'
     r'|LL\w*|NVLS\w*|COLLNET\w*|MNNVL\w*|P2P_\w+|SHM_\w+|CROSS_NIC|PXN\w*|CTA_POLICY|TOPO_FILE'
     r'|GRAPH_FILE|TUNER_\w+|CONF_FILE|IB_DISABLE|NET_GDR_LEVEL|PAT_ENABLE|RINGS|TREES'
@@ -48,9 +48,9 @@ _VARIABLES = re.compile(
 
 
 def versions(on_cpu: bool) -> Table:
-    """Python, installed packages, this one and the program; and what it runs on.
+    """Versions of Python, installed packages, this package, the program, GPU, driver and CPU.
 
-    The program is known by its content, as it has no version.
+    The program has no version, so its content is digested.
     """
     found = {'python': platform.python_version(), 'megatron-moevement': moevement_ext.__version__}
     for package in _PACKAGES:
@@ -58,7 +58,7 @@ def versions(on_cpu: bool) -> Table:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    found['torch'] = str(torch.__version__)  # with what it was built for
+    found['torch'] = str(torch.__version__)  # includes the CUDA version it was built for
     found['CUDA of torch'] = str(torch.version.cuda)
     program = Path(sys.argv[0])
     if program.is_file():
@@ -69,9 +69,10 @@ def versions(on_cpu: bool) -> Table:
 
 
 def environment() -> Table:
-    """Variables that may decide bits, as they are when training begins.
+    """Environment variables that may decide bits, read when training begins.
 
-    With those that NCCL reads from a file; of a file that a variable names, a digest comes along.
+    Includes variables of NCCL's configuration files. If a variable names a file, the value includes
+    a digest of the file.
     """
     found: Table = {}
     for path in _NCCL_SETTINGS:
@@ -89,7 +90,7 @@ def _cpu() -> Table:
 
 
 def _gpus() -> Table:
-    """Models and driver, as the driver says without a context on a GPU."""
+    """GPU models and driver version from /proc, which needs no context on a GPU."""
     found = Table()
     with suppress(OSError):
         said = [file.read_text() for file in _DRIVER.glob('gpus/*/information')]

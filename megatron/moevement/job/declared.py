@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop of one's own says of its job: its configurations and its plan, as the adapter reads.
+"""Job facts and settings of a custom loop, from its configurations and its plan.
 
 Checked against megatron-core 0.19.2.
 """
@@ -16,10 +16,10 @@ from moevement_ext.config import ConfigurationError
 
 
 def refuse_mixed_up_sends(model: TransformerConfig) -> None:
-    """Upstream's own rule, which its trainer has and its schedules have not.
+    """Apply a rule of upstream's trainer that upstream's schedules do not check.
 
-    Of two sends between the same ranks in a batch one is taken for the other: training would go on
-    from mixed up tensors, and a replay, which tells them apart, would come to another state.
+    In a batch, two sends between the same pair of ranks are mixed up: training would continue with
+    swapped tensors. A replay tells the tensors apart, and would compute another state.
     """
     interleaved = (model.virtual_pipeline_model_parallel_size or 1) > 1
     if interleaved and model.pipeline_model_parallel_size == 2 and not model.overlap_p2p_comm:
@@ -31,9 +31,10 @@ def refuse_mixed_up_sends(model: TransformerConfig) -> None:
 
 
 def refuse_recorded_passes(model: TransformerConfig) -> None:
-    """Upstream's trainer records them after a recovery has replayed; a loop of one's own might not.
+    """Refuse CUDA graphs in a custom loop, which might record a graph before recovery replays.
 
-    With frozen operators in them, weights would be left alone ever after.
+    A graph recorded with frozen operators would never update their weights. (Upstream's trainer
+    records after the replay.)
     """
     if model.cuda_graph_impl != 'none':
         raise ConfigurationError(
@@ -45,7 +46,7 @@ def refuse_recorded_passes(model: TransformerConfig) -> None:
 def facts_of_loop(
     model: TransformerConfig, optimizer: OptimizerConfig, plan: TrainingPlan
 ) -> JobFacts:
-    """What configurations and launcher say of the job."""
+    """Job facts from the configurations and the launcher's environment variables."""
     world_size = int(os.environ.get('WORLD_SIZE', 1))
     shards = (
         model.tensor_model_parallel_size
@@ -88,5 +89,5 @@ def settings_of_loop(
     plan: TrainingPlan,
     facts: JobFacts,
 ) -> Settings:
-    """All settings, under the names that upstream's arguments have."""
+    """All settings, by the names of upstream's arguments."""
     return {**vars(ddp), **vars(optimizer), **vars(model), **vars(plan), **vars(facts)}

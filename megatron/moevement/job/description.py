@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job says of itself in its events, and where its loss comes from."""
+"""The description of a job in its events, and the loss in upstream's log lines."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ _LOSS = re.compile(r' lm loss: (\S+) \|')
 
 
 def describe(settings: Settings, facts: JobFacts, counters: Counters) -> JobDescribed:
-    """The job, from its settings; what a loop of one's own does not name is left out."""
+    """The job's description from its settings; a custom loop has some of them only."""
     sizes = {
         'tensor': facts.tensor_model_parallel_size,
         'pipeline': facts.pipeline_model_parallel_size,
@@ -46,6 +46,6 @@ def _model(settings: Settings) -> str:
 
 
 def logged_loss(line: str) -> float | None:
-    """The loss in a line of upstream's log, which has waited for it; None: none is in it."""
+    """The loss in a line of upstream's log, where it is a host number already; None if absent."""
     found = _LOSS.search(line)
     return None if found is None else float(found[1])

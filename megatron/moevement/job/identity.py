@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes two launches the same run: windows of another run or layout are refused by name.
+"""The identity of a run: windows of another run or another layout are refused by name.
 
-The digests are of flags alone. `run_settings` has these by name, and what no flag says: what files
-hold (see `named_files`), versions and environment (see `computing`).
+The digests cover flags only. `run_settings` has the flags by name, and also the content of files
+(see `named_files`), versions and environment variables (see `computing`).
 
-Every setting counts but those named here, which cannot change a bit of what training computes; a
-flag that upstream adds counts until it is known not to. What decides the parallel layout is
-compared by itself, so that a refusal says which of the two it is.
+Every setting counts except those named here, which cannot change a bit of training; a new flag of
+upstream counts until it is known to have no effect on bits. The parallel layout has a digest of its
+own, so that a refusal can say whether run or layout differ.
 
 `--train-iters` counts (`--train-samples` likewise): the learning rate decays over it by default,
-weight decay grows over it, and upstream's datasets are shuffled over as many epochs as all samples
-of the run need. With a longer one the iterations of a window could be replayed on other samples
-than they were trained on. A job that has ended leaves no windows, so this concerns only a job that
-is made longer after a failure: it goes on from its dense checkpoint. Evaluation counts as well, as
-it may draw random numbers, and so does `--ckpt-step`, which asks for a certain checkpoint.
+weight decay grows over it, and upstream shuffles datasets over as many epochs as all samples of the
+run need. With a larger number, a replay could read other samples than the original iterations did.
+A finished job leaves no windows, so the rule affects only a job that is extended after a failure:
+that job resumes from its dense checkpoint. Evaluation flags count, as evaluation may draw random
+numbers, and so does `--ckpt-step`, which selects a checkpoint.
 
 Checked against megatron-core 0.19.2.
 """
@@ -82,7 +82,7 @@ _LAUNCH = (
     'gpu_sniff_test_interval adlr_autoresume adlr_autoresume_interval enable_ft_package '
     'calc_ft_timeouts ft_num_warmup_iters'
 ).split()
-# Where training is, not what it is; and what set-up learns from the data.
+# Progress of training, not its definition; and settings that set-up derives from the data.
 _PROGRESS = (
     'iteration curr_iteration consumed_train_samples consumed_valid_samples skipped_train_samples '
     'num_floating_point_operations_so_far do_train do_valid do_test'
@@ -109,11 +109,11 @@ LAYOUT = frozenset(
 
 
 def run_identity(settings: Settings, run_id: str) -> str:
-    """Digest of the run id and of everything that may decide which bits training computes.
+    """Digest of the run id and of all settings that may decide bits.
 
     Args:
-        settings: read before training begins.
-        run_id: as given, or empty to digest the settings alone.
+        settings: as before training begins.
+        run_id: the value of the flag; if empty, the settings alone are digested.
     """
     return _digest({'run id': run_id, **_counting(settings)})
 
@@ -121,8 +121,8 @@ def run_identity(settings: Settings, run_id: str) -> str:
 def _counting(settings: Settings) -> dict[str, object]:
     """Settings that count, by name.
 
-    A number of query groups that is not used is not: with `--use-checkpoint-args` it is 1 before
-    there is a checkpoint, and then the number of heads.
+    The number of query groups is left out where it is unused: with `--use-checkpoint-args` it is 1
+    before the first checkpoint, and the number of heads afterwards.
     """
     found = {name: value for name, value in settings.items() if counts(name)}
     if not found.get('group_query_attention'):
@@ -141,14 +141,14 @@ def topology_identity(settings: Settings) -> str:
 
 
 def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig) -> RankIdentity:
-    """What every slot of this rank is stamped with."""
+    """The stamp of every slot of this rank."""
     run_id = run_name(settings, config)
     run, topology = run_identity(settings, run_id), topology_identity(settings)
     return RankIdentity(run, topology, rank, run_settings(settings, run_id))
 
 
 def run_settings(settings: Settings, run_id: str) -> RunSettings:
-    """What the job is launched with, by name, to tell in what two launches differ."""
+    """Settings of this launch by name, to report how two launches differ."""
     layout = {_flag(name): _shown(settings.get(name)) for name in LAYOUT}
     flags = {_flag(name): _shown(value) for name, value in _counting(settings).items()}
     on_cpu = settings.get('distributed_backend') == 'gloo'
@@ -164,7 +164,7 @@ def run_settings(settings: Settings, run_id: str) -> RunSettings:
 
 
 def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
-    """Directory name of the run: as given, else Slurm's job id, else a digest of the settings."""
+    """Directory name of the run: from the flag, else Slurm's job id, else a digest of settings."""
     if config.run_id is not None:
         return config.run_id
     if 'SLURM_JOB_ID' in os.environ:
@@ -177,7 +177,7 @@ def _flag(name: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as it is given on a command line, where that is plain to see."""
+    """A value in command line syntax, if it is simple."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -190,7 +190,7 @@ def _digest(settings: Settings) -> str:
 
 
 def _text(value: object) -> str:
-    """A value as text that is the same in every process: without addresses, in fixed order."""
+    """A value as text that is equal in every process: without addresses, in a fixed order."""
     if isinstance(value, _PLAIN) or type(value) is int:
         return repr(value)
     if isinstance(value, Mapping):
@@ -201,7 +201,7 @@ def _text(value: object) -> str:
         return _joined(map(_text, value))
     if isinstance(value, functools.partial):
         return _text([value.func, value.args, value.keywords])
-    if hasattr(value, '__qualname__'):  # a function, method or class, with what it closes over
+    if hasattr(value, '__qualname__'):  # a function, method or class, with its closure
         closed_over = [cell.cell_contents for cell in getattr(value, '__closure__', None) or ()]
         return f'{value.__module__}.{value.__qualname__}{_text(closed_over)}'
     kind = f'{type(value).__module__}.{type(value).__qualname__}'

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a rank reads on its node, named in one line where they are not there.
+"""Checks the files that a rank reads on its node; a missing file is named in one line.
 
-A replacement may come to a node that has less than the one before: not the mounts, nor the copies
-in local folders. Upstream fails there somewhere in its set-up, in words of its own.
+A replacement worker may start on a node without the mounts or local copies of the former node.
+Upstream would fail somewhere in its set-up, with a message that does not name the cause.
 """
 
 import os
@@ -24,12 +24,12 @@ _PARTS = ('.idx', '.bin')
 
 
 def refuse_missing(settings: Settings, rank: int) -> None:
-    """Before anything else: what every rank reads is on this node.
+    """Check, before anything else, that this node has the files that every rank reads.
 
-    A name that may be one of a model hub is left to upstream.
+    A relative path may be a name on a model hub, and is left to upstream.
 
     Raises:
-        ConfigurationError: with flag, path, rank and node.
+        ConfigurationError: a file is missing; the message names flag, path, rank and node.
     """
     for name in _READ_BY_ALL:
         path = settings.get(name)
@@ -38,7 +38,7 @@ def refuse_missing(settings: Settings, rank: int) -> None:
 
 
 def missing_data(settings: Settings, rank: int) -> ConfigurationError | None:
-    """What to say of the first dataset that is not on this node, where one could not be opened."""
+    """The error for the first dataset file that this node lacks; None if all exist."""
     for name in _DATA:
         for prefix in _prefixes(settings.get(name)):
             for path in (prefix + part for part in _PARTS):
@@ -48,7 +48,7 @@ def missing_data(settings: Settings, rank: int) -> ConfigurationError | None:
 
 
 def _prefixes(blend: object) -> Iterator[str]:
-    """Those in a list of datasets, with or without weights; not in an object store."""
+    """Dataset prefixes in a blend, with or without weights, except those in an object store."""
     for entry in blend if isinstance(blend, (list, tuple)) else ():
         text = str(entry)
         if not _is_number(text) and '://' not in text:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's loop around the iterations, or one that calls Megatron-Core, as recovery enters it.
+"""Upstream's training loop, or a custom one, as recovery leaves and enters it.
 
 Checked against megatron-core 0.19.2.
 """
@@ -21,18 +21,18 @@ from moevement_ext.memory.ledger import LedgerEntry
 
 
 class MegatronHandover(msgspec.Struct, frozen=True):
-    """What survivors tell a new process."""
+    """Information that survivors give a replacement process."""
 
     progress: PostStepProgress
-    """In what follows the newest committed iteration."""
+    """Progress of the steps after the newest committed iteration."""
     runs: tuple[int, int, int]
     """Upstream's `do_train`, `do_valid` and `do_test`."""
     operations: CountedOperations
-    """Where the count of floating point operations began."""
+    """Base of the count of floating point operations."""
 
 
 def decode_handover(encoded: bytes) -> MegatronHandover:
-    """Inverse of what `MegatronLoop.hand_over` returns."""
+    """Inverse of `MegatronLoop.hand_over`."""
     return msgspec.msgpack.decode(encoded, type=MegatronHandover)
 
 
@@ -42,8 +42,8 @@ class MegatronLoop:
     Args:
         training: model and optimizer.
         counters: of the loop.
-        around: what wraps the loop.
-        broken: undoes iterations; None if the loop is never entered again.
+        around: the wrappers around the loop.
+        broken: undoes interrupted iterations; None if the loop is never entered again.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class MegatronLoop:
         self._broken = broken
 
     def start(self) -> None:
-        """Training begins where upstream's counters are."""
+        """Start counting floating point operations from upstream's counters."""
         self._operations.base = CountedOperations(
             self._counters.consumed_train_samples,
             float(self._counters.num_floating_point_operations_so_far),
         )
 
     def committed(self, iteration: int) -> None:
-        """What follows `iteration` is not done yet."""
+        """Mark the steps after `iteration` as not done yet."""
         self._post_step.begin(iteration)
 
     def hand_over(self) -> bytes:
@@ -84,12 +84,12 @@ class MegatronLoop:
 
     def leave(self) -> None:
         """Make upstream's loop enterable again."""
-        assert self._broken is not None  # only a localized recovery asks
+        assert self._broken is not None  # required by localized recovery, the only caller
         self._broken.reset_loop_state()
         self._post_step.reset_loop_state()
 
     def enter(self, others: Sequence[bytes]) -> None:
-        """Upstream's loop begins where its counters are."""
+        """Prepare upstream's loop to start from its counters."""
         self._operations.base = decode_handover(others[0]).operations
         self._count_operations()
         config = get_model_config(self._training.model[0])
@@ -98,7 +98,7 @@ class MegatronLoop:
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
     ) -> bool:
-        """Evaluation and dense checkpoint after `target`, where any rank has not done them."""
+        """Do evaluation and dense checkpoint after `target` if some rank has not done them."""
         self._training.gather_parameters()
         self._count_operations()
         progress = [decode_handover(item).progress for item in others]

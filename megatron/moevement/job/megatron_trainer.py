@@ -22,7 +22,7 @@ from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
-from megatron.moevement.state.dp_copy import replicas
+from megatron.moevement.state.dp_copy import replicas, twins
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
@@ -38,7 +38,7 @@ class MegatronTrainer:
         facts: of the job.
         counters: of the loop.
         training: the training state.
-        around: what wraps the loop.
+        around: the wrappers around the loop.
         localized: the loop is entered again after failures of other ranks.
     """
 
@@ -67,7 +67,7 @@ class MegatronTrainer:
 
     @property
     def place(self) -> Place:
-        """In upstream's layout."""
+        """Position of this rank in upstream's layout."""
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return Place(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
@@ -75,58 +75,59 @@ class MegatronTrainer:
             group=group,
             replicas=replicas(self._facts),
             interleaved=len(self.operators.model) > 1,
+            twins=twins(self._facts),
         )
 
     @property
     def iteration(self) -> int:
-        """Committed iterations."""
+        """Number of committed iterations."""
         return self._counters.iteration
 
     @property
     def last_iteration(self) -> int:
-        """`--train-iters`, which upstream works out from `--train-samples` before it trains."""
+        """`--train-iters`; upstream computes it from `--train-samples` before training."""
         assert self._counters.train_iters is not None
         return self._counters.train_iters
 
     @property
     def loss(self) -> float | None:
-        """The newest iteration's on this rank, if it is on the last stage."""
+        """Loss of the newest iteration on this rank; None except on the last stage."""
         return self._losses.newest
 
     def use(self, train_step: Callable[..., object]) -> None:
-        """Have iterations run by this from now on, called as `train_step(iteration=, **schedule)`.
+        """Set the function that runs an iteration, called as `train_step(iteration=, **schedule)`.
 
-        `schedule` is what the pipeline schedule is to be given.
+        `schedule` holds keywords for upstream's pipeline schedule.
         """
         self._recorder.wrap_reduction(get_model_config(self.operators.model[0]))
         self._step = train_step
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """The small state that the iteration after `iteration` starts from."""
+        """Start the iteration after `iteration`; return the small state it starts from."""
         state = self.small_state.begin(iteration)
         if self._broken is not None:
             self._broken.begin()
         return state
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Put back what an iteration that was cut off has changed."""
+        """Undo the changes of an interrupted iteration."""
         self.small_state.restore(state)
         if began:
-            assert self._broken is not None  # only a localized recovery asks
+            assert self._broken is not None  # required by localized recovery, the only caller
             self._broken.put_back()
         self.small_state.move_data(state)
 
     def iterate(self, iteration: int) -> object:
-        """Upstream's `train_step`, or what stands for it."""
+        """Run upstream's `train_step`, or the custom loop's."""
         assert self._step is not None
         self._losses.begin()
         return self._step(iteration=iteration, **self.pipeline.schedule(iteration))
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        """What the update that led to `iteration` leaves.
+        """Small state and ledger entry after the update that led to `iteration`.
 
-        Upstream moves the scheduler and counts the samples only later, when its own reductions of
-        what to log are through; a failure in those must not undo the iteration.
+        Upstream steps the scheduler and counts samples later, after the reductions for its log; a
+        failure in those reductions must not undo the iteration. So both are computed here.
         """
         num_microbatches = get_num_microbatches()
         samples = self._facts.data_parallel_size * self._facts.micro_batch_size * num_microbatches
@@ -148,7 +149,7 @@ class MegatronTrainer:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Prepare model and optimizer for replayed iterations; they are not logged as trained."""
+        """Prepare model and optimizer for a replay, and drop the metrics that it collects."""
         try:
             with self.operators.frozen.replaying():
                 yield
@@ -157,10 +158,10 @@ class MegatronTrainer:
             MTPLossLoggingHelper.clean_metrics_in_tracker()
 
     def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
-        """Within it, upstream gets these scalars instead of reducing them."""
+        """Give upstream the known scalars within the context, instead of reducing them."""
         if isinstance(known, LedgerEntry):
             scalars = GlobalScalars(known.grad_norms, known.overflows, known.num_tokens)
         else:
             scalars = iteration_state.decode(known).scalars
-            self._recorder.put_back(GlobalScalars())  # nobody takes them in a conversion
+            self._recorder.put_back(GlobalScalars())  # no later step takes them in a conversion
         return self._recorder.replaying(scalars)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the files hold that flags name: a path that stays does not say that its content has.
+"""Content of the files that flags name: an equal path does not imply equal content.
 
-Little is read: sizes, counts and the first bytes of data, all of other files, which are small. A
-file that this rank does not see, as on a node without stages that read data, is left out.
+Little is read: sizes, counts and the first bytes of data files, and all of other files, which are
+small. Files that this rank does not see are left out, as on a node whose stages read no data.
 
 Checked against megatron-core 0.19.2.
 """
@@ -21,35 +21,35 @@ from megatron.moevement.facts import Settings
 from moevement_ext.memory.window.settings import Table
 
 BLENDS = ('data_args_path', 'per_split_data_args_path')
-"""Flags that name a file with prefixes of data."""
+"""Flags that name a file with data prefixes."""
 DATA = (
     'data_path train_data_path valid_data_path test_data_path titles_data_path evidence_data_path '
     'block_data_path'
 ).split()
-"""Flags that name prefixes of data."""
+"""Flags that name data prefixes."""
 _DATA_SUFFIXES = ('.idx', '.bin')
 FILES = (
     'vocab_file merge_file tokenizer_model metadata_path chat_template per_dataset_sequences_path '
     'heterogeneous_layers_config_path te_precision_config_file kitchen_config_file '
     'tp_comm_overlap_cfg nccl_communicator_config_path yaml_cfg langrl_env_config'
 ).split()
-"""Flags that may name a file that decides bits. A folder, as of a tokenizer, is what is in it."""
+"""Flags that may name a file that decides bits; of a folder (a tokenizer's), all files count."""
 MODULES = ('spec', 'fp8_quantizer_factory', 'fp4_quantizer_factory')
 """Flags that name Python modules."""
 WRITTEN = 'moe_routing_trace_path logits_save_dir rl_profile_dir ckpt_convert_save'.split()
-"""Flags that name what a job writes, and not reads."""
+"""Flags that name output paths."""
 LARGE = 'pretrained_checkpoint ict_load bert_load embedding_path logits_load_dir'.split()
-"""Flags that name large folders or files, or such as no supported job reads."""
+"""Flags that name large folders or files, or paths that no supported job reads."""
 
 _HEAD_BYTES = 4096
+# Of larger files (weights beside a tokenizer), only the size counts.
 _LARGE_BYTES = 64 * 2**20
-"""Weights beside a tokenizer, say: the size has to do."""
 _INDEX = struct.Struct('<9sQBQQ')  # magic, version, type, sequences, documents
 _INDEX_MAGIC = b'MMIDIDX\0\0'
 
 
 def held_by_files(settings: Settings) -> Table:
-    """What the files that flags name hold, by file: `<flag> <path>`, or the path of data."""
+    """Content of the files that flags name, by `<flag> <path>`, or by path for data."""
     found = Table()
     for name in BLENDS:
         path = settings.get(name)
@@ -61,7 +61,7 @@ def held_by_files(settings: Settings) -> Table:
     found |= _data(_strings([settings.get(name) for name in DATA]))
     for name in FILES:
         for path in _strings(settings.get(name)):
-            with suppress(OSError, ValueError):  # no path, or not here
+            with suppress(OSError, ValueError):  # not a path, or not on this node
                 found[f'{_flag(name)} {path}'] = _held(Path(path))
     return found
 
@@ -80,7 +80,7 @@ def code(settings: Settings) -> Table:
 
 
 def other_files(settings: Settings, counts: Callable[[str], bool]) -> Table:
-    """What other files hold that settings name, as flags of a program's own: read, or written."""
+    """Content of files that unknown settings name: flags of a custom program, read or written."""
     known = {*BLENDS, *DATA, *FILES, *MODULES, *WRITTEN, *LARGE}
     found = Table()
     for name, value in settings.items():
@@ -98,7 +98,7 @@ def _flag(name: str) -> str:
 
 
 def _strings(value: object) -> Iterator[str]:
-    """All texts in a value of whatever depth."""
+    """All strings in a nested value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -109,7 +109,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _parsed(name: str, text: str) -> object:
-    """Weights and prefixes, perhaps by split, parsed as upstream does."""
+    """Parse weights and prefixes, by split if the flag has splits, as upstream does."""
     if name == 'data_args_path':
         return text.split()
     splits = json.loads(text)
@@ -160,7 +160,7 @@ def _digest(content: bytes) -> str:
 def _source(module: str) -> Path | None:
     try:
         spec = importlib.util.find_spec(module)
-    except Exception:  # a package on the way cannot be imported; upstream will say so
+    except Exception:  # a parent package cannot be imported; upstream reports the error
         return None
     has_file = spec is not None and spec.origin is not None and spec.has_location
     return Path(str(spec.origin)) if spec is not None and has_file else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of a job that no failure brings about, and what becomes of its host memory then.
+"""Ends of a job without a failure, and the host memory that they keep or free.
 
 Upstream ends a process inside its loop, by `sys.exit`, for `--exit-interval`,
-`--exit-duration-in-mins`, `--exit-signal-handler`, and when its rerun machine wants the job to be
-started elsewhere. All ranks do so together, after a barrier of upstream's own.
+`--exit-duration-in-mins`, `--exit-signal-handler`, and when its rerun machine wants the job to
+restart elsewhere. All ranks exit together, after a barrier of upstream.
 
 Checked against megatron-core 0.19.2.
 """
@@ -31,16 +31,14 @@ _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATIO
 
 
 def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> NoReturn:
-    """Upstream ends all processes: give the host memory back if a dense checkpoint has it all.
-
-    Collective.
+    """Exit as upstream wants; free host memory if a dense checkpoint replaces it. Collective.
 
     Raises:
-        SystemExit: `ending` is not one of the exits that all ranks make together.
-        UserError: nor one of a loop, which has a status: upstream cannot load a dense checkpoint.
+        SystemExit: `ending` is not an exit that all ranks make together.
+        UserError: `ending` has no status: upstream could not load a dense checkpoint.
     """
     code = ending.code
-    if code is None:  # to launchers that is a job that is done
+    if code is None:  # launchers would take it for a finished job
         raise UserError(
             'Megatron ended the program instead of loading the dense checkpoint of --load; its own '
             'message above says why. Mend that, or have --load name another checkpoint.'
@@ -58,16 +56,16 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
 
 
 def _is_loaded(facts: JobFacts, code: str | int) -> bool:
-    """True if the next launch is to go on from the dense checkpoint that was saved.
+    """True if the next launch should resume from the dense checkpoint that was saved.
 
-    That alone has what the rerun machine has found out, and windows of the same iteration would be
-    taken before it. But where another one is loaded than was saved, windows are all there is.
+    Only that checkpoint has the findings of the rerun machine, and windows of the same iteration
+    would take precedence. But if `--load` differs from `--save`, only the windows are newer.
     """
     return code == 0 or (code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and facts.load == facts.save)
 
 
 def _saved(facts: JobFacts, iteration: int) -> bool:
-    """True on all ranks if one of them sees a dense checkpoint of `iteration`. Collective."""
+    """True on all ranks if any rank sees a dense checkpoint of `iteration`. Collective."""
     saved = torch.tensor([upstream.saved_iteration(facts.save) == iteration], dtype=torch.int32)
     device = 'cpu' if facts.distributed_backend == 'gloo' else 'cuda'
     saved = saved.to(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron job from the meeting of its ranks to its end, whoever writes the training loop."""
+"""A Megatron job from the rendezvous of its ranks to its end, for any training loop."""
 
 import logging
 from collections.abc import Iterator
@@ -38,22 +38,22 @@ def protected_job(
     data: DataPosition,
     operations: OperationCount,
 ) -> Iterator[Session]:
-    """Meet the other ranks, and end with them. Around everything that uses `torch.distributed`.
+    """Join the other ranks, and end with them. Around all use of `torch.distributed`.
 
-    Training thread of every rank. Host memory is given back when the context ends well; after an
-    exception it stays, for the job to be launched again.
+    Training thread of every rank. Host memory is freed when the context ends normally; after an
+    exception it stays, and the next launch of the job recovers from it.
 
     Args:
-        settings: all of the job.
-        facts: of the job.
-        counters: of the loop.
+        settings: all settings of the job.
+        facts: facts of the job.
+        counters: counters of the loop.
         config: settings of sparse checkpointing.
-        data: where the data of this rank go on.
-        operations: count of floating point operations.
+        data: moves the data of this rank.
+        operations: counts floating point operations.
 
     Raises:
-        InstallationError: upstream is not the one this package was checked against.
-        ConfigurationError: a file that all ranks read is not on this node.
+        InstallationError: upstream is not a version that this package was checked against.
+        ConfigurationError: this node lacks a file that all ranks read.
     """
     patches.check()
     refuse_missing(settings, facts.rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sparse checkpointing says in the log, in TensorBoard and in Weights & Biases."""
+"""Output of sparse checkpointing in the log, in TensorBoard and in Weights & Biases."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from moevement_ext.protect.statistics import CaptureStatistics
 
 
 def log_interval(iteration: int, checkpointer: SparseCheckpointer) -> None:
-    """One line, and scalars for TensorBoard and W&B, per log interval. All ranks call it."""
+    """Write one line, and scalars for TensorBoard and W&B, per log interval. All ranks call it."""
     statistics = checkpointer.statistics
     exposed_ms = statistics.exposed_ms()
     print_rank_last(_line(checkpointer, statistics, exposed_ms))
@@ -58,7 +58,7 @@ def _line(
 
 
 def exit_line(iteration: int, removed: bool, directory: Path | str | None) -> str:
-    """Says at an exit that upstream's flags planned what the job can go on from."""
+    """The line at a planned exit: what the next launch of the job resumes from."""
     windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
     if removed:
         windows, hint = 'removed', f'--load {directory}'

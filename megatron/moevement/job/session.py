@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse checkpointing of one Megatron job, seen from one rank.
 
-Makes the engine's job for model, optimizer and data of Megatron. Whose loop that is, is the matter
-of `upstream_trainer` and `attachment`.
+Creates the engine's job for Megatron's model, optimizer and data. `upstream_trainer` and
+`attachment` connect the session to a loop.
 """
 
 import sys
@@ -31,18 +31,18 @@ from moevement_ext.job.job import Job
 
 
 class Session:
-    """A protected Megatron job in this process; the training thread calls the methods.
+    """A protected Megatron job in this process. Training thread only.
 
     Args:
-        job: the engine's.
-        store: to initialise `torch.distributed` with; None for torch's own.
-        facts: of the job.
-        counters: of the loop.
-        around: what wraps the loop.
+        job: the engine's job.
+        store: passed to `torch.distributed.init_process_group`; None: torch creates its own.
+        facts: facts of the job.
+        counters: counters of the loop.
+        around: the wrappers around the loop.
 
     Attributes:
-        alone: what lasts until training begins, as this process connects to nobody before.
-        keeps_windows: training ends before its last iteration, and may go on in another launch.
+        alone: contexts of a joining process, which connects to no other rank before training.
+        keeps_windows: training stops before its last iteration; another launch may continue.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Session:
         self.alone = ExitStack()
 
     def begin(self) -> None:
-        """Called once, before `torch.distributed` is initialised."""
+        """Install wrappers, once, before `torch.distributed` is initialised."""
         self.around.recorder.install()
         self.around.losses.install()
         data_caches.install()
@@ -76,18 +76,18 @@ class Session:
         load_dense: Callable[..., None],
         dense_iteration: int,
     ) -> Built:
-        """Build model chunks, optimizer and scheduler; recover from host memory where that is best.
+        """Build model chunks, optimizer and scheduler; recover from host memory if it is newest.
 
         Args:
-            build: builds them; told whether to load the newest dense checkpoint as well.
-            load_dense: loads it into what was built; after a recovery from memory proved
-                impossible.
-            dense_iteration: of that checkpoint, -1 if there is none; of no account for a process
+            build: builds the three; the argument says whether to load the newest dense checkpoint.
+            load_dense: loads that checkpoint into the built objects, after a recovery from memory
+                proved impossible.
+            dense_iteration: iteration of that checkpoint, -1 if there is none; ignored by a process
                 that joins a running job.
 
         Raises:
-            SparseCheckpointError: an optimizer or a model that sparse checkpointing does not know,
-                or more optimizers than it can record.
+            SparseCheckpointError: the type of optimizer or model is unknown, or there are more
+                optimizers than the ledger can record.
         """
 
         def build_trainer(with_dense: bool) -> MegatronTrainer:
@@ -111,31 +111,34 @@ class Session:
         return self._built()
 
     def train(self, run: Callable[[], object]) -> object:
-        """The training loop, started where the window becomes dense; again after failures."""
+        """Run the training loop from the start of a dense window; again after failures."""
         self.alone.close()
         return self.job.train(run, around_update=self._training.around_update)
 
     def step(self, train_step: Callable[..., object], iteration: int) -> object:
-        """The iteration after `iteration`, after what a failure has left to do.
+        """Run the iteration after `iteration`, after pending recovery work.
 
         Args:
-            train_step: called as `train_step(iteration=, **schedule)`, perhaps for several
-                iterations; `schedule` is what the pipeline schedule is to be given.
+            train_step: called as `train_step(iteration=, **schedule)`, for several iterations in a
+                replay; `schedule` holds keywords for the pipeline schedule.
             iteration: number of committed iterations.
 
         Returns:
-            What `train_step` returned last, or `LOOP_ENDS`.
+            Result of the last call of `train_step`, or `LOOP_ENDS`.
         """
         self._trainer.use(train_step)
         return self.job.step(iteration)
 
     def report(self, iteration: int) -> None:
-        """Say in the log how protection goes, if iteration `iteration` ends a log interval."""
+        """Log the state of protection, if `iteration` ends a log interval."""
         if self.job.protection is not None and iteration % self._facts.log_interval == 0:
             protection_lines.log_interval(iteration, self.job.protection.checkpointer)
 
     def report_loss(self, iteration: int) -> None:
-        """The same of the loss, on the last rank, of its own micro-batches; not in the log."""
+        """Emit the loss as an event, if `iteration` ends a log interval.
+
+        Last rank only; mean over its own micro-batches.
+        """
         facts = self._facts
         if facts.rank == facts.world_size - 1 and iteration % facts.log_interval == 0:
             loss = self.around.losses.newest
@@ -143,16 +146,16 @@ class Session:
                 self.job.rank.events.emit(LossLogged(loss=loss))
 
     def finish(self) -> None:
-        """The job ends on all ranks: give host memory back unless it is kept. Collective."""
+        """End the job on all ranks; free host memory unless it is kept. Collective."""
         if self.keeps_windows:
             self._say_kept()
         finish(self.job, remove=not self.keeps_windows)
 
     def leave_before_recovery(self) -> NoReturn:
-        """The loop ends before the step that was to recover the state, which nobody must use.
+        """Exit, as the loop ended before the step that recovers the state: the state is unusable.
 
         Raises:
-            SystemExit: the job goes on from its windows when it is launched again.
+            SystemExit: status 0; the next launch of the job resumes from its windows.
         """
         self._say_kept()
         announce(self._facts.rank, 0)

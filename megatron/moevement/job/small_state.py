@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All but tensors that an iteration of Megatron starts from, as bytes."""
+"""State of Megatron at the start of an iteration, except tensors, as bytes."""
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.seams.data_position import DataPosition
@@ -13,14 +13,14 @@ _SPARE_BYTES = 4096
 
 
 class MegatronSmallState:
-    """All state but tensors, a `moevement_ext.recover.trainer.SmallState`. Training thread only.
+    """All state except tensors: a `moevement_ext.recover.trainer.SmallState`. Training thread only.
 
     Args:
         training: model, optimizer and scheduler.
-        counters: of the loop.
-        recorder: of the scalars that all ranks reduce together.
-        data: where the data of this rank go on.
-        operations: floating point operations so far.
+        counters: counters of the loop.
+        recorder: records the scalars that all ranks reduce together.
+        data: moves the data of this rank.
+        operations: counts floating point operations.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class MegatronSmallState:
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound of its size; states of random numbers have a fixed one."""
+        """Upper bound of the encoded size; generator states have a fixed size."""
         longest = self.capture(0, GlobalScalars([0.1] * 64, [False] * 64))
         return len(iteration_state.encode(longest)) + _SPARE_BYTES
 
     def now(self) -> bytes:
-        """The present state, encoded; nothing recorded is taken."""
+        """The present state, encoded; leaves the recorder unchanged."""
         return iteration_state.encode(self.capture(self._counters.iteration, self._recorder.peek()))
 
     def begin(self, iteration: int) -> bytes:
-        """What the iteration after `iteration` starts from, which records anew."""
+        """State at the start of the iteration after `iteration`; resets the recorder."""
         return iteration_state.encode(self.capture(iteration, self._recorder.take()))
 
     def capture(self, iteration: int, scalars: GlobalScalars) -> IterationState:
-        """After `iteration` iterations, the last of which reduced `scalars`."""
+        """State after `iteration` iterations, the last of which reduced `scalars`."""
         return iteration_state.capture(
             self._counters,
             iteration,
@@ -63,23 +63,23 @@ class MegatronSmallState:
         )
 
     def restore(self, state: bytes) -> None:
-        """Put the process where the iteration after `state` starts."""
+        """Put the process at the start of the iteration after `state`."""
         decoded = iteration_state.decode(state)
         self._training.restore(decoded, self._counters)
         self._recorder.put_back(decoded.scalars)
 
     def move_data(self, state: bytes) -> None:
-        """Training data go on from where `state` was."""
+        """Move the training data to the position in `state`."""
         self._data.move_training(iteration_state.decode(state).consumed_train_samples)
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """Iteration and samples of upstream's arguments."""
+        """Set iteration and samples of upstream's arguments from `state`."""
         iteration_state.restore_counters(iteration_state.decode(state), self._counters)
         if validation is not None:
             last = iteration_state.decode(validation)
             self._counters.consumed_valid_samples = last.consumed_valid_samples
 
     def count(self, iteration: int, samples: int | None) -> None:
-        """So many iterations and samples; None: as many as upstream has counted."""
+        """Set the numbers of iterations and samples; None keeps upstream's number of samples."""
         known = self._counters.consumed_train_samples if samples is None else samples
         iteration_state.move_to(iteration, known, self._counters)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What wraps a training loop, whosever it is."""
+"""The wrappers around a training loop, upstream's or a custom one."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ from megatron.moevement.state.operation_count import OperationCount
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What wraps a loop of either kind; made before the model is."""
+    """Wrappers around either kind of loop; created before the model."""
 
     recorder: ScalarRecorder
     """Records the scalars that all ranks reduce together."""
     data: DataPosition
-    """Where the data of this rank go on."""
+    """Moves the data of this rank."""
     post_step: PostStep
-    """What the loop does after an iteration."""
+    """Follows the steps after an iteration."""
     operations: OperationCount
-    """Floating point operations so far, for upstream's own count."""
+    """Counts floating point operations, for upstream's own count."""
     losses: Losses
     """The loss of each iteration on this rank."""

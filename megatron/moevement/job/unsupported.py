@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of upstream that sparse checkpointing refuses, or recovers as a whole job only.
+"""Configurations that sparse checkpointing refuses, or recovers only by restarting all workers.
 
-Reads the rules in `compatibility`. The start of a job says the first that applies;
-`megatron/moevement/checking.py` has all of them said, in the same words.
+Applies the rules in `compatibility`. The start of a job reports the first match;
+`megatron/moevement/checking.py` reports all, in the same words.
 """
 
 from megatron.moevement.facts import Settings
@@ -17,7 +17,7 @@ from moevement_ext.config import ConfigurationError
 
 
 def refusals(settings: Settings) -> list[str]:
-    """Flags with what sparse checkpointing does not capture or replay, and what to do instead."""
+    """Flags with state that sparse checkpointing does not capture or replay, each with a remedy."""
     return [
         f'--sparse-ckpt does not support {rule.shown(settings)}: {rule.remedy}; {rule.reason}.'
         for rule in REFUSED
@@ -26,17 +26,17 @@ def refusals(settings: Settings) -> list[str]:
 
 
 def refuse_unsupported(settings: Settings) -> None:
-    """Refuse what sparse checkpointing does not capture or replay.
+    """Refuse flags with state that sparse checkpointing does not capture or replay.
 
     Raises:
-        ConfigurationError: naming the flag.
+        ConfigurationError: the message names the first such flag.
     """
     for refusal in refusals(settings):
         raise ConfigurationError(refusal)
 
 
 def whole_job_reasons(settings: Settings) -> list[str]:
-    """Flags with which localized recovery is not possible, and what to do instead."""
+    """Flags that exclude a localized recovery, each with a remedy."""
     return [
         f'{rule.shown(settings)}: {rule.reason}; for a localized recovery {rule.remedy}'
         for rule in WHOLE_JOB
@@ -45,12 +45,12 @@ def whole_job_reasons(settings: Settings) -> list[str]:
 
 
 def not_localized(settings: Settings) -> str | None:
-    """Why localized recovery is not possible with these flags, None if it is."""
+    """The first reason that excludes a localized recovery; None if there is none."""
     return next(iter(whole_job_reasons(settings)), None)
 
 
 def hazard(settings: Settings) -> str | None:
-    """What training itself may lose with these flags, None if nothing is known."""
+    """What training itself may lose with these flags; None if no hazard is known."""
     found = [words for applies, words in _HAZARDS if applies(settings)]
     return '; '.join(found) or None
 
@@ -58,9 +58,10 @@ def hazard(settings: Settings) -> str | None:
 def _has_fp8_moments(settings: Settings) -> bool:
     names = ('exp_avg_dtype', 'exp_avg_sq_dtype')
     narrow = any(str(settings.get(name)) in FP8 for name in names)
-    return narrow and not keeps_fp8_masters(settings)  # there Adam is told what to do
+    return narrow and not keeps_fp8_masters(settings)  # fp8 masters tell Adam how to round
 
 
+# Pairs of predicate and message.
 _HAZARDS = (
     (
         _has_fp8_moments,
@@ -79,4 +80,3 @@ _HAZARDS = (
         'losses with those of a single data-parallel rank',
     ),
 )
-"""When, and what to say."""

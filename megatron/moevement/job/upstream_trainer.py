@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a session around upstream's trainer.
+"""Connects a session to upstream's trainer.
 
 Checked against megatron-core 0.19.2.
 """
@@ -35,11 +35,11 @@ class UpstreamTrainer:
     """Wraps the functions that upstream's `pretrain` calls. Training thread only.
 
     Args:
-        settings: of the job.
-        facts: of the job.
-        counters: of the loop.
-        session: of this process.
-        data: where the data of this rank go on.
+        settings: settings of the job.
+        facts: facts of the job.
+        counters: counters of the loop.
+        session: session of this process.
+        data: moves the data of this rank.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class UpstreamTrainer:
         self._entered = False
 
     def install(self) -> None:
-        """Wrap upstream's functions. Called once, before `pretrain`."""
+        """Wrap upstream's functions, once, before `pretrain`."""
         self._data.install()
         job = self._session.job
         if job.membership is not None:
@@ -83,7 +83,7 @@ class UpstreamTrainer:
         patches.wrap(f'{trainer}:checkpoint_and_decide_exit', self._decide_exit)
 
     def _set_up(self, original: Callable[..., Built], *args: object, **kwargs: object) -> Built:
-        """Build model and optimizer, and load the dense checkpoint where that is the best tier."""
+        """Build model and optimizer; load the dense checkpoint if it is the best source."""
         load = self._facts.load
         self._job_has_logged = self._session.job.joining
 
@@ -101,7 +101,7 @@ class UpstreamTrainer:
         return self._session.set_up(build, load_dense, self._dense_iteration())
 
     def _dense_iteration(self) -> int:
-        if self._session.job.joining:  # what is to be loaded was settled long ago
+        if self._session.job.joining:  # the survivors chose a source long ago
             return -1
         return dense_tier.dense_iteration(self._facts, self._session.job.rank.exchange)
 
@@ -130,11 +130,11 @@ class UpstreamTrainer:
         *rest: object,
         **kwargs: object,
     ) -> object:
-        """Upstream's loop, entered again after failures of other ranks."""
+        """Run upstream's loop, again after failures of other ranks."""
         if faults.armed():
             forward_step = armed_forward(forward_step)
         self._data.use(train_iterator, valid_iterator)
-        if self._session.job.restarted:  # upstream has opened loaders as at a start
+        if self._session.job.restarted:  # upstream's loaders are at the start position
             self._data.move_training(upstream.consumed_of_the_phase())
             self._data.move_validation(self._counters.consumed_valid_samples)
         evaluate = post_step.evaluation(
@@ -164,9 +164,10 @@ class UpstreamTrainer:
         return self._session.train(partial(self._enter, loop))
 
     def _enter(self, loop: Callable[[], object]) -> object:
-        """Upstream's loop, once more. What it logs first, ranks log together or not at all.
+        """Enter upstream's loop; all ranks must agree whether its first log line is due.
 
-        A failure may have struck while only some had logged, and new ones have not.
+        A failure may have interrupted some ranks before that line, and a replacement has not
+        logged.
         """
         self._job_has_logged |= self._entered
         self._entered = True
@@ -181,7 +182,7 @@ class UpstreamTrainer:
         result = self._session.step(train_step, iteration)
         if result is LOOP_ENDS:
             training.print_datetime(f'exiting program at iteration {iteration}')
-            return {}, 1, False, True, 0, None, None, 0  # as upstream's own, when it is to exit
+            return {}, 1, False, True, 0, None, None, 0  # upstream's own values for an exit
         return result
 
     def _decide_exit(
@@ -194,7 +195,7 @@ class UpstreamTrainer:
         *args: object,
         **kwargs: object,
     ) -> bool:
-        """Upstream's saves and exits, but for the exits that an earlier launch has made."""
+        """Run upstream's saves and exits, except exits that an earlier launch has made."""
         made = self._post_step.exit_was_made(iteration)
         interval = None if made else self._facts.exit_interval
         with upstream.setting('exit_interval', interval):
@@ -211,32 +212,32 @@ class UpstreamTrainer:
         **kwargs: object,
     ) -> object:
         if total_loss_dict is not self._logged_losses:
-            # Upstream's loop was entered again within a log interval: go on with its sums.
+            # Upstream's loop was entered again within a log interval: keep its sums.
             total_loss_dict.update(self._logged_losses)
             self._logged_losses = total_loss_dict
         if self._job_has_logged:
-            # Upstream logs the first iteration of a start besides, and counts it once more in the
-            # line that follows; a loop that is entered again is no start.
+            # At a start, upstream logs the first iteration in an extra line and counts it again in
+            # the next line; a loop that is entered again is not at a start.
             kwargs['is_first_iteration'] = False
         self._job_has_logged = True
         self._keep(total_loss_dict)
         try:
             result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        except Exception:  # it may have added a part of the losses
+        except Exception:  # upstream may have added a part of the losses
             self._logged_losses, self._before_log = self._before_log, {}
             raise
         self._session.report(iteration)
         return result
 
     def _note_loss(self, original: Callable[..., object], message: str) -> None:
-        """Reads it where upstream has it as a number already: nothing more waits for a GPU."""
+        """Read the loss from upstream's log line, already a host number: no wait for the GPU."""
         original(message)
         loss = logged_loss(message)
         if loss is not None:
             self._session.job.rank.events.emit(LossLogged(loss=loss))
 
     def _keep(self, totals: dict[str, object]) -> None:
-        """Some of them upstream adds up in place; copies are allocated once."""
+        """Copy upstream's sums, some of which it updates in place; copies are allocated once."""
         for name, value in totals.items():
             if not torch.is_tensor(value):
                 self._before_log[name] = value

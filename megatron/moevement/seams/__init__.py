@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All contact with private parts of upstream: what is wrapped, replaced, checked."""
+"""All contact with private parts of upstream: wrappers, replacements, version checks."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that upstream compiles (`jit_fuser`) compute the same bits in every life of a process.
+"""Makes functions that upstream compiles (`jit_fuser`) compute equal bits in every process.
 
-A replay runs them in a process that has compiled them for other inputs, or in another order. What
-depends on that, by default:
+A replay runs these functions in a process that compiled them for other inputs or in another order.
+By default, three results depend on that history:
 
-- After eight variants of a function (shapes, types, operators that are frozen or not) torch runs it
-  uncompiled from then on, which rounds otherwise and draws other random numbers.
-- Compiled code draws random numbers of its own, uncompiled code those of the eager kernels.
-- Kernels on a GPU are chosen by a measurement, and a sum over rows that fit into one block is split
-  by how many rows the first input had.
+- After eight variants of a function (shapes, types, frozen or trained operators) torch runs it
+  uncompiled from then on, with other rounding and other random numbers.
+- Compiled code draws from its own random number algorithm, uncompiled code from the eager kernels.
+- Kernels on a GPU are selected by a measurement, and a sum over rows that fit into one block is
+  split by the number of rows of the first input.
 
 Read in torch 2.11 and 2.14.
 """
@@ -34,19 +34,18 @@ _INDUCTOR = {
     'max_autotune_gemm': False,
     'coordinate_descent_tuning': False,
 }
+# Where torch has no `batch_invariant`: sums in steps, which are equal for any number of rows.
 _WITHOUT_INVARIANCE = {'triton.persistent_reductions': False}
-"""Where torch has no `batch_invariant`: sums in steps, which are alike for any number of rows."""
+# Earlier versions of torch ignore the number of rows anyway.
 _ALIKE_UNTIL = '2.12'
-"""Before that version of torch, rows do not count in the first place."""
 
 
 def make_repeatable(deterministic: bool, warns: bool) -> None:
-    """Have torch compile independently of the life of this process. Before iteration 1.
+    """Make torch compile independently of this process's history. Before iteration 1.
 
     Args:
-        deterministic: the job was asked for equal bits (`--deterministic-mode`). Else only what
-            costs nothing is set.
-        warns: this rank says that they cannot be promised.
+        deterministic: `--deterministic-mode` was given. Else only settings without cost are made.
+        warns: this rank warns if equal bits cannot be promised.
     """
     compiles = os.environ.get('TORCHDYNAMO_DISABLE') != '1'
     if warns and not deterministic and (compiles or torch.cuda.is_available()):
@@ -68,7 +67,7 @@ def make_repeatable(deterministic: bool, warns: bool) -> None:
 
 
 def _set(config: ModuleType, settings: Mapping[str, object]) -> None:
-    """What this torch has of `settings`."""
+    """Apply those of `settings` that this torch has."""
     known = config.get_config_copy()
     for name, value in settings.items():
         if name in known:

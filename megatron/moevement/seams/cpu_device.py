@@ -2,10 +2,10 @@
 """Lets upstream's trainer run on a machine without a GPU, over gloo.
 
 Megatron-Core asks for CUDA devices by name. `install()` redirects those requests to the CPU and
-mends the few places that assume more. It changes nothing on a machine that has a GPU.
+repairs the few places with further assumptions. It changes nothing on a machine that has a GPU.
 
-Transformer Engine, where it is installed, computes on a GPU only. Upstream takes parts of it for
-any job as soon as it can be imported (the router's product, Adam), so it is hidden.
+Transformer Engine computes on a GPU only. Upstream uses parts of it (the router's product, Adam) in
+any job as soon as it can be imported, so it is hidden.
 
 Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
@@ -42,7 +42,7 @@ def needed() -> bool:
 
 @functools.cache
 def install() -> None:
-    """Redirect CUDA requests to the CPU. To be called before the first megatron import."""
+    """Redirect CUDA requests to the CPU. Call before the first megatron import."""
     os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
     quiet.on_a_cpu()
     hide_transformer_engine()
@@ -52,14 +52,14 @@ def install() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Have an import of it fail from now on, unless this process has imported it before."""
+    """Make imports of Transformer Engine fail, unless this process has imported it already."""
     if 'transformer_engine' not in sys.modules and find_spec('transformer_engine') is not None:
         sys.modules['transformer_engine'] = None  # type: ignore[assignment]
 
 
 @functools.cache
 def patch_upstream() -> None:
-    """Mend upstream's GPU-only assumptions. To be called after megatron imports."""
+    """Repair upstream's GPU-only assumptions. Call after megatron imports."""
     wrappers: dict[str, patches.Wrapper] = {
         'megatron.training.training:initialize_megatron': _allowing_no_cuda,
         'megatron.training.training:build_train_valid_test_data_iterators': _keeping_rng,
@@ -187,13 +187,13 @@ def _redirect_cuda_module() -> None:
 
 
 class _NoDevice:
-    """What `get_device_properties` says of a machine without a GPU."""
+    """Result of `get_device_properties` on a machine without a GPU."""
 
     major, minor, multi_processor_count, total_memory, name = 0, 0, 1, 0, 'cpu'
 
 
 class _InOrder:
-    """A stream or event on the CPU, where everything already runs in order."""
+    """A stream or event on the CPU, where all operations run in order anyway."""
 
     cuda_stream = 0
 
@@ -225,7 +225,7 @@ def _redirect_streams() -> None:
 
 
 def _keeping_rng(build: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """A data loader draws its seed from the CPU's generator, which here is the model's as well."""
+    """Keep the CPU's generator, which is the model's here, from the seed that a loader draws."""
     state = torch.get_rng_state()
     try:
         return build(*args, **kwargs)
@@ -240,7 +240,7 @@ def _marked_norm(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Upstream's torch norm refuses sequence parallelism; mark its weights instead."""
+    """Build upstream's torch norm, which refuses sequence parallelism, and mark its weights."""
     parallel, config.sequence_parallel = config.sequence_parallel, False
     try:
         norm = build(cls, config, *args, **kwargs)

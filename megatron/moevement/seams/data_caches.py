@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Indices of samples, where the cache that upstream has them in is not there, or not whole.
+"""Sample indices on ranks where upstream's cache of them is missing or damaged.
 
-Rank 0 builds a cache at a start, and all others read it. A replacement of another rank finds none
-on a node that no rank 0 has been on, and one that was cut off where rank 0 died. Who cannot read,
-or write, the cache builds what it needs in memory: it follows from the data and the seed alone.
+Rank 0 builds the cache at start, and all other ranks read it. A replacement of another rank finds
+no cache on a node that never had rank 0, and a truncated one where rank 0 died. A rank that cannot
+read or write the cache builds the indices in memory: they depend on data and seed only.
 
 Checked against megatron-core 0.19.2.
 """
@@ -27,16 +27,16 @@ _NO_CACHE = ''
 
 
 def install() -> None:
-    """Have datasets do without a cache that cannot be used, for the life of the process."""
+    """Make datasets work without a usable cache, for the life of the process."""
     for part in _PARTS:
         patches.wrap(part, indices)
 
 
 def indices(build: Callable[..., object], dataset: GPTDataset) -> object:
-    """Those of a dataset, from the cache if that is of use; on the thread that makes the dataset.
+    """Build the sample indices of a dataset, without the cache if it is unusable. Any thread.
 
     Raises:
-        OSError: it cannot be done without the cache either; what was wrong with that.
+        OSError: building in memory failed, too; the error is that of the cache.
     """
     try:
         return build(dataset)

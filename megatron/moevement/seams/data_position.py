@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves data iterators to any position, back or forth.
+"""Moves data iterators to any position, forward or backward.
 
-For upstream's trainer `UpstreamData` wraps `build_pretraining_data_loader`, to know the datasets:
-a loader made again with other consumed samples continues exactly there. Upstream calls it
-for training, validation (maybe several sets) and test data in this order, within
-`build_train_valid_test_data_iterators`, which it calls for every virtual pipeline chunk.
+For upstream's trainer `UpstreamData` wraps `build_pretraining_data_loader`, to learn the datasets:
+a loader made again with another number of consumed samples continues exactly there. Upstream calls
+it for training, validation (maybe several sets) and test data in this order, within
+`build_train_valid_test_data_iterators`, which runs once per virtual pipeline chunk.
 
 Checked against megatron-core 0.19.2.
 """
@@ -28,13 +28,13 @@ _KINDS = ('training', 'validation', 'test')
 
 
 class DataPosition(Protocol):
-    """Where training and validation data of this rank go on. Training thread only."""
+    """Position of training and validation data of this rank. Training thread only."""
 
     def move_training(self, consumed_samples: int) -> None:
-        """Have the training iterators go on after `consumed_samples` of all ranks."""
+        """Move the training iterators to the position after `consumed_samples` of all ranks."""
 
     def move_validation(self, consumed_samples: int) -> None:
-        """Have the validation iterators go on after `consumed_samples` of all ranks."""
+        """Move the validation iterators to the position after `consumed_samples` of all ranks."""
 
 
 _OpenAt = Callable[[int], DataLoader[object]]
@@ -44,7 +44,7 @@ class UpstreamData:
     """Knows the datasets behind the iterators of upstream's trainer.
 
     Args:
-        cyclic: upstream reads its loaders again and again (`--dataloader-type cyclic`).
+        cyclic: upstream reads its loaders repeatedly (`--dataloader-type cyclic`).
         full_validation: each evaluation reads all validation data (`--full-validation`).
     """
 
@@ -62,17 +62,17 @@ class UpstreamData:
         patches.wrap(f'{trainer}:build_pretraining_data_loader', self._noting)
 
     def use(self, training_iterators: object, validation_iterators: object) -> None:
-        """These are what upstream's loop reads from; one each, or one per model chunk."""
+        """Set the iterators that upstream's loop reads; one each, or one per model chunk."""
         self._iterators = {'training': training_iterators, 'validation': validation_iterators}
 
     def move_training(self, consumed_samples: int) -> None:
-        """Have the training iterators go on after `consumed_samples`."""
+        """Move the training iterators to the position after `consumed_samples`."""
         self._move('training', consumed_samples)
 
     def move_validation(self, consumed_samples: int) -> None:
-        """Have the validation iterators go on after `consumed_samples`.
+        """Move the validation iterators to the position after `consumed_samples`.
 
-        With full validation they begin anew in each evaluation; so does what upstream has opened.
+        With full validation they restart in each evaluation, as upstream's own iterators do.
         """
         if not self._full_validation:
             self._move('validation', consumed_samples)
@@ -84,27 +84,27 @@ class UpstreamData:
     def _noting(
         self, build: Callable[..., DataLoader[object]], dataset: object, consumed_samples: int
     ) -> DataLoader[object]:
-        # Of several validation sets only the first is noted as one: nobody moves them.
+        # Of several validation sets only the first is recorded as one, as they are never moved.
         kind = _KINDS[min(self._calls, len(_KINDS) - 1)]
         self._calls += 1
         self._loaders[kind].append(partial(build, dataset))
         return build(dataset, consumed_samples)
 
     def _move(self, kind: str, consumed_samples: int) -> None:
-        """Make loaders anew; they may draw from any generator, which must not notice."""
+        """Make loaders anew; all generators keep their states, whatever the loaders draw."""
         iterators = self._iterators[kind]
         chunks = iterators if isinstance(iterators, Sequence) else [iterators]
         with generators_unmoved():
             for loader, iterator in zip(self._loaders[kind], chunks, strict=True):
                 if isinstance(iterator, RerunDataIterator):
-                    iterator.advance()  # forget the micro-batches of the iteration that was cut off
+                    iterator.advance()  # drop the micro-batches of the interrupted iteration
                     iterator.iterable = self._opened(loader(consumed_samples), consumed_samples)
 
     def _opened(self, loader: DataLoader[object], consumed_samples: int) -> Iterator[object]:
-        """What reads on after `consumed_samples`, and draws random numbers where upstream does.
+        """Iterator from `consumed_samples` on, which draws random numbers when upstream's would.
 
-        A loader draws a seed when it is opened, which is when the first sample of an epoch is read
-        if upstream reads it again and again.
+        A loader draws a seed when it is opened. A cyclic loader is opened when the first sample of
+        an epoch is read.
         """
         if not self._cyclic:
             return iter(loader)
@@ -117,7 +117,7 @@ class UpstreamData:
 
 @contextmanager
 def generators_unmoved() -> Iterator[None]:
-    """Put the global generators of the host back at the end, where data may be drawn from them."""
+    """Restore the host's global generators at the end of a context that may draw data."""
     python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spares upstream the compilation of what its wheel ships compiled.
+"""Skips a compilation at start, as megatron-core's wheel has the compiled helpers.
 
 At start, rank 0 runs `make` in megatron/core/datasets and exits if that fails. The wheel has the
-compiled helpers there but no Makefile, so that no job would start from it, on a GPU or not.
+compiled helpers there but no Makefile, so without this module no job starts from the wheel.
 
 Checked against megatron-core 0.19.2.
 """
@@ -13,7 +13,7 @@ from megatron.moevement.seams import patches
 
 
 def compiled() -> bool:
-    """Whether the compiled helpers of megatron-core's datasets can be imported."""
+    """True if the compiled helpers of megatron-core's datasets can be imported."""
     try:
         importlib.import_module('megatron.core.datasets.helpers_cpp')
     except ImportError:
@@ -22,10 +22,10 @@ def compiled() -> bool:
 
 
 def use_compiled() -> None:
-    """Have upstream compile nothing where nothing is missing.
+    """Skip upstream's compilation where the compiled helpers exist.
 
-    To be called after megatron imports, before `initialize_megatron`. In a source tree whose
-    helpers were never compiled, upstream's own compilation stays.
+    Call after megatron imports, before `initialize_megatron`. In a source tree without compiled
+    helpers, upstream's own compilation stays.
     """
     if compiled():
         patches.wrap('megatron.core.datasets.utils:compile_helpers', lambda original: None)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dense checkpoint `--load` would go on from, asked without upstream ending the program.
+"""Finds the dense checkpoint that `--load` would resume from, without ending the program.
 
-Upstream's own way to ask is to load: what it cannot read ends the job there and then, whatever
-windows there are. So each rank looks by itself, and what one of them cannot read is left out.
+Upstream finds out by loading: a checkpoint that it cannot read ends the job at once, even if there
+are windows. So each rank checks the files itself, and skips a checkpoint that a rank cannot read.
 
 Checked against megatron-core 0.19.2.
 """
@@ -32,25 +32,25 @@ _NAMED = 3
 
 
 class DenseTier(NamedTuple):
-    """What one rank sees of the newest dense checkpoint."""
+    """One rank's view of the newest dense checkpoint."""
 
     iteration: int
-    """-1: there is none, or it cannot be read."""
+    """-1: no checkpoint, or it cannot be read."""
     problem: str = ''
-    """Why it cannot be read."""
+    """Reason why it cannot be read."""
 
 
 _NONE = DenseTier(-1)
 
 
 def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes]]) -> int:
-    """Iteration that `--load` would go on from, -1 if there is nothing that all ranks can read.
+    """Iteration that `--load` would resume from, -1 if not all ranks can read a checkpoint.
 
-    Collective. What cannot be read is named in the log; a job that has nothing else still tries.
+    Collective. The log names what cannot be read; a job without another source still tries to load.
 
     Args:
-        facts: of the job.
-        exchange: gives the others some bytes under a name, and returns those of all ranks.
+        facts: facts of the job.
+        exchange: gives the other ranks some bytes under a name, and returns those of all ranks.
     """
     if facts.load is None:
         return -1
@@ -79,16 +79,16 @@ def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes
 
 
 def let_flags_count_as_given() -> None:
-    """Where `--use-checkpoint-args` finds a checkpoint that cannot be read. Before they are parsed.
+    """Ignore `--use-checkpoint-args` if the checkpoint cannot be read. Call before parsing.
 
-    Windows of a job that was launched otherwise are refused by name later; without windows upstream
-    ends the job when it loads the checkpoint.
+    If the flags differ from those of a window, the window is refused by name later; without windows
+    upstream ends the job when it loads the checkpoint.
     """
     patches.wrap('megatron.training.checkpointing:load_args_from_checkpoint', _or_as_given)
 
 
 def take_flags_of_checkpoint(args: UpstreamArguments) -> None:
-    """Once, what upstream's parser does for `--use-checkpoint-args`, or nothing in that case."""
+    """Run upstream's parser step for `--use-checkpoint-args` once; keep flags if it fails."""
     _or_as_given(checkpointing.load_args_from_checkpoint, args)
 
 
@@ -117,7 +117,7 @@ def _seen(facts: JobFacts, load: str) -> DenseTier:
 
 
 def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier:
-    """The one that the tracker file of a directory names, or that of iteration `step`."""
+    """The checkpoint that a directory's tracker file names, or that of iteration `step`."""
     tracker = get_checkpoint_tracker_filename(directory)
     try:
         if not maybe_msc.os.path.isfile(tracker):
@@ -141,12 +141,12 @@ def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier
 
 
 def _missing_in(folder: Path) -> str | None:
-    """A file of a checkpoint in torch's distributed format that is not there, or cut off."""
+    """A missing or truncated file of a checkpoint in torch's distributed format, if any."""
     if not (folder / 'metadata.json').is_file() or not folder.is_dir():
-        return None  # of another format, or in an object store
+        return None  # another format, or an object store
     try:
         parts = FileSystemReader(folder).read_metadata().storage_data or {}
-    except Exception as error:  # whatever damaged bytes are taken for
+    except Exception as error:  # damaged bytes may raise any error
         return f'{folder} cannot be read: {error!r}'
     sizes: dict[str, int] = {}
     for part in parts.values():

@@ -9,11 +9,11 @@ from moevement_ext import faults
 from moevement_ext.faults import Phase
 
 Forward = Callable[..., tuple[object, object]]
-"""What upstream calls for a micro-batch: returns its output, and what makes a loss of it."""
+"""Upstream's forward step of a micro-batch: returns the output and a function for its loss."""
 
 
 def armed_forward(forward_step: Forward) -> Forward:
-    """`forward_step` with the fault points of forward and backward, for fault injection."""
+    """Add the fault points of forward and backward to `forward_step`, for fault injection."""
 
     def struck(*args: object, **kwargs: object) -> tuple[object, object]:
         output, loss = forward_step(*args, **kwargs)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masters in fp8: Transformer Engine's Adam could keep them, but its constructor refuses to.
+"""Masters in fp8: Transformer Engine's Adam supports them, but its constructor refuses them.
 
-Upstream's `--main-params-dtype` has no name for them, so a flag of this package asks for them. An
-update is computed in fp32, as with any other master, and what is too small to change a number of 8
-bits is lost.
+Upstream's `--main-params-dtype` has no name for fp8, so a flag of this package selects it. An
+update is computed in fp32, as with any other master; a change too small for 8 bits is lost.
 
 Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 2.18, 2.20.
 """
@@ -17,18 +16,18 @@ from megatron.moevement.seams import patches
 from moevement_ext.config import ConfigurationError
 
 FP8 = torch.uint8
-"""How upstream writes the type of what is kept in fp8."""
-_LARGEST = 448.0  # of the format e4m3
+"""Upstream's notation of the fp8 data type."""
+_LARGEST = 448.0  # largest number of the format e4m3
 
 
 def take_place(args: UpstreamArguments) -> None:
-    """Put them in the place of fp16 masters, if the command line asks for that.
+    """Turn fp16 masters into fp8 masters if the command line asks for them.
 
     Args:
         args: upstream's arguments, parsed and validated.
 
     Raises:
-        ConfigurationError: there are no fp16 masters.
+        ConfigurationError: masters are not fp16.
     """
     if not args.sparse_ckpt_fp8_masters:
         return
@@ -41,7 +40,7 @@ def take_place(args: UpstreamArguments) -> None:
 
 
 def install(settings: Settings) -> None:
-    """Have upstream build its optimizer with such masters, if the settings ask for them.
+    """Make upstream build its optimizer with fp8 masters, if the settings ask for them.
 
     Raises:
         InstallationError: upstream has no Adam of Transformer Engine.
@@ -68,7 +67,7 @@ def keeping(adam: type) -> type:
         def __init__(
             self, *args: object, master_weight_dtype: torch.dtype, **settings: object
         ) -> None:
-            # State is made later, in the form that is noted here.
+            # State is created later, in the data type that is recorded here.
             super().__init__(*args, master_weight_dtype=torch.float16, **settings)
             self.master_weight_dtype = master_weight_dtype
             self.name_to_dtype_map['master_param'] = master_weight_dtype
@@ -76,10 +75,10 @@ def keeping(adam: type) -> type:
         def _apply_scale(
             self, name: str, unscaled: torch.Tensor, scaled: torch.Tensor, scale: torch.Tensor
         ) -> None:
-            """Round a state into the form it is kept in, in place.
+            """Round a state into its stored form, in place.
 
-            Of one that is all zero, as a bias is at first, the largest value gives no scale: the
-            class above would divide by it, and the state would be lost as NaN.
+            For an all-zero state (an initial bias) the largest value gives no scale: the base class
+            would divide by zero, and the state would become NaN.
             """
             if not hasattr(scaled, '_quantizer'):
                 super()._apply_scale(name, unscaled, scaled, scale)

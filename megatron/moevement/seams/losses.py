@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of each iteration on this rank, as a number of the host that training does not wait for.
+"""Copies the loss of each iteration on this rank to the host, without a wait of training.
 
-Wraps the schedules that `get_forward_backward_func` chooses from, whose result on the last stage is
-what the loss function returned for each micro-batch. It is copied to the host behind the backward
-pass, and is there long before the update has waited for the gradient norm.
+Wraps the schedules that `get_forward_backward_func` chooses from; on the last stage their result is
+the loss function's result for each micro-batch. The copy runs behind the backward pass, and has
+arrived long before the update has waited for the gradient norm.
 Checked against megatron-core 0.19.2.
 """
 
@@ -17,7 +17,7 @@ from megatron.moevement.seams.micro_batches import SCHEDULES
 
 
 class Losses:
-    """Follows the runs of a schedule. Training thread only."""
+    """Observes the runs of a schedule. Training thread only."""
 
     def __init__(self) -> None:
         self._host = torch.empty(0)
@@ -30,15 +30,15 @@ class Losses:
             patches.wrap(f'megatron.core.pipeline_parallel.schedules:{name}', self._run)
 
     def begin(self) -> None:
-        """An iteration begins: nothing is known of its loss."""
+        """Begin an iteration: its loss is unknown."""
         self._micro_batches, self._arrived = 0, None
 
     @property
     def newest(self) -> float | None:
-        """The mean of the iteration's first kind of loss over the micro-batches of this rank.
+        """Mean of the iteration's first kind of loss over the micro-batches of this rank.
 
-        None on other stages than the last, in an iteration whose passes are recorded as a whole,
-        and if it has not arrived yet.
+        None on all stages but the last, in an iteration whose passes are recorded as one graph,
+        and if the copy has not arrived yet.
         """
         if not self._micro_batches or (self._arrived and not self._arrived.query()):
             return None
@@ -69,7 +69,7 @@ class Losses:
 
 
 def _first_kind(reduced: Sequence[object]) -> list[torch.Tensor]:
-    """Loss, or sum of losses and number of tokens, of each micro-batch; upstream averages so."""
+    """Loss of each micro-batch, or its sum of losses and number of tokens, as upstream averages."""
     known = [one for one in reduced or () if isinstance(one, Mapping) and one]
     if not known or len(known) < len(reduced):
         return []

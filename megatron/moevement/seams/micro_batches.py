@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees that an iteration of a loop of one's own runs upstream's schedule as was declared.
+"""Checks that an iteration of a custom loop runs upstream's schedule as declared.
 
-The data position, the room in the upstream log and what a replay receives go by the declared number
-and size of micro-batches and length of samples. What passes between stages is logged, or replayed,
-by the communicator that the schedule is given.
+The declared number and size of micro-batches and the sample length determine the data position, the
+space in the upstream log and what a replay receives. The communicator that the schedule is given
+logs the tensors between stages, or replays them.
 
 Wraps the schedules that `get_forward_backward_func` chooses from.
 Checked against megatron-core 0.19.2.
@@ -27,10 +27,10 @@ SCHEDULES = (
 
 
 class MicroBatches:
-    """Looks at each run of a schedule within an iteration. Training thread only.
+    """Checks each run of a schedule within an iteration. Training thread only.
 
     Args:
-        facts: of the job.
+        facts: facts of the job.
     """
 
     def __init__(self, facts: JobFacts) -> None:
@@ -48,7 +48,7 @@ class MicroBatches:
 
     @contextmanager
     def iteration(self, given: Mapping[str, object]) -> Iterator[None]:
-        """Within it one schedule is run, with the keywords `given`."""
+        """Allow one schedule within the context, with the keywords `given`."""
         self._given, self._runs = given, 0
         try:
             yield
@@ -56,10 +56,10 @@ class MicroBatches:
             self._given = None
 
     def check(self) -> None:
-        """An update is about to be made: has the schedule been run?
+        """Check before an update that the schedule has run.
 
         Raises:
-            ConfigurationError: it has not, though there are stages to exchange with.
+            ConfigurationError: it has not, on a job with several stages.
         """
         if self._given is not None and self._pipelined and self._runs == 0:
             raise ConfigurationError(

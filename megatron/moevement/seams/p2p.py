@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline communication that keeps a log of what it sends, and can replay what it received.
+"""Pipeline communication that logs all sent tensors, and can replay received ones.
 
 Upstream's schedules take any `P2PCommunicator`; all of its methods end in `_communicate`, the one
-private part that is replaced here. In training it notes what is about to be sent and lets upstream
-send it. In a replay nothing is sent; what is received comes from the logs of the stages before and
-after, in the order in which they had sent it: the k-th tensor of an iteration and direction is
-always the same micro-batch and model chunk (paper section 3.4, upstream logging).
+private method that is overridden here. In training it logs the tensors to send and lets upstream
+send them. In a replay it sends nothing; received tensors come from the logs of the neighbour
+stages, in the order in which those stages sent them: the k-th tensor of an iteration and direction
+always belongs to the same micro-batch and model chunk (paper section 3.4, upstream logging).
 
 Checked against megatron-core 0.19.2.
 """
@@ -34,14 +34,14 @@ from moevement_ext.recover.trainer import Received
 
 
 class _Done:
-    """A request of the overlapped schedule that is already complete."""
+    """A request of the overlapped schedule that is complete from the start."""
 
     def wait(self) -> None:
-        """Nothing is pending."""
+        """Return at once."""
 
 
 class _Arriving:
-    """A request whose tensor is still copied to the device, maybe on a stream of its own."""
+    """A request whose tensor is still being copied to the device, maybe on another stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -49,18 +49,18 @@ class _Arriving:
         self._copied.record()
 
     def wait(self) -> None:
-        """What the current stream does from now on comes after the copy."""
+        """Make later work of the current stream wait for the copy."""
         self._copied.wait()
         self._tensor.record_stream(torch.cuda.current_stream())
 
 
 class BoundaryCommunicator(P2PCommunicator):
-    """Upstream's communicator with a log. Used by the training thread.
+    """Upstream's communicator with a log. Training thread only.
 
     Args:
         pp_group: the pipeline group of this rank.
         config: upstream's model configuration.
-        log: keeps what is sent; None where there is nothing to log to.
+        log: keeps the sent tensors; None: nothing is logged.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class BoundaryCommunicator(P2PCommunicator):
         self._sequence: dict[Direction, int] = {}
 
     def at_iteration(self, iteration: int) -> None:
-        """What follows belongs to iteration `iteration` (counted from 1)."""
+        """Assign the following tensors to iteration `iteration` (counted from 1)."""
         self._iteration = iteration
         self._sequence = dict.fromkeys(Direction, 0)
 
     @contextmanager
     def replaying(self, received: Mapping[Direction, Received]) -> Iterator[None]:
-        """Within the context, receive from logs and send nothing but into the own log."""
+        """Within the context, receive from logs and send only into this rank's log."""
         self._received = received
         try:
             yield
@@ -121,10 +121,10 @@ class BoundaryCommunicator(P2PCommunicator):
         return from_previous, from_next, requests | arriving
 
     def _exchange(self, **what: object) -> object:
-        """Upstream's exchange, after which it waits for the current stream alone.
+        """Run upstream's exchange, but wait for the current stream only.
 
-        Upstream's own wait is for all streams of the device, hence also for the capture and the log
-        under way. The current stream waits for the exchange, and orders what follows it.
+        Upstream waits for all streams of the device, hence also for running captures and log
+        copies. The current stream waits for the exchange, and orders all later work after it.
         """
         config = self.config
         waits, config.batch_p2p_sync = config.batch_p2p_sync, False
@@ -150,10 +150,10 @@ class BoundaryCommunicator(P2PCommunicator):
 
 
 class StagePipeline:
-    """What passes between this rank's stage and its neighbours. Training thread only.
+    """Communication between this rank's stage and its neighbours. Training thread only.
 
     Args:
-        facts: of the job.
+        facts: facts of the job.
         model: model chunks of this rank.
     """
 
@@ -167,18 +167,18 @@ class StagePipeline:
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
-        """The ranks of the stage before and of that after."""
+        """Ranks of the previous (down) and of the next stage (up)."""
         communicator = self._logging()
         return {Direction.DOWN: communicator.prev_rank, Direction.UP: communicator.next_rank}
 
     def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
-        """How many tensors this stage receives in such an iteration."""
+        """Number of tensors that this stage receives in the iteration of a ledger entry."""
         return receives_per_iteration(
             self._stage, self._stages, len(self._model), entry.num_microbatches
         )
 
     def log_to(self, log: UpstreamLog | None) -> None:
-        """Take the place of upstream's communicator, in the iterations from now on."""
+        """Replace upstream's communicator in all later iterations."""
         self._communicator = BoundaryCommunicator(
             parallel_state.get_pipeline_model_parallel_group(),
             get_model_config(self._model[0]),
@@ -187,28 +187,28 @@ class StagePipeline:
         self._groups = upstream.groups()
 
     def replaying(self, received: Mapping[Direction, Received]) -> AbstractContextManager[None]:
-        """Within the context, receive from logs and send nothing but into the own log."""
+        """Within the context, receive from logs and send only into this rank's log."""
         return self._logging().replaying(received)
 
     def schedule(self, iteration: int) -> dict[str, object]:
-        """What upstream's pipeline schedule is to be given in the iteration after `iteration`."""
+        """Keywords for upstream's pipeline schedule in the iteration after `iteration`."""
         if self._communicator is None:
             return {}
         self._communicator.at_iteration(iteration + 1)
         return {'p2p_communicator': self._communicator, 'pg_collection': self._groups}
 
     def _logging(self) -> BoundaryCommunicator:
-        assert self._communicator is not None  # only a localized recovery asks
+        assert self._communicator is not None  # required by localized recovery, the only caller
         return self._communicator
 
 
 def receives_per_iteration(
     stage: int, stages: int, chunks: int, num_microbatches: int
 ) -> dict[Direction, int]:
-    """How many tensors a stage receives in one iteration from before (down) and after (up).
+    """Number of tensors that a stage receives in one iteration from before (down) and after (up).
 
-    With virtual pipeline stages the last stage also sends on to the next chunk of the first, so
-    only the first and the last chunk of all lack a neighbour.
+    With virtual pipeline stages the last stage also sends to the next chunk of the first stage, so
+    only the very first and the very last chunk lack a neighbour.
     """
     return {
         Direction.DOWN: num_microbatches * (chunks - (stage == 0)),
@@ -217,10 +217,10 @@ def receives_per_iteration(
 
 
 def logged_per_iteration(facts: JobFacts, chunks: int) -> Logged:
-    """What this rank logs of one iteration, at most.
+    """Upper bounds of what this rank logs in one iteration.
 
     Args:
-        facts: of the job.
+        facts: facts of the job.
         chunks: model chunks of this rank.
     """
     stages = facts.pipeline_model_parallel_size
@@ -234,5 +234,5 @@ def logged_per_iteration(facts: JobFacts, chunks: int) -> Logged:
         shards *= facts.tensor_model_parallel_size
     elements = facts.seq_length // shards * facts.micro_batch_size * facts.hidden_size
     record = region_bytes(elements * facts.boundary_dtype.itemsize)
-    # What a stage sends down it receives up, and the other way round.
+    # A stage receives up as much as it sends down, and the other way round.
     return Logged(sum(received.values()) * record, record)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where something of ours takes the place of a part of upstream.
+"""The only place that replaces parts of upstream.
 
-Whoever wraps, overrides or calls a part that upstream does not promise has its parameters in the
-table. They are compared at start: if upstream has changed, the program ends with the names instead
-of training wrongly. Upstream calls functions through its modules and methods through their classes,
-so a wrapper that is put there is what runs.
+Modules that wrap, override or call a part that upstream does not promise list its parameters in the
+table. `check` compares them at start: if upstream has changed, the program ends with the names
+instead of training wrongly. Upstream calls functions through its modules and methods through their
+classes, so a wrapper set there takes effect everywhere.
 
 Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
@@ -149,45 +149,45 @@ UPSTREAM = {
     ),
     'megatron.core.datasets.blended_dataset:BlendedDataset._build_indices': ('self',),
 }  # fmt: skip
-"""Parameters by part, which is written as `module:function` or `module:Class.method`."""
+"""Parameters by part, written as `module:function` or `module:Class.method`."""
 
 TORCH = {
     'torch.distributed:new_group': ('ranks', 'timeout', 'backend'),
     'torch.distributed:all_gather_object': ('object_list', 'obj', 'group'),
     'torch.utils.data:DataLoader.__iter__': ('self',),
 }
-"""The first parameters of public functions of torch, to which its versions add some at the end."""
+"""First parameters of public functions of torch; later versions of torch append some."""
 
 TAKING = {
     'megatron.core.optimizer:Adam': (
         'master_weights', 'master_weight_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype',
     ),
 }  # fmt: skip
-"""Parts that not every installation has, with some of what they take: compared when wrapped."""
+"""Parts that some installations lack, with some of their parameters: compared when wrapped."""
 
 Wrapper = Callable[..., object]
-"""Called as `wrapper(original, ...)` with what the original was called with."""
+"""Called as `wrapper(original, ...)` with the arguments of the original."""
 
 
 def check() -> None:
-    """Compare all parts with those that this adapter was written for. Before any of them is used.
+    """Compare all parts with the tables. Call before the adapter uses any of them.
 
     Raises:
-        InstallationError: naming the first one that differs.
+        InstallationError: a part differs; the message names the first one.
     """
     for part in (*UPSTREAM, *TORCH):
         _find(part)
 
 
 def wrap(part: str, wrapper: Wrapper) -> None:
-    """Have `wrapper(original, ...)` called instead of a part, for the life of the process.
+    """Replace a part by `wrapper(original, ...)`, for the life of the process.
 
     Args:
-        part: of one of the tables.
-        wrapper: on the thread that calls the part.
+        part: a key of one of the tables.
+        wrapper: runs on the thread that calls the part.
 
     Raises:
-        InstallationError: the part is not the one that was checked.
+        InstallationError: the part differs from the table.
     """
     owner, name, original = _find(part)
     setattr(owner, name, _wrapping(original, wrapper))
@@ -195,7 +195,7 @@ def wrap(part: str, wrapper: Wrapper) -> None:
 
 @contextmanager
 def wrapped(part: str, wrapper: Wrapper) -> Iterator[None]:
-    """The same, within the context only."""
+    """Replace a part as `wrap` does, within the context only."""
     owner, name, original = _find(part)
     setattr(owner, name, _wrapping(original, wrapper))
     try:
@@ -213,7 +213,7 @@ def _wrapping(original: Callable[..., object], wrapper: Wrapper) -> Callable[...
 
 
 def _find(part: str) -> tuple[Any, str, Callable[..., object]]:
-    """The module or class that a part is looked up in, its name there, and what it is now."""
+    """Module or class that holds a part, the name of the part there, and its present value."""
     module, _, path = part.partition(':')
     *outer, name = path.split('.')
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream does after an iteration: evaluation and dense checkpoint, done again if cut off.
+"""Repeats upstream's steps after an iteration, evaluation and dense checkpoint, if interrupted.
 
-A failure may strike when some ranks have finished these and others have not. All ranks then go on
-from the entry of the next iteration, where they do together what any of them had left undone.
+A failure may strike when only some ranks have finished these steps. All ranks then resume at the
+entry of the next iteration, and together repeat each step that any rank has not finished.
 
 Wraps `evaluate_and_print_results` and `save_checkpoint_and_time`.
 Checked against megatron-core 0.19.2.
@@ -29,25 +29,25 @@ from moevement_ext.faults import Phase
 
 
 class PostStepProgress(msgspec.Struct, frozen=True):
-    """How far a rank has come."""
+    """Progress of a rank in the steps after an iteration."""
 
     valid_before: int
     """Validation samples consumed before the evaluation that may follow the iteration."""
     valid_now: int
     evaluated: bool
-    """That evaluation is over, or not due."""
+    """The evaluation is over, or not due."""
     saved: bool
-    """And so is the dense checkpoint."""
+    """The dense checkpoint is written, or not due."""
     exits_made: int
     """See `PostStep.pass_exits`."""
 
 
 class PostStep:
-    """Follows evaluation and dense checkpoint of the newest iteration. Training thread only.
+    """Follows evaluation and dense checkpoint after the newest iteration. Training thread only.
 
     Args:
-        facts: of the job.
-        counters: of the loop.
+        facts: facts of the job.
+        counters: counters of the loop.
     """
 
     def __init__(self, facts: JobFacts, counters: Counters) -> None:
@@ -72,11 +72,11 @@ class PostStep:
         save: Callable[[int, bool], None],
         forget: Callable[[], None],
     ) -> None:
-        """How to do again what upstream does after an iteration.
+        """Set the functions that repeat upstream's steps after an iteration.
 
         Args:
             evaluate: called with the iteration.
-            save: called with the iteration, and whether the checkpoint is not to be kept.
+            save: called with the iteration, and whether the checkpoint is temporary.
             forget: called before the loop is entered again.
         """
         self._evaluate = evaluate
@@ -84,11 +84,11 @@ class PostStep:
         self._forget = forget
 
     def reset_loop_state(self) -> None:
-        """Upstream's loop is to be entered again, wherever it was left."""
+        """Reset state before upstream's loop is entered again, wherever it was interrupted."""
         self._forget()
 
     def begin(self, iteration: int) -> None:
-        """Iteration `iteration` is committed; what is due after it is not done."""
+        """Note that iteration `iteration` is committed, and which later steps are due."""
         facts = self._facts
         self._valid_before = self._counters.consumed_valid_samples
         self._evaluated = not (
@@ -103,23 +103,24 @@ class PostStep:
         )
 
     def exits(self, iteration: int) -> bool:
-        """True if upstream's loop is to end after `iteration`, before it trained all iterations."""
+        """True if an exit is due after `iteration`, before the last iteration."""
         due = _due(self._facts.exit_interval, iteration)
         return due and not self.exit_was_made(iteration)
 
     def exit_was_made(self, iteration: int) -> bool:
-        """True if an earlier launch ended after `iteration`, were it due, and left windows alone.
+        """True if an earlier launch made the exit due after `iteration` and left only windows.
 
-        A dense checkpoint that is to be kept is written before the exit, and together they are.
+        If a dense checkpoint to keep is due, it is written before the exit; save and exit then
+        always go together.
         """
         kept = self._facts.save and not self._not_kept(iteration)
         return iteration <= self._exits_made and not kept
 
     def pass_exits(self, iteration: int) -> None:
-        """Do not end after `iteration`, or before: an earlier launch, which came there, has.
+        """Skip exits up to `iteration`, which an earlier launch has reached.
 
-        The windows that it left are older, so every launch would end there again. One that died
-        right before it ended counts as well.
+        The windows of that launch are older than its exit, so every launch would exit there again.
+        A launch that died right before its exit counts as well.
         """
         self._exits_made = iteration
 
@@ -130,12 +131,12 @@ class PostStep:
         data: DataPosition,
         grows: bool,
     ) -> None:
-        """Do what not all survivors had done after `iteration`. Collective.
+        """Do the steps after `iteration` that not all survivors had done. Collective.
 
         Args:
             iteration: number of committed iterations.
-            survivors: how far each of them had come.
-            data: where validation goes on.
+            survivors: progress of each survivor.
+            data: moves the validation data.
             grows: the next iteration has more micro-batches; upstream saves before it.
         """
         self._evaluated = all(survivor.evaluated for survivor in survivors)
@@ -157,14 +158,14 @@ class PostStep:
         self._evaluated = self._saved = True
 
     def _not_kept(self, iteration: int) -> bool:
-        """Upstream's choice when a checkpoint is due: only the newest of these stays."""
+        """True if the checkpoint due after `iteration` is temporary, by upstream's rule."""
         facts = self._facts
         return not _due(facts.save_interval, iteration) and _due(
             facts.non_persistent_save_interval, iteration
         )
 
     def progress(self) -> PostStepProgress:
-        """What others need to know after a failure."""
+        """Progress, for other ranks after a failure."""
         return PostStepProgress(
             self._valid_before,
             self._counters.consumed_valid_samples,
@@ -203,7 +204,7 @@ def evaluation(
     non_loss_data: object,
     optimizer: MegatronOptimizer,
 ) -> Callable[[int], None]:
-    """Upstream's evaluation after an iteration, as its loop calls it."""
+    """Function that runs upstream's evaluation after an iteration, as its loop does."""
 
     def evaluate(iteration: int) -> None:
         hooks = training.should_disable_forward_pre_hook(training.get_args())
@@ -223,7 +224,7 @@ def evaluation(
             write_to_tensorboard=True,
             non_loss_data_func=non_loss_data,
         )
-        for chunk in model:  # upstream leaves it otherwise when time is up, since it exits then
+        for chunk in model:  # upstream skips this when time is up, as it exits then
             chunk.train()
         if hooks:
             training.enable_forward_pre_hook(model)
@@ -239,7 +240,7 @@ def dense_checkpoint(
     context: dict[str, object] | None,
     train_iterator: object,
 ) -> Callable[[int, bool], None]:
-    """Upstream's dense checkpoint after an iteration, as its loop calls it."""
+    """Function that saves upstream's dense checkpoint after an iteration, as its loop does."""
 
     def save(iteration: int, not_kept: bool) -> None:
         training.save_checkpoint_and_time(
@@ -257,10 +258,10 @@ def dense_checkpoint(
 
 
 def forget_what_was_cut_off(checkpointing_context: dict[str, object] | None) -> None:
-    """Drop what a report or a save that was cut off has left, and what a new process cannot know.
+    """Drop remains of an interrupted report or save, and state that a new process lacks.
 
-    Strategies of dense checkpoints remember the structure from one save to the next
-    (`--ckpt-assume-constant-structure`); a new process asks the others for it.
+    Strategies of dense checkpoints keep the structure from one save to the next
+    (`--ckpt-assume-constant-structure`); a new process asks the other ranks for it.
     """
     get_moe_metrics_tracker().clear()
     for remembered in ('save_strategy', 'load_strategy', 'local_checkpoint_cache'):

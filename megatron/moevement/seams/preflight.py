@@ -12,16 +12,16 @@ SUPPORTED_SERIES = '0.19.'
 
 
 class InstallationError(UserError):
-    """The installed packages cannot work together; the message says what to do."""
+    """The installed packages cannot work together; the message names a remedy."""
 
 
 def check_installation() -> None:
     """Check Python, the `megatron` namespace and megatron-core's version.
 
     Raises:
-        InstallationError: naming what was found and how to mend it.
+        InstallationError: the message names what was found and a remedy.
     """
-    # A checkout on PYTHONPATH was never installed, so nothing has checked Python before.
+    # A checkout on PYTHONPATH is not installed by pip, which would have checked Python.
     if sys.version_info < (3, 12):  # noqa: UP036
         raise InstallationError(f'Python >= 3.12 is needed, this is {sys.version.split()[0]}.')
     _check_namespace()

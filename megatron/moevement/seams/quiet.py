@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out of the log what upstream says again and again, and what is not so on a CPU.
+"""Filters upstream's repeated log messages, and those that are wrong on a CPU.
 
-Nothing else is changed; with `MOEVEMENT_UPSTREAM_LOG=all` in the environment nothing is left out.
+Nothing else is changed; with `MOEVEMENT_UPSTREAM_LOG=all` in the environment nothing is filtered.
 
 - *CPU RNG state changed within GPU RNG context*: on a machine without a GPU the generator of the
-  "GPU" is that of the CPU (see `cpu_device`), so upstream finds this in every layer and iteration,
-  and it is never a fault.
-- That Transformer Engine and Apex are not installed, which several modules say in each process: on
-  a machine without a GPU, where neither is of use, the first process of a job says it once.
-- The arguments, some 400 lines: a worker that is started again has the same. With `--sparse-ckpt`.
+  "GPU" is that of the CPU (see `cpu_device`), so upstream warns in every layer and iteration
+  without a fault.
+- Warnings that Transformer Engine and Apex are not installed, from several modules of each process:
+  on a machine without a GPU, where both are useless, only the first process of a job warns, once.
+- The list of arguments, some 400 lines: a restarted worker has the same. With `--sparse-ckpt`.
 
 Checked against megatron-core 0.19.2.
 """
@@ -32,17 +32,17 @@ _ON_A_CPU = (
     '--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion '
     '--no-bias-gelu-fusion --no-bias-dropout-fusion'
 )
+# Shortest abbreviation of --distributed-backend that upstream's parser takes.
 _SHORTEST_BACKEND = '--distributed-b'
-"""Upstream's parser takes abbreviations."""
 
 
 def everything_is_shown() -> bool:
-    """The user wants all that upstream says."""
+    """True if the user wants upstream's full log."""
     return os.environ.get(SHOW_ALL) == 'all'
 
 
 def on_a_cpu() -> None:
-    """Leave out what is not so, or of no use, without a GPU. Before upstream is imported."""
+    """Filter messages that are wrong or useless without a GPU. Call before upstream is imported."""
     if everything_is_shown():
         return
     logging.getLogger('megatron.core.tensor_parallel.random').addFilter(_is_so)
@@ -53,23 +53,23 @@ def on_a_cpu() -> None:
 
 
 def arguments_once() -> None:
-    """A protected worker that is started again does not print its arguments again."""
+    """Keep a restarted worker of a protected job from printing its arguments again."""
     if _is_restarted() and not everything_is_shown():
         patches.wrap('megatron.training.arguments:_print_args', _not_again)
 
 
 def refuse_without_gpu(flags: Sequence[str]) -> None:
-    """On a machine without a GPU, before anything is imported for long.
+    """Refuse GPU-only flags on a machine without a GPU, before slow imports.
 
     Args:
-        flags: of the command line.
+        flags: flags of the command line.
 
     Raises:
-        UserError: they ask for a backend that only GPUs have; says which flags a CPU needs.
+        UserError: the backend needs GPUs; the message names the flags for a CPU.
     """
     if any(flag in ('-h', '--help') or flag.startswith('--yaml') for flag in flags):
         return
-    backend = 'nccl'  # upstream's default
+    backend = 'nccl'  # upstream's default value
     for flag, following in pairwise([*flags, '']):
         name, _, value = flag.partition('=')
         if name.startswith(_SHORTEST_BACKEND):

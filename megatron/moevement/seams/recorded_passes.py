@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes that upstream records as a CUDA graph are computed as usual while a recovery replays.
+"""Runs passes that upstream records as a CUDA graph eagerly while a recovery replays.
 
-A graph that is recorded then would leave out the gradients of frozen operators for good, so what a
-replay runs does not count as a warm-up for it either. Graphs of single layers need nothing of this:
-with `--cuda-graph-impl transformer_engine` upstream's loop records between two iterations of its
-own, after those that a recovery replays.
+A graph recorded during a replay would leave out the gradients of frozen operators for ever, so a
+replay does not count as a warm-up for it either. Graphs of single layers need no such care: with
+`--cuda-graph-impl transformer_engine` upstream's loop records between two of its own iterations,
+after those that a recovery replays.
 
 Checked against megatron-core 0.19.2.
 """
@@ -20,7 +20,7 @@ _WHOLE_ITERATION = 'megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__'
 
 
 def computed() -> AbstractContextManager[None]:
-    """Within the context nothing is recorded, and nothing recorded is run. Training thread only."""
+    """Neither record nor run CUDA graphs within the context. Training thread only."""
     return patches.wrapped(_WHOLE_ITERATION, _compute)
 
 

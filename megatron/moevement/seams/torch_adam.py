@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's distributed optimizer does not get right when it loads dense checkpoints.
+"""Repairs the loading of dense checkpoints in upstream's distributed optimizer.
 
 In fp32 it copies into views of the weights themselves, which torch refuses outside of `no_grad`.
 
 Torch's own Adam, which upstream uses without Transformer Engine and Apex, keeps a step for each
-parameter. Upstream does not describe those of parameters without gradients so far, and loads one
-tensor for all: each parameter's update would then count it up for all others.
+parameter. Upstream describes no steps of parameters that had no gradient yet, and loads one tensor
+for all parameters: each parameter's update would then advance the step of all others.
 
 Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
@@ -24,9 +24,9 @@ _DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedO
 
 @functools.cache
 def mend() -> None:
-    """Have dense checkpoints load, on any device. To be called after megatron imports.
+    """Make dense checkpoints load on any device. Call after megatron imports.
 
-    With Transformer Engine or Apex steps are left alone: their Adam keeps one for a group.
+    With Transformer Engine or Apex steps are left alone: their Adam keeps one step per group.
     """
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
@@ -70,7 +70,7 @@ def _set_without_step(
     parameter: torch.nn.Parameter,
     tensors: dict[str, object],
 ) -> None:
-    """A checkpoint for all layouts has no steps; what is no tensor is left alone."""
+    """Pass a step of None, which is left alone: a checkpoint for all layouts has no steps."""
     set_states(optimizer, parameter, {'step': None, **tensors})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter asks of upstream's trainer: groups, counts, dense checkpoints.
+"""Access to upstream's trainer: groups, counts, dense checkpoints.
 
 Checked against megatron-core 0.19.2.
 """
@@ -23,13 +23,13 @@ from moevement_ext.regroup.process_groups import stand_in_for
 
 
 def groups() -> object:
-    """The process groups that upstream's schedules use when they are given none."""
+    """Process groups that upstream's schedules use by default."""
     return schedules._build_default_pg_collection()
 
 
 @contextmanager
 def setting(name: str, value: object) -> Iterator[None]:
-    """Within the context upstream's arguments have another value."""
+    """Set one of upstream's arguments to another value within the context."""
     settings = vars(training.get_args())
     before = settings[name]
     settings[name] = value
@@ -41,9 +41,9 @@ def setting(name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def without_connections(backend: str) -> Iterator[None]:
-    """Within the context, set-up makes process groups that talk to nobody.
+    """Make process groups without connections within the context.
 
-    For a process that joins a running job: the others do not take part in its set-up. The groups
+    For a process that joins a running job: the other ranks take no part in its set-up. The groups
     are connected later, in place, by `backend`.
     """
 
@@ -58,28 +58,27 @@ def without_connections(backend: str) -> Iterator[None]:
 
 
 def fill_first_step_caches(optimizer: MegatronOptimizer, config: TransformerConfig) -> None:
-    """Tell an optimizer what it finds out together with others in its first step.
+    """Set values that an optimizer would find out by a collective in its first step.
 
-    That is whether any rank has parameters with a gradient norm of their own: those of layers that
-    predict more tokens, where they are detached from the rest. Some ranks may have asked the
-    others long ago, new ones never, and none before the first update: whoever still had to ask in
-    an iteration would wait for the rest for ever.
+    The value is whether any rank has parameters with a separate gradient norm: those of detached
+    multi-token prediction layers. Survivors asked the others long ago, a new process never, and
+    before the first update no rank: a rank that asked within an iteration would wait for ever.
 
     Args:
-        optimizer: upstream's.
-        config: of the model.
+        optimizer: upstream's optimizer.
+        config: configuration of the model.
     """
     assert SEPARATE_GRAD_NORM_GROUPS == (MTP_GRAD_NORM_GROUP,)
     optimizer._has_grad_norm_group_cache = {MTP_GRAD_NORM_GROUP: detaches_heads(config)}
 
 
 def detaches_heads(config: TransformerConfig) -> bool:
-    """Layers that predict more tokens have a gradient norm of their own, on whichever stage."""
+    """True if multi-token prediction layers, on any stage, have a separate gradient norm."""
     return bool(config.mtp_num_layers and config.mtp_detach_heads)
 
 
 def floating_point_operations() -> float:
-    """What upstream counts for training on one sample of full length."""
+    """Upstream's number of operations to train on one sample of full length."""
     return float(training.num_floating_point_operations(training.get_args(), 1))
 
 
@@ -98,9 +97,9 @@ def saved_iteration(save: str | None) -> int:
 
 
 def consumed_of_the_phase() -> int:
-    """Training samples that upstream opens its loader after.
+    """Consumed training samples at which upstream opens its loader.
 
-    With `--phase-transition-iterations` data begin anew at each of these iterations.
+    With `--phase-transition-iterations` the data start anew at each of these iterations.
     """
     args = training.get_args()
     transitions = args.phase_transition_iterations or ()
@@ -115,7 +114,7 @@ def load_dense_checkpoint(
     scheduler: OptimizerParamScheduler,
     context: object,
 ) -> None:
-    """What upstream's set-up does for `--load`, after a recovery from memory proved impossible."""
+    """Do upstream's set-up for `--load`, after a recovery from memory proved impossible."""
     counters.iteration, counters.num_floating_point_operations_so_far = training.load_checkpoint(
         model, optimizer, scheduler, checkpointing_context=context
     )

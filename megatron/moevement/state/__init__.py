@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training state of Megatron: how it is read, loaded and frozen, by operator."""
+"""The training state of Megatron: reading, loading and freezing by operator."""

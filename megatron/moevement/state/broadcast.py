@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broadcasts of a large part of the training state, on a device that has little memory left."""
+"""Broadcasts a large part of the training state on a device with little free memory."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ import torch
 from moevement_ext.memory.batches import copy_all, in_batches
 
 PACKED_BYTES = 256 * 2**20
-"""Sent at once, and needed for it in the memory of the device."""
+"""Bytes sent at once, which is also the size of the buffer on the device."""
 
 
 @torch.no_grad()
@@ -19,14 +19,14 @@ def broadcast_packed(
     device: torch.device,
     limit: int = PACKED_BYTES,
 ) -> None:
-    """Give all ranks of `group` the values of rank `source`. Collective; training thread.
+    """Copy the values of rank `source` to all ranks of `group`. Collective; training thread.
 
     Args:
         tensors: contiguous, of the same types and sizes in the same order on all ranks; some may
             be on the CPU, as the step counts of torch's Adam are.
         source: global rank.
-        group: the ranks.
-        device: what the backend of `group` sends from.
+        group: the group of ranks.
+        device: the device that the backend of `group` sends from.
         limit: bytes to send at once.
     """
     parts = (part for tensor in tensors for part in _bytes_of(tensor).split(limit))

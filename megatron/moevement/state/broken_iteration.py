@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts back what an iteration has changed before it was cut off, so that it can be run again.
+"""Undoes the changes of an interrupted iteration, so that the iteration can run again.
 
-Gradients need nothing: upstream clears them when an iteration begins. Parameters and optimizer
-state are written only by the update; a rank that was cut off within it replays instead.
+Gradients need no undoing: upstream clears them at the start of an iteration. Only the update writes
+parameters and optimizer state; a rank that was interrupted within the update replays instead.
 
 Checked against megatron-core 0.19.2.
 """
@@ -27,7 +27,7 @@ from moevement_ext.memory.batches import copy_all
 
 
 class BrokenIteration:
-    """Remembers, when an iteration begins, what it accumulates into. Training thread only.
+    """Copies at the start of an iteration what it accumulates into. Training thread only.
 
     Args:
         model: model chunks of this rank.
@@ -35,7 +35,7 @@ class BrokenIteration:
             scaling state are kept.
 
     Raises:
-        SparseCheckpointError: upstream no longer has the parts that are put back.
+        SparseCheckpointError: upstream no longer has the parts to restore.
     """
 
     def __init__(self, model: Chunks, operators: Mapping[str, Operator]) -> None:
@@ -51,7 +51,7 @@ class BrokenIteration:
         self._rerun_mode = get_rerun_state_machine().get_mode()
 
     def begin(self) -> None:
-        """An iteration begins; a few small copies, allocated once."""
+        """Make a few small copies at the start of an iteration; their memory is allocated once."""
         metrics = _metrics()
         for name in metrics.keys() - self._metrics.keys():
             self._metrics[name] = torch.empty_like(metrics[name])
@@ -59,7 +59,7 @@ class BrokenIteration:
         copy_all([self._metrics[name] for name in metrics], list(metrics.values()))
 
     def put_back(self) -> None:
-        """Undo what the iteration that began last has accumulated so far."""
+        """Undo what the newest iteration has accumulated so far."""
         copy_all(self._buffers, self._kept)
         for name, values in _metrics().items():
             if name in self._metrics:
@@ -68,11 +68,12 @@ class BrokenIteration:
                 values.zero_()
 
     def reset_loop_state(self) -> None:
-        """Make upstream's loop enterable again, wherever it was left.
+        """Make upstream's loop enterable again, wherever it was interrupted.
 
-        That may be in a step, an evaluation or a checkpoint. What cut it off may hold its frames
-        in a cycle, hence its activations, and the context in which upstream reduces no gradients:
-        ended by the collector in the middle of a later iteration, it would have them reduced there.
+        That may be in a step, an evaluation or a checkpoint. The error may hold the interrupted
+        frames in a reference cycle: their activations, and the context in which upstream reduces no
+        gradients. If the garbage collector ended that context within a later iteration, upstream
+        would reduce there.
         """
         gc.collect()
         machine = get_rerun_state_machine()
@@ -81,7 +82,7 @@ class BrokenIteration:
         machine.saved_state = None
         for timer in _timers():
             timer._started = False
-        if torch._C._autograd._profiler_enabled():  # upstream's loop starts one of its own
+        if torch._C._autograd._profiler_enabled():  # upstream's loop starts a new profiler
             torch.autograd._disable_profiler()
         config = get_model_config(self._model[0])
         config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
@@ -91,12 +92,12 @@ class BrokenIteration:
             _reset_shared_experts(chunk)
 
     def _release_chunk(self, chunk: DistributedDataParallel) -> None:
-        """Forget collectives under way, and leave the hooks as a fresh model has them."""
+        """Drop pending collectives, and reset the hooks to the state of a new model."""
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
-            # A new process learns in its first batch in which order gradients become ready, and
-            # until then reduces them in another order: all ranks do so together.
+            # A new process learns in its first batch the order in which gradients become ready, and
+            # reduces them in another order until then: all ranks must do so together.
             group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
             group.golden_per_param_grad_ready_counts = {}
@@ -107,7 +108,7 @@ class BrokenIteration:
 
 
 def _reset_shared_experts(chunk: DistributedDataParallel) -> None:
-    """Those that overlap with the exchange of tokens know how far they are in a layer."""
+    """Reset shared experts, which overlap with the token exchange by a state machine per layer."""
     for module in chunk.modules():
         if isinstance(module, SharedExpertMLP) and module.config.moe_shared_expert_overlap:
             module._overlap_state = SharedExpertState.IDLE
@@ -116,7 +117,7 @@ def _reset_shared_experts(chunk: DistributedDataParallel) -> None:
 
 
 def _metrics() -> dict[str, torch.Tensor]:
-    """What upstream adds up over an iteration to log it, by name."""
+    """Metrics that upstream accumulates over an iteration for its log, by name."""
     of_experts = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
     of_more_tokens = MTPLossLoggingHelper.tracker.items()
     return of_experts | {
@@ -125,7 +126,7 @@ def _metrics() -> dict[str, torch.Tensor]:
 
 
 def _timers() -> list[Any]:
-    """Upstream's, if its trainer runs; the model's configuration has none in an evaluation."""
+    """Upstream's timers, from its global variable: an evaluation removes them from the config."""
     timers = global_vars._GLOBAL_TIMERS
     return list(timers._timers.values()) if timers is not None else []
 

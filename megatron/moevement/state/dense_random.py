@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers of every rank beside a dense checkpoint of upstream's.
+"""Generator states of every rank, beside a dense checkpoint of upstream.
 
-Upstream keeps one state of each generator for all data-parallel ranks of a stage, that of the
-first: those of the experts of others are lost, from which they draw with
-`--moe-router-force-load-balancing`. So each rank writes its own, in a folder of ours within that of
-the checkpoint, which goes where the checkpoint goes. Plain Megatron neither needs nor reads it.
+Upstream saves one state of each generator for all data-parallel ranks of a stage, the state of the
+first rank. With `--moe-router-force-load-balancing` the other ranks draw from generators of other
+experts, whose states are lost. So each rank writes its own states to a subfolder of the checkpoint.
+Plain Megatron neither needs nor reads it.
 
 Checked against megatron-core 0.19.2.
 """
@@ -32,27 +32,27 @@ _FOLDER = 'moevement'
 _VERSION = 1
 _CHECKSUM_BYTES = 8
 _HEAD_BYTES = 2**20
+# Files that identify a checkpoint; the first that exists is digested.
 _TELLING = 'common.pt', '.metadata', 'mp_rank_*/model_optim_rng.pt'
-"""Files of a checkpoint that tell it from one that was saved in its place; the first there is."""
 
 
 class _Kept(msgspec.Struct):
-    """What a rank keeps."""
+    """The stored states of one rank."""
 
     version: int
     topology: str
     """Digest of the parallel layout."""
     checkpoint: str
-    """Digest of a part of the checkpoint that it belongs to."""
+    """Digest of a part of the checkpoint that the states belong to."""
     rng: RngState
 
 
 class DenseRandom:
-    """Wraps upstream's save and load of dense checkpoints; training thread only.
+    """Wraps upstream's save and load of dense checkpoints. Training thread only.
 
     Args:
-        facts: of the job.
-        settings: of the job.
+        facts: facts of the job.
+        settings: settings of the job.
         topology: digest of the parallel layout.
     """
 
@@ -71,7 +71,7 @@ class DenseRandom:
         non_persistent_ckpt: bool = False,
         **kwargs: object,
     ) -> object:
-        """Upstream's save, and the states of this rank as they were before it."""
+        """Run upstream's save, then write this rank's states from before the save."""
         rng = capture_rng()
         kwargs['non_persistent_ckpt'] = non_persistent_ckpt
         result = original(iteration, *args, **kwargs)
@@ -81,7 +81,7 @@ class DenseRandom:
             within = self._not_kept_in(save) if non_persistent_ckpt else save
             try:
                 self._write(_folder(within, iteration), rng)
-            except OSError as error:  # the checkpoint is whole without it
+            except OSError as error:  # the checkpoint is complete without them
                 logger.warning(
                     'random numbers of rank %d are not kept with the dense checkpoint: %s',
                     self._facts.rank,
@@ -92,11 +92,12 @@ class DenseRandom:
     def load(
         self, original: Callable[..., tuple[int, float]], *args: object, **kwargs: object
     ) -> tuple[int, float]:
-        """Upstream's load, and then this rank's own states.
+        """Run upstream's load, then restore this rank's own states.
 
-        Without them the generator of experts stays that of this rank, unless upstream has given it
-        its own state: it draws from it when it makes the model, so that a rank that has made its
-        model, and draws no more, has the right one.
+        Without stored states, the generator of the experts keeps the state it had before the load,
+        unless this rank has the experts of the first rank: upstream's state is then the right one.
+        The model's initialisation has drawn from that generator, so without later draws the state
+        is right.
         """
         tracker, experts = get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
         made = tracker.get_states().get(experts)
@@ -114,7 +115,7 @@ class DenseRandom:
         return result
 
     def _say_missing(self, iteration: int, folders: list[Path]) -> None:
-        """Once, unless only some ranks lack theirs."""
+        """Warn once for the job, or on each rank that alone lacks its states."""
         alone = any(folder.is_dir() for folder in folders)
         if self._experts_draw and (alone or self._facts.rank == 0):
             logger.warning(
@@ -127,7 +128,7 @@ class DenseRandom:
             )
 
     def _places(self) -> Iterator[str]:
-        """Where the checkpoint may be that was loaded."""
+        """Directories that may have the loaded checkpoint."""
         if self._facts.load is not None:
             yield self._facts.load
             yield self._not_kept_in(self._facts.load)
@@ -150,7 +151,7 @@ class DenseRandom:
         writing.rename(self._file(folder))
 
     def _read(self, folder: Path) -> _Kept | None:
-        """None: there is nothing, or not of this rank and checkpoint."""
+        """States in a folder; None if missing, damaged, or of another rank or checkpoint."""
         try:
             content = self._file(folder).read_bytes()
             encoded = content[_CHECKSUM_BYTES:]
@@ -176,7 +177,7 @@ def _digest_of(checkpoint: Path) -> str:
 
 
 def _shares_experts_with_the_first() -> bool:
-    """The rank whose states upstream keeps for those of this stage has the same experts."""
+    """True if the rank whose states upstream saves for this stage has the same experts."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     same = parallel_state.get_expert_data_parallel_group()
     first = torch.distributed.get_process_group_ranks(group)[0]

@@ -41,7 +41,7 @@ def state_digest(
         'consumed_train_samples': _sha(repr(counters.consumed_train_samples).encode()),
         'skipped_train_samples': _sha(repr(counters.skipped_train_samples).encode()),
     }
-    # A `step` of the groups is then only what a dense checkpoint left there.
+    # A `step` of a group is then a remnant of a dense checkpoint.
     per_parameter = all(counts_steps_per_parameter(one.optimizer) for one in chained(optimizer))
     for index, group in enumerate(optimizer.param_groups):
         settings = {key: group.get(key) for key in ('lr', 'weight_decay')}
@@ -68,10 +68,10 @@ def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """See before training that the file of `--sparse-ckpt-digest` can be written after it.
+    """Check before training that the file of `--sparse-ckpt-digest` can be written.
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: it cannot be written.
     """
     target = Path(path)
     try:

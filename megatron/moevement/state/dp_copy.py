@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that hold the same state: a lost one is copied from its replica instead of replayed.
+"""Copies a lost rank's state from a replica, instead of a replay, where replicas exist.
 
 Without the distributed optimizer the data-parallel ranks of a stage hold the same parameters,
 masters and moments; with expert parallelism, those of the same experts. They also draw the same
@@ -20,9 +20,38 @@ from megatron.moevement.state.optimizer_state import ParameterState
 
 
 def replicas(facts: JobFacts) -> list[int]:
-    """Global ranks that hold what this rank holds, itself left out; none where state is sharded."""
+    """Other global ranks with the same state as this rank; none where state is sharded."""
     if facts.use_distributed_optimizer or facts.data_parallel_random_init:
         return []
+    return _data_parallel(facts)
+
+
+def twins(facts: JobFacts) -> list[int]:
+    """Global ranks that capture what this rank captures, itself left out.
+
+    Of each instance of the distributed optimizer the rank with the same shard; without it, the
+    data-parallel ranks. Random numbers, counters and amax histories may differ; none where
+    parameters may, too.
+    """
+    if facts.data_parallel_random_init:
+        return []
+    if not facts.use_distributed_optimizer:
+        return _data_parallel(facts)
+    instances = parallel_state.get_inter_distributed_optimizer_instance_group(
+        check_initialized=False
+    )
+    if instances is None:
+        return []
+    dense = _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    same = _ranks(instances)
+    shard = len(dense) // len(same)
+    if same != dense[dense.index(facts.rank) % shard :: shard]:
+        return []
+    return sorted({*same} - {facts.rank})
+
+
+def _data_parallel(facts: JobFacts) -> list[int]:
+    """Others with the same parameters; none if experts are replicated beyond them."""
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()
     same = set(_ranks(dense)) & set(_ranks(expert))
@@ -36,7 +65,7 @@ def copy_state(
     states: Mapping[torch.nn.Parameter, ParameterState],
     source: int,
 ) -> None:
-    """Give all replicas the state of rank `source`. Collective over the replicas."""
+    """Copy the state of rank `source` to all replicas. Collective over the replicas."""
     group = parallel_state.get_expert_data_parallel_group()
     device = next(iter(states)).device
     broadcast_packed(_tensors(operators, states), source, group, device)
@@ -45,7 +74,7 @@ def copy_state(
 def _tensors(
     operators: Mapping[str, Operator], states: Mapping[torch.nn.Parameter, ParameterState]
 ) -> Iterator[torch.Tensor]:
-    """Everything that training changes, in the same order on all replicas."""
+    """All tensors that training changes, in the same order on all replicas."""
     for operator in operators.values():
         yield from operator.buffers.values()
         yield from operator.scaling.values()

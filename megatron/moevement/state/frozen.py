@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen operators: forward and input gradient, but no weight gradient and no update.
 
-A weight without `requires_grad` takes upstream's frozen path (`LinearWithFrozenWeight`), so the
-weight gradient is never computed; the router's own gating function gets such a path here. The
-parameters get no gradient, so Adam leaves them alone.
+A weight without `requires_grad` takes upstream's frozen path (`LinearWithFrozenWeight`), which does
+not compute the weight gradient; this module adds such a path to the router's gating function. Adam
+skips parameters without a gradient.
 
 Checked against megatron-core 0.19.2.
 """
@@ -27,12 +27,12 @@ from megatron.moevement.state.optimizer_state import ParameterState, chained
 
 _GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
 _CLIPPING = 'megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32'
-# Transformer Engine's grouped linear layers, one parameter an expert.
+# Transformer Engine's grouped linear layers have one parameter per expert.
 _OF_A_GROUP = re.compile(r'\.(?:weight|bias)\d+$')
 
 
 class FrozenOperators:
-    """Holds some operators frozen while iterations are replayed. Training thread only.
+    """Freezes operators while iterations are replayed. Training thread only.
 
     Args:
         operators: inventory of this rank.
@@ -60,7 +60,7 @@ class FrozenOperators:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Prepare model and optimizer for replayed iterations; everything is thawed at the end."""
+        """Prepare model and optimizer for replayed iterations; thaw everything at the end."""
         with ExitStack() as stack:
             stack.enter_context(recorded_passes.computed())
             stack.enter_context(_reduced_after_backward(self._model))
@@ -87,10 +87,11 @@ class FrozenOperators:
 
     @contextmanager
     def _reduced_with_frozen(self) -> Iterator[None]:
-        """Reduce the gradients that upstream packs together in the places they have in training.
+        """Reduce packed gradients at the same places as in training.
 
-        It packs what asks for a gradient: those of norms, with sequence parallelism. The order in
-        which ranks add up an element depends on its place, so frozen ones take part, with zeros.
+        Upstream packs gradients of parameters that require one: those of norms, with sequence
+        parallelism. The summation order over ranks depends on an element's place in the pack, so
+        frozen parameters take part, with zeros.
         """
         config = get_model_config(self._model[0])
         finalize = config.finalize_model_grads_func
@@ -133,10 +134,10 @@ class FrozenOperators:
 def _computed_together(
     operators: Mapping[str, Operator],
 ) -> Iterator[tuple[frozenset[str], list[torch.nn.Parameter]]]:
-    """Operators, and those of their parameters whose gradients are computed by one call.
+    """Groups of operators, and their parameters whose gradients one call computes.
 
-    A grouped linear layer asks its first expert's weight whether any gradient is wanted, so it
-    thaws as a whole; experts that are frozen all the same are left out of the update.
+    A grouped linear layer checks only its first expert's weight for `requires_grad`, so a group
+    thaws as a whole; experts that should stay frozen are left out of the update.
     """
     together: dict[str, tuple[set[str], list[torch.nn.Parameter]]] = {}
     for operator in operators.values():
@@ -149,11 +150,11 @@ def _computed_together(
 
 @contextmanager
 def _reduced_after_backward(model: Chunks) -> Iterator[None]:
-    """Reduce gradients and gather parameters after the backward pass, not overlapped with it.
+    """Reduce gradients and gather parameters after the backward pass, without overlap.
 
-    The overlapped reduction waits for a gradient of every parameter of a bucket; frozen ones have
-    none; and the hooks that wait for parameters, which a loop of one's own has in every iteration,
-    take each for trained. The buckets, and so the bits, are the same either way.
+    The overlapped reduction waits for a gradient of every parameter of a bucket, and frozen
+    parameters get none. The hooks that wait for parameters, which a custom loop has in every
+    iteration, treat all parameters as trained. Buckets and bits are equal either way.
     """
     hooked = [chunk for chunk in model if getattr(chunk, 'remove_forward_pre_hook_handles', None)]
     for chunk in hooked:
@@ -196,10 +197,10 @@ def _gradient_through_embedding(model: Chunks) -> Iterator[None]:
 
 @contextmanager
 def _no_delayed_gradient_of_frozen(model: Chunks) -> Iterator[None]:
-    """Have layers of Transformer Engine compute later only what they have put aside.
+    """Make layers of Transformer Engine compute only delayed gradients that exist.
 
-    With `--delay-wgrad-compute` a backward pass puts aside what the gradient of a weight is made
-    of, unless the weight is frozen; to ask for that gradient all the same is an error.
+    With `--delay-wgrad-compute` a backward pass stores the inputs of a weight's gradient, unless
+    the weight is frozen; computing the gradient without them is an error.
     """
     layers = [
         module
@@ -222,11 +223,11 @@ def _no_delayed_gradient_of_frozen(model: Chunks) -> Iterator[None]:
 
 
 class FrozenGating(moe_utils.RouterGatingLinearFunction):
-    """Upstream's gating with a backward that leaves out the gradient of weight and bias."""
+    """Upstream's gating function, with a backward that skips the gradients of weight and bias."""
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of the tokens, shape [..., hidden], by the product of the active path."""
+        """Gradient of the tokens, shape [..., hidden], by the same product as the trained path."""
         tokens, weight, _ = ctx.saved_tensors
         dtype = ctx.router_dtype
         flat = grad_output.view(-1, grad_output.shape[-1])
@@ -257,7 +258,7 @@ def _unless_all_are_frozen(
     total_norm: float | torch.Tensor,
     use_decoupled_grad: bool = False,
 ) -> None:
-    """Upstream's clipping, whose kernels of Transformer Engine and Apex refuse an empty list."""
+    """Call upstream's clipping unless its list is empty, which TE and Apex kernels refuse."""
     gradient = 'decoupled_grad' if use_decoupled_grad else 'grad'
     if any(getattr(parameter, gradient, None) is not None for parameter in parameters):
         clip(parameters, max_norm, total_norm, use_decoupled_grad)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the scalars that upstream reduces over stages, and plays them back in a replay.
+"""Records the scalars that upstream reduces over stages, and returns them in a replay.
 
-The gradient norm and the overflow flag need the gradients of *all* operators of *all* stages. In a
-conversion some operators are frozen, so these scalars cannot be computed again and come from the
-record of the committed iteration. The number of tokens that per-token loss divides by comes from
-the last stage; a stage that replays alone gets it from the record, too.
+The gradient norm and the overflow flag need the gradients of *all* operators of *all* stages. A
+conversion has frozen operators, so it cannot compute these scalars and takes them from the record
+of the committed iteration. The number of tokens that per-token loss divides by comes from the last
+stage; a stage that replays alone takes that number from the record, too.
 
-The norm is a float, or with Transformer Engine 2.14 and later a tensor, which nothing waits for
-until the step is done; upstream clips with other bits by the one than by the other, so that a
-replay gives it what it has.
+The norm is a float, or with Transformer Engine 2.14 and later a tensor, which the host does not
+wait for before the step is done. Clipping by a tensor and by a float gives different bits, so a
+replay returns the type that training had.
 
 Wraps, in `megatron.core.optimizer.optimizer`: `get_grad_norm_fp32` and
 `MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`; and the model configuration's
@@ -33,7 +33,7 @@ from moevement_ext.memory.ledger import MAX_SCALARS
 
 
 class GlobalScalars(msgspec.Struct):
-    """What one optimizer step reduced, in the order of the calls."""
+    """Scalars that one optimizer step reduced, in the order of the calls."""
 
     grad_norms: list[float] = []
     overflows: list[bool] = []
@@ -42,7 +42,7 @@ class GlobalScalars(msgspec.Struct):
 
 
 class ScalarRecorder:
-    """Wraps the reductions of upstream's optimizers. Used by the training thread."""
+    """Wraps the reductions of upstream's optimizers. Training thread only."""
 
     def __init__(self) -> None:
         self._recorded = GlobalScalars()
@@ -77,7 +77,7 @@ class ScalarRecorder:
         return overflow
 
     def wrap_reduction(self, config: TransformerConfig) -> None:
-        """Record and replay what `config.finalize_model_grads_func` divides by; once is enough."""
+        """Record and replay the divisor of `config.finalize_model_grads_func`. Wraps once."""
         finalize = config.finalize_model_grads_func
         if getattr(finalize, 'recorder', None) is self:
             return
@@ -90,9 +90,9 @@ class ScalarRecorder:
                 return finalize(model, num_tokens, *args, **kwargs)
             if self._replayed is None:
                 result = finalize(model, num_tokens, *args, **kwargs)
-                self._num_tokens = num_tokens  # read when the step has waited for the device
+                self._num_tokens = num_tokens  # read after the step has waited for the device
                 if torch.cuda.is_current_stream_capturing():
-                    # The graph writes there in each iteration, and nothing of ours is called.
+                    # A graph writes there in each iteration without calling this function.
                     self._num_tokens_of_graph = num_tokens
                 return result
             result = finalize(model, None, *args, **kwargs)
@@ -106,7 +106,7 @@ class ScalarRecorder:
         config.finalize_model_grads_func = finalize_recorded
 
     def peek(self) -> GlobalScalars:
-        """The scalars that the next `take` will return, which leaves them to it."""
+        """The scalars that the next `take` will return; leaves the record unchanged."""
         self._recorded.grad_norms += [float(norm) for norm in self._grad_norms]
         self._grad_norms.clear()
         num_tokens = self._num_tokens_of_graph if self._num_tokens is None else self._num_tokens
@@ -116,7 +116,7 @@ class ScalarRecorder:
         return _copy(self._recorded)
 
     def put_back(self, scalars: GlobalScalars) -> None:
-        """Forget what an iteration that was cut off has recorded; the next `take` gives these."""
+        """Replace the record of an interrupted iteration; the next `take` returns `scalars`."""
         self._recorded = _copy(scalars)
         self._grad_norms.clear()
         self._num_tokens = None
@@ -128,9 +128,9 @@ class ScalarRecorder:
 
     @contextmanager
     def replaying(self, scalars: GlobalScalars) -> Iterator[None]:
-        """Within the context, upstream gets the recorded scalars instead of computing them.
+        """Give upstream the recorded scalars within the context, instead of a reduction.
 
-        What is replayed is recorded again, for the ledger of a stage that catches up.
+        Replayed scalars are recorded again, for the ledger of a stage that catches up.
         """
         self._replayed = _copy(scalars)
         try:
@@ -140,14 +140,14 @@ class ScalarRecorder:
 
 
 def check_room(optimizer: MegatronOptimizer, detached_heads: bool) -> None:
-    """See that the ledger has room for what a step reduces: each optimizer may do so on its own.
+    """Check that a ledger entry can hold a step's scalars; each optimizer may reduce its own.
 
     Args:
-        optimizer: upstream's.
-        detached_heads: layers that predict more tokens have a gradient norm of their own.
+        optimizer: upstream's optimizer.
+        detached_heads: multi-token prediction layers have a separate gradient norm.
 
     Raises:
-        SparseCheckpointError: it has not; some iteration could not be recorded.
+        SparseCheckpointError: an iteration could have too many scalars.
     """
     optimizers = len(list(links(optimizer)))
     norms = 1 + detached_heads

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small state between two iterations: RNG, scheduler, scalers, data position, counters.
 
-Captured by the training thread when an iteration is about to begin, so that it is exactly what that
-iteration starts from.
+The training thread captures it right before an iteration begins, so the state is exactly the start
+of that iteration.
 
 Checked against megatron-core 0.19.2.
 """
@@ -30,10 +30,10 @@ from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
 
 Setting = bool | int | float | str | None | list[float]
-"""What a parameter group or a schedule is set to; a tuple of numbers, as of betas, is a list."""
+"""A value of a parameter group or a schedule; a tuple of numbers (betas) becomes a list."""
 
+# Training itself changes these keys of a group; other fields of the state restore them.
 _CHANGING = ('params', 'step', 'lr', 'weight_decay', 'num_steps')
-"""What training itself changes, and is restored otherwise."""
 
 
 class RngState(msgspec.Struct):
@@ -55,7 +55,7 @@ class ScalerState(msgspec.Struct):
 
 
 class IterationState(msgspec.Struct):
-    """Everything but tensors that iteration `iteration + 1` starts from."""
+    """State at the start of iteration `iteration + 1`, except tensors."""
 
     iteration: int
     consumed_train_samples: int
@@ -64,21 +64,21 @@ class IterationState(msgspec.Struct):
     floating_point_operations: float
     scheduler_steps: int
     scalars: GlobalScalars
-    """What the step that ended `iteration` reduced; replaying that iteration needs it."""
+    """Scalars that the step of `iteration` reduced; a replay of that iteration needs them."""
     rng: RngState
     scalers: list[ScalerState]
     group_steps: list[int | None]
-    """Step counts that optimizers keep per parameter group (TE and Apex), None where they do so
-    per parameter."""
+    """Step counts of parameter groups (TE and Apex); None where the optimizer counts steps per
+    parameter."""
     schedule: dict[str, Setting] = {}
-    """Constants of the schedule. A dense checkpoint may have had others than the flags say, and a
-    new process does not load it."""
+    """Constants of the schedule. A dense checkpoint may differ from the flags, and a new
+    process does not load that checkpoint."""
     groups: list[dict[str, Setting]] = []
-    """Constants of each parameter group, of which the same is true."""
+    """Constants of each parameter group, stored for the same reason."""
 
 
 def encode(state: IterationState) -> bytes:
-    """Serialise for the slot's context."""
+    """Serialise for the context of a slot."""
     return msgspec.msgpack.encode(state)
 
 
@@ -95,7 +95,7 @@ def capture(
     scalars: GlobalScalars,
     floating_point_operations: float,
 ) -> IterationState:
-    """The state after `iteration` committed iterations. Called by the training thread."""
+    """State after `iteration` committed iterations. Training thread."""
     return IterationState(
         iteration=iteration,
         consumed_train_samples=counters.consumed_train_samples,
@@ -118,7 +118,7 @@ def restore(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Put the process where iteration `state.iteration + 1` starts. Training thread."""
+    """Put the process at the start of iteration `state.iteration + 1`. Training thread."""
     restore_counters(state, counters)
     _restore_settings(state, optimizer, scheduler)
     scheduler.num_steps = state.scheduler_steps
@@ -130,7 +130,7 @@ def restore(
 
 
 def restore_counters(state: IterationState, counters: Counters) -> None:
-    """Iteration number, data position and what depends on them."""
+    """Restore iteration, data position and the values that depend on them."""
     counters.iteration = counters.curr_iteration = state.iteration
     counters.consumed_train_samples = state.consumed_train_samples
     counters.consumed_valid_samples = state.consumed_valid_samples
@@ -141,7 +141,7 @@ def restore_counters(state: IterationState, counters: Counters) -> None:
 
 
 def move_to(iteration: int, consumed_train_samples: int, counters: Counters) -> None:
-    """Count on: `iteration` iterations are committed, which consumed so many samples."""
+    """Advance the counters: `iteration` iterations and so many samples are committed."""
     counters.skipped_train_samples += (iteration - counters.iteration) * skipped_samples()
     counters.iteration = counters.curr_iteration = iteration
     counters.consumed_train_samples = consumed_train_samples
@@ -150,12 +150,12 @@ def move_to(iteration: int, consumed_train_samples: int, counters: Counters) -> 
 
 
 def skipped_samples() -> int:
-    """Samples that each iteration leaves out (`--decrease-batch-size-if-needed`)."""
+    """Samples that each iteration skips (`--decrease-batch-size-if-needed`)."""
     return int(get_current_global_batch_size() - get_current_running_global_batch_size())
 
 
 def capture_rng() -> RngState:
-    """The state of every generator of this process."""
+    """States of all generators of this process."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return RngState(
@@ -171,13 +171,13 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Set every generator of this process."""
+    """Set all generators of this process."""
     version, internal, gauss = state.python
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state.numpy
     np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, cached))
     torch.cuda.set_rng_state(_tensor(state.cuda))
-    torch.set_rng_state(_tensor(state.torch))  # last: without a GPU both are one generator
+    torch.set_rng_state(_tensor(state.torch))  # last: without a GPU both are the same generator
     tracker = get_cuda_rng_tracker()
     present = tracker.get_states()
     tracker.set_states({k: _put_back(present.get(k), _tensor(v)) for k, v in state.tracker.items()})
@@ -185,7 +185,7 @@ def restore_rng(state: RngState) -> None:
 
 @contextmanager
 def rng_kept() -> Iterator[None]:
-    """Whatever is drawn within the context, generators are afterwards where they were."""
+    """Restore all generators at the end of the context."""
     state = capture_rng()
     try:
         yield
@@ -194,7 +194,7 @@ def rng_kept() -> Iterator[None]:
 
 
 def _put_back(present: Any, state: torch.Tensor) -> object:
-    """A state of the tracker; with `--te-rng-tracker` it is a generator, which stays the same."""
+    """A state for the tracker; with `--te-rng-tracker` the present generator object, set to it."""
     if not isinstance(present, torch.Generator):
         return state
     present.set_state(state)
@@ -215,7 +215,7 @@ def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _group_steps(optimizer: MegatronOptimizer) -> Iterator[int | None]:
-    """A dense checkpoint leaves a `step` in the groups of torch's Adam, too, which never moves."""
+    """Step counts of groups. Ignores a stale `step` from a dense checkpoint in torch's Adam."""
     for inner in chained(optimizer):
         counted = not counts_steps_per_parameter(inner.optimizer)
         for group in inner.optimizer.param_groups:
@@ -224,7 +224,7 @@ def _group_steps(optimizer: MegatronOptimizer) -> Iterator[int | None]:
 
 def _restore_group_steps(optimizer: MegatronOptimizer, steps: list[int | None]) -> None:
     for group, step in zip(optimizer.param_groups, steps, strict=True):
-        if step is None:  # it had not stepped yet: the next step counts from nothing
+        if step is None:  # the group had no step yet, and counts from nothing
             group.pop('step', None)
         else:
             group['step'] = step

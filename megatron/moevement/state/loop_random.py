@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop of one's own draws between two steps is kept apart from what training draws.
+"""Separates the random numbers that a custom loop draws between steps from those of training.
 
-A stage that replays repeats the steps and nothing else, and what is between them may be cut off. So
-training must go on as if nothing had been drawn there: in an evaluation, when a loader is opened,
-by samples that are generated. The loop has a stream of its own, which begins as a copy.
+A stage that replays repeats only the steps, and a failure may interrupt the code between them. So
+draws there (by an evaluation, by opening a loader, by generated samples) must not affect training.
+The loop gets a stream of its own, which starts as a copy of training's.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ from megatron.moevement.state.iteration_state import (
 
 
 class LoopRandom:
-    """Gives generators to training within a step, to the loop outside of one. Training thread only.
+    """Switches the generators between training (in a step) and the loop. Training thread only.
 
-    A loop that draws nothing costs two looks at the generators a step.
+    A loop that draws nothing costs two captures of the generators per step.
     """
 
     def __init__(self) -> None:
@@ -28,16 +28,16 @@ class LoopRandom:
         self._loop: RngState | None = None
 
     def begin(self) -> None:
-        """Training begins, from the random numbers that there are."""
+        """Begin training with the present generator states."""
         self._training = capture_rng()
 
     def end(self) -> None:
-        """Training is over; what comes after it finds its random numbers."""
+        """End training; later code continues with training's generators."""
         self._to_training()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a step; who recovers from an error in it puts those of training back."""
+        """Use training's generators within a step; after an error, recovery must restore them."""
         self._to_training()
         self._training = None
         yield
@@ -47,7 +47,7 @@ class LoopRandom:
 
     @contextmanager
     def of_training(self) -> Iterator[None]:
-        """Within it, between two steps, generators are those of training."""
+        """Use training's generators within the context, between two steps."""
         with rng_kept():
             if self._training is not None:
                 restore_rng(self._training)

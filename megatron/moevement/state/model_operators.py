@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operators a rank holds: every expert, every router, and the non-expert rest.
+"""The operators of a rank: every expert, every router, and the remaining parameters.
 
-An *operator* (paper section 3.1) is the unit of capture: one expert, one router, or the
-non-expert rest of a layer, the embedding, or the head (final norm and output layer). Names are the
-same on every rank that holds a part of the operator: `layer3.expert5` counts layers from 1 as
-upstream does and experts globally; `mtp1.expert5` is of the first layer that predicts more tokens.
+An *operator* (paper section 3.1) is the unit of capture: one expert, one router, the non-expert
+rest of a layer, the embedding, or the head (final norm and output layer). Names are equal on all
+ranks that hold a part of the operator: `layer3.expert5` counts layers from 1 as upstream does and
+experts globally; `mtp1.expert5` belongs to the first multi-token prediction layer.
 
 Checked against megatron-core 0.19.2.
 """
@@ -45,10 +45,10 @@ class Operator:
 
 
 def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
-    """Every parameter and buffer of this rank's model chunks, each in exactly one operator.
+    """Assign every parameter and buffer of this rank's model chunks to exactly one operator.
 
     Args:
-        model: the (wrapped) model chunks of this pipeline rank, as upstream passes them around.
+        model: the (wrapped) model chunks of this pipeline rank, as in upstream's arguments.
 
     Returns:
         Operators by name, in the order of the forward pass, the head last.
@@ -73,10 +73,10 @@ def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
 
 
 def tied_operators(model: Sequence[torch.nn.Module], operators: dict[str, Operator]) -> list[str]:
-    """Operators whose weights other stages have, too: the ends, or those that predict more tokens.
+    """Operators that share weights with other stages: both ends, or multi-token prediction layers.
 
-    Their gradients are summed across these stages, so they must thaw together: the planner puts
-    them into slot 0 on all of them.
+    Their gradients are summed across these stages, so the operators must thaw together: the planner
+    puts them into slot 0 on all of these stages.
     """
     shared = set()
     if getattr(_unwrap(model[0]), 'share_embeddings_and_output_weights', False):
@@ -87,7 +87,7 @@ def tied_operators(model: Sequence[torch.nn.Module], operators: dict[str, Operat
 
 
 def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """(name of the layer, router module) of every Mixture-of-Experts layer of this rank."""
+    """Pairs (layer name, router module) of all Mixture-of-Experts layers of this rank."""
     for chunk in model:
         for layer in _layers(_unwrap(chunk)).values():
             for module in layer.module.modules():
@@ -98,10 +98,10 @@ def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]
 def check_complete(
     operators: dict[str, Operator], states: dict[torch.nn.Parameter, ParameterState]
 ) -> None:
-    """Every parameter must be trained, and with optimizer state belong to exactly one operator.
+    """Check that every parameter is trained, and if it has optimizer state, is in one operator.
 
     Raises:
-        SparseCheckpointError: the inventory and the optimizer disagree, or a parameter asks for no
+        SparseCheckpointError: inventory and optimizer disagree, or a parameter does not require a
             gradient.
     """
     owners: dict[int, str] = {}
@@ -113,7 +113,7 @@ def check_complete(
                     'sparse checkpointing needs exactly one operator for each parameter.'
                 )
             owners[id(parameter)] = operator.name
-            if not parameter.requires_grad:  # a replay freezes and thaws operators by that
+            if not parameter.requires_grad:  # a replay uses this attribute to freeze
                 raise SparseCheckpointError(
                     f'{name} has requires_grad=False; sparse checkpointing does not know of '
                     'parameters that are not trained. Train all of them, or train without '
@@ -134,7 +134,7 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class _Layer(NamedTuple):
-    name: str  # 'layer3', or 'mtp1' of those that predict more tokens, which count on their own
+    name: str  # 'layer3', or 'mtp1' for multi-token prediction layers, which have their own count
     module: torch.nn.Module
 
 
@@ -159,7 +159,7 @@ def _operator_of(name: str, layers: dict[str, _Layer]) -> Operator:
 
 
 def _owner_of_scaling(name: str, layers: dict[str, _Layer]) -> Operator:
-    """Experts that are computed together have one scaling state, which is no expert's."""
+    """Operator of a scaling state. Experts computed together share one, which goes to the rest."""
     operator = _operator_of(name, layers)
     layer, _, shared = operator.name.rpartition('.experts')
     return Operator(f'{layer}.rest', 'rest') if layer and not shared else operator

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating point operations so far: upstream counts them in a local variable of its loop.
+"""Floating point operations so far, which upstream counts in a local variable of its loop.
 
-What its log and its dense checkpoints say must not fall back when the loop is entered again after a
-failure, so the count is worked out from the samples.
+The count in its log and dense checkpoints must not decrease when the loop is entered again after a
+failure, so the count is computed from the number of samples.
 """
 
 from collections.abc import Callable
@@ -12,17 +12,17 @@ import msgspec
 
 
 class CountedOperations(msgspec.Struct, frozen=True):
-    """A count that is known: `operations` after `samples`."""
+    """A known count: `operations` after `samples`."""
 
     samples: int
     operations: float
 
 
 class OperationCount:
-    """Knows the count after any number of samples. Training thread only.
+    """Computes the count after any number of samples. Training thread only.
 
     Args:
-        per_sample: operations that training on one sample takes; asked for when training begins.
+        per_sample: returns the operations per trained sample; called once training has begun.
     """
 
     def __init__(self, per_sample: Callable[[], float]) -> None:
@@ -30,7 +30,7 @@ class OperationCount:
         self.base = CountedOperations(0, 0.0)
 
     def at(self, samples: int) -> float:
-        """Operations when `samples` are consumed, over all ranks."""
+        """Operations after `samples` samples, summed over all ranks."""
         since = samples - self.base.samples
         return self.base.operations + since * self._per_sample if since else self.base.operations
 

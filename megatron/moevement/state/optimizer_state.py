@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer state this rank owns of each parameter, whatever the optimizer.
+"""The part of each parameter's optimizer state that this rank owns, for any known optimizer.
 
-Three optimizers of upstream are known: the distributed one (a rank owns a contiguous shard of
-each data-parallel buffer), the plain mixed-precision one and the fp32 one (state replicated over
-the data-parallel ranks; each rank then *captures* an even share of every parameter, so nothing is
+Three optimizers of upstream are known: the distributed optimizer (a rank owns a contiguous shard of
+each data-parallel buffer), and the mixed-precision and fp32 optimizers (state replicated over the
+data-parallel ranks; each rank *captures* an even share of every parameter, so that no element is
 written twice).
 
 Checked against megatron-core 0.19.2.
@@ -27,19 +27,18 @@ from megatron.moevement.state import stored
 from megatron.moevement.state.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
+# Class names of optimizers beside torch's Adam; their packages may be missing.
 _KNOWN = ('FusedAdam', 'TensorParallelMuon')
-"""Optimizers beside torch's Adam, by class; their packages need not be installed."""
 
 
 @dataclass
 class ParameterState:
     """One parameter's optimizer state on this rank.
 
-    `main` is what the optimizer was given: elements [held_start, held_end) of the flattened
-    parameter (all of it without the distributed optimizer), as fp32 masters, or as the compute
-    weights themselves. This rank captures the elements `share` of it.
-    `group` is the data-parallel group to gather from after a restore, None if upstream's own
-    parameter all-gather does it.
+    `main` is the optimizer's parameter: elements [held_start, held_end) of the flattened parameter
+    (all elements without the distributed optimizer), as fp32 masters or as the compute weights
+    themselves. This rank captures the elements `share` of `main`. `group` is the data-parallel
+    group to gather from after a restore; None if upstream's own parameter all-gather does it.
     """
 
     name: str
@@ -61,11 +60,11 @@ class ParameterState:
         return self.share.stop
 
     def weight(self) -> torch.Tensor:
-        """Flat view of the captured range of the compute weights; of fp8 the bytes."""
+        """Flat view of the captured range of the compute weights; bytes if fp8."""
         return stored.raw(self.parameter).detach().view(-1)[self.start : self.end]
 
     def weight_has_scale(self) -> bool:
-        """True of fp8, which is rounded with a scale that the master does not give."""
+        """True for fp8, which is rounded with a scale that the master does not determine."""
         return stored.weight_scale(self.parameter) is not None
 
     def master(self) -> torch.Tensor:
@@ -73,22 +72,22 @@ class ParameterState:
         return self._captured(stored.raw(self.main))
 
     def updates_weight(self) -> bool:
-        """True where the optimizer writes the compute weights itself.
+        """True if the optimizer writes the compute weights itself.
 
-        In fp32, and where it holds the masters in its own state. Of a master of 16 or 8 bits the
-        weight is not a function: both are rounded from what the update computes.
+        So in fp32, and where the optimizer state holds the masters. A master of 16 or 8 bits does
+        not determine the weight: both are rounded from the result of the update.
         """
         return stored.raw(self.main).data_ptr() == self.weight_of_main().data_ptr()
 
     def weight_of_main(self) -> torch.Tensor:
-        """The compute weights of the elements that `main` holds."""
+        """Compute weights of the elements that `main` holds."""
         flat = stored.raw(self.parameter).detach().view(-1)
         return flat[self.held_start : self.held_start + self.main.numel()]
 
     def elements(self) -> dict[str, torch.Tensor]:
-        """Flat views of the captured range of each elementwise state, in the form it is kept in.
+        """Flat views of the captured range of each elementwise state, in its stored data type.
 
-        The moments, and the masters if the optimizer holds them.
+        These are the moments, and the masters if the optimizer holds them.
         """
         state = self.inner.state[self.main]
         return {
@@ -98,16 +97,16 @@ class ParameterState:
         }
 
     def scales(self) -> dict[str, torch.Tensor]:
-        """What elementwise states are multiplied by when they are read, fp32 [1] each."""
+        """Factors of scaled elementwise states, fp32 [1] each, by name."""
         return stored.scales(self.inner, self.main)
 
     def drop_gradient(self) -> None:
-        """Have the next update leave this parameter and its state alone."""
+        """Make the next update leave this parameter and its state unchanged."""
         self.main.grad = None
         self.main.decoupled_grad = None  # type: ignore[attr-defined]
 
     def step(self) -> torch.Tensor | None:
-        """The parameter's own step count (torch's Adam), None where a group keeps it."""
+        """The parameter's own step count (torch's Adam); None where groups count steps."""
         step: torch.Tensor | None = self.inner.state[self.main].get('step')
         return step
 
@@ -119,10 +118,10 @@ class ParameterState:
 def parameter_states(
     optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str]
 ) -> dict[torch.nn.Parameter, ParameterState]:
-    """The state this rank owns, by parameter.
+    """Optimizer state that this rank owns, by parameter.
 
     Raises:
-        SparseCheckpointError: an optimizer this module does not know.
+        SparseCheckpointError: the type of optimizer is unknown.
     """
     states: dict[torch.nn.Parameter, ParameterState] = {}
     for inner in chained(optimizer):
@@ -134,14 +133,14 @@ def parameter_states(
 
 
 def chained(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """The optimizers behind upstream's chain that really hold state."""
+    """Optimizers in upstream's chain that hold state."""
     for inner in links(optimizer):
         if not getattr(inner, 'is_stub_optimizer', False):
             yield inner
 
 
 def links(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """The optimizers behind upstream's chain, also those without parameters on this rank."""
+    """All optimizers in upstream's chain, also those without parameters on this rank."""
     if isinstance(optimizer, ChainedOptimizer):
         for inner in optimizer.chained_optimizers:
             yield from links(inner)
@@ -150,12 +149,12 @@ def links(optimizer: MegatronOptimizer) -> Iterator[Any]:
 
 
 def counts_steps_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    """True of torch's Adam; those of TE and Apex count per parameter group."""
+    """True for torch's Adam; TE and Apex count steps per parameter group."""
     return isinstance(inner, torch.optim.Adam)
 
 
 def _allocate(optimizer: MegatronOptimizer) -> None:
-    """Create the state now, as the first step would, so that captures have fixed sources."""
+    """Create the state now instead of in the first step, so that captures have fixed sources."""
     inner = optimizer.optimizer
     if optimizer.config.use_precision_aware_optimizer:
         _allocate_low_precision(inner)
@@ -167,9 +166,9 @@ def _allocate(optimizer: MegatronOptimizer) -> None:
 
 
 def _allocate_low_precision(inner: Any) -> None:
-    """Create it as the step of TE's FusedAdam does.
+    """Create the state as the step of TE's FusedAdam does.
 
-    Upstream's `init_state_fn` leaves out an argument that has had no default since TE 2.1.
+    Upstream's `init_state_fn` omits an argument that has had no default since TE 2.1.
     """
     for parameter in _all_params(inner):
         if not inner.state[parameter]:
@@ -248,7 +247,7 @@ def _replicated(
 
 
 def data_parallel_group(parameter: torch.nn.Parameter) -> torch.distributed.ProcessGroup:
-    """The ranks that hold the same values of this parameter."""
+    """Group of the ranks that hold the same values of this parameter."""
     group: torch.distributed.ProcessGroup = (
         parallel_state.get_data_parallel_group(with_context_parallel=True)
         if getattr(parameter, 'allreduce', True)
@@ -269,20 +268,20 @@ def complete_restore(
     frozen: frozenset[str],
     distributed: bool,
 ) -> None:
-    """Make weights and replicated state whole after each rank restored its own range.
+    """Complete weights and replicated state after each rank has restored its own range.
 
-    Collective: called by all ranks of a stage together. Thawed parameters get their compute
-    weights from the masters, unless they were captured beside them: where the optimizer writes
-    weights itself, and in fp8. Frozen ones get masters that equal the compute weights, so that
-    upstream's copy of masters to weights writes the same bits; not in fp8, where it may write what
-    it likes: the next slot has the weights again.
+    Collective over all ranks of a stage. Thawed parameters get their compute weights from the
+    masters, except weights with their own capture: those that the optimizer writes itself, and fp8.
+    Frozen parameters get masters equal to the compute weights, so that upstream's copy of masters
+    to weights writes the same bits; with fp8 the copy may write other bits, as the next slot has
+    the weights again.
 
     Args:
-        states: of the parameters just restored.
+        states: optimizer state of the restored parameters.
         model: this rank's model chunks.
         frozen: names of the restored parameters that hold compute weights only.
-        distributed: upstream's distributed optimizer is in use: gather by its own all-gather, also
-            on ranks that restored nothing.
+        distributed: use the all-gather of upstream's distributed optimizer, also on ranks that
+            restored nothing.
     """
     for state in states:
         if state.updates_weight() or state.weight_has_scale():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a process that joins a running job the parameter groups that the others have.
+"""Gives a process that joins a running job the same parameter groups as the other ranks.
 
-Upstream gathers the keys of the groups of all ranks, so that a rank has groups of parameters which
-only others hold, and optimizers for them, empty ones: the steps of all ranks reduce the same. A
-process that joins gathers nothing.
+Upstream gathers the group keys of all ranks, so that a rank also has empty groups and optimizers
+for parameters that only other ranks hold: all ranks then make the same reductions in a step. A
+joining process cannot gather.
 
 Wraps `_get_param_groups` of `megatron.core.optimizer`, and within it replaces
 `torch.distributed.all_gather_object`.
@@ -20,13 +20,13 @@ import msgspec
 from megatron.moevement.seams import patches
 from moevement_ext.membership.exchange import Exchange
 
+# The settings that a group overrides in the optimizer, and whether its parameters are experts'.
 _Key = tuple[tuple[tuple[str, bool | int | float | str | None], ...] | None, bool]
-"""What a group overrides in the optimizer's settings, and whether its parameters are experts'."""
 
 
 @contextmanager
 def of_all_ranks(exchange: Exchange) -> Iterator[None]:
-    """Within the context, optimizers are built with the groups of all ranks of the job."""
+    """Build optimizers within the context with the groups of all ranks of the job."""
     numbers = count()
 
     def build_aligned(build: Callable[..., object], *args: object, **kwargs: object) -> object:

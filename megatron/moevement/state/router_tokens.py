@@ -2,7 +2,7 @@
 """Counts the tokens that the routers of this rank send to each expert (paper section 3.5).
 
 Checked against megatron-core 0.19.2: a router returns (probabilities, routing map), both of shape
-[tokens, experts]; what a capacity factor drops is in neither.
+[tokens, experts]; tokens dropped by a capacity factor are in neither.
 """
 
 import torch
@@ -14,10 +14,10 @@ from megatron.moevement.state.model_operators import num_experts, router_modules
 
 
 class RouterTokenCounter:
-    """Adds up routing maps while `counting`; the counts stay on the device until asked for.
+    """Sums routing maps while `counting`; the counts stay on the device until `take`.
 
-    Used by the training thread. The buffer is allocated once. A router in a CUDA graph counts no
-    more once that is recorded, so the order of its experts stays.
+    Training thread only. The buffer is allocated once. A router in a recorded CUDA graph no longer
+    counts, so the order of its experts stays.
     """
 
     def __init__(self, model: Chunks, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class RouterTokenCounter:
             router.register_forward_hook(self._hook(index))
 
     def take(self) -> dict[str, float]:
-        """Counts by expert operator since the last call; waits for the device."""
+        """Counts since the last call, by expert operator; waits for the device."""
         counts: list[list[float]] = self._counts.tolist()
         self._counts.zero_()
         return {
@@ -43,7 +43,7 @@ class RouterTokenCounter:
         }
 
     def take_capacity(self) -> float | None:
-        """Tokens that an expert took at most since the last call; None: as many as there are."""
+        """Most tokens that an expert could take since the last call; None: no limit."""
         capacity, self._capacity = self._capacity, 0
         return capacity or None
 
@@ -64,7 +64,7 @@ class RouterTokenCounter:
 
 
 def _capacity(config: TransformerConfig, tokens: int, experts: int) -> int:
-    """Tokens that an expert takes of so many, by upstream's rule; 0: as many as there are."""
+    """Upstream's limit of tokens per expert, given the number of tokens; 0: no limit."""
     factor = config.moe_expert_capacity_factor
     if factor is None:
         return 0

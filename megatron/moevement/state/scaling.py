@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales and amax histories of Transformer Engine's delayed scaling.
 
-A module that computes in fp8 multiplies by scales that it has worked out from the largest values of
-the passes before, one pair of tensors for what goes forward and one for gradients. Every pass of
-every module changes them, of frozen operators too, and so does an evaluation, which no replay
-repeats: they are captured in every slot. The other recipes scale by what they are about to round,
-and keep nothing.
+A module that computes in fp8 multiplies by scales, derived from the largest values of earlier
+passes; one pair of tensors for the forward direction and one for gradients. Every pass of every
+module changes them, also with frozen operators, and so does an evaluation, which no replay repeats:
+so every slot captures them. Other recipes scale by the values to round, and keep no state.
 
 Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
 """
@@ -20,20 +19,20 @@ from megatron.moevement.built import TransformerConfig
 
 _DIRECTIONS = ('scaling_fwd', 'scaling_bwd')
 _TENSORS = ('scale', 'amax_history')
-# How many products a module is made of, where it does not say so itself; of others one.
+# Products per module type, for modules that do not say; 1 for all others.
 _PRODUCTS = {'DotProductAttention': 3, 'LayerNormMLP': 2}
 
 
 def is_delayed(config: TransformerConfig) -> bool:
-    """True if a model of this configuration has such state."""
+    """True if a model of this configuration has scaling state."""
     return bool(config.fp8) and config.fp8_recipe == 'delayed'
 
 
 @torch.no_grad()
 def create(model: Sequence[torch.nn.Module]) -> None:
-    """Have the state created now, as the first forward pass would, so that captures have sources.
+    """Create the state now instead of in the first forward pass, so that captures have sources.
 
-    Nothing is reduced: that is done at the end of a pass with gradients only.
+    Nothing is reduced: reductions belong to the end of a pass with gradients.
     """
     config = get_model_config(model[0])
     if not is_delayed(config):
@@ -47,7 +46,7 @@ def create(model: Sequence[torch.nn.Module]) -> None:
 
 
 def scaling_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of such state in a model, fp32, by the module's path and what it is."""
+    """All scaling tensors of a model, fp32, by path of the module, direction and name."""
     for path, module in model.named_modules():
         meta = getattr(module, 'fp8_meta', {})
         for direction in _DIRECTIONS:

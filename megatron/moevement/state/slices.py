@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators as slices to capture, and the way back: slices of a slot into the training state."""
+"""Operators as slices to capture, and back: from the slices of a slot to the training state."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader, de
 def operator_slices(
     operators: Mapping[str, Operator], states: Mapping[torch.nn.Parameter, ParameterState]
 ) -> dict[str, OperatorSlices]:
-    """What this rank captures of each of its operators."""
+    """The slices that this rank captures of each of its operators."""
     return {name: _slices(operator, states) for name, operator in operators.items()}
 
 
@@ -43,7 +43,7 @@ def _slices(
 
 
 def _weight_scales(operator: Operator) -> Iterator[TensorSlice]:
-    """The scales of each weight in fp8, also of those that this rank has no shard of."""
+    """Scales of all fp8 weights, also of weights that this rank has no shard of."""
     for name, parameter in operator.parameters.items():
         scale = stored.weight_scale(parameter)
         if scale is not None:
@@ -74,7 +74,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Part(NamedTuple):
-    """What is captured of a tensor, and must be there to be loaded."""
+    """Expected record of a captured tensor, which a slot must have."""
 
     operator: str
     tensor: str
@@ -92,7 +92,7 @@ class SlotLoader:
 
     Args:
         operators: inventory of this rank.
-        slices: what is captured of them.
+        slices: the captured slices of the operators.
         states: optimizer state by parameter.
         model: model chunks of this rank.
         distributed: the optimizer is upstream's distributed one.
@@ -122,10 +122,10 @@ class SlotLoader:
         }
 
     def check(self, header: SlotHeader) -> None:
-        """Compare what a slot holds with what this model needs of it.
+        """Check that a slot has all records that this model needs.
 
         Raises:
-            RefusedWindow: it is of another model; the message names a parameter.
+            RefusedWindow: the slot belongs to another model; the message names a parameter.
         """
         context = decode_context(header.context)
         needed = set(self._needed(context))
@@ -164,16 +164,16 @@ class SlotLoader:
 
     @torch.no_grad()
     def load(self, header: SlotHeader, payload: np.ndarray, context: SlotContext) -> None:
-        """Put one verified slot into place. Collective over the ranks of the stage.
+        """Load one verified slot. Collective over the ranks of the stage.
 
         Raises:
-            RefusedWindow: it is of another model.
+            RefusedWindow: the slot belongs to another model.
         """
         self.check(header)
         for record in header.records:
             content = torch.from_numpy(payload[record.offset : record.offset + record.nbytes])
             dtype = dtype_of(record.dtype)
-            assert dtype is not None  # it is that of the model
+            assert dtype is not None  # `check` has compared the slot with the model
             self.restore(record, content.view(dtype))
         complete_restore(
             self._states_of([*context.full, *context.light]),
@@ -183,7 +183,7 @@ class SlotLoader:
         )
 
     def restore(self, record: Record, content: torch.Tensor) -> None:
-        """Copy one captured range to where it was read."""
+        """Copy one captured range back to its source."""
         if record.part == 'buffer':
             self.restore_buffer(record, content)
         elif record.part == 'step':
@@ -202,33 +202,33 @@ class SlotLoader:
             self.restore_elements(record, content)
 
     def restore_buffer(self, record: Record, content: torch.Tensor) -> None:
-        """Router bias and token counters."""
+        """Copy router bias or token counters."""
         buffer = self._buffers[record.tensor]
         buffer.copy_(content.view(buffer.shape))
 
     def restore_weight_scale(self, record: Record, content: torch.Tensor) -> None:
-        """What the bytes of one weight in fp8 are multiplied by."""
+        """Copy the scale of one fp8 weight."""
         scale = stored.weight_scale(self._weights[record.tensor])
-        assert scale is not None  # the same model was captured
+        assert scale is not None  # the model equals the captured one
         scale.copy_(content.view(scale.shape))
 
     def restore_scaling(self, record: Record, content: torch.Tensor) -> None:
-        """Scales and amax histories of one module."""
+        """Copy scales or amax history of one module."""
         state = self._scaling[record.tensor]
         state.copy_(content.view(state.shape))
 
     def restore_step(self, record: Record, content: torch.Tensor) -> None:
-        """The step count of one parameter."""
+        """Copy the step count of one parameter."""
         step = self._states[record.tensor].step()
-        assert step is not None  # the same optimizer wrote it
+        assert step is not None  # the optimizer equals the captured one
         step.copy_(content.view(step.shape))
 
     def restore_scale(self, record: Record, content: torch.Tensor) -> None:
-        """What one elementwise optimizer state is multiplied by."""
+        """Copy the scale of one elementwise optimizer state."""
         self._states[record.tensor].scales()[record.part].copy_(content)
 
     def restore_elements(self, record: Record, content: torch.Tensor) -> None:
-        """One elementwise optimizer state."""
+        """Copy one elementwise optimizer state."""
         self._states[record.tensor].elements()[record.part].copy_(content)
 
     def _states_of(self, names: Collection[str]) -> list[ParameterState]:

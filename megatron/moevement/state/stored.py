@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Transformer Engine keeps in 16 or 8 bits: the bits themselves, and their scales.
+"""State that Transformer Engine stores in 16 or 8 bits: the stored bits, and their scales.
 
-The `get_unscaled_state` and `set_scaled_state` of its Adam, by which dense checkpoints go, round
-once more: an fp8 state that went through them may be another. Weights in fp8 are rounded from the
-masters with scales that all ranks agree on; the transposed copies of them, with which gradients are
-computed, upstream makes anew when it gathers them.
+Dense checkpoints use its Adam's `get_unscaled_state` and `set_scaled_state`, which round once more:
+fp8 state may differ afterwards. Weights in fp8 are rounded from the masters with scales that all
+ranks agree on; upstream recreates the transposed copies for gradients when it gathers the weights.
 
 Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
 """
@@ -13,34 +12,34 @@ from typing import Any
 
 import torch
 
-# Of a tensor or a weight with one scale, and of a weight with a scale for each block.
+# For tensors with one scale, and for weights with a scale per block.
 _BYTES = ('_data', '_rowwise_data')
 _SCALES = ('_scale_inv', '_rowwise_scale_inv')
 
 
 def raw(state: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the bits of an elementwise state or a weight; of fp8 the bytes.
+    """The tensor with the stored bits of an elementwise state or a weight; bytes if fp8.
 
-    Without it an fp8 state would be read as what it stands for.
+    Reading an fp8 tensor directly would return dequantized values.
     """
     return next((getattr(state, name) for name in _BYTES if hasattr(state, name)), state)
 
 
 def weight_scale(weight: torch.Tensor) -> torch.Tensor | None:
-    """What the bytes of a weight in fp8 are multiplied by, fp32, whole on each rank; else None."""
+    """Scale of an fp8 weight, fp32, complete on each rank; None for other data types."""
     return next((getattr(weight, name) for name in _SCALES if hasattr(weight, name)), None)
 
 
 def scales(inner: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the bits of one parameter's states are multiplied by, fp32 [1], by name of a part.
+    """Scales of one parameter's states, fp32 [1], by name of the state.
 
-    Those that the next update reads: of fp16 the optimizer's, of fp8 the tensor's. Others that the
-    optimizer has (of bf16, of remainders, beside fp8) it writes before it reads them, or never
-    reads.
+    Only scales that the next update reads: the optimizer's for fp16, the tensor's for fp8. The
+    optimizer's other scales (for bf16, remainders, or beside fp8) are written before they are read,
+    or never read.
 
     Args:
-        inner: Transformer Engine's Adam, or any other, which has none.
-        main: what the optimizer was given as the parameter.
+        inner: Transformer Engine's Adam, or another optimizer, which has no scales.
+        main: the parameter that the optimizer was given.
     """
     found = {}
     for name, state in sorted(inner.state[main].items()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model, optimizer and scheduler of this rank, as sparse checkpointing sees them."""
+"""Model, optimizer and scheduler of this rank, from the view of sparse checkpointing."""
 
 from collections.abc import Callable, Collection
 
@@ -26,10 +26,9 @@ from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 
 
 class TrainingState:
-    """Operators of this rank with their slices, and the ways to load and freeze them.
+    """Operators of this rank with their slices; loads and freezes them.
 
-    To be renewed when a dense checkpoint was loaded, which puts other tensors in the place of the
-    optimizer's.
+    Call `renew` after a dense checkpoint was loaded, which replaces the optimizer's tensors.
 
     Args:
         model: model chunks of this rank, wrapped by upstream.
@@ -38,7 +37,7 @@ class TrainingState:
         skips: weight gradients of frozen operators are not computed; else they are dropped.
 
     Raises:
-        SparseCheckpointError: an optimizer or a model this package does not know.
+        SparseCheckpointError: the type of optimizer or model is unknown.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class TrainingState:
         self.scheduler = scheduler
         self._skips = skips
         for _, router in router_modules(model):
-            router._maintain_float32_expert_bias()  # upstream does it in the first forward
+            router._maintain_float32_expert_bias()  # upstream does this in the first forward pass
         scaling.create(model)
         self.operators = operator_inventory(model)
         self.tied = tied_operators(model, self.operators)
@@ -61,7 +60,7 @@ class TrainingState:
         self.renew()
 
     def renew(self) -> None:
-        """Find the state of all operators where it is now."""
+        """Look up the tensors of all operators again."""
         names = {
             parameter: name
             for operator in self.operators.values()
@@ -78,15 +77,15 @@ class TrainingState:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """'expert', 'router' or 'rest' by operator."""
+        """Kind of each operator: 'expert', 'router' or 'rest'."""
         return {name: operator.kind for name, operator in self.operators.items()}
 
     def check(self, header: SlotHeader) -> None:
-        """Compare what a slot holds with what this model needs of it; see `SlotLoader.check`."""
+        """Check that a slot has all records that this model needs; see `SlotLoader.check`."""
         self.loader.check(header)
 
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
-        """Put a verified slot into place. Collective over the ranks of the stage."""
+        """Load a verified slot. Collective over the ranks of the stage."""
         self.loader.load(header, payload, context)
 
     def freeze(self, names: Collection[str]) -> None:
@@ -94,7 +93,7 @@ class TrainingState:
         self.frozen.freeze(names)
 
     def copy(self, source: int) -> None:
-        """Take over the state of rank `source`. Collective over its data-parallel replicas."""
+        """Copy the state of rank `source`. Collective over its data-parallel replicas."""
         copy_state(self.operators, self.states, source)
 
     def around_update(
@@ -106,9 +105,9 @@ class TrainingState:
         """Wrap the optimizer step.
 
         Args:
-            wait: called before each step, the first thing that writes what is captured.
-            writing: called right before an optimizer writes; the gradients are complete then.
-            written: called when all have, told whether the step was skipped.
+            wait: called before each step, which is the first write to captured tensors.
+            writing: called right before an optimizer writes; the gradients are complete.
+            written: called after all optimizers have written, with whether the step was skipped.
         """
         step = self.optimizer.step
 
@@ -125,13 +124,13 @@ class TrainingState:
             self._announce_writing(inner, writing)
 
     def restore(self, state: IterationState, counters: Counters) -> None:
-        """Put the small state where the iteration after `state` starts."""
+        """Set the small state to that of the iteration after `state`."""
         iteration_state.restore(state, counters, self.optimizer, self.scheduler)
 
     def gather_parameters(self) -> None:
-        """Gather parameters from their shards: a failure may have cut this off. Collective.
+        """Gather parameters from their shards, which a failure may have prevented. Collective.
 
-        Also without overlap: waits of NCCL return when they are aborted, as if all had come.
+        Also without overlap: an aborted NCCL wait returns as if the collective had succeeded.
         """
         for chunk in self.model:
             if chunk.ddp_config.use_distributed_optimizer:
@@ -145,7 +144,7 @@ class TrainingState:
             faults.point(Phase.NORM)
             writing()
             result: bool = step()
-            faults.point(Phase.STEP)  # the first of several optimizers has stepped
+            faults.point(Phase.STEP)  # after the first of several optimizers
             return result
 
         inner.step_with_ready_grads = announced_step

@@ -60,7 +60,7 @@ class _Completion(NamedTuple):
 class UpstreamLog:
     """Records of all tensors sent in the iterations from `first_iteration` on.
 
-    The training thread calls `append`, `rewind`, `pause` and `close`; any thread the rest.
+    The training thread calls `append`, `rewind`, `pause` and `close`; any thread calls the rest.
     The index lives in this process, so the log ends with the process; the file of an earlier
     process is overwritten.
 
@@ -170,7 +170,7 @@ class UpstreamLog:
             )
 
     def pause(self) -> None:
-        """Note that no send precedes the next `append` or `rewind`, so readers do not wait."""
+        """Note that no tensor is sent until the next `append` or `rewind`: readers do not wait."""
         with self._changed:
             self._paused = True
             self._changed.notify_all()

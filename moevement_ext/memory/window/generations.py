@@ -61,6 +61,7 @@ class OwnerWindows:
         capacity_bytes: size of each file (`format.window_capacity`).
         generations: number of files in rotation, at least two.
         holdable: allocate one more file, to replace a held one (`hold`).
+        stubs: the files hold stubs (see `window.twin`).
 
     Raises:
         ValueError: fewer than two generations.
@@ -76,6 +77,7 @@ class OwnerWindows:
         capacity_bytes: int,
         generations: int = GENERATIONS,
         holdable: bool = False,
+        stubs: bool = False,
     ) -> None:
         if generations < 2:
             raise ValueError(
@@ -86,13 +88,14 @@ class OwnerWindows:
         self.holder = holder
         self.owner = owner
         self.capacity_bytes = capacity_bytes
-        self.path = store.holder_path(holder) / str(owner)
+        self.path = (store.stub_path if stubs else store.owner_path)(holder, owner)
         self._root = store.root
         private.make_directories(self._root, self.path)
         self._in_turn = generations
         self._wanted = generations + holdable
         self._agreed = Agreed()
         self._lock = threading.Lock()
+        self._committed = threading.Condition(self._lock)
         self._generations: list[_Generation] = []
         self._cut_off: list[SlotHeader] = []
         self._adopt()
@@ -171,6 +174,7 @@ class OwnerWindows:
             file.freeze()
             file.rename(self.path / committed_name(file.required_name()))
             generation.state = _State.COMMITTED
+            self._committed.notify_all()
 
     def abandon(self, file: WindowFile) -> None:
         """Drop a window being written; its file becomes free."""
@@ -239,7 +243,7 @@ class OwnerWindows:
             return generation.file
 
     def is_held(self, file: WindowFile) -> bool:
-        """False once a rollback has freed the held file, whose bytes may then change."""
+        """False once a rollback has freed the file in spite of `hold`; its bytes may change."""
         with self._lock:
             return any(g.file is file and g.held for g in self._generations)
 
@@ -275,10 +279,18 @@ class OwnerWindows:
     def file(self, name: WindowName) -> WindowFile | None:
         """Mapped file of a committed window, None if there is none."""
         with self._lock:
-            generation = self._find(name)
-            if generation is None or generation.state is not _State.COMMITTED:
-                return None
-            return generation.file
+            return self._file(name)
+
+    def awaited(self, name: WindowName, seconds: float) -> WindowFile | None:
+        """The same, waited for."""
+        with self._committed:
+            self._committed.wait_for(lambda: self._file(name) is not None, seconds)
+            return self._file(name)
+
+    def _file(self, name: WindowName) -> WindowFile | None:
+        generation = self._find(name)
+        committed = generation is not None and generation.state is _State.COMMITTED
+        return generation.file if generation is not None and committed else None
 
     def files(self) -> list[WindowFile]:
         """Mapped files of all generations, e.g. to pin them before iteration 1."""

@@ -34,3 +34,7 @@ class WrongWindow(RefusedWindow):
 
 class UnknownVersion(OtherSettings):
     """A window in a format version that this program does not read."""
+
+
+class OtherBytes(RefusedWindow):
+    """A rank that should hold the same as another does not; the message names a tensor."""

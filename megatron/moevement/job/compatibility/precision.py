@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where upstream's precision-aware optimizer cannot be had, or would not do what it says.
+"""Cases where upstream's precision-aware optimizer is unavailable, or deviates from its flags.
 
-Settings have the names of types as the user writes them, or types of torch once upstream has
+Settings hold data types by name, as the user writes them, or as torch types once upstream has
 validated them.
 """
 
@@ -17,14 +17,14 @@ _SCALED = ('fp16', 'torch.float16', *FP8)
 
 
 def _lacks_adam(settings: Settings) -> bool:
-    """True if the Adam that upstream would take is not that of Transformer Engine."""
+    """True if upstream's Adam is not the Adam of Transformer Engine."""
     from megatron.core import optimizer
 
     return 'master_weight_dtype' not in inspect.signature(optimizer.Adam).parameters
 
 
 def _megatron_holds_masters(settings: Settings) -> bool:
-    """Upstream's own rule: else the optimizer does, and writes the weights itself."""
+    """Upstream's rule; False: the optimizer holds the masters, and writes the weights itself."""
     recipe = settings.get('fp8_recipe')
     main = str(settings.get('main_params_dtype', _FP32[0]))
     return recipe not in (None, 'delayed') and main in _FP32
@@ -41,7 +41,7 @@ def _fp16_gradients(settings: Settings) -> bool:
 
 
 def _lacks_engine(settings: Settings) -> bool:
-    """True if upstream would go on in 16 bits: it has not found Transformer Engine."""
+    """True if upstream found no Transformer Engine, and silently continues in 16 bits."""
     from megatron.core import fp8_utils
 
     return not hasattr(fp8_utils, 'TEDelayedScaling')
@@ -53,7 +53,7 @@ def _delayed(settings: Settings) -> bool:
 
 
 def _delayed_in_parts(settings: Settings) -> bool:
-    """A rank computes in several parts, the modules of each in a context of their own."""
+    """True if a rank computes in several parts, each with its own fp8 context for its modules."""
     chunks = number(settings, 'virtual_pipeline_model_parallel_size', 1)
     recorded = settings.get('cuda_graph_impl') not in (None, 'none')
     several = chunks > 1 or bool(settings.get('mtp_num_layers')) or recorded
@@ -74,10 +74,11 @@ def _is_precision_aware(settings: Settings) -> bool:
 
 
 def _masters_against_recipe(settings: Settings) -> bool:
-    """Upstream has weights in fp8 beside narrow masters with delayed scaling, and only there.
+    """True if `--main-params-dtype` does not suit `--fp8-recipe` for weights in fp8.
 
-    Then Adam keeps the masters, of fp32 ones 16 bits beside a weight of 16; else Megatron keeps
-    them, in fp32, and gives an Adam that is to keep them no view of the weights.
+    With delayed scaling upstream supports fp8 weights only beside narrow masters: Adam keeps the
+    masters, and stores fp32 masters as 16 bits beside a 16-bit weight. With other recipes Megatron
+    keeps fp32 masters, and an Adam that should keep them gets no view of the weights.
     """
     fp32 = str(settings.get('main_params_dtype', _FP32[0])) in _FP32
     recipe = settings.get('fp8_recipe')
@@ -90,14 +91,14 @@ def _masters_against_recipe(settings: Settings) -> bool:
 
 
 def keeps_fp8_masters(settings: Settings) -> bool:
-    """True if updates that are too small for 8 bits are lost."""
+    """True if masters are fp8: updates too small for 8 bits are lost."""
     return str(settings.get('main_params_dtype')) in FP8
 
 
 def leaves_scales_of_others(settings: Settings) -> bool:
-    """True if upstream may leave the scale of a weight as it was where a rank has no part of it.
+    """True if upstream may leave the scale of an fp8 weight stale on ranks without a part of it.
 
-    Its fp8 update writes those of the weights it is given, of which each rank has some.
+    Upstream's fp8 update writes the scales of the weights it gets, and each rank gets only some.
     """
     return (
         _delayed(settings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that a job with `--sparse-ckpt` is not started with."""
+"""Flags that `--sparse-ckpt` refuses at start."""
 
 from megatron.moevement.facts import Settings
 from megatron.moevement.job.compatibility.precision import (
@@ -46,7 +46,7 @@ _NEITHER_ADAM_NOR_MUON = Values(
 
 
 def _is_not_replicated_muon(settings: Settings) -> bool:
-    # Upstream's validation makes of the one flag the other setting.
+    # Upstream's validation turns the first flag into the second setting.
     sharded = ('use_distributed_optimizer', 'use_layer_wise_distributed_optimizer')
     return (
         settings.get('optimizer') != 'muon'
@@ -60,7 +60,7 @@ _FORGETS = 'a restart from a newer dense checkpoint would go on with another sta
 
 
 def _more_than(shards: str, ranks: str) -> Condition:
-    """More shards of a weight than ranks that compute with a part of it."""
+    """True for more shards of a weight than ranks that compute with a part of the weight."""
 
     def holds(settings: Settings) -> bool:
         return number(settings, shards, 1) > number(settings, ranks, 1)

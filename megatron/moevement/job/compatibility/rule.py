@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry of a list says.
+"""A rule: some values of a flag that exclude a kind of recovery.
 
-A loop of one's own has no settings for what only upstream's trainer does.
+A custom loop has no settings for features that only upstream's trainer has.
 """
 
 from collections.abc import Callable
@@ -11,28 +11,28 @@ from megatron.moevement.facts import Settings
 
 
 def number(settings: Settings, name: str, otherwise: int) -> int:
-    """A setting that is a number, where it is one."""
+    """A setting as a number; `otherwise` if the setting is missing or no number."""
     value = settings.get(name)
     return value if isinstance(value, int) else otherwise
 
 
 @dataclass(frozen=True)
 class Values:
-    """Some values of a flag; None, which says nothing, is never one of them."""
+    """A set of values of a flag. None, the value of an absent flag, never belongs to it."""
 
     words: str
-    """In a table, after the flag."""
+    """Shown after the flag in a table."""
     holds: Callable[[object], bool]
 
 
 GIVEN = Values('', bool)
-"""Anything but nothing, zero and false."""
+"""All values that are true in Python."""
 ANY = Values('', lambda value: True)
-"""Also zero and an empty text."""
+"""All values, also zero and an empty text."""
 
 
 def other_than(*names: str) -> Values:
-    """All values but some."""
+    """All values except `names`."""
     return Values(f'other than {" and ".join(names)}', lambda value: value not in names)
 
 
@@ -42,16 +42,16 @@ def equal_to(wanted: str | int) -> Values:
 
 
 def above(limit: int) -> Values:
-    """Numbers above a limit."""
+    """Numbers above `limit`."""
     return Values(f'above {limit}', lambda value: isinstance(value, int) and value > limit)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What other flags must say for a rule to hold."""
+    """A condition on other flags, beside the value of the rule's flag."""
 
     words: str
-    """In a table and a message, after the values of the flag."""
+    """Shown after the flag and its values in a table or message."""
     holds: Callable[[Settings], bool]
 
 
@@ -60,31 +60,31 @@ ALWAYS = Condition('', lambda settings: True)
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of recovery does not go with some values of a flag."""
+    """Some values of a flag exclude a kind of recovery."""
 
     flag: str
-    """The flag in the user's spelling, with its dashes."""
+    """The flag as the user writes it, with dashes."""
     values: Values
     remedy: str
     """What to do instead, as a command: 'leave it out'."""
     reason: str
-    """Why it does not go, as a clause without a full stop."""
+    """Cause of the exclusion, as a clause without a full stop."""
     when: Condition = ALWAYS
     dest: str | None = None
-    """The name of the setting, where it is not the flag's own."""
+    """Name of the setting, if it differs from the flag."""
 
     @property
     def setting(self) -> str:
-        """The name of the setting that the rule looks at."""
+        """Name of the setting that the rule reads."""
         return self.dest or self.flag.removeprefix('--').replace('-', '_')
 
     def applies(self, settings: Settings) -> bool:
-        """True if `settings` have such a value."""
+        """True if the rule excludes `settings`."""
         value = settings.get(self.setting)
         return value is not None and self.values.holds(value) and self.when.holds(settings)
 
     def shown(self, settings: Settings) -> str:
-        """The flag with its value, as the user has written it."""
+        """The flag with its value, as on a command line."""
         value = settings[self.setting]
         words = f' {value}' if isinstance(value, str | int | float) and value is not True else ''
         return f'{self.flag}{words}{self.when.words and " "}{self.when.words}'

@@ -60,8 +60,9 @@ WHOLE_JOB = (
     # Schedule
     Rule('--pipeline-model-parallel-layout', _PREDICTS_EARLY, 'put m into the last stage',
          _WIDER),
-    # Torch gives a group that is connected before its first operation, as recovery must, one stream
-    # for all that it sends and receives. On four stages two of these exchanges then wait in a ring.
+    # A group that is connected before its first operation, as recovery requires, gets one stream
+    # from torch for all sends and receives. On four stages, two of these exchanges then deadlock in
+    # a ring.
     Rule('--overlap-p2p-communication-warmup-flush', GIVEN, 'leave it out',
          'a group that is reconnected sends and receives one after the other, in an order in which '
          'these stages wait for each other for ever',
