@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The window of `--sparse-ckpt-window auto`: follows the measured rates, and never flaps.
+"""The window of `--sparse-ckpt-window auto`, which follows the measured rates without flapping.
 
-A longer window is taken once several windows in a row demand it though the rates were a good deal
-better than measured, a shorter one once they would allow it though the rates were a good deal
-worse. So rates that vary by less than that change nothing, nor does a hiccup of one window; and
-what a change has led to is never undone without a change of the rates.
+W grows once several windows in a row demand a longer window even at rates better than measured by
+`MARGIN`. W shrinks once they allow a shorter window even at rates worse than measured by `MARGIN`.
+So variations below `MARGIN`, or a hiccup in one window, change nothing, and a change of W is never
+undone unless the rates change.
 """
 
 import logging
@@ -17,26 +17,26 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 logger = logging.getLogger(__name__)
 
 FIRST_WINDOW = 2
-"""Until rates are measured."""
+"""W before rates are measured."""
 CONFIRMED = 3
 """Windows in a row that must agree on a change."""
 MARGIN = 1.25
-"""By which rates may be better or worse than measured; more than they vary without a cause."""
+"""Factor of better or worse rates in decisions; larger than the usual variation of rates."""
 
 
 class Measured(NamedTuple):
-    """What limits a window: on the rank where each is least."""
+    """Rates that limit a window, each of the slowest rank."""
 
     iteration_s: float
-    """Without waits for copies."""
+    """Seconds of an iteration, without waits for copies."""
     copy_bytes_per_s: float
     send_bytes_per_s: float | None
-    """To holders of replicas; None: nothing was sent yet, or there are none."""
+    """Send rate to holders of replicas; None before the first send, or without holders."""
     cpu_bytes_per_s: float | None = None
-    """What may be captured for helper threads to keep to their share of the cores; None: any."""
+    """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
 
     def faster(self, factor: float) -> 'Measured':
-        """With all rates that much higher."""
+        """All rates multiplied by `factor`."""
         sent, captured = self.send_bytes_per_s, self.cpu_bytes_per_s
         return Measured(
             self.iteration_s,
@@ -47,12 +47,12 @@ class Measured(NamedTuple):
 
 
 class AutoWindow:
-    """Chooses W, on rank 0's replanner thread.
+    """Chooses W. Runs on rank 0's replanner thread.
 
     Args:
-        shortest: the fewest slots that links and cores with these rates carry; None: the links
-            carry none of up to `longest`.
-        longest: W that host memory is reserved for.
+        shortest: returns the fewest slots that links and cores with these rates carry; None: the
+            links carry no window of up to `longest`.
+        longest: the W for which host memory is reserved.
     """
 
     def __init__(self, shortest: Callable[[Measured], int | None], longest: int) -> None:
@@ -60,15 +60,15 @@ class AutoWindow:
         self._longest = longest
         self._window = 0
         self._seen: deque[Measured] = deque(maxlen=CONFIRMED)
-        """In windows of the present length."""
+        """Measurements in windows of the current length."""
         self._warned = False
 
     def __call__(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> int:
-        """The next W, mostly the present one.
+        """The next W, mostly the current one.
 
         Args:
             present: the plan in force in the observed window.
-            loads: what every rank saw in that window.
+            loads: measurements of every rank in that window.
         """
         seen = measured(loads)
         if seen is None:
@@ -77,7 +77,7 @@ class AutoWindow:
             self._window = present.window
             self._seen.clear()
         self._seen.append(seen)
-        if present.version == 0:  # before anything was measured the window was a guess
+        if present.version == 0:  # the first window was a guess, without measurements
             return self._demanded(seen)
         if len(self._seen) < CONFIRMED:
             return present.window
@@ -102,9 +102,9 @@ class AutoWindow:
 
 
 def measured(loads: Sequence[WindowLoad]) -> Measured | None:
-    """The least over ranks; None: nothing was copied yet.
+    """The rates of the slowest ranks; None before the first copy.
 
-    All ranks wait for the one whose copies hold up its update, which alone knows of that wait.
+    All ranks wait for the rank whose copies delay its update; only this rank measures that delay.
     """
     copied = _least(load.copy_bytes_per_s for load in loads)
     if copied is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a program ends that was started with a mistake."""
+"""Ends a program after a mistake of the user, with one line of explanation."""
 
 import argparse
 import difflib
@@ -12,16 +12,16 @@ from moevement_ext.command import called
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 _UNKNOWN = 'unrecognized arguments: '
-# Share of letters that a flag must have in common with one that was meant.
+# Similarity, from 0 to 1, at which a known flag is suggested for an unknown one.
 _NEAR = 0.8
 
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Turn a `UserError` from within into its message on stderr, as argparse has it.
+    """Turn a `UserError` from within into its message on stderr, in the style of argparse.
 
     Raises:
-        SystemExit: with `EXIT_USER_ERROR`, in the place of a `UserError`.
+        SystemExit: with `EXIT_USER_ERROR`, instead of the `UserError`.
     """
     try:
         yield
@@ -31,11 +31,11 @@ def in_one_line() -> Iterator[None]:
 
 
 def usage_error(parser: argparse.ArgumentParser, message: str) -> str:
-    """What to print of a mistake in a command line, in the place of the usage of all flags.
+    """Format an error of a command line in one line, instead of the usage of all flags.
 
     Args:
-        parser: that has found it.
-        message: of argparse; to a flag that is unknown, the nearest one that there is is added.
+        parser: that found the error.
+        message: of argparse; for an unknown flag, the most similar known flag is added.
     """
     hint = ''
     if message.startswith(_UNKNOWN):
