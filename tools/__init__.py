@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs around the training, each started as `python -m tools.<name>`."""
+"""Programs around training, each started as `python -m tools.<name>`."""
 
 import sys
 from importlib.util import find_spec

@@ -13,13 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTER: tuple[str, ...] = ('megatron/moevement', 'examples', 'pretrain_gpt.py')
 ENGINE: tuple[str, ...] = ()
-TOOLS: tuple[str, ...] = (
-    'tools/bench',
-    'tools/chaos',
-    'tools/gpu_check',
-    'tools/lab',
-    'tools/plan',
-)
+TOOLS: tuple[str, ...] = ('tools', 'scripts')
 
 # A process is a rank, a worker, a launcher, a holder: each has a noun.
 PERSONS = re.compile(r'\b(who|whoever|nobody|somebody|everybody)\b', re.IGNORECASE)
