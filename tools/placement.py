@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How likely random failures lose nothing: copies of ranks' states, or replicas of experts.
+r"""Computes how likely random failures lose nothing: of copies of ranks, or replicas of experts.
 
     python -m tools.placement ranks --nodes 12 --gpus-per-node 8 --failed 4
     python -m tools.placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
     python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \
         --failed 4
 
-`ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as the training does, and
-prints the probability that a random set of failed nodes leaves a copy of everything. `experts`
-compares Lazarus' maximum rank overlap with replicas that are spread out.
+`ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as training does, and prints
+the probability that all state survives a random set of failed nodes. `experts` compares Lazarus'
+maximum rank overlap with evenly distributed replicas.
 
-Exit status: 0 done, 2 the input cannot be.
+Exit status: 0 done, 2 the input is impossible.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags of both commands."""
+    """Parse the flags of both commands."""
     parser = Parser(prog='python -m tools.placement', description=__doc__.split('\n')[0])
     commands = parser.add_subparsers(dest='command', required=True)
     ranks = commands.add_parser('ranks', help="copies of ranks' states")
@@ -77,7 +77,7 @@ def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
     """Placements of 1 to 3 copies.
 
     Raises:
-        ValueError: flags that do not go together.
+        ValueError: flags contradict each other.
     """
     ranks = args.nodes * args.gpus_per_node
     if ranks % args.same_state:

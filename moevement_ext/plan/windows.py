@@ -8,9 +8,9 @@ window counts, and the queue must be empty when the next window begins, which ne
 previous window (`memory.sizing.GENERATIONS`). Hence bytes wait only in files that are part of the
 host memory budget already.
 
-Where cores train, hidden work is not free: helper threads take cores from training, in proportion to
-the captured bytes. There the mean over a window must also fit a share of the cores. A longer window
-does not lower the fixed cost of a slot, and makes replays longer, so the last tenth of the bytes is
+Where cores train, hidden work is not free: helper threads take cores from training, in proportion
+to the captured bytes. There the mean over a window must also fit a share of the cores. A longer
+window does not lower the fixed cost of a slot, and makes replays longer, so the last tenth of the bytes is
 not worth a slot (`WORTHWHILE`).
 """
 
@@ -98,8 +98,8 @@ def budgets(
         network_share: part of the send rate, in (0, 1], that replication takes on average.
         network_bytes_per_s: fixed rate limit of replication, instead of a share; None: no fixed
             limit.
-        cpu_bytes_per_s: capture rate at which helper threads keep to their share of the cores; None:
-            no limit.
+        cpu_bytes_per_s: capture rate at which helper threads keep to their share of the cores;
+            None: no limit.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
     cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)

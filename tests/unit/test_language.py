@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTER: tuple[str, ...] = ('megatron/moevement', 'examples', 'pretrain_gpt.py')
 ENGINE: tuple[str, ...] = ()
-TOOLS: tuple[str, ...] = ('tools/chaos',)
+TOOLS: tuple[str, ...] = ('tools', 'scripts')
 
 # A process is a rank, a worker, a launcher, a holder: each has a noun.
 PERSONS = re.compile(r'\b(who|whoever|nobody|somebody|everybody)\b', re.IGNORECASE)

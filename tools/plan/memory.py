@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that the training will reserve, by kind, and what a stage logs per iteration.
+"""Host memory that training reserves, by kind, and the log of a stage per iteration.
 
-Sizes are those of `memory.sizing`, as in the training. Here is what goes into them.
+Sizes come from `memory.sizing`, as in training. This module computes its arguments.
 """
 
 import math
@@ -26,17 +26,17 @@ from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 
 CHECKSUM_BYTES_PER_S = 12e9
-"""xxh3_64 of memory, on one core (measured on an AMD EPYC with AVX2)."""
+"""Speed of xxh3_64 on one core (measured on an AMD EPYC with AVX2)."""
 ANNOUNCEMENT_S = 0.1
-"""From the last report of a window until all ranks have read in the store that it is persisted."""
+"""Time from the last report of a window until all ranks have read that it is persisted."""
 
 
 def window_files(
     operators: Sequence[OperatorBytes], longest_window: int, always: int = 0
 ) -> list[int]:
-    """Bytes of a window file on each rank of a stage, enough for any plan up to that length.
+    """Bytes of a window file on each rank of a stage, for any plan up to the longest window.
 
-    `always` bytes, besides, are in every slot of each rank.
+    In addition, `always` bytes are in every slot of each rank.
     """
     bounds = window_bytes_bound(operators, longest_window)
     slots = [(always, SLOT_ROOM_BYTES)] * longest_window if always else []
@@ -49,10 +49,11 @@ def window_files(
 def logged_per_iteration(
     model: ModelShape, layout: Layout, batch: Batch, precision: Precision, stage: int
 ) -> Logged:
-    """What a rank of `stage` logs of what it sends to its neighbours in one iteration.
+    """Bytes that a rank of `stage` logs of its sends to neighbours in one iteration.
 
-    Each micro-batch and chunk sends one activation down and one gradient up, but for the ends of
-    the pipeline (paper, section 3.4). Raises FieldError if micro-batches do not come out even.
+    Each micro-batch and chunk sends one activation down and one gradient up, except at the ends of
+    the pipeline (paper, section 3.4). Raises FieldError if the number of micro-batches is no
+    integer.
     """
     micro_batches = batch.micro_batches(layout.data)
     if layout.pipeline == 1:
@@ -68,10 +69,10 @@ def logged_per_iteration(
 def log_lag(layout: Layout, batch: Batch, seconds: float, iteration_s: float) -> float:
     """Share of an iteration's log that is written in its first `seconds`, rounded up to 0.001.
 
-    While micro-batches fill the pipeline a stage sends one tensor per forward computation, later
-    two per forward and backward, which take three times as long. Those that fill it are as many as
-    there are stages, with more chunks twice that and once more for each further chunk; then every
-    stage waits for the first gradient to come back.
+    While micro-batches fill the pipeline, a stage sends one tensor per forward computation; later
+    it sends two per forward and backward, which take three times as long. As many micro-batches
+    fill the pipeline as there are stages; with more chunks twice as many, and once more for each
+    further chunk; then every stage waits for the first gradient to come back.
     """
     elapsed = seconds / iteration_s
     chunks = layout.chunks
@@ -82,7 +83,7 @@ def log_lag(layout: Layout, batch: Batch, seconds: float, iteration_s: float) ->
 
 
 def log_rings(logged: Sequence[Logged], longest_window: int, lag: float) -> list[int]:
-    """Bytes of the log of a rank of each stage, from what those log."""
+    """Bytes of the log of a rank of each stage, given what these ranks log."""
     most = max(logged, key=lambda one: one.iteration_bytes)
     return [log_ring_bytes(one, most, longest_window, lag) for one in logged]
 
@@ -94,14 +95,14 @@ def fullest_node(
     replicas: int,
     disk: bool = False,
 ) -> HostMemoryPlan:
-    """What the ranks of the node with the highest need keep.
+    """Host memory of the ranks on the node that needs most.
 
     Args:
         window_files: bytes of a window file of each rank, int64 (ranks,).
         log_rings: bytes of the log of each rank, int64 (ranks,).
         ranks_per_node: consecutive ranks share a node, which is a failure domain.
-        replicas: copies on other nodes.
-        disk: windows are copied to disk, too.
+        replicas: number of copies on other nodes.
+        disk: windows are also copied to disk.
     """
     nodes = np.arange(len(window_files)) // ranks_per_node
     hosted = np.zeros(len(window_files), dtype=np.int64)

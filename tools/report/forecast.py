@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan said beside what was measured."""
+"""Comparison of a plan with measurements."""
 
 import statistics
 from collections import Counter
@@ -15,24 +15,24 @@ from tools.lab.text import duration, size
 
 
 class Plan(msgspec.Struct):
-    """What is used of the JSON of `tools.plan`; seconds and bytes."""
+    """The used part of the JSON of `tools.plan`; seconds and bytes."""
 
     iteration_s: float
     window: int
     overhead_s: float
     host_memory_bytes_per_node: dict[str, int]
     mtbf_s: float | None
-    """None: without failures."""
+    """None: no failures."""
     expected_recovery_s: float
 
     def ettr(self, mtbf_s: float | None) -> float:
-        """Effective training time ratio at another failure rate, to first order (None: never)."""
+        """Effective training time ratio at another MTBF, by first order (None: no failures)."""
         ratio = self.iteration_s / (self.iteration_s + self.overhead_s)
         return ratio if mtbf_s is None else ratio / (1 + self.expected_recovery_s / mtbf_s)
 
 
 class Row(NamedTuple):
-    """One figure of both."""
+    """One figure, planned and measured."""
 
     what: str
     planned: str
@@ -43,7 +43,7 @@ def read_plan(path: Path) -> Plan:
     """Read a plan.
 
     Raises:
-        LabError: it is none.
+        LabError: the file is no plan.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Plan)
@@ -56,7 +56,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def compare(plan: Plan, history: History, shares: Shares | None) -> list[Row]:
-    """Figures that both have; a dash where the run has none yet."""
+    """Figures of both; a dash where the run has none yet."""
     pace = history.pace
     windows = [len(slots) for slots in history.slots.values()]
     downs = [episode.end - episode.start for episode in history.episodes if episode.end]
