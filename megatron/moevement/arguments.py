@@ -131,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=None,
         help='Host memory per node, in GiB, for windows and replicas. Default: what the tmpfs '
-        'has free.',
+        'and the container leave.',
     )
     group.add_argument(
         '--sparse-ckpt-interface',
