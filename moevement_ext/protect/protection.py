@@ -354,7 +354,7 @@ class Protection:
             slot_bytes=of_rank.slot_bytes,
             skipped_windows=of_rank.skipped_windows,
             copy_bytes_per_s=self.checkpointer.copy_bytes_per_s(),
-            host_memory=self._reserved(),
+            host_memory=self.memory.by_kind(),
             disk_bytes=of_rank.disk_bytes,
         )
 
@@ -437,17 +437,13 @@ class Protection:
             copies=1 + len(planner.place.replicas),
             replicas=len(self._reached),
             window=self.checkpointer.schedule.plan.window,
-            host_memory=self._reserved(),
+            host_memory=self.memory.by_kind(),
             operators={
                 name: (held.full_bytes, held.light_bytes)
                 for name, held in self._operators.slices.items()
             },
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
         )
-
-    def _reserved(self) -> dict[str, int]:
-        """Bytes of host memory of this rank, by kind."""
-        return msgspec.structs.asdict(self.memory.plan.ranks[self._rank.number])
 
     def _decide(
         self, present: PlanParameters, loads: Sequence[WindowLoad]
