@@ -35,7 +35,7 @@ def protection(device: str = 'cpu', share: float = 0.02, holders: int = 2) -> Si
         memory=SimpleNamespace(
             cores=4.0,
             server=SimpleNamespace(cost=SimpleNamespace(s_per_byte=lambda: 3e-9)),
-            holders=[[1] * holders],
+            copies=SimpleNamespace(holders=[[1] * holders]),
         ),
     )
 
