@@ -26,9 +26,8 @@ RUN --mount=type=bind,target=/src,rw \
         '/src[tools,metrics]' nvidia-ml-py \
     && rm /tmp/base-constraints.txt
 
+# For torchrun; all other programs are those of the command.
 COPY pretrain_gpt.py ./
-COPY tools ./tools
-COPY scripts ./scripts
 
 # Any user id may run it: caches go where everybody can write, nothing here needs root.
 ENV HOME=/tmp \
@@ -37,4 +36,4 @@ ENV HOME=/tmp \
     PYTHONUNBUFFERED=1
 USER 1000:1000
 
-CMD ["python", "pretrain_gpt.py", "--help"]
+CMD ["moevement", "--help"]

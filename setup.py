@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Package description: the engine `moevement_ext` and the adapter `megatron.moevement`.
+"""Package description: the engine `moevement_ext`, the adapter `megatron.moevement`, all programs.
 
 `megatron` is a namespace shared with megatron-core, so it is never listed as a package itself.
+`tools` would be one that others have, too. It keeps its name, by which its files import each other,
+and goes into a folder of the engine, as a checkout has it: the command `moevement` puts that folder
+in front of the path of its own process, and no other ever sees it (`moevement_ext/command.py`).
 """
 
 import re
@@ -23,21 +26,47 @@ def read_version() -> str:
     return match.group(1)
 
 
+_PROGRAMS = 'moevement_ext.programs'
+TOOLS = [f'{_PROGRAMS}.{name}' for name in find_packages(include=['tools', 'tools.*'])]
+
 setup(
+    script_name='setup.py',  # pip has another, and would put this file beside pretrain_gpt.py
     name='megatron-moevement',
     version=read_version(),
     description='Sparse checkpointing and localized recovery for MoE training on Megatron-Core',
+    long_description=(ROOT / 'README.md').read_text('utf-8'),
+    long_description_content_type='text/markdown',
+    project_urls={
+        'Paper': 'https://arxiv.org/abs/2412.15411',
+        'Megatron-LM': 'https://github.com/NVIDIA/Megatron-LM',
+    },
+    classifiers=[
+        'Development Status :: 4 - Beta',
+        'Environment :: GPU :: NVIDIA CUDA',
+        'Intended Audience :: Science/Research',
+        'Operating System :: POSIX :: Linux',
+        'Programming Language :: Python :: 3 :: Only',
+        *(f'Programming Language :: Python :: 3.{minor}' for minor in (12, 13, 14)),
+        'Topic :: Scientific/Engineering :: Artificial Intelligence',
+        'Typing :: Typed',
+    ],
     license='Apache-2.0',
     license_files=['LICENSE'],
     python_requires='>=3.12',
     packages=[
         *find_packages(include=['moevement_ext', 'moevement_ext.*']),
         *(f'megatron.{name}' for name in find_packages(str(ROOT / 'megatron'))),
+        _PROGRAMS,
+        f'{_PROGRAMS}.scripts',
+        *TOOLS,
     ],
+    package_dir={_PROGRAMS: '.', **{f'{_PROGRAMS}.{name}': name for name in ('scripts', 'tools')}},
     py_modules=[],
+    entry_points={'console_scripts': ['moevement = moevement_ext.command:main']},
     package_data={
         'moevement_ext': ['py.typed'],
         'megatron.moevement': ['py.typed'],
+        **dict.fromkeys(TOOLS, ['*.j2', '*.json', '*.toml']),
     },
     install_requires=[
         # megatron.training of 0.19.2 imports with nothing beyond these.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of sparse checkpointing; the command line flags of the same names fill it."""
+"""Settings of sparse checkpointing, filled by the command line flags of the same names."""
 
 import argparse
 import math
@@ -19,7 +19,7 @@ REPORT = 'report'
 STOP = 'stop'
 GPU = 'gpu'
 SLOWEST_NETWORK_GB_PER_S = 0.02
-"""Twice of what a peer waits for."""
+"""Twice the rate at which a peer gives up waiting."""
 POPULARITY = 'popularity'
 SOFT = 'soft'
 DECAYED = 'decayed'
@@ -27,7 +27,7 @@ CAPACITY = 'capacity'
 FIXED = 'fixed'
 ORDERS = (POPULARITY, SOFT, DECAYED, CAPACITY, FIXED)
 LONGEST_WINDOW = 10_000
-"""Iterations; no window file has room for so many slots."""
+"""Iterations; more than the slots of any window file."""
 
 
 class ConfigurationError(UserError):
@@ -39,71 +39,77 @@ class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag."""
 
     window: int | str = AUTO
-    """Iterations per window, or 'auto': the fewest that the links carry."""
+    """Iterations per window, or 'auto': the fewest that the links carry and the cores spare."""
     max_window: int = 8
-    """The longest window 'auto' may choose; host memory is reserved for it, or for the longest
-    that fits."""
+    """The longest window that 'auto' may choose. Host memory is reserved for this window, or for
+    the longest that fits."""
+    cpu_share: float = 0.02
+    """Share of a node's cores that 'auto' leaves to the threads that copy, check, send and receive
+    windows, where these cores also train; 0: no limit. A GPU's host has no such limit."""
     replicas: int = 2
     """Copies of each rank's windows on other failure domains."""
     network_gb_per_s: float | str = AUTO
-    """GB (10^9 bytes) a second at which a rank sends windows to their holders, at most; 'auto':
-    slots are spread over their window, by measured times; 'off' or 0: as fast as the link goes."""
+    """Limit in GB/s (10^9 bytes) of a rank's sends to holders of its windows; 'auto': spread the
+    slots over their window, by measured times; 'off' or 0: full speed of the link."""
     dir: str = f'/dev/shm/moevement-{os.geteuid()}'
-    """Directory in a tmpfs, of this user."""
+    """Directory in a tmpfs, owned by this user."""
     disk: str | None = None
-    """Directory on a file system to which persisted windows are copied; None: to none."""
+    """Directory on a file system for copies of persisted windows; None: no copies."""
     disk_every: int = 100
-    """Iterations at least between the starts of two windows on disk."""
+    """Minimum iterations between the starts of two windows on disk."""
     disk_gb_per_s: float = 1.0
-    """GB (10^9 bytes) a second at which a rank writes to the disk, and reads back, at most."""
+    """Per-rank limit in GB/s (10^9 bytes) of disk writes and of reads back."""
     run_id: str | None = None
-    """Names the run; a job launched again with the same id finds its windows."""
+    """Name of the run; a job relaunched with the same id finds its windows."""
     host_memory_gb: float | None = None
-    """GiB of host memory per node for windows and replicas; None: what the
-    tmpfs and the limit of the container leave."""
+    """GiB of host memory per node for windows and replicas; None: all that the tmpfs and the
+    container's limit leave."""
     interface: str | None = None
-    """Network interface on which ranks reach each other's host memory; None: chosen."""
+    """Network interface for access to other ranks' host memory; None: automatic choice."""
     topology: str | None = None
     """JSON file {node name: failure domain}."""
     log_lag: float = 1.0
-    """Iterations from the beginning of the copy of a window's last slot until the window is
-    persisted, for which the log has room."""
+    """Room in the log, in iterations from the start of the copy of a window's last slot until the
+    window is persisted."""
     max_wait: float = 1.0
-    """Seconds training waits at most for a window to be persisted; then the next one is skipped."""
+    """Maximum seconds that training waits for a window's persistence before it skips the next."""
+    verify_replicas: int = 1
+    """A holder verifies the checksums of every n-th window received from a rank before the window
+    counts as replicated. Every reader of a window verifies it in any case."""
     order: str = POPULARITY
-    """Captured last, so frozen longest in a replay: 'popularity': the experts with the most tokens;
-    'soft': with the most weight from their router; 'decayed': with the most tokens of late;
-    'capacity': that are the fullest; 'fixed': the order of the model."""
+    """Experts captured last, so frozen longest in a replay: 'popularity': most tokens; 'soft': most
+    router weight; 'decayed': most tokens recently; 'capacity': fullest; 'fixed': no reordering,
+    the model's order."""
     freeze: str = ON
-    """'on': a replay leaves out weight gradients of operators whose updates are still to come;
-    'off': it computes and drops them."""
+    """'on': a replay skips weight gradients of operators that are not restored yet; 'off': a replay
+    computes and drops them."""
     reorder_fraction: float = 0.25
-    """Re-plan when at least this fraction of experts changed popularity."""
+    """Minimum fraction of experts with changed popularity for a new plan."""
     reorder_change: float = 0.10
-    """Relative change of an expert's share of tokens that counts as changed."""
+    """Relative change of an expert's token share that counts as changed popularity."""
     store: str | None = None
-    """HOST:PORT of a store that no training node holds; None: that of the launcher."""
+    """HOST:PORT of a store outside the training nodes; None: the launcher's store."""
     recovery: str = LOCALIZED
-    """'localized': only the stages that lost a worker go back; 'global': all do, in the processes
-    that live, and nothing is logged; 'whole-job': all workers restart."""
+    """'localized': only the stages that lost a worker roll back; 'global': all stages roll back in
+    the living processes, without an upstream log; 'whole-job': all workers restart."""
     hang_timeout: float = 60.0
-    """Seconds without a sign of life after which a worker counts as hung."""
+    """Seconds without a heartbeat after which a worker counts as hung."""
     verify: str = REPORT
     """Compare a recovered state with captures newer than its window: 'off', 'report', or 'stop'."""
     stuck_timeout: float = 600.0
-    """Seconds without progress of its training thread, which waits for no other rank, after which
-    a worker replaces itself; 0: never."""
+    """Seconds without progress, while its training thread waits for no other rank, after which a
+    worker ends to be replaced; 0: never."""
     bind: str = GPU
-    """'gpu': each worker runs on the CPUs near its GPU; 'off': where its launcher has it run."""
+    """'gpu': bind each worker to the CPUs near its GPU; 'off': keep the launcher's binding."""
     forget: bool = False
-    """Start over although only some ranks still have windows that all had."""
+    """Start over although some ranks still have windows that all ranks had."""
     strict: bool = False
-    """Stop where memory cannot be set up, or windows found are of another launch, instead of
-    training on with less protection, or from before them."""
+    """Stop if memory cannot be set up, or if the windows belong to another launch, instead of
+    training with less protection, or from an earlier state."""
     events: str | None = None
     """Directory for events as JSON lines."""
     metrics: int | None = None
-    """TCP port on each host at which Prometheus finds the metrics of all its ranks."""
+    """TCP port on each host that serves the metrics of all its ranks to Prometheus."""
 
     def __post_init__(self) -> None:
         if isinstance(self.window, str):
@@ -114,7 +120,12 @@ class SparseCheckpointConfig:
         else:
             _check_window('--sparse-ckpt-window', self.window)
         _check_window('--sparse-ckpt-max-window', self.max_window)
+        if not 0 <= self.cpu_share <= 1:
+            raise ConfigurationError(
+                f'--sparse-ckpt-cpu-share {self.cpu_share:g} must be in [0, 1]; 0: no limit.'
+            )
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
+        _at_least('--sparse-ckpt-verify-replicas', self.verify_replicas, 1)
         if not 0 <= self.log_lag < math.inf:
             raise ConfigurationError(
                 f'--sparse-ckpt-log-lag {self.log_lag:g} must be a number of iterations, 0 or more.'
@@ -179,16 +190,16 @@ class SparseCheckpointConfig:
 
     @property
     def network_bytes_per_s(self) -> float | None:
-        """What replication of a rank is held to at all times; None: to no number."""
+        """Fixed rate limit of a rank's replication in bytes/s; None: no fixed limit."""
         rate = self.network_gb_per_s
         return None if isinstance(rate, str) or rate == 0 else 1e9 * rate
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """Host and port of `store`, which is given.
+        """Host and port of `store`, which must be set.
 
         Raises:
-            ConfigurationError: it is not of that form.
+            ConfigurationError: `store` is not HOST:PORT.
         """
         host, _, port = (self.store or '').rpartition(':')
         if host.startswith('[') and host.endswith(']'):  # as in a URL: [fd00::5]:29400
@@ -202,7 +213,7 @@ class SparseCheckpointConfig:
 
     @property
     def longest_window(self) -> int:
-        """W that host memory is reserved for."""
+        """The W for which host memory is reserved."""
         return self.max_window if isinstance(self.window, str) else self.window
 
 
@@ -217,7 +228,7 @@ def network_rate(text: str) -> float | str:
 
 
 def node_name() -> str:
-    """Name of this node; `MOEVEMENT_NODE` overrides it where one machine emulates several."""
+    """Name of this node; `MOEVEMENT_NODE` overrides it on machines that emulate several nodes."""
     return os.environ.get('MOEVEMENT_NODE') or socket.gethostname()
 
 

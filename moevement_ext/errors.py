@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base classes of errors, and exit statuses that launchers and scripts can tell apart."""
+"""Base classes of errors, and exit statuses for launchers and scripts."""
 
 EXIT_USER_ERROR = 2
 """Exit status of a program that ends because of a `UserError`, as for a wrong flag."""
 
 EXIT_WHOLE_JOB = 75
-"""Exit status of a worker that ends so that the launcher starts the whole job again."""
+"""Exit status of a worker that requests a restart of the whole job."""
 
 EXIT_STUCK = 76
 """Exit status of a worker whose training thread is stuck, or whose GPU is lost: the launcher
-replaces it at once."""
+replaces the worker at once."""
 
 
 class SparseCheckpointError(RuntimeError):
-    """Base of the errors of sparse checkpointing; the message says what was wrong."""
+    """Base class of the errors of sparse checkpointing; the message names the cause."""
 
 
 class UserError(SparseCheckpointError):
-    """What the user can mend: the message is one line with the flag or file, the rule, the remedy.
+    """An error that the user can fix: one line with the flag or file, the rule, the remedy.
 
     Programs end with that line and `EXIT_USER_ERROR` instead of a traceback.
     """
 
 
 class HostMemoryError(UserError):
-    """The host memory asked for is not there; the message has the numbers and the fix."""
+    """The requested host memory is not available; the message has the numbers and the fix."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a run as JSON lines, one file per rank: what there is, its writer and its reader.
+"""Events of a run as JSON lines, one file per rank: their classes, writer and reader.
 
-A line has the fields of `Event`, the name of the event among them, and those of its kind. Those of
-launchers, in a file of the launcher, are in `launch/launcher_events.py`.
+A line has the fields of `Event`, including the event's name, and the fields of its class. Launchers
+write their events, of `launch/launcher_events.py`, to a separate file.
 """
 
 import enum
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class EventName(enum.StrEnum):
-    """Value of `event` in a line of a rank."""
+    """Values of `event` in a rank's lines."""
 
     WORKER_STARTED = 'worker_started'
     JOB_DESCRIBED = 'job_described'
@@ -46,7 +46,7 @@ class EventName(enum.StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """What every line says. A rank leaves these fields to `EventLog.emit`."""
+    """Fields of every line. `EventLog.emit` fills them in a rank."""
 
     name: ClassVar[str]
 
@@ -56,74 +56,74 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Global rank of the process."""
     pid: int = -1
     iteration: int = 0
-    """Newest iteration that this rank had committed."""
+    """Newest iteration committed on this rank."""
 
     def own_fields(self) -> dict[str, Any]:
-        """The fields of this kind of event, without those of every line and those not set."""
+        """The set fields of this event class, without the fields of every line."""
         own = (name for name in self.__struct_fields__ if name not in Event.__struct_fields__)
         values = ((name, getattr(self, name)) for name in own)
         return {name: value for name, value in values if value is not UNSET}
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True):
-    """A process of this rank begins."""
+    """A process of this rank started."""
 
     name = EventName.WORKER_STARTED
 
     start_up_s: float = 0.0
-    """Since the process was created; a hot spare's waiting is part of it."""
+    """Seconds since the process was created, including a hot spare's wait."""
 
 
 class JobDescribed(Event, frozen=True, kw_only=True):
-    """What is trained, how and on what; each process of rank 0 says it."""
+    """Description of the job: model, flags, hardware. Each process of rank 0 emits it."""
 
     name = EventName.JOB_DESCRIBED
 
     train_iterations: int | None
-    """At which training ends; None: not known at the start."""
+    """Iteration at which training ends; None if unknown at the start."""
     model: str
     layout: dict[str, int]
     """Number of ranks by kind of parallelism."""
     versions: dict[str, str]
-    """Versions of what computes, by name."""
+    """Versions of the computing packages, by name."""
     command: list[str]
     """The program and its flags."""
 
 
 class LossLogged(Event, frozen=True, kw_only=True):
-    """The trainer has logged the loss, on the rank that logs; of a loop of one's own, the last."""
+    """The trainer logged the loss, on the logging rank; the last rank in a custom loop."""
 
     name = EventName.LOSS_LOGGED
 
     loss: float
-    """Mean over the log interval, as it is in the log."""
+    """Mean over the log interval, as in the log."""
 
 
 class Protected(Event, frozen=True, kw_only=True):
-    """This process begins to capture: where its rank is, what it holds and keeps."""
+    """This process begins to capture; describes its place in the job and its memory."""
 
     name = EventName.PROTECTED
 
     node: str
     stage: int
-    """Its stage of the pipeline."""
+    """Pipeline stage of the rank."""
     world_size: int
     copies: int
-    """Ranks that hold the same state, this one included."""
+    """Number of ranks with the same state, this one included."""
     replicas: int
-    """Copies of its windows in other failure domains."""
+    """Number of copies of the rank's windows in other failure domains."""
     window: int
-    """Iterations of its first one."""
+    """Iterations in the first window."""
     host_memory: dict[str, int]
     """Bytes reserved, by kind."""
     operators: dict[str, tuple[int, int]]
-    """Bytes of each that are captured in full, and as compute weights."""
+    """Bytes of each operator captured in full, and as compute weights."""
     experts: list[str]
     """The operators that are experts."""
 
 
 class WindowCommitted(Event, frozen=True, kw_only=True):
-    """This rank has all slots of a window in its own host memory."""
+    """All slots of a window are in this rank's own host memory."""
 
     name = EventName.WINDOW_COMMITTED
 
@@ -132,19 +132,19 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     plan: str
     """Digest of the plan that cut it into slots."""
     slots: list[int] | UnsetType = UNSET
-    """Bytes of the payload of each."""
+    """Payload bytes of each slot."""
     training_s: float | UnsetType = UNSET
-    """Seconds in iterations since the process began, replays left out."""
+    """Seconds in iterations since the start of the process, without replays."""
     exposed_s: float | UnsetType = UNSET
-    """Seconds since then by which sparse checkpointing held up training."""
+    """Seconds since then by which sparse checkpointing delayed training."""
     copy_bytes_per_s: float | None | UnsetType = UNSET
     """Measured rate of the copies to host memory."""
     send_bytes_per_s: float | None | UnsetType = UNSET
-    """Measured rate at which holders of replicas took slots; None before the first."""
+    """Measured send rate to holders of replicas; None before the first send."""
 
 
 class WindowPersisted(Event, frozen=True, kw_only=True):
-    """This rank knows that all ranks have a window, with its replicas."""
+    """This rank learned that all ranks have a window, with its replicas."""
 
     name = EventName.WINDOW_PERSISTED
 
@@ -155,7 +155,7 @@ class WindowPersisted(Event, frozen=True, kw_only=True):
 
 
 class WindowOnDisk(Event, frozen=True, kw_only=True):
-    """This rank knows that all ranks have a window on disk, read back and right."""
+    """This rank learned that all ranks have a verified copy of a window on disk."""
 
     name = EventName.WINDOW_ON_DISK
 
@@ -166,7 +166,7 @@ class WindowOnDisk(Event, frozen=True, kw_only=True):
 
 
 class Replanned(Event, frozen=True, kw_only=True):
-    """All ranks have agreed on another plan."""
+    """All ranks agreed on a new plan."""
 
     name = EventName.REPLANNED
 
@@ -175,13 +175,13 @@ class Replanned(Event, frozen=True, kw_only=True):
     window: int
     """Iterations per window."""
     version: int
-    """Counts the plans of a run."""
+    """Sequence number of the plan in the run."""
     shares: dict[str, float] | UnsetType = UNSET
-    """Share of the tokens of its layer, by expert of this rank."""
+    """Share of the layer's tokens, by expert on this rank."""
 
 
 class ProtectionReduced(Event, frozen=True, kw_only=True):
-    """Training goes on with less protection than was asked for."""
+    """Training continues with less protection than requested."""
 
     name = EventName.PROTECTION_REDUCED
 
@@ -189,16 +189,16 @@ class ProtectionReduced(Event, frozen=True, kw_only=True):
 
 
 class FailureDetected(Event, frozen=True, kw_only=True):
-    """A living rank leaves its iteration (`reason`), or a new job finds a predecessor's windows."""
+    """A living rank aborts its iteration (`reason`), or a new job finds earlier windows."""
 
     name = EventName.FAILURE_DETECTED
 
     reason: str | UnsetType = UNSET
-    """What has failed; on a living rank."""
+    """The failure, on a living rank."""
     committed: int | UnsetType = UNSET
-    """The newest iteration that a rank of the predecessor had committed."""
+    """The newest iteration that a rank of the earlier job had committed."""
     windows: int | UnsetType = UNSET
-    """How many windows are complete on all ranks; when a job starts again."""
+    """Number of windows complete on all ranks, at a restart of the job."""
 
 
 class RecoveryPhase(Event, frozen=True, kw_only=True):
@@ -210,7 +210,7 @@ class RecoveryPhase(Event, frozen=True, kw_only=True):
 
 
 class RecoveryStarted(Event, frozen=True, kw_only=True):
-    """This rank goes back, to replay."""
+    """This rank rolls back and replays."""
 
     name = EventName.RECOVERY_STARTED
 
@@ -219,81 +219,81 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
     dense_at: int
     """Iteration of the last slot of that window, after which the state is dense."""
     source: str | UnsetType = UNSET
-    """Where this rank has the window from: `own memory`, `rank <holder>` or `disk`; not set in a
-    localized recovery, which fetches it while it replays."""
+    """Source of this rank's window: `own memory`, `rank <holder>` or `disk`; not set in a localized
+    recovery, which fetches the window during the replay."""
 
 
 class Recovered(Event, frozen=True, kw_only=True):
-    """This rank is back, after it replayed or was waited for."""
+    """This rank has finished a recovery, by a replay or by waiting for other ranks."""
 
     name = EventName.RECOVERED
 
     scope: str | UnsetType = UNSET
-    """`localized`, or `global` where all stages went back in processes that live on; not set where
-    the whole job was started again, as are the next four."""
+    """`localized`, or `global` if all stages rolled back in living processes. This field and the
+    next four are not set if the whole job restarted."""
     target: int | UnsetType = UNSET
-    """The committed iteration from which all ranks go on."""
+    """The committed iteration from which all ranks continue."""
     stages: list[int] | UnsetType = UNSET
-    """Pipeline stages that went back."""
+    """Pipeline stages that rolled back."""
     newcomers: list[int] | UnsetType = UNSET
-    """Ranks whose process was replaced."""
+    """Ranks with a replaced process."""
     copied: list[int] | UnsetType = UNSET
-    """Ranks that took the state of a data-parallel replica."""
+    """Ranks that copied the state of a data-parallel replica."""
     replayed: int
-    """Iterations that this rank computed again."""
+    """Iterations that this rank recomputed."""
     verified: int
     """Operators compared with captures newer than the window."""
     verified_at: int
-    """The last iteration at which that was possible, -1 if there was none."""
+    """The last iteration with such a comparison, -1 if there was none."""
     differing: list[str]
-    """Operators whose state was not what it had been, and scalars that came out otherwise."""
+    """Operators and scalars that differ from the state before the failure."""
     seconds: dict[str, float]
-    """By phase, on this rank."""
+    """Seconds by phase, on this rank."""
     iterations: int | UnsetType = UNSET
-    """Iterations whose loss, or gradient norm, was compared with what had been recorded of it."""
+    """Iterations whose loss or gradient norm was compared with the ledger."""
     went_on: int | UnsetType = UNSET
-    """Failures of other stages during its replay, which went on where it was; localized only."""
+    """Failures of other stages during this rank's replay, which continued; localized only."""
 
     @property
     def localized(self) -> bool:
-        """Whether the survivors kept their state."""
+        """True if the survivors kept their state."""
         return self.scope == 'localized'
 
     @property
     def by_scope(self) -> dict[str, int]:
-        """One recovery, by what went back."""
-        return {'localized' if self.localized else 'whole-job': 1}
+        """Count one recovery under its scope."""
+        return {self.scope if isinstance(self.scope, str) else 'whole-job': 1}
 
 
 class NextTier(Event, frozen=True, kw_only=True):
-    """A recovery gives up what it tried."""
+    """A recovery drops one way and tries the next."""
 
     name = EventName.NEXT_TIER
 
     reason: str
     tier: str
-    """What is tried next."""
+    """The next way to recover."""
 
 
 class DeviceProblem(Event, frozen=True, kw_only=True):
-    """Something is wrong with the GPU of this rank."""
+    """The GPU of this rank has a fault."""
 
     name = EventName.DEVICE_PROBLEM
 
     device: str
     """UUID of the GPU."""
     harm: str
-    """`noted`, `worn`, `process` or `device`, from bad to worse."""
+    """`noted`, `worn`, `process` or `device`, in ascending severity."""
     what: str
 
 
 class Finished(Event, frozen=True, kw_only=True):
-    """Training is over on this rank."""
+    """Training has ended on this rank."""
 
     name = EventName.FINISHED
 
     removed: bool
-    """Whether host memory was given back."""
+    """True if the host memory was freed."""
 
 
 class _Named(msgspec.Struct):
@@ -304,12 +304,12 @@ _NAME = msgspec.json.Decoder(_Named)
 
 
 def decode(lines: bytes) -> Iterator[Event]:
-    """The events of complete lines; those of unknown names, and a line cut off, are left out.
+    """Decode complete lines; skips events of unknown names, and a truncated last line.
 
-    A kind is known once its module is imported.
+    An event class is known once its module is imported.
 
     Raises:
-        msgspec.ValidationError: a line is no JSON object, or lacks a field of its kind.
+        msgspec.ValidationError: a line is no JSON object, or lacks a field of its class.
     """
     kinds = {kind.name: kind for kind in Event.__subclasses__()}
     for line in lines.splitlines(keepends=True):
@@ -320,7 +320,7 @@ def decode(lines: bytes) -> Iterator[Event]:
 
 
 def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
-    """The line of an event, with the present time (seconds since the epoch)."""
+    """Encode an event as a line, with the current time (seconds since the epoch)."""
     line = {
         'time': time.time(),
         'event': event.name,
@@ -332,20 +332,20 @@ def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
     return msgspec.json.encode(line) + b'\n'
 
 
+# Beginning of every line.
 _BEGINS = b'{"time":'
-"""Every line does so."""
+# Bytes read at once to find the end of the last whole line.
 _TAIL = 1 << 16
-"""Bytes read at once to find the end of the last whole line."""
 
 
 def _to_append(path: Path) -> FileIO:
-    """Opened behind its last whole line.
+    """Open a file for appending after its last complete line.
 
-    One that SIGKILL, a full file system or a loss of power has cut off would be one line with the
-    first of this life, which nobody could read.
+    A line that SIGKILL, a full file system or a power loss has cut off would merge with the first
+    new line, and neither would be readable.
 
     Raises:
-        OSError: it cannot be opened, or is no file of events that this user may change.
+        OSError: the file cannot be opened, or is no event file that this user may change.
     """
     file = FileIO(str(path), 'a+', opener=_open_own)
     if file.seekable():
@@ -363,7 +363,7 @@ def _to_append(path: Path) -> FileIO:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Follow no link that another user has put there, perhaps to a file of this user."""
+    """Open without following links, which another user may have placed."""
     mode = 0o666
     try:
         return os.open(path, flags | os.O_NOFOLLOW, mode)
@@ -374,7 +374,7 @@ def _open_own(path: str, flags: int) -> int:
 
 
 def _check_cut_off(file: FileIO, begin: int) -> None:
-    """Only a line of events is taken back; where power was lost, bytes can be zero."""
+    """Check that the cut-off bytes are part of an event, or zeros after a power loss."""
     found = os.pread(file.fileno(), len(_BEGINS), begin)
     if not (_BEGINS.startswith(found) or found.startswith(b'\0')):
         file.close()
@@ -382,17 +382,17 @@ def _check_cut_off(file: FileIO, begin: int) -> None:
 
 
 class EventFile:
-    """Appends one JSON object per line; a line that is written is there even if the process dies.
+    """Appends one JSON object per line; a written line survives the death of the process.
 
-    One that it dies in may be cut off, and is taken back by the next that opens the file. Safe to
-    call from any thread. A file system that refuses a line (full, gone) ends the file with a
-    warning, and nothing else.
+    The next process that opens the file removes a line that a death cut off. Safe to call from any
+    thread. If the file system refuses a line (full, gone), a warning ends the file; training
+    continues.
 
     Args:
-        path: of the file; its folder is made if need be.
+        path: the file; its directory is created if necessary.
 
     Raises:
-        OSError: it cannot be written to.
+        OSError: the file is not writable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -407,7 +407,7 @@ class EventFile:
                 self._write(self._file, line)
 
     def close(self) -> None:
-        """Close the file; what comes later is not written."""
+        """Close the file; later lines are dropped."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -415,7 +415,7 @@ class EventFile:
 
     def _write(self, file: FileIO, line: bytes) -> None:
         try:
-            if file.write(line) == len(line):  # one system call; SIGKILL may come in its middle
+            if file.write(line) == len(line):  # one system call; SIGKILL may interrupt it
                 return
             problem = 'the last line is cut off; is the file system full?'
         except OSError as error:
@@ -429,18 +429,18 @@ class EventLog:
     """The events of a rank. Safe to call from any thread; never ends training (invariant I6).
 
     Args:
-        directory: `--sparse-ckpt-events`, or None: nothing is written.
+        directory: `--sparse-ckpt-events`; None: no events are written.
         rank: global rank of this process.
-        required: refuse a directory that cannot be written to; else there is a warning. Whoever
-            joins a running job is needed more than its events are.
+        required: refuse an unwritable directory; otherwise only warn. A process that joins a
+            running job matters more than its events.
 
     Attributes:
-        iteration: the newest one that this rank has committed.
-        recoveries: how many this process has come through.
-        listeners: called with every event, by the thread that emits it; they must not fail.
+        iteration: the newest iteration committed on this rank.
+        recoveries: number of recoveries of this process.
+        listeners: called with every event, on the emitting thread; they must not raise.
 
     Raises:
-        UserError: the directory cannot be written to.
+        UserError: the directory is not writable.
     """
 
     def __init__(self, directory: str | None, rank: int, required: bool = True) -> None:
@@ -470,6 +470,6 @@ class EventLog:
             listener(event)
 
     def close(self) -> None:
-        """Close the file; what comes later is not written."""
+        """Close the file; later lines are dropped."""
         if self._file is not None:
             self._file.close()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fault points: places of the product where a process can be made to kill itself.
+"""Fault points: places in the code where a process can kill itself for a test.
 
-`MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<life>]` names one; several are separated by commas.
-Real process death (SIGKILL), for tests and demonstrations, and announced in the log. `life` counts
-the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the variable every call
-is one comparison.
+`MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<life>]` selects a fault point; commas separate
+several. The death is real (SIGKILL), for tests and demonstrations, and the log announces it. `life`
+counts the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the variable
+every call is one comparison.
 
-`MOEVEMENT_STALL_FILE=<path>`: loading of a micro-batch waits as long as there is a file
-`<path>.<process id>`, as a loader does whose file system hangs.
+`MOEVEMENT_STALL_FILE=<path>`: loading of a micro-batch blocks while the file `<path>.<process id>`
+exists, like a loader with a hung file system.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
-    """Where a process can die: `point(Phase.SEAL)` stands at the place that the name tells."""
+    """Places where a process can die, named after the code at each call of `point`."""
 
     # An iteration
     FORWARD = 'forward'
@@ -36,7 +36,7 @@ class Phase(StrEnum):
     STEP = 'step'
     """One of several optimizers has stepped."""
     AFTER_STEP = 'after-step'
-    # What is kept of it
+    # Capture of the iteration
     CAPTURE = 'capture'
     SEAL = 'seal'
     REPLICATE = 'replicate'
@@ -62,7 +62,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Where this process is to die."""
+    """The place where this process dies."""
 
     iteration: int
     phase: Phase
@@ -107,23 +107,23 @@ def arm(rank: int) -> None:
 
 
 def at_iteration(iteration: int) -> None:
-    """Note the iteration that begins; called by the training thread."""
+    """Record the current iteration. Training thread."""
     global _iteration
     _iteration = iteration
 
 
 def armed() -> bool:
-    """True if this process is to die somewhere."""
+    """True if this process has a fault point."""
     return bool(_armed)
 
 
 def point(phase: Phase) -> None:
-    """Die here if asked to. Called on any thread."""
+    """Die here if this fault point is selected. Any thread."""
     if _armed and Fault(_iteration, phase) in _armed:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stall() -> None:
-    """Wait here as long as asked to. Called by the training thread before it loads."""
+    """Block while the stall file exists. Training thread, before it loads data."""
     while _stall_file is not None and os.path.exists(f'{_stall_file}.{os.getpid()}'):
         time.sleep(_STALL_POLL_S)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the rate at which a thread moves bytes over a link that training, or others, use too."""
+"""Limits the rate at which a thread moves bytes over a link shared with training."""
 
 import time
 from collections.abc import Callable
 
 
 class TokenBucket:
-    """Holds a thread up until so many bytes more may go. One thread uses it.
+    """Delays a thread to limit its rate. One thread uses it.
 
-    Bytes may go ahead of the rate by `burst`, never by more, whatever was not used before.
+    Bytes may exceed the rate by at most `burst`, however little was used before.
 
     Args:
-        wait: given seconds, 0 or more, waits as long; True: there is no use in it any more.
-        burst: bytes.
-        clock: seconds, of any clock that does not jump.
+        wait: waits the given seconds (0 or more); returns True to end the wait.
+        burst: size of the burst in bytes.
+        clock: returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -26,15 +26,15 @@ class TokenBucket:
         self._burst = burst
         self._clock = clock
         self._paid_at = -float('inf')
-        """When all bytes that were taken will have had their time."""
+        """Time at which the rate covers all taken bytes."""
         self.held_up = 0
-        """How often bytes had to wait."""
+        """Number of waits."""
 
     def take(self, nbytes: int, bytes_per_s: float | None) -> bool:
-        """Wait until `nbytes` more may go at this rate; None: they may at once.
+        """Wait until the rate allows `nbytes` more; None: no limit.
 
         Returns:
-            True: the wait was ended, and nothing more need be.
+            True if `wait` ended the wait.
         """
         seconds = 0.0
         if bytes_per_s is not None:

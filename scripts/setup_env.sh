@@ -6,6 +6,9 @@
 # Safe to call from several processes at once; continues after an interrupted call.
 #
 #   scripts/setup_env.sh && .venv/bin/python pretrain_gpt.py --help
+#   scripts/setup_env.sh --cpu    # to try it: PyTorch without CUDA, 0.2 GB instead of 5
+#
+# PyTorch for --cpu is that of TORCH_CPU_INDEX, an index for pip.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,6 +18,8 @@ readonly LOCK=.venv.lock
 readonly STAMP=$VENV/.installed  # fingerprint of the last complete installation
 readonly BUILDING=$VENV/.building  # there while an installation is under way or was interrupted
 readonly EXTRAS=test,tools,metrics
+readonly CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+cpu=
 
 log() { printf '[setup_env] %s\n' "$*" >&2; }
 
@@ -80,7 +85,12 @@ install_packages() {
     # In a log, progress bars and 300 lines of package names would hide later output.
     local quiet=()
     [[ -t 2 ]] || quiet=(--quiet --progress-bar off)
-    "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" \
+    local pip=("$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}")
+    if [[ $cpu ]] && ! "${pip[@]}" --index-url "$CPU_INDEX" 'torch>=2.11'; then
+        log "--cpu: no PyTorch from $CPU_INDEX: name another in TORCH_CPU_INDEX, or leave it out"
+        return 1
+    fi
+    "${pip[@]}" \
         --config-settings editable_mode=compat --editable ".[$EXTRAS]"
 }
 
@@ -113,8 +123,9 @@ build() {
     fi
     touch "$BUILDING"
     rm -f "$STAMP"
-    step 'installing packages (torch and CUDA libraries: about 5 GB, some minutes)' \
-        install_packages
+    local size='torch and CUDA libraries: about 5 GB, some minutes'
+    [[ -z $cpu ]] || size='torch for the CPU'
+    step "installing packages ($size)" install_packages
     step 'checking that the megatron namespace is whole' \
         env TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1 "$VENV/bin/python" -W ignore -c \
         'import megatron.core, megatron.moevement, megatron.training, moevement_ext'
@@ -124,6 +135,14 @@ build() {
 }
 
 main() {
+    case $* in
+        '') ;;
+        --cpu) cpu=yes ;;
+        *)
+            log "$*: the only flag is --cpu"
+            return 2
+            ;;
+    esac
     if is_complete; then
         return
     fi
@@ -138,4 +157,4 @@ main() {
     fi
 }
 
-main
+main "$@"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _END = '--'
 _LOCALIZED = 'a failure is recovered on the stages that lost a worker alone'
-_UNDER = ', under a launcher that keeps the others running (docs/operations.md)'
+_UNDER = ', under a launcher that keeps the others running (docs/start.md)'
 _WHOLE_JOB = 'a failure restarts all workers, which recover together from windows in host memory'
 
 

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-window',
         type=_window,
         default=_DEFAULTS.window,
-        help='Iterations per window, or "auto": the fewest that the measured links can carry.',
+        help='Iterations per window, or "auto": the fewest that the measured links can carry and, '
+        'if cores also train, that the spare cores can handle.',
     )
     group.add_argument(
         '--sparse-ckpt-max-window',
@@ -60,11 +61,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'for the longest window that fits.',
     )
     group.add_argument(
+        '--sparse-ckpt-cpu-share',
+        type=float,
+        default=_DEFAULTS.cpu_share,
+        metavar='SHARE',
+        help='Share of the cores of a node that "auto" grants to the threads that copy, check, '
+        'send and receive windows if the cores also train (without a GPU); 0: no limit.',
+    )
+    group.add_argument(
         '--sparse-ckpt-replicas',
         type=int,
         default=_DEFAULTS.replicas,
         help='Copies of the windows of each rank on other failure domains (fewer where there are '
-        'fewer domains).',
+        'fewer domains). A peer there with the same shard of another optimizer instance counts as '
+        'a copy.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-verify-replicas',
+        type=int,
+        default=_DEFAULTS.verify_replicas,
+        metavar='N',
+        help='A holder verifies the checksums of every N-th window of a rank before the window '
+        'counts as replicated. A recovery verifies all windows that it reads; with N above 1 a '
+        'damaged replica may count until then, and leave an older window or none if there is no '
+        'other copy.',
     )
     group.add_argument(
         '--sparse-ckpt-network-gb-per-s',
@@ -123,7 +143,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-topology',
         default=None,
-        help='JSON file that maps node names to failure domains. Default: each node is its own.',
+        help='JSON file that maps node names to failure domains: "rack", or a list with the levels '
+        'above, innermost first: ["rack", "pod"]. Default: each node is its own domain.',
     )
     group.add_argument(
         '--sparse-ckpt-log-lag',

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies slices to host memory on a thread of its own (and, with CUDA, a stream of its own)."""
+"""Copies slices to host memory on a separate thread (with CUDA, on a separate stream)."""
 
 import logging
 import queue
@@ -14,37 +14,42 @@ import torch
 
 from moevement_ext import faults
 from moevement_ext.capture.layout import Piece
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
 
 logger = logging.getLogger(__name__)
 
+# One piece in copy and one queued: the link is neither idle nor busy for long ahead.
 _PIECES_AHEAD = 2
-"""One that is copied and one to follow: the link is never idle, nor busy for long ahead."""
 
 
 class _Copied(NamedTuple):
-    """What all captures together have copied, and in which time."""
+    """Bytes copied by all captures together, and seconds of these copies."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
 class Copier:
-    """One capture at a time: started before an iteration, waited for before its update.
+    """Runs one capture at a time: starts before an iteration, waits before its update.
 
-    The training thread calls `start` and `wait`. The copies are issued by a worker thread. With
-    CUDA they run on a side stream that begins after all work queued so far, piece by piece, so that
-    what training copies to the host (token counts, norms) is not queued behind a whole slot; the
-    update is ordered after them by an event, and the training thread waits only until the last
-    pieces are *issued*. Sealing (checksums, commit) runs on another thread and delays nothing.
+    The training thread calls `start` and `wait`; a worker thread issues the copies. With CUDA the
+    copies run on a side stream that begins after all work queued so far. They run piece by piece,
+    so that training's own copies to the host (token counts, norms) do not queue behind a whole
+    slot. An event orders the update after the copies, and the training thread waits only until the
+    last pieces are *issued*. Sealing (checksums, commit) runs on another thread and delays nothing.
 
     Args:
-        device: where the state lives.
+        device: of the training state.
+
+    Attributes:
+        cost: counts the CPU time of copies and of sealing, on those threads.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.cost = CpuCost()
         self._device = with_index(device)
         bound = (self._device,)
         self._copying = ThreadPoolExecutor(
@@ -71,15 +76,15 @@ class Copier:
         """Begin one capture.
 
         Args:
-            volatile: copied, or queued on the present stream, before this call returns.
-            stable: gives, on the copying thread, what is copied in the background; the sources must
-                not be written before `wait` has returned.
-            seal: called on the sealing thread when all copies have arrived.
-            on_error: called on a worker thread, once, if copying or sealing fails; nothing is
-                written to the targets any more.
+            volatile: copied, or queued on the current stream, before this call returns.
+            stable: returns, on the copying thread, the pieces to copy in the background; no code
+                may write to the sources before `wait` returns.
+            seal: called on the sealing thread when all copies are done.
+            on_error: called once, on a worker thread, if copying or sealing fails; no thread
+                writes to the targets afterwards.
 
         Raises:
-            Exception: a volatile copy failed; nothing was begun, and `on_error` is not called.
+            Exception: a volatile copy failed; no capture began, and `on_error` is not called.
         """
         stream = torch.cuda.current_stream(self._device) if self._cuda else None
         try:
@@ -92,14 +97,14 @@ class Copier:
             raise
 
     def wait(self) -> float:
-        """Return once the sources may be written; with CUDA by the present stream, if not the host.
+        """Return once the sources may be written; with CUDA, by work on the current stream only.
 
-        A capture that failed was told to `on_error` before, and raises nothing here.
+        A failed capture was reported to `on_error`; this call does not raise.
 
         Returns:
-            Seconds by which training was held up. For the CPU, in this call. With CUDA, what the
-            stream waited in all calls whose end the device has reached since the last one, which
-            are earlier ones as a rule.
+            Seconds by which copies delayed training. On the CPU, in this call. With CUDA, the
+            stream's waits in all calls, mostly earlier ones, whose end the device has reached
+            since the last call.
         """
         if self._issued is None:
             return 0.0
@@ -111,18 +116,18 @@ class Copier:
         return time.perf_counter() - began
 
     def bytes_per_s(self) -> float | None:
-        """Rate of all copies that have arrived so far, bytes/s; None before the first."""
+        """Rate of all finished copies in bytes/s; None before the first."""
         nbytes, seconds = self._total
         return nbytes / seconds if nbytes and seconds else None
 
     def drain(self) -> None:
-        """Return when everything started is copied and sealed."""
+        """Wait until all started captures are copied and sealed."""
         self.wait()
         self._copying.submit(lambda: None).result()
         self._sealing.submit(lambda: None).result()
 
     def stop(self) -> None:
-        """Finish what was started and end the threads."""
+        """Finish the started captures and end the threads."""
         self._copying.shutdown()
         self._sealing.shutdown()
 
@@ -137,10 +142,11 @@ class Copier:
     ) -> None:
         try:
             pieces = stable()
-            if ready is not None:
-                arrive = self._copy_on_stream(pieces, ready)
-            else:
-                arrive = self._copy_on_thread(pieces)
+            with self.cost.of(sum(piece.nbytes for piece in pieces)):
+                if ready is not None:
+                    arrive = self._copy_on_stream(pieces, ready)
+                else:
+                    arrive = self._copy_on_thread(pieces)
             self._sealing.submit(self._seal, arrive, seal, on_error)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
             _let_arrive(self._stream if self._cuda else None)
@@ -156,7 +162,7 @@ class Copier:
     def _copy_on_stream(
         self, pieces: Sequence[Piece], ready: torch.cuda.Event
     ) -> Callable[[], None]:
-        """Issue the copies; what is returned waits for them to arrive, on the sealing thread."""
+        """Issue the copies; the returned function waits for them on the sealing thread."""
         began, copied = _timing_event(), _timing_event()
         ahead: deque[torch.cuda.Event] = deque()
         # The sources outlive the copies (parameters and optimizer state), so the allocator needs
@@ -183,14 +189,14 @@ class Copier:
         faults.point(Phase.CAPTURE)
 
     def _count(self, pieces: Sequence[Piece], seconds: float) -> None:
-        """Note what has arrived; the training thread reads bytes and seconds of the same copies."""
+        """Count finished copies; bytes and seconds change together for the training thread."""
         copied = sum(piece.nbytes for piece in pieces)
         self._total = _Copied(self._total.nbytes + copied, self._total.seconds + seconds)
 
     # On the training thread, with CUDA
 
     def _wait_on_stream(self, issued: Future[None]) -> float:
-        """Let the update begin when both the gradients and the copies are there."""
+        """Make the update on the stream wait for the copies."""
         stream = torch.cuda.current_stream(self._device)
         reached, resumed = _timing_event(), _timing_event()
         reached.record(stream)
@@ -220,15 +226,16 @@ class Copier:
     ) -> None:
         try:
             arrive()
-            seal()
+            with self.cost.of(0):
+                seal()
         except Exception as error:
             _tell(on_error, error)
 
 
 def _let_arrive(stream: torch.cuda.Stream | None) -> None:
-    """Wait for pieces that were issued: their host memory is used for something else next."""
+    """Wait for issued pieces before their host memory is reused."""
     if stream is not None:
-        with suppress(Exception):  # a device that fails copies nothing more
+        with suppress(Exception):  # a failed device copies nothing more
             stream.synchronize()
 
 
@@ -240,5 +247,5 @@ def _tell(on_error: Callable[[Exception], None], error: Exception) -> None:
 
 
 def _timing_event() -> torch.cuda.Event:
-    """One that a thread can wait for without spinning."""
+    """An event that a thread waits for without spinning."""
     return torch.cuda.Event(enable_timing=True, blocking=True)

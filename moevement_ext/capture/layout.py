@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each captured tensor goes inside a slot; computed once per plan, not per iteration."""
+"""Places of the captured tensors inside a slot; computed once per plan, not per iteration."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from moevement_ext.memory.window.slot import Record, align_up
 from moevement_ext.plan.byte_planner import OperatorTable, WindowPlan
 
 PIECE_BYTES = 32 * 2**20
-"""Copies queued at once; what else is to be copied from the device waits behind two pieces."""
+"""Size of a queued copy; other copies from the device wait behind at most two pieces."""
+# Three files, in each of which the offset of a slot depends on when earlier slots were sealed.
 _PLACES_KEPT = 6
-"""Three files; where a slot begins in one depends on how early those before it were sealed."""
 
 
 @dataclass(frozen=True, eq=False)
 class TensorSlice:
     """A flat, contiguous part of the training state on this rank.
 
-    `source` stays the same tensor for the life of the run and is updated in place. A volatile
-    slice is also written by forward and backward (router buffers), not by the update alone, so it
+    `source` stays the same tensor for the whole run and is updated in place. A volatile
+    slice is also written by forward and backward (router buffers), not only by the update, so it
     is copied before the iteration starts.
     """
 
@@ -44,11 +44,11 @@ class TensorSlice:
 
 
 class OperatorSlices(NamedTuple):
-    """What is captured of one operator: in full, or its compute weights only.
+    """Captured slices of one operator: in full, or its compute weights only.
 
-    What is in `always` is in every slot of a window, also in those after the one that has the
-    operator in full: small state that a replay alone would not bring to the right values, as
-    something between two iterations changes it (an evaluation).
+    The slices in `always` are in every slot of a window, also after the slot with the operator in
+    full: small state that a replay cannot reproduce, as code between two iterations (an
+    evaluation) changes it.
     """
 
     full: tuple[TensorSlice, ...]
@@ -62,12 +62,12 @@ class OperatorSlices(NamedTuple):
 
     @property
     def light_bytes(self) -> int:
-        """Bytes in a slot that holds its compute weights only, alignment included."""
+        """Bytes in a slot that holds only the compute weights, alignment included."""
         return sum(align_up(item.nbytes) for item in self.light)
 
     @property
     def always_bytes(self) -> int:
-        """Bytes in every slot besides, alignment included."""
+        """Bytes of `always` in every slot, alignment included."""
         return sum(align_up(item.nbytes) for item in self.always)
 
 
@@ -79,7 +79,7 @@ class Copy(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Copies that are made together."""
+    """Copies that run in one call."""
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
@@ -87,17 +87,17 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> 'Piece':
-        """Put copies together."""
+        """Group copies."""
         nbytes = sum(copy.source.nbytes for copy in copies)
         return cls([copy.target for copy in copies], [copy.source for copy in copies], nbytes)
 
 
 def in_pieces(copies: Iterable[Copy], limit: int = PIECE_BYTES) -> list[Piece]:
-    """Put copies together, in their order, and cut large ones up.
+    """Group copies in order, and split large ones.
 
     Args:
         copies: flat tensors.
-        limit: bytes of a piece at most.
+        limit: maximum bytes of a piece.
     """
     parts = (part for copy in copies for part in _cut(copy, limit))
     batches = in_batches(parts, lambda part: part.source.nbytes, limit)
@@ -117,12 +117,12 @@ class SlotLayout:
     Args:
         plan: the window's plan.
         slot: index of the slot.
-        operators: slices by operator; operators that this rank holds nothing of may be missing.
+        operators: slices by operator; operators without slices on this rank may be missing.
 
     Attributes:
         full: operators captured in full.
-        light: operators of which the compute weights alone are captured.
-        records: where each slice goes, in the order of the payload.
+        light: operators captured as compute weights only.
+        records: place of each slice, in the order of the payload.
         payload_bytes: size of the payload.
     """
 
@@ -142,18 +142,18 @@ class SlotLayout:
             self.records.append(_record(item, offset))
             offset += align_up(item.nbytes)
         self.payload_bytes = offset
-        # By volatile or not, then by address. Views keep their map, so that it is of no other file.
+        # By volatility, then by address; views keep the map alive, so its address is not reused.
         self._places: dict[bool, dict[int, list[Piece]]] = {True: {}, False: {}}
 
     def copies(self, payload: Bytes, volatile: bool) -> list[Piece]:
-        """Copies of the volatile, or of the other, slices into the payload of a slot.
+        """Copies of the volatile or of the stable slices into the payload of a slot.
 
-        The views are made once for each place of a payload; a few thousand of them take longer
-        than the copies to be issued. Always called by the same thread for one of the two.
+        Views are created once per place of a payload, since a few thousand views take longer than
+        issuing the copies. One thread calls this for volatile slices, one for stable slices.
 
         Args:
             payload: uint8, shape [payload_bytes], in a mapped file.
-            volatile: which of the two.
+            volatile: selects volatile or stable slices.
         """
         places, address = self._places[volatile], payload.ctypes.data
         if address not in places:
@@ -185,11 +185,11 @@ def _record(item: TensorSlice, offset: int) -> Record:
 def operator_table(
     names: Sequence[str], ranks: Sequence[Mapping[str, tuple[int, int]]]
 ) -> OperatorTable:
-    """Sizes of all operators, as the planner takes them.
+    """Sizes of all operators, in the planner's form.
 
     Args:
         names: operators, in the order of the result.
-        ranks: for each rank of the stage, full and light bytes by operator that it holds.
+        ranks: for each rank of the stage, full and light bytes by operator.
     """
     places = {name: place for place, name in enumerate(names)}
     sizes = np.zeros((2, len(names), len(ranks)), dtype=np.int64)

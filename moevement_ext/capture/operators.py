@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer gives to be captured, and how what was captured is put back."""
+"""Interface to the trainer's state: slices to capture, and loading of captured slots."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -16,32 +16,32 @@ class Operators(Protocol):
 
     @property
     def slices(self) -> Mapping[str, OperatorSlices]:
-        """What is captured of each operator of this rank."""
+        """Captured slices of each operator on this rank."""
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """'expert' for those that are ordered by their load; any other word for the rest."""
+        """Kind by operator: 'expert' if ordered by load; any other word otherwise."""
 
     @property
     def tied(self) -> Sequence[str]:
-        """Those whose weights first and last stage share."""
+        """Operators whose weights the first and last stage share."""
 
     @property
     def device(self) -> torch.device:
-        """Where the state lives."""
+        """Device of the training state."""
 
     def check(self, header: SlotHeader) -> None:
-        """Compare what a slot holds with what this model needs of it.
+        """Check that the records of a slot fit this model.
 
         Raises:
-            RefusedWindow: it is of another model.
+            RefusedWindow: the slot belongs to another model.
         """
 
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
-        """Put a verified slot into place. Collective over the ranks of the stage."""
+        """Load a verified slot into the model. Collective over the ranks of the stage."""
 
     def freeze(self, names: Collection[str]) -> None:
         """Freeze exactly these: forward and input gradient, but no weight gradient, no update."""
 
     def copy(self, source: int) -> None:
-        """Take over the state of rank `source`. Collective over the ranks that hold the same."""
+        """Copy the state of rank `source`. Collective over the ranks with the same state."""

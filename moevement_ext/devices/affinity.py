@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binds a process to the CPUs that are near its GPU, as the kernel tells them.
+"""Binds a process to the CPUs near its GPU, as the kernel reports them.
 
-An agent of a node starts the workers of all its GPUs on all its CPUs. Pages of a window come to lie
-at the CPU that touches them first, and a copy from a GPU of the other socket loses a third to a
-half of the link. Memory needs no rule of its own: it is taken where the process runs.
+A node's agent starts the workers of all GPUs on all CPUs. The kernel places a window's pages near
+the CPU that touches them first, and a copy from a GPU of the other socket loses a third to a half
+of the bandwidth. Memory needs no binding: the kernel allocates it where the process runs.
 """
 
 import logging
@@ -16,17 +16,17 @@ _DEVICES = Path('/sys/bus/pci/devices')
 
 
 def bind(address: str, devices: Path = _DEVICES) -> set[int] | None:
-    """Have the calling thread, and what it starts from now on, run near a device.
+    """Bind the calling thread, and threads and processes that it starts later, near a device.
 
-    Nothing changes where the kernel tells nothing of it, as in many virtual machines, or where the
-    process may use none of those CPUs: what a launcher has bound stays bound.
+    The binding does not change if the kernel reports no CPUs, as in many virtual machines, or if
+    the process may use none of these CPUs: so a launcher's binding stays.
 
     Args:
-        address: of the device on the bus, such as `0000:1b:00.0`.
-        devices: the kernel's folder of devices.
+        address: PCI address of the device, such as `0000:1b:00.0`.
+        devices: the kernel's device directory.
 
     Returns:
-        The CPUs that are left to it; None: nothing changed.
+        The CPUs of the new binding; None if the binding did not change.
     """
     try:
         near = cpus_in((devices / address / 'local_cpulist').read_text('ascii'))
@@ -42,10 +42,10 @@ def bind(address: str, devices: Path = _DEVICES) -> set[int] | None:
 
 
 def cpus_in(listed: str) -> set[int]:
-    """CPUs of a list as the kernel writes it, such as `0-3,8`.
+    """Parse a CPU list of the kernel, such as `0-3,8`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is no such list.
     """
     found: set[int] = set()
     for part in filter(None, listed.strip().split(',')):

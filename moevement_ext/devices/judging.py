@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides from readings whether devices can be used: a function of what was read, no more."""
+"""Decides from readings alone whether devices are usable."""
 
 import enum
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from moevement_ext.devices.xids import RECOVERY_ACTION_CHANGED, Harm, meaning_of
 
 
 class Action(enum.StrEnum):
-    """What the driver wants to be done about a device (its recovery action)."""
+    """Recovery action that the driver requests for a device."""
 
     NONE = 'none'
     GPU_RESET = 'a reset of the GPU'
@@ -22,21 +22,21 @@ _AT_ONCE = (Action.GPU_RESET, Action.NODE_REBOOT)
 
 
 class Reading(NamedTuple):
-    """What is known of one device at one moment; None: it does not tell."""
+    """State of one device at one moment; None for values that the device does not report."""
 
     device: str
     """UUID."""
     lost: bool = False
-    """The driver does not reach it."""
+    """The driver does not reach the device."""
     xids: tuple[int, ...] = ()
-    """Errors that the driver has just reported; nothing else was read then."""
+    """Errors just reported by the driver; the other values are unset then."""
     action: Action | None = None
     clock_mhz: int | None = None
-    """Clock of the multiprocessors, now."""
+    """Current clock of the multiprocessors."""
 
 
 class Finding(NamedTuple):
-    """Something is wrong with a device."""
+    """A fault of a device."""
 
     device: str
     harm: Harm
@@ -47,13 +47,13 @@ class Finding(NamedTuple):
 
 
 class Judge:
-    """Judges all devices that readings are given of. One thread at a time uses it."""
+    """Judges the devices of the given readings. One thread at a time uses it."""
 
     def __init__(self) -> None:
         self._told: set[Finding] = set()
 
     def judge(self, reading: Reading) -> list[Finding]:
-        """What is newly wrong, the worst last; what lasts is told once."""
+        """New faults, the worst last; a lasting fault is returned once."""
         if reading.xids:
             errors = (meaning_of(xid) for xid in reading.xids if xid != RECOVERY_ACTION_CHANGED)
             return sorted(Finding(reading.device, *error) for error in errors)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads devices through NVIDIA's management library, where that and `nvidia-ml-py` are installed.
+"""Reads devices through NVIDIA's management library (needs `nvidia-ml-py`).
 
-Nothing here needs CUDA, or makes a context on a device.
+This module neither needs CUDA nor creates a context on a device.
 """
 
 import importlib
@@ -28,13 +28,13 @@ _OF_NO_USE = ('NVML_ERROR_GPU_IS_LOST', 'NVML_ERROR_RESET_REQUIRED')
 
 
 class Source(Protocol):
-    """Where readings come from; one thread uses it."""
+    """Source of readings. One thread uses it."""
 
     def wait(self, timeout_s: float) -> Reading | None:
-        """Wait for an error that a driver reports, at most so long; None: there was none."""
+        """Wait at most `timeout_s` for an error report of the driver; None if there was none."""
 
     def read(self) -> list[Reading]:
-        """One reading of each device, without errors that were reported."""
+        """One reading of each device, without error reports."""
 
 
 class Nvml:
@@ -54,7 +54,7 @@ class Nvml:
             self._listen_to(device, handle)
 
     def wait(self, timeout_s: float) -> Reading | None:
-        """Wait for an Xid, at most so long; None: there was none."""
+        """Wait at most `timeout_s` for an Xid; None if there was none."""
         if not self._hears:
             time.sleep(timeout_s)
             return None
@@ -63,7 +63,7 @@ class Nvml:
         except self._nvml.NVMLError as error:
             if self._says(error, 'NVML_ERROR_TIMEOUT'):
                 return None
-            # Nothing tells which device is lost: the next reading does.
+            # The error does not name the lost device; the next reading shows it.
             logger.warning('errors of the GPUs are no longer listened for: %s', error)
             self._hears = False
             return None
@@ -96,12 +96,12 @@ class Nvml:
         field = getattr(nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0)
         values = self._told(lambda: nvml.nvmlDeviceGetFieldValues(handle, [field]))
         if values is None or values[0].nvmlReturn != nvml.NVML_SUCCESS:
-            return None  # this device, driver or library does not have it
+            return None  # missing in this device, driver or library
         known = {getattr(nvml, name, None): action for name, action in _ACTIONS}
         return known.get(int(values[0].value.uiVal), Action.OTHER)
 
     def _told[T](self, read: Callable[[], T]) -> T | None:
-        """What the device tells; None where it has no such thing."""
+        """Read a value; None if the device does not support it."""
         try:
             return read()
         except self._nvml.NVMLError as error:
@@ -114,7 +114,7 @@ class Nvml:
 
 
 def of_this_node() -> Nvml | None:
-    """All devices that programs of this environment may use; None: there is none, or no library."""
+    """All devices visible in this environment; None without devices or without the library."""
     library = _library()
     if library is None:
         return None
@@ -126,7 +126,7 @@ def of_this_node() -> Nvml | None:
 
 
 def of_one(device: str) -> Nvml | None:
-    """One device, by its UUID; None: the library is not here, or does not know it."""
+    """One device by UUID; None if the library is missing or does not know the device."""
     library = _library()
     if library is None:
         return None
@@ -138,12 +138,12 @@ def of_one(device: str) -> Nvml | None:
 
 
 def visible(devices: list[str], allowed: str | None) -> Iterable[str]:
-    """Those that `CUDA_VISIBLE_DEVICES` leaves a program.
+    """The devices that `CUDA_VISIBLE_DEVICES` leaves visible.
 
     Args:
         devices: UUIDs, in the order of the bus.
-        allowed: numbers, or beginnings of UUIDs; None: all. What follows a wrong one does not
-            count, as CUDA has it.
+        allowed: indices, or prefixes of UUIDs; None: all. As in CUDA, entries after an invalid one
+            are ignored.
     """
     if allowed is None:
         return devices
@@ -159,7 +159,7 @@ def visible(devices: list[str], allowed: str | None) -> Iterable[str]:
 
 
 def _library() -> Any | None:
-    """`pynvml`, initialised; None: it is not installed, or there is no driver."""
+    """`pynvml`, initialised; None if it is not installed, or without a driver."""
     try:
         library = importlib.import_module('pynvml')
         library.nvmlInit()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches devices on a thread of its own."""
+"""Thread that watches devices."""
 
 import logging
 import threading
@@ -15,14 +15,14 @@ _LOOKS_BETWEEN_READINGS = 5
 
 
 class DeviceWatch:
-    """Tells what is newly wrong with some devices, until closed.
+    """Reports new faults of some devices, until closed.
 
-    Errors that the driver reports are told as they come; all else is read every five seconds, and
-    after each of them.
+    The driver's error reports are passed on at once; all other values are read every five seconds
+    and after each error report.
 
     Args:
-        source: of readings; the thread uses it.
-        judge: that has judged earlier readings of these devices.
+        source: of readings; only the watching thread uses it.
+        judge: with the state of earlier readings of these devices.
         found: called on the thread with each finding.
     """
 
@@ -34,7 +34,7 @@ class DeviceWatch:
         threading.Thread(target=self._run, name='device-watch', daemon=True).start()
 
     def close(self) -> None:
-        """Watch no more; the thread ends within a second or so."""
+        """Stop watching; the thread ends within about a second."""
         self._stopping.set()
 
     def _run(self) -> None:
@@ -45,11 +45,11 @@ class DeviceWatch:
                         break
                 for reading in self._source.read():
                     self._tell(self._judge.judge(reading))
-        except Exception:  # never training's matter (invariant I6)
+        except Exception:  # must not fail training (invariant I6)
             logger.exception('GPUs are no longer watched')
 
     def _hear(self) -> bool:
-        """True if the driver has reported an error meanwhile."""
+        """Wait for an error report; True if there was one."""
         reading = self._source.wait(_WAIT_S)
         if reading is not None:
             self._tell(self._judge.judge(reading))

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an error that NVIDIA's driver reports (an Xid) means for the job.
+"""Meaning of NVIDIA's driver errors (Xids) for the job.
 
-From NVIDIA's "Xid Errors", chapter "Analyzing Xid Errors with the Xid Catalog"
-(https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), columns A100 to GB200, whose
-"immediate action" tells them apart.
+Source: NVIDIA's "Xid Errors", chapter "Analyzing Xid Errors with the Xid Catalog"
+(https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), columns A100 to GB200; the
+"immediate action" there determines the harm.
 """
 
 import enum
 
 
 class Harm(enum.IntEnum):
-    """How bad a finding is, from bad to worse."""
+    """Severity of a finding, in ascending order."""
 
     NOTED = 1
-    """A fault of a program, or one that the device has mended: CUDA tells the program itself."""
+    """A fault of a program, or one that the device has repaired; CUDA reports it to the program."""
     WORN = 2
-    """The device works, but should be reset or looked at when that is convenient."""
+    """The device works, but should be reset or inspected when convenient."""
     PROCESS = 3
-    """What the process has on the device is lost; another process can use the device."""
+    """The process has lost its data on the device; another process can use the device."""
     DEVICE = 4
-    """Nobody can use the device until it is reset, or its node started again."""
+    """No process can use the device before a reset of the device or a reboot of its node."""
 
 
 RECOVERY_ACTION_CHANGED = 154
-"""Comes with another one; the recovery action of the device is to be read again."""
+"""Accompanies another Xid; the recovery action of the device must be read again."""
 
 _CATALOG = {
-    # The action is a reset of the GPU or a new start of the machine. 48 and 74 have a work flow of
+    # The action is a reset of the GPU or a reboot of the machine. 48 and 74 have a work flow of
     # their own, and a reset in their description.
     46: (Harm.DEVICE, 'it stopped processing'),
     48: (Harm.DEVICE, 'uncorrectable memory error'),
@@ -44,20 +44,20 @@ _CATALOG = {
     143: (Harm.DEVICE, 'it could not be initialised'),
     156: (Harm.DEVICE, 'a part of it was retired'),
     158: (Harm.DEVICE, 'fatal timeout'),
-    # The action is to start the application again; others of that kind are faults of programs.
+    # The action is a restart of the application; other Xids with this action are program faults.
     94: (Harm.PROCESS, 'contained memory error'),
-    # What to do depends on details: if it is a reset, the recovery action of the device says so.
+    # The action depends on details; the device's recovery action shows if a reset is necessary.
     54: (Harm.WORN, 'auxiliary power is not connected'),
     63: (Harm.WORN, 'a row of its memory was replaced'),
     92: (Harm.WORN, 'many corrected memory errors'),
     **dict.fromkeys(range(144, 151), (Harm.WORN, 'NVLink error')),
-    155: (Harm.WORN, 'an NVLink went down'),  # also one that is put to sleep on purpose
+    155: (Harm.WORN, 'an NVLink went down'),  # also a link put to sleep on purpose
     157: (Harm.WORN, 'a faulty part of it could not be retired'),
     161: (Harm.WORN, 'a faulty channel of it could not be retired'),
 }
 
 
 def meaning_of(xid: int) -> tuple[Harm, str]:
-    """The harm of any number, known or not, and a few words."""
+    """Harm and short description of an Xid, also of an unknown one."""
     harm, what = _CATALOG.get(xid, (Harm.NOTED, ''))
     return harm, f'Xid {xid}: {what}' if what else f'Xid {xid}'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a job that has trained to its end."""
+"""The end of a job after its last iteration."""
 
 from contextlib import suppress
 from datetime import timedelta
@@ -15,20 +15,20 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 def finish(job: Job, remove: bool = True) -> None:
-    """Training is over on this rank: give the host memory back when it is so on all. Collective.
+    """End the job on this rank and free its host memory once all ranks have finished. Collective.
 
     Args:
-        job: of this rank.
-        remove: windows are deleted; else the job can go on from them when it is launched again.
+        job: the job on this rank.
+        remove: delete the windows; otherwise a relaunched job can continue from them.
     """
-    torch.distributed.barrier()  # nobody gives up what another may still need to recover
+    torch.distributed.barrier()  # no rank frees windows that another may need to recover
     announce(job.rank.number, 0)
     job.close(remove)
 
 
 def announce(rank: int, code: int) -> None:
-    """Let the launcher know that this process is done and will end with exit status `code`."""
-    with suppress(DistError):  # a launcher that is gone already does not want to know
+    """Report to the launcher that this process is done and will end with exit status `code`."""
+    with suppress(DistError):  # the launcher may be gone already
         store = launcher_store(_STORE_TIMEOUT)
         if store is not None:
             tell_finished(store, rank, code)

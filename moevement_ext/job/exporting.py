@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is launched again only to save what its windows hold, by `tools.windows export`.
+"""Export: a relaunch by `tools.windows export` that only saves the content of the run's windows.
 
-It reads them: without one that fits its flags it does not train from the start, which would take
-the place of what was to be read; and at its end they stay.
+An export needs a window that fits its flags. Without one it ends instead of training from the
+start, which would overwrite the windows. At its end the windows stay.
 """
 
 import os
@@ -10,25 +10,25 @@ import os
 from moevement_ext.errors import UserError
 
 VARIABLE = 'MOEVEMENT_EXPORT'
-"""Set in the environment of such a run, to what it reads."""
+"""Environment variable of an export: the tier that it reads."""
 _MEMORY = 'memory'
 
 
 def is_export() -> bool:
-    """This process belongs to such a run."""
+    """True if this process belongs to an export."""
     return VARIABLE in os.environ
 
 
 def reads_memory() -> bool:
-    """It does, and what it reads is in host memory; else that is as at the end of other runs."""
+    """True if this is an export from host memory, which must not delete the windows there."""
     return os.environ.get(VARIABLE) == _MEMORY
 
 
 def refuse_without_window(directory: str, run_id: str) -> None:
-    """No window is recovered from.
+    """End an export that found no window; does nothing in other runs.
 
     Raises:
-        UserError: the run is to do nothing else.
+        UserError: this process belongs to an export.
     """
     if is_export():
         raise UserError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse checkpointing of one training job, from set-up to its end, seen from one rank.
+"""Sparse checkpointing of one training job on one rank, from set-up to the end.
 
 Set-up finds the windows of a predecessor and prepares host memory; then one of three modes runs the
 training loop: `unprotected`, `whole_job` or `localized`.
@@ -54,16 +54,16 @@ AroundUpdate = Callable[[Callable[[], None], Callable[[], None], Callable[[bool]
 
 
 class Job:
-    """All of sparse checkpointing in this process; the training thread calls the methods.
+    """Sparse checkpointing in this process; the training thread calls the methods.
 
-    Made before the first process group: it sees to what NCCL must find in the environment.
+    Construct it before the first process group, as it sets NCCL's environment variables.
 
     Args:
         rank: this rank.
-        membership: this process among the others; None where a failure restarts the whole job.
+        membership: of this rank; None if a failure restarts the whole job.
 
     Raises:
-        UserError: windows cannot be kept in `--sparse-ckpt-disk`.
+        UserError: `--sparse-ckpt-disk` is not usable.
     """
 
     def __init__(self, rank: Rank, membership: Membership | None) -> None:
@@ -72,7 +72,7 @@ class Job:
         self.rank = rank
         self.membership = membership
         self.joining = membership is not None and membership.joining
-        """This process takes the place of a lost one in a running job."""
+        """This process replaces a lost one in a running job."""
         self.protection: Protection | None = None
         self._disk = self._open_disk()
         self._on_disk: WindowName | None = None
@@ -94,19 +94,19 @@ class Job:
         dense_iteration: int = -1,
         last_iteration: int | None = None,
     ) -> None:
-        """Build what is trained; recover from host memory where that is best. Collective.
+        """Build the trainer; recover from host memory if that is best. Collective.
 
         Args:
-            build: builds it; told whether to load the newest dense checkpoint as well.
-            load_dense: loads it into what was built, after a recovery from memory proved
-                impossible.
-            dense_iteration: of that checkpoint, -1 if there is none.
-            last_iteration: at which training ends, None if that is not known yet.
+            build: builds the trainer; the argument is True to load the newest dense checkpoint.
+            load_dense: loads the dense checkpoint into the built trainer, if the recovery from
+                memory turned out to be impossible.
+            dense_iteration: iteration of the dense checkpoint, -1 if there is none.
+            last_iteration: iteration at which training ends, None if unknown.
 
         Raises:
             UserError: an export finds no window.
-            HostMemoryError: there are windows to recover from, or protection is demanded, but host
-                memory cannot be set up.
+            HostMemoryError: host memory cannot be set up, although there are windows to recover
+                from or protection is required.
         """
         predecessor, find_s = self._find(dense_iteration, last_iteration)
         found = predecessor is not None and bool(predecessor.candidates)
@@ -125,7 +125,7 @@ class Job:
     def _find(
         self, dense_iteration: int, last_iteration: int | None
     ) -> tuple[whole_job.Predecessor | None, float]:
-        """What an earlier life of the whole job left; a joining process takes part in this one."""
+        """Windows of an earlier start of the job, unless joining, and seconds of the search."""
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
@@ -138,7 +138,7 @@ class Job:
             refuse_without_window(self.rank.config.disk or self.rank.config.dir, self.rank.run_id)
 
     def _open_disk(self) -> DiskWindows | None:
-        """The disk of this rank; one that joins a running job goes on without it if need be."""
+        """Open the disk directory; a process that joins a running job may go on without it."""
         if self.rank.config.disk is None:
             return None
         try:
@@ -155,9 +155,9 @@ class Job:
         logger.warning('sparse checkpointing: protection is reduced: %s', reason)
 
     def _continue_on_disk(self, predecessor: whole_job.Predecessor | None) -> None:
-        """Nobody recovers any more from windows on disk after the one that this life starts from.
+        """Discard on-disk windows newer than the one that this run resumes from.
 
-        They belong to a past that is not continued.
+        Those windows belong to an abandoned history.
         """
         if self._disk is None or predecessor is None:
             return
@@ -170,10 +170,10 @@ class Job:
         self._on_disk = next(kept, None)
 
     def _protect(self, required: bool) -> None:
-        """Reserve host memory and connect to the peers; without it training is unprotected.
+        """Reserve host memory and connect to the peers; after a failure training is unprotected.
 
         Args:
-            required: there are windows to recover from; going on without them would lose progress.
+            required: there are windows to recover from; unprotected training would lose progress.
         """
         trainer, config = self.trainer, self.rank.config
         if config.bind != OFF:
@@ -188,7 +188,7 @@ class Job:
                 trainer.pipeline.logged if self._logs else NOTHING_LOGGED,
                 self._disk,
             )
-        except UnknownSecretError as error:  # the others start again for the same reason
+        except UnknownSecretError as error:  # all other ranks restart for the same reason
             start_the_whole_job_again(self.rank, str(error))
         except HostMemoryError as error:  # on all ranks or on none
             if required or config.strict or config.host_memory_gb is not None:
@@ -201,11 +201,11 @@ class Job:
 
     @property
     def _logs(self) -> bool:
-        """A stage may have to replay alone."""
+        """True if the upstream log is needed, as a stage may replay alone."""
         return self.membership is not None and self.rank.config.recovery == LOCALIZED
 
     def _obtain(self, predecessor: whole_job.Predecessor, find_s: float) -> Restart | None:
-        """Fetch and verify the window to convert; go to where its replay starts."""
+        """Fetch and verify the window to convert; set the data position to the replay's start."""
         assert self.protection is not None  # it was required
         began = time.perf_counter()
         captured = self.protection.captured_after(predecessor.candidates[0].start)
@@ -220,8 +220,8 @@ class Job:
             start=first.iteration, dense_at=last.iteration, source=source.tier
         )
         self.rank.events.emit(started)
-        # The data iterators are built next: training data from where the replay starts,
-        # validation data from where it ends (a replay does not evaluate).
+        # The data iterators are built next: training data from the start of the replay,
+        # validation data from its end (a replay does not evaluate).
         self.trainer.small_state.set_counters(first.state, validation=last.state)
         ledger, newest = self.protection.memory.ledger, predecessor.committed
         wanted = self.rank.config.verify != OFF
@@ -231,20 +231,20 @@ class Job:
     # Training
 
     def train(self, run: Callable[[], Any], around_update: AroundUpdate) -> Any:
-        """The training loop, started where the window becomes dense; again after failures.
+        """Run the training loop from the window's dense iteration; again after failures.
 
         Args:
-            run: the loop; every iteration of it goes through `step`.
-            around_update: has every update of the optimizer call these: one before the first thing
-                that writes what is captured (it waits until that is allowed), one right before the
-                optimizer writes (gradients are complete then), one when it has written, told
-                whether the update was skipped.
+            run: the loop; it calls `step` for every iteration.
+            around_update: installs three callbacks around each optimizer update: before the first
+                write to captured state (this one waits until the write is allowed), right before
+                the optimizer writes (gradients are complete), and after the write, with a flag
+                for a skipped update.
         """
         self._check_limits()
         if self.membership is None:
             self._guard = self._guarded()
         if watchdog.under_torchrun():
-            says = self.rank.number == 0  # one line, not one a rank
+            says = self.rank.number == 0  # one line per job, not per rank
             hang_timeout = self.rank.config.hang_timeout
             self._watchdog = watchdog.Watchdog(hang_timeout, self.kept_in, says)
         watchdog.set_up_is_over()
@@ -257,19 +257,19 @@ class Job:
         return self._mode.train(run)
 
     def step(self, iteration: int) -> Any:
-        """The iteration after `iteration`, after what a failure has left to do.
+        """Run the iteration after `iteration`, after any pending recovery.
 
         Returns:
-            What `Trainer.iterate` returned last, or `LOOP_ENDS`.
+            The last result of `Trainer.iterate`, or `LOOP_ENDS`.
         """
         assert self._mode is not None
         return self._mode.step(iteration)
 
     def _check_limits(self) -> None:
-        """All is connected: what a recovery takes besides is known, and training has not begun.
+        """Check the system limits of a recovery, once all is connected and before training.
 
         Raises:
-            HostMemoryError: there is less, on this rank, and protection is demanded.
+            HostMemoryError: a limit on this rank is too low, and protection is required.
         """
         if self.protection is None or self.joining:
             return
@@ -281,18 +281,18 @@ class Job:
             logger.warning('sparse checkpointing: protection is reduced: %s', reason)
 
     def _guarded(self) -> Guard | None:
-        """Hangs are noticed; None where no launcher's store is known. Collective."""
+        """Start hang detection; None without a launcher's store. Collective."""
         pids = self.rank.exchange('pids', str(os.getpid()).encode())
         store = launcher_store(_STORE_TIMEOUT)
         if store is None:
             return None
         config = self.rank.config
         timeouts = config.hang_timeout, config.stuck_timeout
-        waits.show()  # the guard ends who stands still, but for those that wait for others
+        waits.show()  # the guard must not end processes that wait for other ranks
         return Guard(store, self.rank.number, [int(pid) for pid in pids], *timeouts)
 
     def _lose_device(self, what: str) -> None:
-        """End this process, so that its launcher starts another in its place. Any thread."""
+        """End this process, so that the launcher starts a replacement. Any thread."""
         if self.membership is not None:
             self.membership.lose_device(what)
         if self._guard is not None:
@@ -300,7 +300,7 @@ class Job:
         os._exit(EXIT_STUCK)
 
     def _start(self) -> UnprotectedMode | WholeJobMode:
-        """Begin to capture, with the plan of the job this process joins or with a first one."""
+        """Begin to capture, with the plan of the joined job or with a first plan."""
         if self.protection is None:
             return UnprotectedMode(self.trainer)
         store = own_store(self.membership, self.rank)
@@ -314,7 +314,7 @@ class Job:
             self.trainer.small_state.set_counters(self._restart.conversion.last.state)
         self.trainer.loop.start()
         iteration = self.trainer.iteration
-        self.protection.memory.ledger.forget_after(iteration)  # what another life committed
+        self.protection.memory.ledger.forget_after(iteration)  # entries of an abandoned history
         plan = self.protection.first_plan(iteration)
         self.protection.start(plan, store, self._on_disk, forget_former_places=not reads_memory())
         if self._restart is not None:
@@ -337,7 +337,7 @@ class Job:
         return LocalizedMode(self.rank, self.trainer, protection, self._restart, membership)
 
     def failed(self, error: Exception) -> None:
-        """The program ends with an error; if it is another rank's, all workers start again."""
+        """Handle an error of the program; if another rank caused it, all workers restart."""
         if self._mode is not None:
             self._mode.failed(error)
 
@@ -345,17 +345,17 @@ class Job:
 
     @property
     def restarted(self) -> bool:
-        """This life of the whole job goes on from windows of an earlier one."""
+        """True if this run of the whole job continues from windows of an earlier one."""
         return self._restart is not None
 
     @property
     def committed_before(self) -> int:
-        """Iterations committed in the life that this one goes on from, -1 if there is none."""
+        """Iterations committed in the continued earlier run, -1 if there is none."""
         return -1 if self._restart is None else self._restart.catches_up_to
 
     @property
     def recovering(self) -> bool:
-        """The state is not there before the next step, which brings it back. Training thread."""
+        """True if the next step must recover the state first. Training thread."""
         return self._mode is not None and self._mode.recovering
 
     @property
@@ -365,13 +365,13 @@ class Job:
 
     @property
     def kept_in(self) -> Path | None:
-        """Where windows of this rank are, None while training is unprotected."""
+        """Directory of this rank's windows, None while training is unprotected."""
         return None if self.protection is None else self.protection.memory.store.path
 
     def close(self, remove: bool = True) -> None:
-        """The end: stop all threads; with `remove` give the host memory back, if it is this run's.
+        """Stop all threads; with `remove` also free this run's host memory.
 
-        What an export has read stays.
+        Windows that an export has read stay.
         """
         remove = remove and not reads_memory()
         self.rank.events.emit(Finished(removed=remove))
@@ -393,7 +393,7 @@ class Job:
 
 
 def own_store(membership: Membership | None, rank: Rank) -> torch.distributed.Store:
-    """The launcher's store under a name of this life of the job, by a connection of its own."""
+    """A separate connection to the launcher's store, with a key prefix of this start of the job."""
     if membership is not None:
         return membership.archive
     default = torch.distributed.distributed_c10d._get_default_store()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process takes its place in the job, before `torch.distributed` is initialised."""
+"""Joins this process to the job, before `torch.distributed` is initialised."""
 
 import logging
 from datetime import timedelta
@@ -36,24 +36,24 @@ def join(
     timeout: timedelta,
     not_localized: str | None = None,
 ) -> tuple[Membership | None, Store | None]:
-    """Meet the other ranks, if there is a launcher whose store outlives the workers.
+    """Meet the other ranks, if the launcher's store outlives the workers.
 
     Args:
-        identity: of this rank in this run.
+        identity: identity of this rank.
         world_size: number of ranks.
         run_id: name of the run's directory in host memory.
         config: settings.
-        timeout: for all ranks to come.
-        not_localized: why a failure can only restart the whole job, None if that is not so.
+        timeout: for all ranks to arrive.
+        not_localized: reason why any failure restarts the whole job, or None.
 
     Returns:
-        The membership, None where a failure can only restart the whole job; and the store to
-        initialise `torch.distributed` with, without keys of an earlier life of the job; None for
-        torch's own.
+        The membership, None if any failure restarts the whole job; and the store for
+        `torch.distributed`, without keys of an earlier start of the job, None for torch's own.
 
     Raises:
-        UserError: this process is launched otherwise than the job that it is to join.
-        ConfigurationError: the store of `--sparse-ckpt-store` is not reached, or not this job's.
+        UserError: this process has other settings than the job that it joins.
+        ConfigurationError: the store of `--sparse-ckpt-store` does not answer, or is another
+            job's.
     """
     directory = Path(config.dir)
     ask_again_soon()
@@ -90,7 +90,7 @@ def join(
 def _take_part(
     membership: Membership, identity: RankIdentity, config: SparseCheckpointConfig
 ) -> None:
-    """Begin the job, or join it if this process is launched as it was."""
+    """Begin the job, or join it if this process has the same settings."""
     if not membership.joining:
         if identity.rank == 0:
             launched_alike.leave(membership.archive, identity)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A protected job in which only the stages that lost a worker go back."""
+"""A protected job in which only the stages that lost a worker roll back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +15,18 @@ from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification
 
 LOOP_ENDS = object()
-"""What a step returns when the loop is to end where it is."""
+"""Result of a step after which the loop ends at once."""
 
 
 class LocalizedMode(WholeJobMode):
-    """Trains with protection, through failures of other ranks. Training thread only.
+    """Trains with protection and survives failures of other ranks. Training thread only.
 
     Args:
         rank: this rank.
-        trainer: its training loop.
+        trainer: of this rank.
         protection: started.
-        restart: what this life of the job began with, None if there was nothing.
-        membership: this process among the others.
+        restart: windows that this start of the job resumes from, or None.
+        membership: of this rank.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LocalizedMode(WholeJobMode):
         self._recovery: LocalizedRecovery | None = None
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """The training loop, entered again after failures of others."""
+        """Run the training loop; again after failures of other ranks."""
         self.trainer.pipeline.log_to(self.protection.memory.log)
         self._recovery = LocalizedRecovery(
             self.rank,
@@ -56,7 +56,7 @@ class LocalizedMode(WholeJobMode):
         )
         try:
             result = self._recovery.train(run)
-        except SystemExit:  # an end that all ranks have come to together
+        except SystemExit:  # all ranks end here together
             self._trained = True
             raise
         self._trained = True
@@ -64,7 +64,7 @@ class LocalizedMode(WholeJobMode):
         return result
 
     def step(self, iteration: int) -> Any:
-        """The iteration after `iteration`, after what a failure has left to do."""
+        """Run the iteration after `iteration`, after any pending recovery."""
         if self.recovery.pending():
             self.drop_conversion()
             if not self.recovery.carry_out(self.iterate):
@@ -74,49 +74,49 @@ class LocalizedMode(WholeJobMode):
 
     @property
     def recovering(self) -> bool:
-        """The next step has a recovery to carry out first."""
+        """True if the next step must recover first."""
         return super().recovering or self.recovery.pending()
 
     def updating(self) -> None:
-        """The optimizer begins to write."""
+        """Note that the optimizer begins to write."""
         if self.running:
             self.recovery.updating()
 
     def stepped(self, skipped: bool) -> None:
-        """The optimizer is done; nothing is noted of an update that may be wrong."""
+        """Record the update, unless it may be wrong."""
         if self.running:
             self.recovery.committing()
         super().stepped(skipped)
 
     def begins(self, start: Start) -> None:
-        """The iteration after `start` begins."""
+        """Note that the iteration after `start` begins."""
         self.recovery.begin(start)
 
     def committed(self, start: Start) -> None:
-        """The update that leads to `start` is written."""
+        """Note that the update that leads to `start` is written."""
         self.recovery.stepped(start)
 
     def verifications(self) -> list[Verification]:
-        """For the start of all, and for the newest replay of this stage."""
+        """Verifications of the start of the job, and of this stage's newest replay."""
         return [*super().verifications(), self.recovery.verification]
 
     def converted(self, start: Start) -> None:
-        """All stages are at `start`."""
+        """Note that all stages are at `start`."""
         self.recovery.converted(start)
 
     def failed(self, error: Exception) -> None:
-        """The program has failed; if another rank died, and training is over, all start again."""
-        if self._trained and self.recovery.announced():  # whatever the error says
+        """Handle an error of the program; after training, a death of another rank restarts all."""
+        if self._trained and self.recovery.announced():  # for any error
             self.recovery.give_up('a worker died after training had ended')
 
     @property
     def recovery(self) -> LocalizedRecovery:
-        """Made when training begins."""
+        """The recovery, which is created when training begins."""
         assert self._recovery is not None
         return self._recovery
 
     def _position(self) -> RankState[Start]:
-        """What this rank has when its training loop is entered for the first time."""
+        """State of this rank when it enters the training loop for the first time."""
         if self._membership.joining:
             return RankState(NOWHERE)
         if self._restart is not None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU of this process: which one that is, and that it is watched.
+"""The GPU of this process: choice, CPU binding and monitoring.
 
-A process ends before a collective hangs on a device that is lost.
+A process whose GPU is lost ends before a collective hangs on that GPU.
 
-Its launcher replaces it then. Whether another process can use the device is the launcher's matter;
-that for Slurm watches all devices of its nodes.
+The launcher then replaces the process and decides whether the device is usable; the launcher for
+Slurm watches all devices of its nodes.
 """
 
 import logging
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def take() -> None:
-    """Have the process use the GPU that its launcher has given to it, unless it has chosen one.
+    """Select the GPU that the launcher assigned, unless the process has selected one.
 
-    That is the one of number `LOCAL_RANK` of those that it sees. Training thread, before anything
-    is on a device.
+    The assigned GPU is the visible GPU with index `LOCAL_RANK`. Training thread, before any
+    tensor is on a device.
     """
     if not torch.cuda.is_available() or torch.cuda.current_device() != 0:
         return
@@ -38,11 +38,11 @@ def take() -> None:
 
 
 def bind() -> None:
-    """Run on the CPUs near it; nothing without a GPU. Training thread, before the first window."""
+    """Bind to the CPUs near the GPU, if there is one. Training thread, before the first window."""
     if not torch.cuda.is_available():
         return
     found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if not hasattr(found, 'pci_bus_id'):  # some builds of torch do not tell
+    if not hasattr(found, 'pci_bus_id'):  # missing in some builds of torch
         return
     address = f'{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0'
     cpus = affinity.bind(address)
@@ -51,12 +51,12 @@ def bind() -> None:
 
 
 def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
-    """Watch it from now on; None: there is none, or nothing that tells of it. Training thread.
+    """Start watching the GPU; None without a GPU or without NVML. Training thread.
 
     Args:
-        events: get all that is found.
-        lose: called on the watching thread with what is wrong, when what the process has on the
-            device is lost; ends the process.
+        events: receives all findings.
+        lose: called on the watching thread with the fault, when the process has lost its data on
+            the device; ends the process.
     """
     source = _own()
     return None if source is None else DeviceWatch(source, Judge(), partial(_act, events, lose))

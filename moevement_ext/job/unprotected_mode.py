@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job whose host memory could not be set up: training goes on without protection."""
+"""A job without host memory: training goes on without protection."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +8,10 @@ from moevement_ext.recover.trainer import Trainer
 
 
 class UnprotectedMode:
-    """Runs iterations and nothing else. Training thread only.
+    """Runs only the iterations. Training thread only.
 
     Args:
-        trainer: the training loop of this rank.
+        trainer: of this rank.
     """
 
     recovering = False
@@ -20,12 +20,12 @@ class UnprotectedMode:
         self._trainer = trainer
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """The training loop."""
+        """Run the training loop."""
         return run()
 
     def step(self, iteration: int) -> Any:
-        """The iteration after `iteration`."""
+        """Run the iteration after `iteration`."""
         return self._trainer.iterate(iteration)
 
     def failed(self, error: Exception) -> None:
-        """Whatever it was, it is not mended here."""
+        """Do nothing: this mode cannot recover."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A protected job in which a failure restarts all workers.
 
-Windows are captured in every iteration. If this life of the job began with windows of an earlier
-one, the first iteration converts them, all stages together.
+Every iteration captures a slot. If this start of the job found windows of an earlier one, the first
+iteration converts them, all stages together.
 """
 
 import threading
@@ -27,32 +27,32 @@ from moevement_ext.recover.summary import Summary
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification, Verified
 
+# Seconds for slower ranks to receive the last messages of this rank and reach the same point; a
+# rank that does not reach it has the window, too.
 _OTHERS_S = 2.0
-"""In which ranks that are a little behind receive what this one sent them last, and come to the
-same place; one that does not has the window, too."""
 
+# Longest list of ranks in one message.
 _MOST_TOLD = 4
-"""Ranks that say what differs, in one line."""
 
 
 @dataclass
 class Restart:
-    """What a job begins with that has windows of an earlier life."""
+    """The recovery of a job that resumes from windows of an earlier start."""
 
     predecessor: whole_job.Predecessor
     conversion: Conversion
     source: str
-    """Where this rank's part of its window was."""
+    """Source of this rank's part of the window."""
     captured: list[SlotHeader]
-    """Newer slots, which tell whether the recovery is exact."""
+    """Headers of newer slots, to verify that the recovery is exact."""
     recorded: list[LedgerEntry]
-    """And what the ledger had of the iterations that are computed again."""
+    """Ledger entries of the recomputed iterations, to verify the recovery."""
     seconds: dict[str, float]
     """Duration of each phase on this rank."""
 
     @property
     def catches_up_to(self) -> int:
-        """The newest iteration that was committed before, or that the window comes to."""
+        """The newest iteration committed earlier, or the last iteration of the window."""
         return max(self.predecessor.committed, self.conversion.last.iteration)
 
 
@@ -61,10 +61,10 @@ class WholeJobMode:
 
     Args:
         rank: this rank.
-        trainer: its training loop.
+        trainer: of this rank.
         protection: started.
-        restart: what this life of the job began with, None if there was nothing.
-        store_lost: set when the ranks cannot meet any more; None where they never do.
+        restart: windows that this start of the job resumes from, or None.
+        store_lost: set when the ranks' store is lost; None for ranks without a store.
     """
 
     def __init__(
@@ -91,39 +91,39 @@ class WholeJobMode:
             )
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """The training loop, started where the window becomes dense."""
+        """Run the training loop from the window's dense iteration."""
         self.trainer.pipeline.log_to(None)
         result = run()
         self.protection.drain()
         return result
 
     def step(self, iteration: int) -> Any:
-        """The iteration after `iteration`, after what is left of a recovery."""
+        """Run the iteration after `iteration`, after any pending recovery."""
         if self._converting:
             self._convert()
         return self.iterate(iteration)
 
     @property
     def recovering(self) -> bool:
-        """The next step has a recovery to carry out first."""
+        """True if the next step must recover first."""
         return self._converting
 
     def failed(self, error: Exception) -> None:
-        """The program has failed; the launcher starts all workers again."""
-        if self._store_lost is not None and self._store_lost.is_set():  # others may have left
+        """Handle an error of the program; the launcher restarts all workers."""
+        if self._store_lost is not None and self._store_lost.is_set():  # other ranks may have left
             self.protection.drain()
 
     # Around the update
 
     def before_update(self) -> None:
-        """The optimizer is about to write what is captured; wait until it may."""
+        """Wait until the optimizer may write to captured state."""
         self.protection.checkpointer.before_update()
 
     def updating(self) -> None:
-        """The optimizer begins to write."""
+        """Note that the optimizer begins to write."""
 
     def stepped(self, skipped: bool) -> None:
-        """The optimizer is done; in a conversion nothing is committed by that."""
+        """Record the update; during a conversion an update commits nothing."""
         if self._running is None:
             self._record_replayed(skipped)
             return
@@ -138,7 +138,7 @@ class WholeJobMode:
             self._recovered()
 
     def _record_replayed(self, skipped: bool) -> None:
-        """A ledger that was lost with its node's memory has what the next failure asks for."""
+        """Rewrite a replayed iteration into the ledger, which may be lost with its node."""
         if self._restart is None or not self._converting:
             return
         iteration, ledger = self._restart.conversion.replaying, self.protection.memory.ledger
@@ -147,7 +147,7 @@ class WholeJobMode:
             self._keep(entry)
 
     def _keep(self, entry: LedgerEntry) -> None:
-        """In the ledger; what is on trial takes the place of no witness, and is none."""
+        """Append to the ledger; an unjudged entry never replaces a trusted one."""
         ledger = self.protection.memory.ledger
         if self.protection.unjudged:
             entry = ledger.get(entry.iteration) or entry.on_trial()
@@ -156,31 +156,31 @@ class WholeJobMode:
     # For subclasses
 
     def begins(self, start: Start) -> None:
-        """The iteration after `start` begins."""
+        """Note that the iteration after `start` begins."""
 
     def committed(self, start: Start) -> None:
-        """The update that leads to `start` is written."""
+        """Note that the update that leads to `start` is written."""
 
     def converted(self, start: Start) -> None:
-        """All stages are at `start`."""
+        """Note that all stages are at `start`."""
 
     def verifications(self) -> list[Verification]:
-        """For the recoveries that this process has come through, or is in."""
+        """Verifications of this process's finished and current recoveries."""
         return [self._verification]
 
     @property
     def running(self) -> bool:
-        """An iteration is run that will be committed."""
+        """True while an iteration runs that will be committed."""
         return self._running is not None
 
     def drop_conversion(self) -> None:
-        """A failure cut off the conversion of all stages; what to replay was decided anew."""
+        """Drop the conversion of all stages, after a failure led to a new decision."""
         if self._converting:
             self._converting = False
             self._catch_up_to = NOWHERE
 
     def iterate(self, iteration: int) -> Any:
-        """One iteration: capture its starting point, run it, note what it committed."""
+        """Run one iteration: capture its starting point, run it, record the result."""
         with self.protection.exposed():
             state = self.trainer.begin_iteration(iteration)
             self.begins(Start(iteration, state))
@@ -199,10 +199,10 @@ class WholeJobMode:
     # The store is lost
 
     def _leave_between_windows(self) -> None:
-        """Have the whole job start again once no window is under way.
+        """Restart the whole job once no window is in capture.
 
-        Nobody can tell the others of a failure any more, nor that a window is persisted. A window
-        that is complete in host memory is found again all the same.
+        Without the store no rank can announce a failure, or that a window is persisted. The
+        restarted job still finds windows that are complete in host memory.
         """
         if self.protection.window_under_way:
             return
@@ -253,9 +253,9 @@ class WholeJobMode:
             self._sum_up(replayed, verified, seconds)
 
     def _judge(self, verified: str) -> None:
-        """With `--sparse-ckpt-verify stop`, by all ranks: what one refuses, no other goes on from.
+        """With `--sparse-ckpt-verify stop`, refuse a recovery on all ranks if one rank refuses it.
 
-        Else one could take for right, and keep, what it computed from what another sent it.
+        Otherwise a rank could trust and keep results that it computed from wrong inputs.
         """
         if not self.protection.unjudged:
             return
@@ -266,13 +266,13 @@ class WholeJobMode:
         if refused:
             window, predecessor = self._restart.conversion.window, self._restart.predecessor
             told = '; '.join(refused[:_MOST_TOLD])
-            for entry in self._restart.recorded:  # it judges the next tier, too
+            for entry in self._restart.recorded:  # they judge the next tier, too
                 self.protection.memory.ledger.append(entry)
             whole_job.refuse(self.protection, window, told, self.rank, predecessor)
         self.protection.accept()
 
     def _sum_up(self, replayed: int, verified: Verified, seconds: Mapping[str, float]) -> None:
-        """Say what all that came to; on one rank, of what it has seen itself."""
+        """Report the result of the recovery; one rank reports its own observations."""
         assert self._restart is not None
         restart, committed = self._restart, self._restart.predecessor.committed
         began = psutil.Process().create_time()
@@ -286,7 +286,7 @@ class WholeJobMode:
             return Summary(
                 iteration=self._catch_up_to,
                 cause=f'the whole job: {cause}',
-                lost=None if committed < 0 else 0,  # what was committed is computed again
+                lost=None if committed < 0 else 0,  # committed iterations are recomputed
                 replayed=replayed,
                 away_s=None if since is None else time.time() - since,
                 seconds={'starting processes': starting, **here},

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the launcher on a node: starts the workers that it is told to, and hot spares.
+"""The launcher's process on a node: starts the workers that the supervisor orders, and hot spares.
 
-It also watches the GPUs of the node, so that no rank is given to one that cannot be used.
+The agent also watches the GPUs of the node, so that no rank runs on an unusable GPU.
 
-`MOEVEMENT_SUPERVISOR` is where the supervisor listens and the secret of the job. Nothing that the
-agent has started outlives it, and it does not outlive the connection.
+`MOEVEMENT_SUPERVISOR` holds the address of the supervisor and the secret of the job. No process
+that the agent started outlives the agent, and the agent does not outlive the connection.
 """
 
 import logging
@@ -38,14 +38,14 @@ _TURN_S = 1.0
 
 
 class Agent:
-    """Does what the supervisor says, until the connection to it ends.
+    """Carries out the supervisor's orders until the connection ends.
 
     Args:
-        link: to the supervisor.
-        job: what is run.
+        link: connection to the supervisor.
+        job: the program and its environment.
         host: name of this node.
-        devices: of this node.
-        secret: of the launchers of the job.
+        devices: GPUs of this node.
+        secret: shared secret of the job's launchers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Agent:
         self._leader: NodeLeader | None = None
 
     def run(self) -> None:
-        """Return when the supervisor is gone; nothing runs here then."""
+        """Work until the supervisor is gone; returns when no process of the job runs here."""
         self._loop.watch(self._link.fd, self._obey)
         self._loop.watch(self._devices.fd, self._tell_of_devices)
         self._devices.watch()
@@ -74,7 +74,7 @@ class Agent:
             while self._link.silent_s < messages.SILENT_S:
                 self._loop.turn(_TURN_S)
         except OSError:
-            pass  # the job is over, or the supervisor lost
+            pass  # the job is over, or the supervisor is lost
         finally:
             self._machine.close()
             if self._leader is not None:
@@ -86,26 +86,28 @@ class Agent:
         if isinstance(message, messages.StartWorker):
             message = self._led(message)
         self._machine.obey(message)
-        if isinstance(message, messages.Vanish):  # nobody is told
+        if isinstance(message, messages.Vanish):  # without a word to the supervisor
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _led(self, order: messages.StartWorker) -> messages.StartWorker:
-        """Let a worker find the leader of this node, which leads to where they meet."""
+        """Add the variables that point workers at this node's store proxy."""
         launchers = order.variables['MASTER_ADDR'], int(order.variables['MASTER_PORT'])
         store = self._store or launchers
         try:
-            if self._leader is None or self._leader.store != store:  # when all start again
+            if (
+                self._leader is None or self._leader.store != store
+            ):  # a new store: all workers start again
                 if self._leader is not None:
                     self._leader.close()
                 self._leader = NodeLeader(*store)
-        except OSError as error:  # each asks the store itself
+        except OSError as error:  # each worker connects to the store itself
             logger.warning('this node has no leader: %s', error)
             return order
         return structs.replace(order, variables={**order.variables, **self._leader.variables})
 
     def _tell(self, message: messages.FromAgent) -> None:
         if isinstance(message, messages.Ended) and message.code != 0:
-            self._tell_of_devices()  # not back to one that may have been the reason
+            self._tell_of_devices()  # first, so that the rank does not restart on a broken GPU
         self._link.send(message)
 
     def _report(self, event: Event) -> None:
@@ -119,15 +121,15 @@ class Agent:
 def connect(
     address: Address, host: str, devices: Sequence[messages.DevicesFail]
 ) -> Link[messages.FromSupervisor]:
-    """Meet the supervisor.
+    """Connect to the supervisor and introduce this node.
 
     Args:
-        address: where it listens.
+        address: of the supervisor.
         host: name of this node.
-        devices: what is wrong with some.
+        devices: faults of this node's GPUs.
 
     Raises:
-        OSError: it is not there, or not that of this job.
+        OSError: no supervisor answers, or the supervisor of another job.
     """
     sock = socket.create_connection((address.host, address.port), _CONNECT_S)
     connection = Connection(sock)
@@ -144,7 +146,7 @@ def connect(
 def main() -> None:
     """Body of the process."""
     ask_again_soon()
-    # Slurm sends them to workers and supervisor, too, of whom the latter decides what they mean.
+    # Slurm sends these signals to all processes; the supervisor alone decides what they mean.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))

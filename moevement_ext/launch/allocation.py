@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Slurm knows of the job: its nodes, its end, and its way back to the queue."""
+"""Slurm's view of the job: its nodes, its time limit, and requeueing."""
 
 import math
 import re
@@ -9,21 +9,21 @@ from collections.abc import Callable, Collection
 
 from moevement_ext.config import ConfigurationError
 
+# Slurm notices a lost node after `SlurmdTimeout`, by default five minutes.
 _TO_NOTICE_S = 600.0
-"""Slurm itself takes `SlurmdTimeout`, by default five minutes, to notice that a node is lost."""
 _POLL_S = 5.0
+# The time limit of a running job may change.
 _LOOK_S = 60.0
-"""The time of a job may be changed while it runs."""
 _TRIES = 10
 _PAUSE_S = 1.0
 _NO_COMMAND = 127
 
 
 def hostnames(nodes: str) -> tuple[str, ...]:
-    """Names of hosts out of such as `n[1-3]`, in their order.
+    """Expand a Slurm node list such as `n[1-3]` into host names, in order.
 
     Raises:
-        ConfigurationError: Slurm's command is not there, or does not know them.
+        ConfigurationError: `scontrol` is missing, or does not know these nodes.
     """
     asked = _ask('scontrol', 'show', 'hostnames', nodes)
     if asked.returncode != 0:
@@ -35,9 +35,10 @@ def hostnames(nodes: str) -> tuple[str, ...]:
 
 
 def call_before_end(job: str, before_s: float, call: Callable[[], object]) -> None:
-    """Wait until the time of the job is up in so many seconds, and call then; for ever, if need be.
+    """Wait until `before_s` seconds before the job's time limit, then call; without a limit, never.
 
-    On a thread of its own: it may wait for Slurm's controller, and goes by what that said last.
+    Runs on its own thread, since Slurm's controller may be slow. While the controller does not
+    answer, its last answer holds.
     """
     end = math.inf
     while time.monotonic() < end - before_s:
@@ -49,18 +50,18 @@ def call_before_end(job: str, before_s: float, call: Callable[[], object]) -> No
 
 
 def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
-    """Give Slurm the time to take lost nodes out of the job, before it goes back to the queue.
+    """Wait until Slurm has removed lost nodes from the job, so that the job can be requeued.
 
-    Sooner it might get them again; and what it had of them, GPUs say, is not given to it anew on
-    others (Slurm 22.05: the steps end with "Invalid generic resource"). A controller that does not
-    answer, perhaps lost with them, would not put it there at all.
+    A job requeued earlier may get the lost nodes again, and Slurm 22.05 does not replace their
+    resources, such as GPUs (the steps end with "Invalid generic resource"). A controller that does
+    not answer, perhaps lost with the nodes, could not requeue the job at all.
 
     Args:
-        job: its number.
-        lost: hosts; Slurm is waited for, but not for ever, as some may not be lost to it.
+        job: Slurm's job id.
+        lost: hosts. The wait is bounded, as Slurm may take some of them for sound.
 
     Returns:
-        Those that Slurm takes for sound.
+        The hosts that Slurm takes for sound.
     """
     deadline = time.monotonic() + _TO_NOTICE_S
     while (sound := _still_has(job, lost)) != set() and time.monotonic() < deadline:
@@ -69,20 +70,20 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
 
 
 def requeue(job: str, excluded: Collection[str]) -> None:
-    """Put the job into the queue again.
+    """Put the job back into Slurm's queue.
 
     Args:
-        job: its number.
-        excluded: hosts that it is not to get again, besides those that it was submitted without.
+        job: Slurm's job id.
+        excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
     """
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
     subprocess.run(['scontrol', 'requeue', job], check=False)
-    if excluded:  # only of a job that waits this can be changed
+    if excluded:  # Slurm changes this of pending jobs only
         _insist('scontrol', 'update', f'JobId={job}', f'ExcNodeList={hosts}')
 
 
 def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
-    """Those of the hosts that the job has; None if the controller does not answer."""
+    """The lost hosts that Slurm still counts to the job; None if the controller does not answer."""
     asked = _ask('squeue', '--noheader', f'--jobs={job}', '--format=%N')
     if asked.returncode != 0:
         return None
@@ -91,7 +92,7 @@ def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
 
 
 def _seconds_left(job: str) -> float | None:
-    """Until the time of a job is up, without end if it has no limit; None: Slurm does not say."""
+    """Seconds to the job's time limit; infinity without a limit, None if Slurm does not answer."""
     shown = _ask('squeue', '--noheader', f'--jobs={job}', '--format=%L').stdout.strip()
     if shown == 'UNLIMITED':
         return math.inf
@@ -108,7 +109,7 @@ def _excluded(job: str) -> list[str]:
 
 
 def _insist(*command: str) -> None:
-    """Slurm ends what runs in a job that goes back to the queue, this command, too."""
+    # Repeated: Slurm kills all processes of a job that it requeues, also this command.
     for _ in range(_TRIES):
         if subprocess.run(command, check=False).returncode == 0:
             break
@@ -118,5 +119,5 @@ def _insist(*command: str) -> None:
 def _ask(*command: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:  # there is no such command
+    except OSError as error:  # the command does not exist
         return subprocess.CompletedProcess(command, _NO_COMMAND, '', str(error))

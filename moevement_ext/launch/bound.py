@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Becomes a command that Linux kills when its parent is gone.
+"""Becomes a command that Linux kills when the command's parent process dies.
 
     bound.py <parent pid> <command ...>
 
-The launcher starts all its processes through this program, so that none outlives it, even if it is
-killed itself. It runs as a file, without the package, and becomes the command by exec, which keeps
-both its process id and the wish. (`preexec_fn` could do the same in the fork, but Python advises
-against it in a process with threads, such as the launcher's store.)
+The launcher starts all its processes through this program, so that no process outlives the
+launcher, even if the launcher is killed. This program runs as a file, without the package, and
+becomes the command by exec, which keeps the process id and the parent-death signal. (`preexec_fn`
+could do the same in the fork, but Python advises against it in a process with threads, such as the
+launcher's store.)
 """
 
 import ctypes
@@ -18,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Never returns."""
+    """Set the parent-death signal and exec the command; never returns."""
     parent, *command = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

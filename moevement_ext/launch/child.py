@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the job, worker or spare, with all that it starts itself."""
+"""One process of the job, worker or spare, with all the processes that it starts."""
 
 import math
 import os
@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 TO_DIE_S = 120.0
-"""After SIGKILL: to give back hundreds of GB takes its time; who waits in a driver never dies."""
+"""After SIGKILL: freeing hundreds of GB takes long; a process blocked in a driver never dies."""
 _BOUND = Path(__file__).with_name('bound.py')
 
 
 class Child(ABC):
-    """A Python process in a session of its own (Ctrl-C does not reach it), bound to this one.
+    """A Python process in its own session (out of reach of Ctrl-C), bound to this process.
 
-    It is killed when the *thread* that started it ends: so Linux has it. What it starts itself is
-    not, but belongs to its process group.
+    Linux kills the process when the *thread* that started it ends. Linux does not kill the
+    processes that it started itself; they belong to its process group.
 
     Attributes:
-        pid: its process id.
+        pid: process id.
         death: becomes readable when the process is dead.
         ended: `reap` was called.
     """
@@ -38,7 +38,7 @@ class Child(ABC):
         self._killed_at: float | None = None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and what it started; to nobody once it was reaped."""
+        """Send a signal to the process and its children; does nothing after `reap`."""
         if self.ended:
             return
         if number == signal.SIGKILL and self._killed_at is None:
@@ -47,24 +47,24 @@ class Child(ABC):
 
     @property
     def to_die_s(self) -> float:
-        """Seconds that are left to it to die; without end unless it was killed."""
+        """Seconds left for a killed process to die; infinity unless it was killed."""
         left = (
             math.inf if self._killed_at is None else self._killed_at + TO_DIE_S - time.monotonic()
         )
         return max(left, 0.0)
 
     def dies(self) -> bool:
-        """Wait for the death of a process that was killed; False if it does not come."""
+        """Wait for the death of a killed process; False if it does not die in time."""
         poll = select.poll()
         poll.register(self.death, select.POLLIN)
         return bool(poll.poll(1000.0 * self.to_die_s))
 
     def ended_well(self) -> bool:
-        """Wait until it is dead; True if it ended with exit status 0."""
+        """Wait until the process is dead; True if its exit status is 0."""
         return self._how_it_ended() == 0
 
     def reap(self) -> int:
-        """Wait until it is dead, kill what it left behind unless it ended well, and reap it.
+        """Wait until the process is dead, kill its own children unless it ended well, and reap it.
 
         Returns:
             Exit status, or the negative number of the signal that killed it.
@@ -77,55 +77,54 @@ class Child(ABC):
         return code
 
     @abstractmethod
-    def _send(self, number: int) -> None:
-        """Send a signal."""
+    def _send(self, number: int) -> None: ...
 
     @abstractmethod
     def _how_it_ended(self) -> int:
-        """Wait until it is dead; returns as `reap`, and the process id stays its own."""
+        """Wait until the process is dead; returns as `reap`, and keeps the process id reserved."""
 
     @abstractmethod
     def _reap(self) -> int:
-        """Give its process id back."""
+        """Release the process id."""
 
 
 class OwnChild(Child):
-    """One that this process has started.
+    """A child whose parent is this process.
 
     Attributes:
-        output: read end of its stdout, if that is a pipe.
+        output: read end of the child's stdout, if its stdout is a pipe.
     """
 
     output: int | None
 
     @abstractmethod
     def close(self) -> None:
-        """Close its pipes."""
+        """Close the pipes to the child."""
 
     def _send(self, number: int) -> None:
-        os.killpg(self.pid, number)  # the number is its own until it is reaped
+        os.killpg(self.pid, number)  # the id is not reused before the child is reaped
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """The command that Linux kills when the thread that has started it ends."""
+    """Wrap a command so that Linux kills it when the thread that started it ends."""
     program = shutil.which(command[0]) or command[0]
     isolated = [sys.executable, '-I', '-S', str(_BOUND), str(os.getpid())]
     return [*isolated, program, *command[1:]]
 
 
 def how_it_ended(pid: int, options: int = 0) -> int:
-    """Wait for a child of this process; exit status, or the negative number of a signal."""
+    """Wait for a child process; returns its exit status, or the negative number of a signal."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | options)
     assert found is not None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 class SpawnedChild(OwnChild):
-    """A process of a command.
+    """A child that runs the Python interpreter.
 
     Args:
         command: arguments of the Python interpreter.
-        environment: all of it.
+        environment: the complete environment.
         stdin, stdout, stderr, pass_fds: as for `subprocess.Popen`.
     """
 
@@ -153,7 +152,7 @@ class SpawnedChild(OwnChild):
         self.output = None if output is None else output.fileno()
 
     def tell(self, text: str) -> bool:
-        """Write to its stdin, a pipe, and close it; False if nobody reads there any more."""
+        """Write to the child's stdin, a pipe, and close it; False if the read end is closed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(text.encode())
@@ -163,7 +162,7 @@ class SpawnedChild(OwnChild):
         return True
 
     def hear(self) -> bool:
-        """Read a byte of its stdout, a pipe; False at the end."""
+        """Read a byte of the child's stdout, a pipe; False at the end."""
         assert self.output is not None
         return bool(os.read(self.output, 1))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the launcher on one machine, and what it has in common with that for Slurm."""
+"""Command line of the launcher on one machine, and the flags shared with the Slurm launcher."""
 
 import argparse
 import re
@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.process.exit_signal import stop_at_signals
@@ -25,7 +26,7 @@ _END = '--'
 
 
 def parse(argv: Sequence[str]) -> LaunchConfig:
-    """The job on a command line; ends the process with a message if it breaks a rule.
+    """Parse a command line; ends the process with a message if a flag breaks a rule.
 
     Args:
         argv: flags of the launcher, `--`, program, flags of the program.
@@ -41,7 +42,7 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; returns the exit status: 0 if all workers ended with 0."""
+    """Run the job; returns the exit status, 0 if all workers ended with 0."""
     ask_again_soon()
     config = parse(sys.argv[1:] if argv is None else argv)
     from moevement_ext.launch.supervisor import Supervisor  # torch: too slow for --help
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_before_program(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> argparse.Namespace:
-    """The flags of a launcher; `launched` has the program and its flags, after `--`."""
+    """Parse the launcher's flags; `launched` holds the program and its flags, after `--`."""
     own = list(argv[: argv.index(_END)] if _END in argv else argv)
     args = parser.parse_args(own)
     args.launched = argv[len(own) + 1 :]
@@ -67,7 +68,7 @@ def parse_before_program(
 
 
 def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
-    """The job of a command line with the flags of `add_shared`, and more of `LaunchConfig`.
+    """Build the job from the flags of `add_shared` and further fields of `LaunchConfig`.
 
     Raises:
         ConfigurationError: a value breaks a rule; names the flag.
@@ -85,8 +86,9 @@ def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        prog=shown('scripts/local_cluster.py'),
         usage='%(prog)s --nodes N [flags] -- program [flags of the program]',
-        description=_DESCRIPTION,
+        description=shown(_DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -118,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
-    """The flags that launchers have in common."""
+    """Add the flags that both launchers have."""
     add: Callable[..., object] = parser.add_argument
     number = {'type': int, 'metavar': 'N'}
     add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')
@@ -169,3 +171,7 @@ def _fault(action: StagedAction, target: str, text: str) -> StagedFault:
             f'{text!r} must be {target}@ITERATION, two whole numbers, such as 2@8'
         )
     return StagedFault(action, int(match[1]), int(match[2]))
+
+
+if __name__ == '__main__':
+    sys.exit(main())

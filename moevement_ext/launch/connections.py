@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many hardware queues the work of a process has on its GPU.
+"""Number of hardware queues that a process uses on its GPU.
 
-With one, kernels begin in the order of their launches, which hides the communication of tensor and
-context parallelism before Blackwell; Megatron requires it for them there. Everywhere else it only
-holds things up: small copies to the host wait behind captures, and overlapped exchanges between
-experts behind compute.
+With one queue, kernels begin in launch order, which hides the communication of tensor and context
+parallelism before Blackwell; Megatron requires one queue for them there. Elsewhere one queue only
+delays work: small copies to the host wait behind captures, and overlapped exchanges between
+experts wait behind compute.
 """
 
 import argparse
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 _ONE_QUEUE = {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
 _PARALLEL = ('--tensor-model-parallel-size', '--context-parallel-size')
+# With these flags Megatron does not require one queue, or refuses it.
 _WANT_MORE = ('--overlap-moe-expert-parallel-comm', '--use-torch-fsdp2', '--use-megatron-fsdp')
-"""For these Megatron does not require one queue, or refuses it."""
 
 
 def connections(flags: Sequence[str]) -> dict[str, str]:
-    """What Megatron needs of the environment, where the user has not set it.
+    """Environment variables that Megatron requires with these flags.
 
     Args:
-        flags: of the program, as on its command line.
+        flags: the program's command line.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in _PARALLEL:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the GPUs of a node, for its agent to tell the supervisor."""
+"""Faults of a node's GPUs, which the agent reports to the supervisor."""
 
 import contextlib
 import os
@@ -13,13 +13,13 @@ from moevement_ext.launch.messages import DevicesFail
 
 
 class Devices:
-    """Findings that the supervisor has to know; none ever where nothing tells of devices.
+    """Collects the findings that the supervisor needs; always empty without a source.
 
     Args:
-        source: of readings; None: there is none.
+        source: of device readings; None: no readings.
 
     Attributes:
-        fd: readable when something was found.
+        fd: readable when there are new findings.
     """
 
     def __init__(self, source: Source | None) -> None:
@@ -29,18 +29,18 @@ class Devices:
         self._found: queue.SimpleQueue[Finding] = queue.SimpleQueue()
 
     def look(self) -> None:
-        """Take a first reading; before `watch`."""
+        """Take a first reading; call this before `watch`."""
         for reading in [] if self._source is None else self._source.read():
             for finding in self._judge.judge(reading):
                 self._add(finding)
 
     def watch(self) -> None:
-        """Take readings from now on, on a thread."""
+        """Start the thread that takes readings."""
         if self._source is not None:
             DeviceWatch(self._source, self._judge, self._add)
 
     def take(self) -> list[DevicesFail]:
-        """What was found since the last call; any thread."""
+        """The findings since the last call; any thread."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         found = [self._found.get() for _ in range(self._found.qsize())]

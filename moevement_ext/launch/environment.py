@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment that torchrun gives to its workers, for workers on emulated nodes."""
+"""Environment of workers on emulated nodes, with the variables that torchrun sets."""
 
 import torch
 
@@ -11,12 +11,12 @@ from moevement_ext.membership import launch
 
 _DEFAULTS = {
     'OMP_NUM_THREADS': '1',
-    'PYTHONUNBUFFERED': '1',  # what a killed worker had printed is not lost
+    'PYTHONUNBUFFERED': '1',  # keeps the output of a killed worker
 }
 
 
 def default_variables_here(config: LaunchConfig) -> dict[str, str]:
-    """The same as `default_variables`, for workers on this machine."""
+    """`default_variables` for workers on this machine."""
     defaults = default_variables(config)
     if not torch.cuda.is_available():
         defaults['TORCHDYNAMO_DISABLE'] = '1'
@@ -24,21 +24,21 @@ def default_variables_here(config: LaunchConfig) -> dict[str, str]:
 
 
 def default_variables(config: LaunchConfig) -> dict[str, str]:
-    """What a worker finds in its environment unless the user has set it otherwise, on any machine.
+    """Environment variables of a worker that the user may override, on any machine.
 
     Args:
-        config: of the job.
+        config: launch configuration of the job.
     """
     return {**_DEFAULTS, **connections(config.flags)}
 
 
 def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
-    """What all workers of the job find in their environment, whatever the user has set.
+    """Environment variables of all workers, which the user cannot override.
 
     Args:
-        config: of the job.
-        host: where the store of the launcher listens.
-        port: of the store.
+        config: launch configuration of the job.
+        host: of the launcher's store.
+        port: of the launcher's store.
     """
     return {
         'WORLD_SIZE': str(config.world_size),
@@ -51,12 +51,12 @@ def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
 
 
 def rank_variables(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
-    """What differs between workers, and between the lives of a worker.
+    """Environment variables that differ between ranks, and between restarts of a rank.
 
     Args:
-        config: of the job.
+        config: launch configuration of the job.
         rank: of the worker.
-        restarts: how often this rank was restarted.
+        restarts: number of restarts of this rank.
     """
     node = config.node_of(rank)
     return {
@@ -73,10 +73,10 @@ def name_here(node: int) -> str:
 
 
 def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
-    """The same as `rank_variables`, for a worker on an emulated node.
+    """`rank_variables` for a worker on an emulated node.
 
-    `LOCAL_RANK` chooses the GPU. The emulated nodes share those of this machine, so where there are
-    GPUs it is the rank itself, not the place in the node; or 0, where all share the first.
+    `LOCAL_RANK` chooses the GPU. The emulated nodes share the GPUs of this machine, so with GPUs
+    `LOCAL_RANK` is the rank itself, not the place in the node, or 0 if all share the first GPU.
     """
     found = rank_variables(config, rank, restarts)
     if config.share_gpu:
@@ -87,11 +87,11 @@ def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, 
 
 
 def check_devices(config: LaunchConfig) -> None:
-    """Each worker needs a GPU of its own, unless all share one or none is used.
+    """Check that each worker has its own GPU, unless all share one or no GPU is in use.
 
     Raises:
-        ConfigurationError: there are GPUs, but fewer than workers, or workers are to be forked; or
-            there is none to share.
+        ConfigurationError: there are fewer GPUs than workers, `--fork` is given with GPUs, or
+            there is no GPU to share.
     """
     if config.fork and torch.cuda.is_available():
         raise ConfigurationError(

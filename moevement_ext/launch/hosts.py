@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts workers on the nodes of an allocation, and those of a lost node on a spare one.
+"""Starts workers on the nodes of an allocation, and moves a lost node's ranks to a spare node.
 
-A *seat* is one of the job's nodes: its ranks and their number, `GROUP_RANK`. Hosts take seats; what
-is left over is spare, with hot spares for all workers of a seat. A lost host loses its seat to a
-spare one at once; is it reached again, while Slurm leaves it in the allocation, it is a spare. A
-host with a device that cannot be used counts as lost, for good.
+A *seat* is one of the job's nodes: its ranks and their number, `GROUP_RANK`. Hosts take seats; the
+other hosts are spares and hold hot spares for all workers of a seat. When a host is lost, a spare
+host takes its seat at once; if Slurm leaves the lost host in the allocation and it answers again,
+it becomes a spare. A host with an unusable device counts as lost for the rest of the job.
 
-What tells that a host is lost is the connection to its agent, within a second if its processes die
-and after `SILENT_S` if it falls silent. Slurm itself knows later: `SlurmdTimeout`, by default 5
-minutes; and the step on a lost host comes back then with status 0.
+The connection to the agent shows that a host is lost: within a second if the host's processes die,
+and after `SILENT_S` if the host falls silent. Slurm notices later, after `SlurmdTimeout` (by
+default 5 minutes), and then the step on the lost host returns status 0.
 """
 
 import logging
@@ -51,20 +51,20 @@ _HERE = '127.0.0.1'
 
 
 class NoNodeLeft(LaunchError):
-    """A seat is empty, and nobody can take it."""
+    """A seat is empty, and no host can take it."""
 
     exit_code = EXIT_WHOLE_JOB
 
 
 class SlurmStarter:
-    """A `Starter` of workers on other nodes.
+    """`Starter` of workers on other nodes.
 
     Args:
-        hosts: of the allocation; the first ones take seats, in this order.
+        hosts: of the allocation; the first hosts take the seats, in this order.
         start_step: starts the agent of a host.
-        config: of the job; `nodes` is the number of seats.
-        loop: calls when an agent says something.
-        report: called with what happened.
+        config: job configuration; `nodes` is the number of seats.
+        loop: calls this object when an agent sends a message.
+        report: called with each event.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class SlurmStarter:
         self._gathered = False
 
     def open(self, port: int) -> None:
-        """Be ready for workers that meet at `port`; at first, ask all hosts for an agent."""
+        """Prepare for workers that use the store at `port`; the first call starts all agents."""
         self._variables = job_variables(self._config, socket.gethostname(), port)
-        if flag.address(self._config.flags) is None:  # else it is not on this host
+        if flag.address(self._config.flags) is None:  # else the store is not on this host
             self._branch(port)
         if self._listener is None:
             self._listener = Listener(self._secret)
@@ -108,26 +108,26 @@ class SlurmStarter:
     def start(
         self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        """A new life of a rank, which starts once its seat is taken."""
+        """Restart a rank; its process starts as soon as a host has the rank's seat."""
         own = rank_variables(self._config, rank, restarts)
         child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
         self._start_waiting()
         return child
 
     def keep_spares(self) -> None:
-        """Spare nodes have nothing else to do: they had them from the start."""
+        """Does nothing: spare nodes keep hot spares from the start."""
 
     def spares_left(self) -> str:
-        """Nodes of the allocation that wait to take the place of another."""
+        """Describe the spare nodes of the allocation."""
         spare = [node.host for node in self._nodes.values() if node.is_spare]
         names = f' ({" ".join(spare)})' if spare else ''
         return f'{len(spare)} nodes{names}'
 
     def look(self) -> None:
-        """Do what is due: lost nodes, free hosts, agents that do not come.
+        """Handle lost nodes, free hosts, and agents that do not connect.
 
         Raises:
-            LaunchError: a seat is empty, and no host is there or may come to take it.
+            LaunchError: a seat is empty, and no host can take it now or later.
         """
         for node in self._nodes.values():
             node.look()
@@ -141,16 +141,16 @@ class SlurmStarter:
                 self._ask_for_agent(node)
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
-        """Have all that runs on the host in a seat killed, and its memory deleted."""
+        """Kill all processes of the host in a seat, and delete its memory."""
         host = next((one for one in self._nodes.values() if one.seat == node), None)
         if host is None:
-            return None  # it was lost without that
+            return None  # the node is already lost
         store = memory(host.host)
         host.send(messages.Vanish(host.host, str(store.root), store.run_id))
         return store.path
 
     def close(self) -> None:
-        """End all agents."""
+        """Shut down all agents."""
         if self._branches is not None:
             self._branches.close()
         if self._listener is not None:
@@ -163,12 +163,12 @@ class SlurmStarter:
             node.close(max(deadline - time.monotonic(), 0.0))
 
     def _branch(self, port: int) -> None:
-        """Have processes of this host ask the store for the nodes, if there are many."""
+        """With many nodes, start store aggregators on this host between the nodes and the store."""
         if self._branches is not None:
             self._branches.close()
         try:
             self._branches = Branches(_HERE, port, needed(self._config.nodes))
-        except OSError as error:  # all nodes ask it themselves
+        except OSError as error:  # all nodes connect to the store directly
             logger.warning('the store has no branches: %s', error)
             return
         if self._branches.ports:
@@ -179,7 +179,7 @@ class SlurmStarter:
     def _ask_for_agent(self, node: Node) -> None:
         try:
             node.begin(self._start_step(node.host, self._address))
-        except OSError as error:  # no process left on this host, say
+        except OSError as error:  # such as the process limit of this host
             node.cannot_begin(f'its step cannot be started: {error}')
 
     def _links(self) -> list[Link[messages.FromAgent]]:
@@ -197,9 +197,9 @@ class SlurmStarter:
                 node.lose('it has a new agent')
             job = messages.program(self._config, default_variables(self._config))
             try:
-                link.send(job)  # before the heartbeats know the link: it is to come first
+                link.send(job)  # before the heartbeats use the link: `Program` must be first
             except OSError:
-                link.close()  # its step ends, too
+                link.close()  # this ends the step, too
                 continue
             self._met = True
             node.connected(link)
@@ -218,7 +218,7 @@ class SlurmStarter:
                 self._children.act(message)
 
     def _note(self, node: Node, trouble: str, usable: bool) -> None:
-        """Something is wrong with a device of a node; its ranks go elsewhere if that is lost."""
+        """Record a faulty device of a node; if it is unusable, move the node's ranks."""
         self._report(DevicesFailing(node.host, trouble, usable))
         if usable:
             node.worn = True
@@ -237,7 +237,7 @@ class SlurmStarter:
     # Seats
 
     def _are_enough(self) -> bool:
-        """All hosts are there; or after a while those that suffice."""
+        """True if all hosts are connected, or after a while enough of them."""
         coming = [node for node in self._nodes.values() if node.is_coming]
         there = [node for node in self._nodes.values() if node.is_spare]
         enough = len(there) >= self._config.nodes
@@ -257,7 +257,7 @@ class SlurmStarter:
 
     def _take(self, seat: int) -> bool:
         spares = [node for node in self._nodes.values() if node.is_spare]
-        for node in sorted(spares, key=lambda spare: spare.worn):  # the sound ones first
+        for node in sorted(spares, key=lambda spare: spare.worn):  # sound hosts first
             node.seat = seat
             self._report(NodeSeated(node.host, seat))
             if node.is_hot:
@@ -266,7 +266,7 @@ class SlurmStarter:
         return False
 
     def _look_for_another(self, seat: int) -> None:
-        """No spare is there: perhaps one is coming, or only the agent of a host was lost."""
+        """Without a spare: wait for a host that is connecting, or restart the agent of a host."""
         absent = [node for node in self._nodes.values() if node.link is None]
         for node in absent:
             if not (node.is_coming or node.broken) and node.tried < self._vacated:
@@ -281,6 +281,6 @@ class SlurmStarter:
         seated = {node.seat: node for node in self._nodes.values()}
         for child in self._children:
             node = seated.get(self._config.node_of(child.order.rank))
-            # Its agent may be found lost by what another child was to be told.
+            # An order to another child may just have shown that this node's agent is lost.
             if node is not None and node.link is not None and child.waits_for_node:
                 child.start_on(node)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to launch, on how many emulated nodes, and which failures to stage."""
+"""Launch configuration: the program, the number of nodes, and the staged failures."""
 
 import enum
 import secrets
@@ -12,7 +12,7 @@ from moevement_ext.config import ConfigurationError
 
 
 class StagedAction(enum.StrEnum):
-    """A failure that can be staged; the values are the launcher's flags."""
+    """Kinds of staged failures; the values are the launcher's flags."""
 
     KILL = '--kill'
     KILL_NODE = '--kill-node'
@@ -26,7 +26,7 @@ class StagedFault(NamedTuple):
     target: int
     """A rank, or a node for `KILL_NODE`."""
     iteration: int
-    """It is staged once the last rank has logged this iteration."""
+    """The failure strikes once the last rank has logged this iteration."""
 
     def __str__(self) -> str:
         return f'{self.action} {self.target}@{self.iteration}'
@@ -34,7 +34,7 @@ class StagedFault(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One job on emulated nodes; the flags of `scripts/local_cluster.py` fill it.
+    """One job; the flags of the launchers fill these fields.
 
     Raises:
         ConfigurationError: a value breaks a rule; names the flag.
@@ -49,18 +49,18 @@ class LaunchConfig:
     spares: int = 0
     """Processes that have imported the program and wait for a worker to die."""
     fork: bool = False
-    """All workers are forked from one process that has imported the program."""
+    """Fork all workers from one process that has imported the program."""
     max_restarts: int = 100
-    """Replacements, or new starts of all workers together; the next death ends the job."""
+    """Limit of replacements, or of restarts of all workers; the next death ends the job."""
     log_dir: Path | None = None
-    """One file per rank is appended to; None: all output goes to stdout, with the rank."""
+    """Directory of one log file per rank; None: all output goes to stdout, with the rank."""
     faults: tuple[StagedFault, ...] = ()
     share_gpu: bool = False
-    """All workers use the first GPU, each as a host of its own."""
+    """All workers use the first GPU; to NCCL each worker is a separate host."""
     grace_s: float = 10.0
     """Seconds from the first signal to SIGKILL when the job is stopped."""
     launch: str = field(default_factory=lambda: secrets.token_hex(8), compare=False)
-    """Name of this launch; what is said of its processes is said under it."""
+    """Id of this launch; prefixes the keys of its processes in the store."""
 
     def __post_init__(self) -> None:
         _at_least('--nodes', self.nodes, 1)
@@ -88,22 +88,22 @@ class LaunchConfig:
         return self.nodes * self.workers_per_node
 
     def node_of(self, rank: int) -> int:
-        """The emulated node of a rank; ranks are dealt out as torchrun does, node by node."""
+        """The node of a rank; nodes hold consecutive ranks, as under torchrun."""
         return rank // self.workers_per_node
 
     def ranks_of(self, node: int) -> range:
-        """All ranks of an emulated node."""
+        """All ranks of a node."""
         return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
 
     def log_of(self, rank: int) -> Path | None:
-        """File that all lives of a rank append to."""
+        """Log file of a rank; restarts append to it."""
         return None if self.log_dir is None else self.log_dir / f'rank{rank}.log'
 
     def make_log_dir(self) -> None:
-        """Make the directory of `--log-dir`, if it was given.
+        """Create the directory of `--log-dir`, if that flag was given.
 
         Raises:
-            ConfigurationError: that, or a file in it, is not possible.
+            ConfigurationError: the directory, or a file in it, cannot be created.
         """
         if self.log_dir is None:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a job is given up."""
+"""Errors that end a job."""
 
 from moevement_ext.errors import EXIT_USER_ERROR, SparseCheckpointError
 
@@ -8,13 +8,13 @@ class LaunchError(SparseCheckpointError):
     """The job cannot go on.
 
     Attributes:
-        exit_code: that the launcher ends with.
+        exit_code: exit status of the launcher.
     """
 
     exit_code = 1
 
 
 class UserMistake(LaunchError):
-    """A worker has refused what it was started with."""
+    """A worker has refused its flags or its environment."""
 
     exit_code = EXIT_USER_ERROR

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher reports; as text one line for a person, in `launcher.jsonl` one of JSON."""
+"""Events of the launcher: one line of text on stderr, one line of JSON in `launcher.jsonl`."""
 
 import signal
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event, EventFile, encode
 
 FILE = 'launcher.jsonl'
-"""In the directory of `--log-dir`; read by `moevement_ext.events.decode`."""
+"""File in the directory of `--log-dir`; `moevement_ext.events.decode` reads it."""
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended.
+    """Describe how a process ended.
 
     Args:
         code: exit status, or the negative number of a signal.
@@ -27,13 +27,13 @@ def describe_exit(code: int) -> str:
 
 
 class WorkerLaunched(Event, frozen=True):
-    """A worker runs, in its first life or a later one."""
+    """A worker process started, for the first time or again."""
 
     name = 'worker_launched'
     rank: int
     pid: int
     restarts: int
-    """How often this rank was restarted."""
+    """Number of restarts of this rank."""
     was_spare: bool
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class WorkerLaunched(Event, frozen=True):
 
 
 class WorkerEnded(Event, frozen=True):
-    """A worker is gone."""
+    """A worker process ended."""
 
     name = 'worker_ended'
     rank: int
@@ -55,7 +55,7 @@ class WorkerEnded(Event, frozen=True):
 
 
 class WorkerStopped(Event, frozen=True):
-    """The launcher has killed a worker to start it again with all the others."""
+    """The launcher killed a worker in order to restart all workers together."""
 
     name = 'worker_stopped'
     rank: int
@@ -66,7 +66,7 @@ class WorkerStopped(Event, frozen=True):
 
 
 class WorkerLostAtExit(Event, frozen=True):
-    """A worker that had done all its work was killed by a signal before its process ended."""
+    """A signal killed a worker after all its work was done, before its process ended."""
 
     name = 'worker_lost_at_exit'
     rank: int
@@ -80,18 +80,18 @@ class WorkerLostAtExit(Event, frozen=True):
 
 
 class WorkerLate(Event, frozen=True):
-    """A worker has not come to join the others, who wait for it; it is killed."""
+    """The launcher killed a replacement that did not join the waiting workers in time."""
 
     name = 'worker_late'
     rank: int
     pid: int
 
     def __str__(self) -> str:
-        return f'rank {self.rank} (pid {self.pid}) has not come to join the others: killed'
+        return f'rank {self.rank} (pid {self.pid}) did not join the other ranks in time: killed'
 
 
 class WorkerUndead(Event, frozen=True):
-    """A worker was killed and does not die; the launcher ends without it."""
+    """A killed worker does not die; the launcher ends without waiting for it."""
 
     name = 'worker_undead'
     rank: int
@@ -102,7 +102,7 @@ class WorkerUndead(Event, frozen=True):
 
 
 class AllStartAgain(Event, frozen=True):
-    """The others cannot go on without the worker that died: all are killed and started again."""
+    """The launcher restarts all workers, as they cannot go on without the dead worker."""
 
     name = 'all_start_again'
     reason: str
@@ -112,7 +112,7 @@ class AllStartAgain(Event, frozen=True):
 
 
 class WorkerEvicted(Event, frozen=True):
-    """The others found this worker hung; it is killed."""
+    """The launcher killed a worker that the other ranks reported as hung."""
 
     name = 'worker_evicted'
     rank: int
@@ -123,11 +123,11 @@ class WorkerEvicted(Event, frozen=True):
 
 
 class StoreGone(Event, frozen=True):
-    """Nobody serves the store any more; who dies meanwhile waits to be replaced."""
+    """The store does not answer; dead workers are replaced once it is back."""
 
     name = 'store_gone'
     address: str | None
-    """That of `--sparse-ckpt-store`."""
+    """Address of `--sparse-ckpt-store`; None: the launcher's own store."""
 
     def __str__(self) -> str:
         which = '' if self.address is None else f' {self.address}'
@@ -138,7 +138,7 @@ class StoreGone(Event, frozen=True):
 
 
 class StoreFound(Event, frozen=True):
-    """A store is there again: the same, or an empty one."""
+    """A store answers again: the same store, or an empty one."""
 
     name = 'store_found'
 
@@ -157,7 +157,7 @@ class SpareReady(Event, frozen=True):
 
 
 class SpareEnded(Event, frozen=True):
-    """A hot spare is gone before it was used; one that never was ready is not replaced."""
+    """A hot spare ended before use; a spare that was never ready is not replaced."""
 
     name = 'spare_ended'
     pid: int
@@ -170,7 +170,7 @@ class SpareEnded(Event, frozen=True):
 
 
 class SpareMissing(Event, frozen=True):
-    """A hot spare could not be started; the job goes on with one less."""
+    """A hot spare could not start; the job goes on with one spare fewer."""
 
     name = 'spare_missing'
     reason: str
@@ -184,9 +184,9 @@ class FaultStaged(Event, frozen=True):
 
     name = 'fault_staged'
     fault: str
-    """What was given on the command line."""
+    """The failure as given on the command line."""
     deleted: str | None = None
-    """Host memory of the node that was killed."""
+    """Host memory directory of the killed node."""
 
     def __str__(self) -> str:
         also = '' if self.deleted is None else f'; deleted {self.deleted}'
@@ -194,7 +194,7 @@ class FaultStaged(Event, frozen=True):
 
 
 class NodeReady(Event, frozen=True):
-    """A host is reached and can take the place of a node of the job."""
+    """A host is connected and can take a seat of the job."""
 
     name = 'node_ready'
     host: str
@@ -204,7 +204,7 @@ class NodeReady(Event, frozen=True):
 
 
 class NodeSeated(Event, frozen=True):
-    """A host is a node of the job from now on."""
+    """A host took a seat of the job."""
 
     name = 'node_seated'
     host: str
@@ -215,12 +215,12 @@ class NodeSeated(Event, frozen=True):
 
 
 class NodeLost(Event, frozen=True):
-    """A host is not reached any more, with all that ran there."""
+    """The launcher lost a host, with all processes there."""
 
     name = 'node_lost'
     host: str
     node: int | None
-    """That it was; None: a spare."""
+    """The job's node that the host was; None: a spare."""
     reason: str
 
     def __str__(self) -> str:
@@ -229,7 +229,7 @@ class NodeLost(Event, frozen=True):
 
 
 class NodeMissing(Event, frozen=True):
-    """A host was asked for an agent, and none came."""
+    """The agent of a host did not connect."""
 
     name = 'node_missing'
     host: str
@@ -240,7 +240,7 @@ class NodeMissing(Event, frozen=True):
 
 
 class DevicesFailing(Event, frozen=True):
-    """Something is wrong with a device of a host."""
+    """A device of a host is faulty."""
 
     name = 'devices_failing'
     host: str
@@ -248,40 +248,41 @@ class DevicesFailing(Event, frozen=True):
     usable: bool
 
     def __str__(self) -> str:
-        what = 'can be used all the same' if self.usable else 'gets no rank any more'
+        what = 'stays usable' if self.usable else 'gets no more ranks'
         return f'host {self.host} {what}: {self.trouble}'
 
 
 class JobRecovered(Event, frozen=True):
-    """All workers are back after a failure; they say so in a line."""
+    """All workers have recovered from a failure; `line` is their report."""
 
     name = 'job_recovered'
     line: str
     spares: str
-    """What is left to take the place of the next that is lost."""
+    """The spares that are left, in words."""
 
     def __str__(self) -> str:
         line = self.line.strip().removeprefix('sparse ckpt | ').removesuffix(' |')
         kept = [field for field in line.split(' | ') if not field.startswith('spares left: ')]
-        return ' | '.join([*kept[1:], f'spares left: {self.spares}'])  # it has a time of its own
+        # Without the report's time of day: the launcher prints its own.
+        return ' | '.join([*kept[1:], f'spares left: {self.spares}'])
 
     @property
     def nothing_lost(self) -> bool:
-        """No iteration, and no bit that was compared."""
+        """True if the recovery lost no iteration and no compared bit differs."""
         differs = ', differing: ' in self.line and ', differing: 0' not in self.line
         return ' lost iterations: 0 ' in self.line and not differs
 
 
 class JobEnded(Event, frozen=True):
-    """All workers are gone: the last thing that a launcher says of a job, but for its memory."""
+    """All workers ended; only `MemoryKept` may follow this event."""
 
     name = 'job_ended'
     code: int
     seconds: float
     failures: int
-    """Workers that were replaced alone, or new starts of all."""
+    """Number of replaced workers, or of restarts of all workers."""
     recoveries: int
-    """How often all ranks have said that they are back."""
+    """Number of completed recoveries."""
 
     def __str__(self) -> str:
         how = 'ended well' if self.code == 0 else f'ended with exit status {self.code}'
@@ -292,7 +293,7 @@ class JobEnded(Event, frozen=True):
 
 
 def in_words(seconds: float) -> str:
-    """A duration for a person, such as `2 h 03 min` or `12 s`."""
+    """Format a duration, such as `2 h 03 min` or `12 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -301,7 +302,7 @@ def in_words(seconds: float) -> str:
 
 
 class JobFailed(Event, frozen=True):
-    """The job is given up; all its processes are killed."""
+    """The launcher gave up the job and killed all its processes."""
 
     name = 'job_failed'
     reason: str
@@ -311,7 +312,7 @@ class JobFailed(Event, frozen=True):
 
 
 class MemoryKept(Event, frozen=True):
-    """All workers are gone; what they kept in host memory is not."""
+    """All workers ended; their windows in host memory remain."""
 
     name = 'memory_kept'
     directory: str
@@ -324,15 +325,15 @@ class MemoryKept(Event, frozen=True):
 
 
 def line_of(event: Event) -> bytes:
-    """The line of an event of a launcher, about the process that it names, if any."""
+    """Encode an event as a line, with the rank and pid that the event names, if any."""
     return encode(event, event.rank, event.pid)
 
 
 class Journal:
-    """Hands on what a launcher reports, and appends it to `launcher.jsonl` in its `--log-dir`.
+    """Passes on the launcher's events and appends them to `launcher.jsonl` in `--log-dir`.
 
     Args:
-        log_dir: None: it is only handed on.
+        log_dir: None: events are only passed on.
         then: called with each event.
 
     Raises:
@@ -352,12 +353,12 @@ class Journal:
                 ) from error
 
     def __call__(self, event: Event) -> None:
-        """Something happened."""
+        """Record an event."""
         if self._file is not None:
             self._file.append(line_of(event))
         self._then(event)
 
     def close(self) -> None:
-        """What comes later is only handed on."""
+        """Close the file; later events are only passed on."""
         if self._file is not None:
             self._file.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connection between the supervisor and an agent, and how the agent finds it."""
+"""The connection between supervisor and agent, and the supervisor's address."""
 
 import select
 import socket
@@ -15,15 +15,16 @@ from moevement_ext.launch.messages import Alive
 from moevement_ext.replicate.connection import Connection
 
 ADDRESS_VARIABLE = 'MOEVEMENT_SUPERVISOR'
-"""In the environment of an agent, which does not hand it on."""
+"""Environment variable of an agent; the agent removes it before it starts workers."""
 _HEARTBEAT_S = 1.0
 _MESSAGE_S = 10.0
+# Longest pause that counts as silence: this process, or the whole allocation, may have been
+# suspended.
 _MOST_BETWEEN_LOOKS_S = 2.0
-"""That count as silence: who looks, or all of the allocation, may have stood still (suspended)."""
 
 
 class Address(NamedTuple):
-    """Where the supervisor listens, with the secret of the job: what it hands to its agents."""
+    """Host and port of the supervisor, with the secret of the job, for its agents."""
 
     host: str
     port: int
@@ -31,7 +32,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> 'Address':
-        """The address of a string that `str` made."""
+        """Parse the string that `str` made."""
         host, port, secret = text.rsplit(' ', 2)
         return cls(host, int(port), bytes.fromhex(secret))
 
@@ -40,13 +41,13 @@ class Address(NamedTuple):
 
 
 class Link[Received]:
-    """One side of it; everything raises `OSError` once it is lost.
+    """One end of the connection; all methods raise `OSError` once the connection is lost.
 
-    One thread uses it; any may call `heartbeat`.
+    One thread uses the link; any thread may call `heartbeat`.
 
     Args:
-        sock: connected; both sides have recognised each other.
-        decoder: of what the other side sends.
+        sock: connected and authenticated.
+        decoder: of the peer's messages.
 
     Attributes:
         fd: readable when there is a message.
@@ -55,7 +56,7 @@ class Link[Received]:
     def __init__(self, sock: socket.socket, decoder: 'msgspec.msgpack.Decoder[Received]') -> None:
         self.fd = sock.fileno()
         self._connection = Connection(sock)
-        self._outgoing = Connection(sock.dup())  # with a deadline of its own
+        self._outgoing = Connection(sock.dup())  # for a separate deadline
         self._sending = threading.Lock()
         self._closed = False
         self._decoder = decoder
@@ -64,9 +65,9 @@ class Link[Received]:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last message of the other side; 0 while one waits to be received.
+        """Seconds since the peer's last message; 0 while a received message is unread.
 
-        So one's own being busy, or stopped, is not taken for the silence of the other.
+        So the peer does not count as silent while this process is busy or stopped.
         """
         now = time.monotonic()
         if _is_ready(self.fd, select.POLLIN):
@@ -77,21 +78,21 @@ class Link[Received]:
         return self._silent_s
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; it is small, so that this does not wait."""
+        """Send a message; messages are small, so this does not block."""
         with self._sending:
             self._send(message)
 
     def receive(self) -> Received:
-        """Wait for a message, a few seconds at most."""
+        """Wait for a message, at most a few seconds."""
         self._connection.set_deadline(_MESSAGE_S)
         message = self._connection.receive(self._decoder)
         self._silent_s, self._looked = 0.0, time.monotonic()
         return message
 
     def heartbeat(self) -> None:
-        """Give a sign of life if it is time for one; never waits. Any thread."""
+        """Send a heartbeat if one is due; never blocks. Any thread."""
         if not self._sending.acquire(blocking=False):
-            return  # a message is on its way
+            return  # another thread is sending a message
         try:
             is_time = time.monotonic() - self._sent >= _HEARTBEAT_S
             if is_time and not self._closed and _is_ready(self.fd, select.POLLOUT):
@@ -100,7 +101,7 @@ class Link[Received]:
             self._sending.release()
 
     def close(self) -> None:
-        """Close it; the other side notices."""
+        """Close the connection; the peer notices."""
         self._connection.shutdown()
         with self._sending:
             self._closed = True
@@ -114,10 +115,10 @@ class Link[Received]:
 
 
 class Beats:
-    """Signs of life to the other side, from a thread of its own: who is busy is not lost.
+    """Thread that sends heartbeats, so that a busy process does not count as lost.
 
     Args:
-        links: those that there are, asked for each time; on that thread.
+        links: returns the open links; called on that thread before each round.
     """
 
     def __init__(self, links: 'Callable[[], Iterable[Link[Any]]]') -> None:
@@ -127,14 +128,14 @@ class Beats:
         self._thread.start()
 
     def close(self) -> None:
-        """Give none any more."""
+        """Stop the heartbeats."""
         self._stopping.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._stopping.wait(_HEARTBEAT_S / 2):
             for link in self._links():
-                with suppress(OSError):  # whoever uses the link will notice
+                with suppress(OSError):  # the thread that uses the link will notice
                     link.heartbeat()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for agents on threads of its own: no stranger keeps the supervisor, or agents, waiting."""
+"""Accepts agents on its own threads, so that a stranger blocks neither supervisor nor agents."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ from moevement_ext.replicate.strangers import Strangers
 logger = logging.getLogger(__name__)
 
 _GREETING_S = 5.0
+# After an error such as too many open files, which may pass.
 _PAUSE_S = 1.0
-"""After an error, of too many open files, say; some may be closed meanwhile."""
 
 
 class Arrival(NamedTuple):
@@ -29,14 +29,14 @@ class Arrival(NamedTuple):
 
 
 class Listener:
-    """Admits agents; the supervisor takes them from here.
+    """Authenticates agents and queues them for the supervisor.
 
     Args:
-        secret: of the job.
+        secret: shared secret of the job.
 
     Attributes:
-        port: where agents connect to.
-        fd: readable when one has arrived.
+        port: of the listening socket.
+        fd: readable when an agent has arrived.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -54,14 +54,14 @@ class Listener:
         self._thread.start()
 
     def take(self) -> list[Arrival]:
-        """Those that have arrived; `fd` is not readable any more."""
+        """Take the agents that have arrived; `fd` is not readable afterwards."""
         os.eventfd_read(self.fd)
         return [self._arrived.get() for _ in range(self._arrived.qsize())]
 
     def close(self) -> None:
-        """Admit nobody any more."""
+        """Stop listening."""
         self._closed.set()
-        self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread up
+        self._server.shutdown(socket.SHUT_RDWR)  # wakes the listening thread
         self._thread.join()
         self._server.close()
         with self._closing:
@@ -72,12 +72,12 @@ class Listener:
             try:
                 sock, _ = self._server.accept()
                 self._hear(sock)
-            except (OSError, RuntimeError) as error:  # of that one, or of this process for now
+            except (OSError, RuntimeError) as error:  # of that connection, or of this process
                 if not self._closed.wait(_PAUSE_S):
                     logger.warning('an agent could not connect: %s', error)
 
     def _hear(self, sock: socket.socket) -> None:
-        """Listen to a stranger on a thread of its own, if there is room for one."""
+        """Authenticate a connection on its own thread, unless there are too many."""
         if not self._strangers.make_room():
             sock.close()
             return
@@ -88,7 +88,7 @@ class Listener:
         self._strangers.add(connection, thread)
         try:
             thread.start()
-        except BaseException:  # no more threads
+        except BaseException:  # no thread could be started
             self._strangers.forget(connection)
             sock.close()
             raise
@@ -109,7 +109,7 @@ class Listener:
         here = link.receive()
         if not isinstance(here, Here):
             link.close()
-            raise ConnectionError('an agent that does not say where it is')
+            raise ConnectionError('the first message of an agent was not Here')
         with self._closing:
             if self._closed.is_set():
                 link.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the workers of emulated nodes, all on this machine."""
+"""Starts the workers of emulated nodes on this machine."""
 
 import os
 from collections import deque
@@ -28,12 +28,12 @@ _TURN_S = 1.0
 
 
 class LocalStarter:
-    """A `Starter` of workers on this machine.
+    """`Starter` of workers on this machine.
 
     Args:
-        config: of the job.
-        loop: calls when something happened on the machine.
-        report: called with what happened.
+        config: launch configuration of the job.
+        loop: calls this object after events of the machine.
+        report: called with each event.
 
     Raises:
         ConfigurationError: the GPUs of this machine do not fit the job.
@@ -52,7 +52,7 @@ class LocalStarter:
         self._own.watch(self._is_told, self._act)
 
     def open(self, port: int) -> None:
-        """Be ready for workers that meet in the store at `port`."""
+        """Prepare for workers that use the store at `port`."""
         self._variables = job_variables(self._config, '127.0.0.1', port)
         if self._machine is None:
             job = messages.program(self._config, default_variables_here(self._config))
@@ -62,34 +62,34 @@ class LocalStarter:
     def start(
         self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        """A new life of a rank: a hot spare, a fork of the template, or a new process."""
+        """Restart a rank from a hot spare, as a fork of the template, or as a new process."""
         own = variables_here(self._config, rank, restarts)
         child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
         child.start_on(self)
         return child
 
     def keep_spares(self) -> None:
-        """Start as many hot spares as are wanted."""
+        """Start the hot spares."""
         self.send(messages.KeepSpares(self._config.spares))
 
     def spares_left(self) -> str:
-        """Hot spares; another process is always to be had, and starts more slowly."""
+        """Describe the hot spares; without one, a new process starts more slowly."""
         ready, starting = (0, 0) if self._machine is None else self._machine.spares.count
         more = f' ({starting} starting)' if starting else ''
         return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
 
     def look(self) -> None:
-        """Nothing is ever due."""
+        """Does nothing: this machine has no lost nodes."""
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path:
-        """Kill the workers of an emulated node, and delete what it keeps in memory."""
+        """Kill the workers of an emulated node, and delete its memory."""
         name = name_here(node)
         store = memory(name)
         self.send(messages.Vanish(name, str(store.root), store.run_id))
         return store.path
 
     def close(self) -> None:
-        """End spares and template."""
+        """Kill the spares and the template."""
         if self._machine is not None:
             self._machine.close()
         self._own.close()
@@ -98,20 +98,20 @@ class LocalStarter:
     # As the node of a child
 
     def send(self, message: messages.FromSupervisor) -> None:
-        """Tell the machine."""
+        """Pass the message to the machine."""
         assert self._machine is not None
         self._machine.obey(message)
 
     def hear(self) -> None:
-        """Wait until something happens on the machine, a second at most."""
+        """Wait for an event of the machine, at most a second."""
         self._own.turn(_TURN_S)
 
     def give_up(self, why: str) -> None:
-        """There is no other machine."""
+        """Raise `LaunchError`, as there is no other machine."""
         raise LaunchError(f'{why}; this machine may have to be restarted.')
 
     def _tell(self, message: messages.FromAgent) -> None:
-        """Keep it for the next turn: the supervisor may be in the middle of something."""
+        """Queue the message for the next turn, as the supervisor may be inside a call."""
         self._told.append(message)
         os.eventfd_write(self._is_told, 1)
 

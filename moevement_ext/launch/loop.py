@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls functions when file descriptors have something to read; all on one thread."""
+"""Calls functions when file descriptors become readable, on one thread."""
 
 import selectors
 from collections.abc import Callable
 
 
 class FdLoop:
-    """File descriptors and who is called when they become readable.
+    """Maps file descriptors to callbacks.
 
     Attributes:
         fd: readable when a turn would make a call.
@@ -17,24 +17,24 @@ class FdLoop:
         self.fd = self._selector.fileno()
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call `call` whenever `fd` is readable, instead of what was called before."""
+        """Call `call` whenever `fd` is readable; replaces an earlier callback."""
         if fd in self._selector.get_map():
             self._selector.modify(fd, selectors.EVENT_READ, call)
         else:
             self._selector.register(fd, selectors.EVENT_READ, call)
 
     def forget(self, fd: int) -> None:
-        """Watch `fd` no more; before it is closed. Nothing happens if it is not watched."""
+        """Stop watching `fd`; call this before closing `fd`. Unknown descriptors are ignored."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
     def turn(self, timeout_s: float) -> None:
-        """Wait until something is readable, `timeout_s` at most, and make the calls."""
+        """Wait until a descriptor is readable, at most `timeout_s`, and make the calls."""
         for key, _ in self._selector.select(timeout_s):
-            # An earlier call of this turn may have closed it, or given its number to another.
+            # An earlier call of this turn may have closed the descriptor, or reused its number.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
     def close(self) -> None:
-        """Forget everything."""
+        """Stop watching all descriptors."""
         self._selector.close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job has on one machine: workers and hot spares, as the supervisor wants them.
+"""The job's processes on one machine: workers and hot spares.
 
-For emulated nodes the launcher has one itself; on a node under Slurm the agent has it.
+The launcher itself owns the machine of emulated nodes; under Slurm each agent owns one.
 """
 
 import os
@@ -26,20 +26,19 @@ from moevement_ext.memory.node_store import NodeStore
 
 _NOT_STARTED = 1
 NODE = 'MOEVEMENT_NODE'
-"""Name of its node, in the environment of a worker."""
+"""Environment variable of a worker: the name of its node."""
 
 
 class _Running(NamedTuple):
-    """A worker that was started and has not been reaped."""
+    """A started worker that is not yet reaped."""
 
     child: OwnChild
     node: str
     log: Path | None
     relay: Relay | None
-    """Passes its output on, if it has no log."""
+    """Passes on the worker's output, if the worker has no log."""
 
     def last_lines(self) -> list[str]:
-        """What it printed last."""
         if self.relay is not None:
             return self.relay.last_lines
         with suppress(OSError):
@@ -48,17 +47,17 @@ class _Running(NamedTuple):
 
 
 class Machine:
-    """Starts and signals processes; tells what became of them. One thread uses it.
+    """Starts and signals processes and reports their ends. One thread uses it.
 
     Args:
-        job: what is run.
-        variables: environment of all processes here, whatever the user has set.
-        loop: calls when a process prints, is ready or dies.
-        tell: called with what the supervisor has to know.
-        report: called with what happens to hot spares.
+        job: the program and its environment.
+        variables: environment variables of all processes here; these override the user's.
+        loop: calls this object when a process prints, is ready or dies.
+        tell: called with messages to the supervisor.
+        report: called with events of hot spares.
 
     Attributes:
-        spares: processes that wait to become workers.
+        spares: the hot spares.
     """
 
     def __init__(
@@ -79,10 +78,10 @@ class Machine:
         self._running: dict[int, _Running] = {}
 
     def obey(self, message: messages.FromSupervisor) -> None:
-        """Do what the supervisor says.
+        """Carry out an order of the supervisor.
 
         Raises:
-            TemplateLost: no worker can be started any more.
+            TemplateLost: the template is dead, so no worker can start.
         """
         match message:
             case messages.StartWorker():
@@ -95,7 +94,7 @@ class Machine:
                 self._vanish(node, NodeStore(Path(directory), run_id, node))
 
     def close(self) -> None:
-        """Let nothing run here any more."""
+        """Kill all processes of this machine."""
         self.spares.close()
         for running in self._running.values():
             running.child.signal(signal.SIGKILL)
@@ -106,7 +105,7 @@ class Machine:
             self._template.close()
 
     def _start(self, order: messages.StartWorker) -> None:
-        """Start a worker; what stands in the way, a log or no process left, is its end."""
+        """Start a worker; an OS error, of its log or of the fork, counts as the worker's end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
         try:
@@ -157,7 +156,7 @@ class Machine:
         for child in here:
             child.signal(signal.SIGKILL)
         for child in here:
-            child.ended_well()  # or it might write again what is deleted
+            child.ended_well()  # a living process might write to the deleted memory
         memory.remove()
 
     def _pump(self, relay: Relay) -> None:
@@ -171,4 +170,4 @@ class Machine:
 
 
 def _ignore(line: str) -> None:
-    """Only of one rank the supervisor has to know how far it is."""
+    """Drop the line: the supervisor watches the progress of one rank only."""

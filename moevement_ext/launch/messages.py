@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the supervisor, on the batch host, and the agents, one a node, say to each other.
+"""Messages between the supervisor, on the batch host, and the agents, one per node.
 
-An agent says `Here`, is told the `Program`, and does then as it is told. Both send `Alive` every
-second. When the connection is lost, or nothing is heard for `SILENT_S`, the supervisor takes the
-node for lost, and the agent kills its workers and ends: so no rank runs on two nodes for long.
+An agent sends `Here`, receives the `Program`, and then carries out the supervisor's orders. Both
+send `Alive` every second. When the connection is lost, or silent for `SILENT_S`, the supervisor
+takes the node for lost, and the agent kills its workers and ends, so that no rank runs on two
+nodes for long.
 """
 
 import msgspec
@@ -14,7 +15,7 @@ SILENT_S = 30.0
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Sign of life."""
+    """Heartbeat."""
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
@@ -22,30 +23,30 @@ class Here(msgspec.Struct, frozen=True, tag=True):
 
     host: str
     trouble: str = ''
-    """What is wrong with its devices; empty: nothing is known to be."""
+    """Faults of the node's devices; empty: none known."""
     usable: bool = True
-    """They can be used all the same."""
+    """The devices are usable in spite of the faults."""
 
 
 class DevicesFail(msgspec.Struct, frozen=True, tag=True):
-    """Something is newly wrong with a device of the node."""
+    """A device of the node has a new fault."""
 
     trouble: str
     usable: bool
-    """It can be used all the same."""
+    """The device is usable in spite of the fault."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A worker runs."""
+    """A worker process started."""
 
     key: int
-    """The one in its `StartWorker`."""
+    """Key of the worker's `StartWorker`."""
     pid: int
     was_spare: bool
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A worker is dead, and so is what it left behind."""
+    """A worker is dead, and so are the processes that it started."""
 
     key: int
     code: int
@@ -54,14 +55,14 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 
 class IterationLogged(msgspec.Struct, frozen=True, tag=True):
-    """A worker that is watched has printed that an iteration is over; not if it has a log."""
+    """A watched worker printed that an iteration is over; not sent for workers with a log."""
 
     key: int
     iteration: int
 
 
 class Happened(msgspec.Struct, frozen=True, tag=True):
-    """Something that the launcher reports, as a line of JSON."""
+    """A launcher event, as a line of JSON."""
 
     line: bytes
 
@@ -73,7 +74,7 @@ class Program(msgspec.Struct, frozen=True, tag=True):
     flags: list[str]
     log_dir: str | None
     defaults: dict[str, str]
-    """Environment of the workers, where the user has not set it."""
+    """Environment variables of the workers that the user may override."""
     fork: bool
 
 
@@ -83,28 +84,28 @@ class StartWorker(msgspec.Struct, frozen=True, tag=True):
     key: int
     rank: int
     variables: dict[str, str]
-    """Environment of the worker, whatever the user has set."""
+    """Environment variables of the worker; these override the user's."""
     watched: bool
-    """The supervisor has to know how far it is."""
+    """The supervisor watches the progress of this worker."""
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Send a signal to a worker and what it started."""
+    """Send a signal to a worker and the processes that it started."""
 
     key: int
     number: int
 
 
 class KeepSpares(msgspec.Struct, frozen=True, tag=True):
-    """Have so many hot spares from now on; those that there are stay until they are needed."""
+    """Change the number of hot spares; surplus spares stay until they are used."""
 
     count: int
 
 
 class Vanish(msgspec.Struct, frozen=True, tag=True):
-    """End as a node does that loses its power, with what it keeps of the run in memory.
+    """Simulate the loss of a node: kill its processes and delete the run's memory there.
 
-    An agent that has no other node is lost, too.
+    An agent that runs this one node only kills itself, too.
     """
 
     node: str
@@ -120,6 +121,6 @@ FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decod
 
 
 def program(config: LaunchConfig, defaults: dict[str, str]) -> Program:
-    """What is said of a job; `defaults` as in `Program`."""
+    """Build the first message of the supervisor; `defaults` as in `Program`."""
     log_dir = None if config.log_dir is None else str(config.log_dir.absolute())
     return Program(config.program, list(config.flags), log_dir, defaults, config.fork)

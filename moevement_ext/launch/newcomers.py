@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements that hang before they join the others, who cannot know of them yet."""
+"""Detects replacements that hang before they join the other ranks, which cannot see them yet."""
 
 import time
 from collections.abc import Sequence
@@ -9,30 +9,30 @@ from torch.distributed import Store
 from moevement_ext.launch.statements import told_joining, told_survivors
 from moevement_ext.launch.worker import Worker
 
+# Seconds to import a program; survivors wait longer.
 _TO_JOIN_S = 300.0
-"""To import a program; survivors wait for longer."""
 
 
 class Newcomers:
-    """Which processes have not joined yet, and since when. One thread uses it."""
+    """Ages of the processes that have not joined yet. One thread uses it."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, float]] = {}
         self._settled: dict[int, int] = {}
-        """Processes, by rank, that have joined or are killed."""
+        """Process ids, by rank, that have joined or were killed."""
 
     def late(self, store: Store, living: Sequence[Worker]) -> list[Worker]:
-        """Workers that are to be killed, each once, since others wait for them in vain.
+        """Return the workers to kill, each once, for which the other ranks wait in vain.
 
-        Asks nothing of the store before somebody could be late. At the start of a job, which may
-        take long, nobody is.
+        Sends no request to the store before a worker can be late. No worker is late at the start
+        of a job, which may take long.
 
         Args:
-            store: that part of it that the launch has.
-            living: workers.
+            store: the part of the store that belongs to this launch.
+            living: workers that have not ended.
 
         Raises:
-            DistError: the store is not reached.
+            DistError: the store does not answer.
         """
         now = time.monotonic()
         overdue = [worker for worker in living if self._age_s(worker, now) > _TO_JOIN_S]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One host of the allocation, as the supervisor sees it."""
+"""The supervisor's view of one host of the allocation."""
 
 import time
 from collections.abc import Callable
@@ -17,24 +17,24 @@ _LAST_PAUSE_S = 3600.0
 
 
 class Node:
-    """Its step, the connection to its agent, and which of the job's nodes it is.
+    """A host: its step, the connection to its agent, and its seat.
 
     Args:
-        host: name in the allocation.
-        loop: calls when the agent says something.
-        on_message: called with what the agent says.
-        on_lost: called when the agent is lost, with what is known of the reason.
-        on_missed: called when none came, with what is known of the reason.
+        host: name of the host.
+        loop: calls this object when the agent sends a message.
+        on_message: called with each message of the agent.
+        on_lost: called with the reason when the agent is lost.
+        on_missed: called with the reason when no agent connected.
 
     Attributes:
-        link: to its agent, if there is one.
-        seat: the node of the job that it is (torchrun's group rank); None: a spare.
-        is_hot: it was told to have hot spares.
-        tried: when a step was last started here, in seconds of the monotonic clock.
-        why: it has no agent.
-        worn: something is wrong with a device of it, which can be used all the same.
-        broken: what is wrong with a device that can not, or why it was given up; for the rest of
-            the job, since nothing tells that it was repaired.
+        link: connection to the agent; None without an agent.
+        seat: the host's node number in the job (torchrun's group rank); None: a spare.
+        is_hot: the agent has the order to keep hot spares.
+        tried: start of the last step here, in seconds of the monotonic clock.
+        why: reason why the host has no agent.
+        worn: a device of the host has a fault, but is usable.
+        broken: the fault of an unusable device, or the reason why the host was given up. Stays for
+            the rest of the job, as no message reports a repair.
     """
 
     def __init__(
@@ -63,58 +63,58 @@ class Node:
 
     @property
     def is_spare(self) -> bool:
-        """Its agent waits for work, and it can do some."""
+        """True if the agent is idle and the host is usable."""
         return self.link is not None and self.seat is None and not self.broken
 
     @property
     def is_coming(self) -> bool:
-        """It was asked for an agent, which may connect any moment."""
+        """True if a step was started here and its agent may still connect."""
         return self.link is None and self._step is not None
 
     @property
     def is_due(self) -> bool:
-        """It has no agent, and it is time to ask for one again: perhaps it is repaired."""
+        """True if the host has no agent and a new attempt is due."""
         waits = self.link is None and self._step is None and not self.broken
         return waits and time.monotonic() >= self.tried + self._pause_s
 
     def begin(self, step: Step) -> None:
-        """A step was started here, in which an agent is to run."""
+        """Record the step that starts the agent."""
         self.tried = step.since
         self._step = step
 
     def cannot_begin(self, why: str) -> None:
-        """It is tried again, later each time."""
+        """Record a failed attempt; the pause before the next attempt grows."""
         self.tried = time.monotonic()
         self._miss(why)
 
     def connected(self, link: Link[FromAgent]) -> None:
-        """Its agent is there."""
+        """Record the connection of the agent."""
         self.link = link
         self.is_hot = False
         self._pause_s = _FIRST_PAUSE_S
         self._loop.watch(link.fd, self.hear)
 
     def look(self) -> None:
-        """See whether agent and step give signs of life."""
+        """Check that agent and step are alive."""
         self._left = [step for step in self._left if step.ended() is None]
         if self.link is not None and self.link.silent_s > SILENT_S:
-            self.lose(f'nothing was heard of it for {SILENT_S:.0f} s')
+            self.lose(f'no message for {SILENT_S:.0f} s')
         if self.is_coming:
             self._look_at_step()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Tell the agent, if there is one."""
+        """Send a message to the agent, if there is one."""
         if self.link is not None:
             link = self.link
             self._attempt(lambda: link.send(message))
 
     def hear(self) -> None:
-        """Wait for a message of the agent, and act on it."""
+        """Wait for a message of the agent and handle it."""
         if self.link is not None:
             self._attempt(self._receive)
 
     def lose(self, why: str) -> None:
-        """Give the agent up."""
+        """Drop the agent; a later attempt may start another."""
         self.why = why
         self.disconnect()
         self._abandon_step()
@@ -122,19 +122,19 @@ class Node:
         self.seat = None
 
     def give_up(self, why: str) -> None:
-        """Lose it for the rest of the job."""
+        """Drop the host for the rest of the job."""
         self.broken = why
         self.lose(why)
 
     def disconnect(self) -> None:
-        """End the agent."""
+        """Close the connection, which ends the agent."""
         if self.link is not None:
             self._loop.forget(self.link.fd)
             self.link.close()
             self.link = None
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the end of the step, at most so long; the agent is gone."""
+        """Wait at most `timeout_s` for the end of the step; call this after `disconnect`."""
         if self._step is not None:
             self._step.close(timeout_s)
         for step in self._left:
@@ -168,7 +168,7 @@ class Node:
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def _abandon_step(self) -> None:
-        """That of a lost node ends when Slurm has noticed: nobody waits for it."""
+        """Cancel the step without waiting: it ends only once Slurm notices the lost node."""
         if self._step is not None:
             self._step.cancel()
             self._left.append(self._step)

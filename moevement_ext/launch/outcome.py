@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher knows of the job's failures: how each came out, and how the job ended.
+"""The launcher's record of failures: the outcome of each, and of the job.
 
-Workers say in the store how a recovery came out, in one line. The launcher asks for it only while
-it waits for one, so that a job without failures costs its store nothing.
+Workers report the outcome of a recovery in the store, in one line. The launcher reads the store
+only while a recovery is pending, so that a job without failures costs its store nothing.
 """
 
 import time
@@ -29,7 +29,7 @@ from moevement_ext.membership.failures import (
 
 
 def print_event(event: Event) -> None:
-    """Tell the person who waits."""
+    """Print an event on stderr."""
     bad = isinstance(event, JobFailed | StoreGone | NodeLost)
     good = False if bad else None
     match event:
@@ -41,11 +41,11 @@ def print_event(event: Event) -> None:
 
 
 class Outcome:
-    """The failures of one job; the launcher's thread uses it.
+    """Failures of one job. The launcher's thread uses this object.
 
     Args:
-        report: called with what is to be said.
-        spares: what is left to take the place of the next that is lost, in words.
+        report: called with each event.
+        spares: returns a description of the spares that are left.
     """
 
     def __init__(self, report: Callable[[Event], None], spares: Callable[[], str]) -> None:
@@ -57,23 +57,23 @@ class Outcome:
         self._waits = False
 
     def lost(self, store: Store, end: BadEnd) -> None:
-        """This worker is about to be replaced alone."""
+        """Record that this worker is about to be replaced."""
         self._failures += 1
         self._waits = True
         tell_end(store, end.worker.rank, end.worker.pid, end.fate)
 
     def all_lost(self, store: Store, cause: BadEnd, restarts: int) -> None:
-        """All workers are about to start again, in this store, for the `restarts`-th time."""
+        """Record the `restarts`-th restart of all workers, with this store."""
         self._failures += 1
         self._waits = True
         self._told_spares = ''
         tell_cause(store, restarts, cause.worker.rank, cause.worker.pid, cause.fate)
 
     def look(self, store: Store) -> None:
-        """Hear how a recovery came out that is waited for; ten times a second.
+        """Read the outcome of a pending recovery; called ten times a second.
 
         Raises:
-            DistError: the store is not reached.
+            DistError: the store does not answer.
         """
         if not self._waits:
             return
@@ -89,6 +89,6 @@ class Outcome:
             self._report(JobRecovered(line, spares))
 
     def ended(self, code: int) -> None:
-        """All is over."""
+        """Report the end of the job."""
         seconds = time.monotonic() - self._began
         self._report(JobEnded(code, seconds, self._failures, self._recoveries))

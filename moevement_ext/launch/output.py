@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines that workers print: passed on with a prefix, or read from their log."""
+"""Output of workers: relayed with a prefix, or read from their logs."""
 
 import os
 import sys
@@ -14,16 +14,16 @@ from moevement_ext.process.terminal import highlighted
 
 _CHUNK = 1 << 16
 _LAST_LINES = 15
+# Bytes. Progress bars print no newline for days.
 _LONGEST_LINE = 1 << 16
-"""Bars of progress end no line for days."""
+# Characters: readable, and short enough for a message of the agent.
 _KEPT_OF_A_LINE = 2000
-"""For a person to read, and to fit a message under Slurm."""
+# More than a pipe holds; children of a dead worker may write into the pipe for ever.
 _MOST_CHUNKS = 64
-"""More than a pipe holds; what a dead worker has started may go on to write into it."""
 
 
 class _Lines:
-    """Bytes as they come, cut into lines."""
+    """Splits a stream of bytes into lines."""
 
     def __init__(self) -> None:
         self._rest = b''
@@ -39,10 +39,10 @@ class _Lines:
 
 
 class Relay:
-    """Prints on stdout what comes out of a pipe, line by line, with a prefix.
+    """Copies a pipe to stdout line by line, with a prefix.
 
     Args:
-        fd: read end of the pipe; stays the caller's.
+        fd: read end of the pipe; the caller closes it.
         prefix: of each line.
         on_line: called with each line, without the prefix.
     """
@@ -57,11 +57,11 @@ class Relay:
 
     @property
     def last_lines(self) -> list[str]:
-        """The newest lines, long ones cut off."""
+        """The newest lines; long lines are truncated."""
         return list(self._last)
 
     def pump(self) -> bool:
-        """Pass on one chunk; False if there is nothing (more)."""
+        """Copy one chunk; False if the pipe is empty or closed."""
         try:
             chunk = os.read(self.fd, _CHUNK)
         except BlockingIOError:
@@ -70,7 +70,7 @@ class Relay:
         return bool(chunk)
 
     def finish(self) -> None:
-        """Pass on all that is left; the writer is gone."""
+        """Copy the rest of the pipe after the worker's end."""
         for _ in range(_MOST_CHUNKS):
             if not self.pump():
                 break
@@ -85,25 +85,25 @@ class Relay:
 
 
 def say(stream: TextIO, text: str) -> None:
-    """Print text; a full disk or a closed terminal is no reason to end a job."""
-    with suppress(OSError, ValueError):  # the latter: closed, or of another encoding
+    """Print text; a full disk or a closed terminal does not end the job."""
+    with suppress(OSError, ValueError):  # ValueError: stream closed, or another encoding
         stream.write(text)
         stream.flush()
 
 
 def say_of_launcher(what: object, good: bool | None = None) -> None:
-    """A line of a launcher on stderr, with the time of day.
+    """Print a line of the launcher on stderr, with the time of day.
 
     Args:
-        what: it says.
-        good: stands out on a terminal, as good news or bad; None: as any other line.
+        what: text of the line.
+        good: colours the line on a terminal as good or bad news; None: no colour.
     """
     line = f'[launcher {time.strftime("%H:%M:%S")}] {what}'
     say(sys.stderr, (line if good is None else highlighted(line, sys.stderr, good)) + '\n')
 
 
 def last_lines(log: Path) -> list[str]:
-    """The newest lines of a log; none if there is no such file."""
+    """The newest lines of a log; empty if the file does not exist."""
     if not log.exists():
         return []
     with log.open('rb') as file:
@@ -112,10 +112,10 @@ def last_lines(log: Path) -> list[str]:
 
 
 class LogTail:
-    """Reads what is appended to a log from now on.
+    """Reads the lines that are appended to a log from now on.
 
     Args:
-        path: need not exist yet; what it has already is passed over.
+        path: need not exist yet; earlier content is skipped.
         on_line: called with each line.
     """
 
@@ -126,7 +126,7 @@ class LogTail:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def pump(self) -> None:
-        """Pass on what is new."""
+        """Pass on the new lines."""
         if not self._path.exists():
             return
         with self._path.open('rb') as log:

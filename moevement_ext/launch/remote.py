@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as the supervisor sees them, wherever they run."""
+"""The supervisor's view of workers on any machine."""
 
 import itertools
 import os
@@ -26,16 +26,16 @@ _NOT_AN_END = signal.SIGSTOP, signal.SIGCONT
 
 
 class Commands(Protocol):
-    """How a worker's node is told something."""
+    """Connection to the node of a worker."""
 
     def send(self, message: Signal | StartWorker) -> None:
-        """Tell the agent; the workers end if it is lost."""
+        """Send a message to the agent; if the agent is lost, its workers count as ended."""
 
     def hear(self) -> None:
-        """Wait for a message of the agent and act on it; the workers end if it is lost."""
+        """Wait for a message of the agent and handle it; if the agent is lost, its workers end."""
 
     def give_up(self, why: str) -> None:
-        """Nothing is to run there any more; the workers end.
+        """Drop the node for the rest of the job; its workers count as ended.
 
         Raises:
             LaunchError: there is no other node.
@@ -43,18 +43,18 @@ class Commands(Protocol):
 
 
 class RemoteChild(Child):
-    """A worker that is, or will be, started by a machine.
+    """A worker that a machine starts, now or later.
 
     Args:
-        order: that starts it.
-        restarts: how often its rank was restarted.
-        heard: called with the iterations that it logs.
+        order: message that starts the worker.
+        restarts: number of restarts of its rank.
+        heard: called with the iterations that the worker logs.
 
     Attributes:
-        pid: 0 until it is started.
-        last_lines: what it printed last.
-        lost_with: the host that is lost, and with it this process; empty while it is not.
-        node: that it runs on; None while there is none for it.
+        pid: process id; 0 before the start.
+        last_lines: the last lines of its output.
+        lost_with: the lost host that this process ran on; empty otherwise.
+        node: of the process; None before it has one.
     """
 
     def __init__(
@@ -71,38 +71,38 @@ class RemoteChild(Child):
 
     @property
     def waits_for_node(self) -> bool:
-        """There is no node for it yet."""
+        """True if the worker has no node yet."""
         return self.node is None and self._code is None
 
     def start_on(self, node: Commands) -> None:
-        """Let it be started there."""
+        """Order the node to start the worker."""
         self.node = node
         self._asked_for_at = time.monotonic()
         node.send(self.order)
 
     def give_up(self, why: str) -> None:
-        """It was killed and does not die, or does not start: nothing is to run where it is.
+        """Drop the node of a worker that does not die of SIGKILL, or does not start.
 
         Raises:
-            LaunchError: there is no other place.
+            LaunchError: there is no other node.
         """
         if self.node is not None and self._code is None:
             self.node.give_up(why)
 
     @property
     def is_overdue(self) -> bool:
-        """Its agent should have started it long ago, but hangs."""
+        """True if the agent hangs and has not started the worker in time."""
         waits = self.node is not None and self._code is None and not self.pid
         return waits and time.monotonic() > self._asked_for_at + _TO_START_S
 
     def end(self, code: int) -> None:
-        """It is dead; `death` becomes readable."""
+        """Record the worker's death; `death` becomes readable."""
         if self._code is None:
             self._code = code
             os.eventfd_write(self.death, 1)
 
     def dies(self) -> bool:
-        """Hear its agent until it is dead; False if it does not die."""
+        """Handle messages of the agent until the worker is dead; False if it does not die."""
         while self._code is None and self.to_die_s:
             assert self.node is not None
             self.node.hear()
@@ -127,10 +127,10 @@ class RemoteChild(Child):
 
 
 class Children:
-    """All workers that have not ended. The supervisor's thread uses it.
+    """All workers that have not ended. The supervisor's thread uses this object.
 
     Args:
-        report: called with what happened.
+        report: called with each event.
     """
 
     def __init__(self, report: Callable[[Event], None]) -> None:
@@ -148,14 +148,14 @@ class Children:
         variables: dict[str, str],
         heard: Callable[[int], None] | None,
     ) -> RemoteChild:
-        """One more, still to be started; see `Starter.start`."""
+        """Add a worker before its start; see `Starter.start`."""
         order = StartWorker(next(self._keys), rank, variables, watched=heard is not None)
         child = RemoteChild(order, restarts, heard)
         self._children[order.key] = child
         return child
 
     def act(self, message: FromAgent) -> None:
-        """Take in what was told of one."""
+        """Handle a message about a worker."""
         match message:
             case Started(key, pid, was_spare):
                 child = self._children[key]
@@ -171,7 +171,7 @@ class Children:
                 child.end(code)
 
     def lose(self, node: Commands, host: str) -> None:
-        """A node is lost, with those that ran there."""
+        """End all workers of a lost node."""
         for key, child in list(self._children.items()):
             if child.node is node:
                 del self._children[key]

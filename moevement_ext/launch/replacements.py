@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often workers were replaced, and when that would be in vain."""
+"""Counts replacements of workers and refuses useless ones."""
 
 import time
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ _ERRORS_WITHIN_S = 600.0
 
 
 class Replacements:
-    """Those of a job, or new starts of all its workers together.
+    """Replacements of single workers in a job, or restarts of all its workers.
 
     Args:
-        config: of the job.
+        config: launch configuration of the job.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -25,13 +25,13 @@ class Replacements:
         self._count = 0
 
     def refuse_mistakes(self, ends: Sequence[BadEnd]) -> None:
-        """Nobody is started again with a mistake of the user: a new process would make it, too.
+        """Refuse to replace a worker after a mistake of the user: the new worker would repeat it.
 
-        It is there from the start. What a replacement refuses, too little memory on another node,
-        say, may be in order for the next.
+        Such a mistake exists from the start. After a replacement the same exit status may have
+        another cause, such as too little memory on one node, so it is not refused any more.
 
         Raises:
-            UserMistake: a worker ended because of one before any was replaced.
+            UserMistake: a worker ended because of a mistake before any replacement.
         """
         for end in ends:
             if end.code == EXIT_USER_ERROR and self._count == 0:
@@ -40,14 +40,14 @@ class Replacements:
                 )
 
     def add(self, end: BadEnd, blamed: Sequence[Worker]) -> None:
-        """Count one, if it may be and is worth being started.
+        """Count a replacement.
 
         Args:
-            end: that makes it necessary.
-            blamed: whose errors count with this one.
+            end: death of the worker to replace.
+            blamed: workers whose errors count together with this one.
 
         Raises:
-            LaunchError: it is not.
+            LaunchError: a limit is reached, or the rank failed too often.
         """
         if end.is_error:
             end.worker.errors.append(end.at)

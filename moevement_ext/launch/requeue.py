@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a job back to the queue, when a node is missing and no spare one is left."""
+"""Requeues a Slurm job when a node is missing and no spare node is left."""
 
 import os
 
@@ -8,16 +8,16 @@ from moevement_ext.launch.allocation import requeue, wait_until_noticed
 from moevement_ext.launch.launcher_events import NodeLost, NodeMissing, NodeReady, WorkerLaunched
 from moevement_ext.launch.output import say_of_launcher
 
+# Limit of Slurm's restart count for a job that has started no worker.
 _MOST_RESTARTS = 10
-"""After so many, by Slurm's count, a job of which no worker is started does not go back."""
 
 
 class History:
-    """What of a job's life counts for the next.
+    """The part of a job's history that decides about a requeue.
 
     Attributes:
-        lost: hosts without an agent, or with a device that cannot be used.
-        has_begun: a worker was started.
+        lost: hosts without an agent, or with an unusable device.
+        has_begun: the job has started a worker.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class History:
         self.has_begun = False
 
     def note(self, event: Event) -> None:
-        """Take in what happened."""
+        """Record an event."""
         match event:
             case NodeLost(host) | NodeMissing(host):
                 self.lost.add(host)
@@ -36,14 +36,15 @@ class History:
 
 
 def go_back(history: History) -> None:
-    """Put this job into the queue again, unless it has been there too often for nothing."""
+    """Requeue this job, unless too many requeues started no worker."""
     job = os.environ['SLURM_JOB_ID']
     restarts = int(os.environ.get('SLURM_RESTART_COUNT', '0'))
     hosts = ','.join(sorted(history.lost))
     if not history.has_begun and restarts >= _MOST_RESTARTS:
         _tell(
             f'Slurm has restarted the job {restarts} times, and again no worker could be started: '
-            f'it does not go back to the queue. Mend {hosts}, or submit it with --exclude={hosts}.'
+            f'it does not go back to the queue. Repair {hosts}, or submit it with '
+            f'--exclude={hosts}.'
         )
         return
     _tell('the job goes back to the queue of Slurm')
@@ -51,7 +52,7 @@ def go_back(history: History) -> None:
     if sound:
         _tell(
             f'it does not get {",".join(sorted(sound))} again, which Slurm takes for sound; once '
-            f'mended: scontrol update JobId={job} ExcNodeList='
+            f'repaired: scontrol update JobId={job} ExcNodeList='
         )
     requeue(job, sound)
 

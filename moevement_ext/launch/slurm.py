@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
@@ -34,20 +35,20 @@ _ENDED = 128 + signal.SIGTERM
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What a command line in an allocation asks for."""
+    """A parsed command line in an allocation."""
 
     launch: LaunchConfig
     hosts: tuple[str, ...]
     requeue: bool
     before_end_s: float | None
     step_flags: tuple[str, ...] = ()
-    """More flags of `srun` for the agents."""
+    """Additional flags of `srun` for the agents."""
     agent_python: tuple[str, ...] = (sys.executable,)
-    """Words that run Python on the nodes."""
+    """Command that runs Python on the nodes."""
 
 
 def parse(argv: Sequence[str]) -> SlurmJob:
-    """The job on a command line; ends the process with a message if it breaks a rule.
+    """Parse a command line; ends the process with a message if a flag breaks a rule.
 
     Args:
         argv: flags of the launcher, `--`, program, flags of the program.
@@ -72,7 +73,7 @@ def parse(argv: Sequence[str]) -> SlurmJob:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job; returns the exit status: 0 if all workers ended with 0."""
+    """Run the job; returns the exit status, 0 if all workers ended with 0."""
     ask_again_soon()
     job = parse(sys.argv[1:] if argv is None else argv)
     from moevement_ext.launch.hosts import SlurmStarter
@@ -112,16 +113,17 @@ def _hosts() -> tuple[str, ...]:
     if nodes is None:
         raise ConfigurationError(
             'SLURM_JOB_NODELIST is not set: this runs in a batch script of Slurm, such as '
-            'scripts/slurm_pretrain.sbatch; scripts/local_cluster.py runs on one machine.'
+            f'scripts/slurm_pretrain.sbatch; {shown("scripts/local_cluster.py")} runs on one '
+            'machine.'
         )
     return hostnames(nodes)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog='python -m moevement_ext.slurm',
+        prog=shown('python -m moevement_ext.slurm'),
         usage='%(prog)s [flags] -- program [flags of the program]',
-        description=_DESCRIPTION,
+        description=shown(_DESCRIPTION),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hot spare: imports a program, then waits to be told which worker it is; or a template of many.
+"""A hot spare, which imports a program and then waits for a rank; or a template to fork.
 
     spare.py <program>
     spare.py <program> <socket>
 
-Imports of torch and Megatron take many seconds, which a replacement that has done them need not.
-The spare says on stdout that it is ready (one byte) and waits for a line of JSON on stdin:
+Imports of torch and Megatron take many seconds, which a spare spends in advance. The ready spare
+writes one byte on stdout and waits for a line of JSON on stdin:
 
     {"argv": [...], "env": {...}, "log": "file to append to, or null to print on stdout"}
 
-It then calls `main()` of the program. If stdin ends instead, so does the spare. It runs as a file,
-without the package, so that `sys.path` and what is imported are those of the program.
+It then calls `main()` of the program. If stdin ends instead, the spare ends. This file runs without
+the package, so that `sys.path` and the imported modules are those of the program.
 
-With a socket (the number of a descriptor) it is the template that workers are forked from. Requests
+With a socket (the number of a descriptor) the process is the template that forks workers. Requests
 and answers are lines of JSON:
 
-    {"fork": order}    a new worker, its output the descriptor that is passed along; its process id
-    {"status": pid}    once the worker is dead: how it ended, as of `subprocess.Popen.returncode`
-    {"reap": pid}      the same, and lets the process id go
+    {"fork": order}    forks a worker with the passed descriptor as output; answers its process id
+    {"status": pid}    waits for a worker's death; answers as `subprocess.Popen.returncode`
+    {"reap": pid}      the same, and releases the process id
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def main() -> None:
         _Template(program, socket.socket(fileno=int(connection[0]))).serve()
         return
     launcher = os.dup(_STDOUT)
-    os.dup2(_STDERR, _STDOUT)  # what imports print is not the sign of being ready
+    os.dup2(_STDERR, _STDOUT)  # output of imports must not look like the ready byte
     module = _import_program(program)
     if not callable(getattr(module, 'main', None)):
         sys.exit(f'{program} has no function main(), which --spares needs; leave out --spares')
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 class _Template:
-    """Imports a program once; every worker is a copy of the process as it is then."""
+    """Imports a program once and forks every worker."""
 
     def __init__(self, program: str, launcher: socket.socket) -> None:
         self._launcher = launcher
@@ -63,7 +63,7 @@ class _Template:
             sys.exit(f'{program} has no function main(), which --fork needs; leave out --fork')
 
     def serve(self) -> None:
-        """Until the launcher is gone; in a worker until that has ended."""
+        """Serve requests until the launcher is gone; in a worker, run until its end."""
         while True:
             text, output, _, _ = socket.recv_fds(self._launcher, _PIECE_BYTES, 1)
             while text and not text.endswith(b'\n'):
@@ -92,7 +92,7 @@ class _Template:
         return pid
 
     def _run(self, order: dict[str, Any], output: int, template: int) -> NoReturn:
-        """Be a worker; ends as a program does that Python runs."""
+        """Run as a worker and exit as Python does after a program."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != template:
             os._exit(1)
@@ -110,7 +110,7 @@ def _status(pid: int, options: int) -> int:
 
 
 def _import_program(program: str) -> ModuleType:
-    """Run everything at the top level, as `import` does, with the paths of `python <program>`."""
+    """Import the program as a module, with the `sys.path` of `python <program>`."""
     path = os.path.realpath(program)
     name = os.path.splitext(os.path.basename(path))[0]
     sys.path[0] = os.path.dirname(path)
@@ -120,7 +120,7 @@ def _import_program(program: str) -> ModuleType:
         sys.exit(f'{program} is not a Python program; leave out --spares')
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # What multiprocessing starts anew imports this file as the program's, as if it had been run.
+    # Child processes of multiprocessing import this file as their main program.
     sys.modules['__main__'].__file__ = path
     spec.loader.exec_module(module)
     return module

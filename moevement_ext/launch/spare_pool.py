@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hot spares: started in the background, taken when a worker died."""
+"""Hot spares: start in the background, and replace dead workers."""
 
 import json
 import signal
@@ -18,13 +18,13 @@ _SPARE = Path(__file__).with_name('spare.py')
 
 
 class SparePool:
-    """Processes that have imported the program or are about to.
+    """Processes that import the program in advance.
 
     Args:
-        config: of the job.
-        environment: of the job; what is one rank's is given with the order.
-        loop: calls when a spare is ready or dead.
-        report: called with what happened.
+        config: launch configuration of the job.
+        environment: of the job; `take` adds the variables of a rank.
+        loop: calls this object when a spare is ready or dead.
+        report: called with each event.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class SparePool:
         self._ready: list[SpawnedChild] = []
 
     def keep(self, count: int) -> None:
-        """Have so many from now on, started in the background; more that there are stay."""
+        """Keep `count` spares from now on, started in the background; surplus spares stay."""
         self._wanted = count
         self._fill()
 
     def take(self, environment: Mapping[str, str], log: Path | None) -> SpawnedChild | None:
-        """Make a ready spare a worker, and start another one; None if there is no ready one.
+        """Turn a ready spare into a worker and start another spare; None if no spare is ready.
 
         Args:
-            environment: what is the rank's own.
-            log: file that it appends to; None: it prints on its stdout, a pipe.
+            environment: variables of the rank.
+            log: file that the worker appends to; None: the worker prints on its stdout, a pipe.
         """
         order = {
             'argv': [self._config.program, *self._config.flags],
@@ -69,7 +69,7 @@ class SparePool:
 
     @property
     def count(self) -> tuple[int, int]:
-        """How many are ready, and how many are about to be."""
+        """Number of ready spares, and of starting spares."""
         return len(self._ready), len(self._importing)
 
     def close(self) -> None:
@@ -81,11 +81,11 @@ class SparePool:
         self._ready.clear()
 
     def _fill(self) -> None:
-        """Start those that are missing; that this fails is no reason to end workers."""
+        """Start the missing spares; a failure does not end any worker."""
         while len(self._ready) + len(self._importing) < self._wanted:
             try:
                 spare = self._new_spare()
-            except OSError as error:  # no process, file or log is to be had
+            except OSError as error:  # process limit, file limit or log
                 self._wanted -= 1
                 self._report(SpareMissing(str(error)))
                 continue
@@ -105,7 +105,7 @@ class SparePool:
             return start(stderr=log)
 
     def _heard_from(self, spare: SpawnedChild) -> None:
-        """It said that it is ready, or its stdout ended because it is dying."""
+        """Handle the ready byte, or the end of the spare's stdout at its death."""
         assert spare.output is not None
         self._loop.forget(spare.output)
         if spare.hear():
@@ -119,7 +119,7 @@ class SparePool:
         code = self._drop(spare)
         self._report(SpareEnded(spare.pid, code, was_ready))
         if not was_ready:
-            self._wanted -= 1  # the next would end in the same way
+            self._wanted -= 1  # a further spare would end in the same way
         self._fill()
 
     def _drop(self, spare: SpawnedChild) -> int:

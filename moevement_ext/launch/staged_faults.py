@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staged failures: when they are due, and the host memory that dies with a node."""
+"""Staged failures: their due times, and the host memory that dies with a node."""
 
 import argparse
 import re
@@ -13,13 +13,13 @@ _ITERATION = re.compile(r'\biteration +(\d+)/')
 
 
 class StagedFaults:
-    """Staged failures that are still to come.
+    """The pending staged failures.
 
     Args:
-        config: of the job.
+        config: launch configuration of the job.
 
     Raises:
-        ConfigurationError: a node is to be killed, but not known is where its memory is.
+        ConfigurationError: the host memory of a node to kill is unknown.
     """
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -30,25 +30,25 @@ class StagedFaults:
                 self._run = _run_in_memory(config, fault)
 
     def due(self, iteration: int) -> list[StagedFault]:
-        """Those to stage now that the last rank has logged this one; each is returned once."""
+        """The failures due once the last rank has logged `iteration`; each is returned once."""
         found = [fault for fault in self.pending if fault.iteration <= iteration]
         self.pending = [fault for fault in self.pending if fault not in found]
         return found
 
     def memory_of(self, name: str) -> NodeStore:
-        """What the node of this name keeps of the run, to be deleted with it."""
-        assert self._run is not None  # a node is to be killed
+        """The run's host memory on the node of this name."""
+        assert self._run is not None  # the constructor sets it for KILL_NODE
         return NodeStore(*self._run, name)
 
 
 def logged_iteration(line: str) -> int | None:
-    """The iteration that a line of a trainer's log is about."""
+    """Parse the iteration of a trainer's log line; None for other lines."""
     logged = _ITERATION.search(line)
     return None if logged is None else int(logged[1])
 
 
 def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]:
-    """Directory of windows, and the run's name in it."""
+    """The window directory and the run id."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
     parser.add_argument('--sparse-ckpt-run-id')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the workers of a job come to life: on this machine, or by agents on other nodes."""
+"""Interface of what starts workers: on this machine, or through agents on other nodes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,45 +10,45 @@ from moevement_ext.memory.node_store import NodeStore
 
 
 class Starter(Protocol):
-    """What starts workers for the supervisor; used by its thread alone."""
+    """Starts workers for the supervisor; only the supervisor's thread uses it."""
 
     def open(self, port: int) -> None:
-        """Be ready for workers that meet in the store at `port`; again if there is a new one."""
+        """Prepare for workers that use the store at `port`; called again for a new store."""
 
     def start(
         self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        """A new life of a rank, reported once there is a process.
+        """Start or restart a rank; the process is reported once it exists.
 
         Args:
-            rank: of the worker.
-            restarts: how often it was restarted.
-            heard: called with the iterations that it logs, if it has no log.
+            rank: rank of the worker.
+            restarts: number of restarts of the rank.
+            heard: called with the iterations that the worker logs, if it has no log file.
         """
 
     def keep_spares(self) -> None:
-        """All workers are started: so may be hot spares, which have time."""
+        """Start hot spares; called once all workers run, as spares are not urgent."""
 
     def spares_left(self) -> str:
-        """What is ready to take the place of the next that is lost, in words."""
+        """Describe the spares that are left."""
 
     def look(self) -> None:
-        """Do what is due; called ten times a second.
+        """Do periodic work; called ten times a second.
 
         Raises:
             LaunchError: a worker cannot be started.
         """
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
-        """Kill all that runs on a node of the job, and delete what it keeps in memory.
+        """Kill all processes on a node of the job, and delete the node's host memory.
 
         Args:
-            node: number.
-            memory: of a node, by its name.
+            node: number of the node.
+            memory: returns the host memory of a node, by the node's name.
 
         Returns:
-            Where its memory was; None: nothing runs there.
+            The deleted directory; None if the node runs nothing.
         """
 
     def close(self) -> None:
-        """Let nothing run any more; all workers are dead."""
+        """End all other processes, once all workers are dead."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of the Slurm job: one a node, in which the agent of that node runs."""
+"""Steps of the Slurm job: one step per node runs the node's agent."""
 
 import os
 import subprocess
@@ -11,6 +11,7 @@ from moevement_ext.launch.child import bound
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 
 AGENT = ('-m', 'moevement_ext.launch.agent')
+# sbatch's settings of GPUs per task; an agent is one task with all GPUs of its node.
 _SHARES = (
     'SLURM_GPUS',
     'SLURM_GPUS_PER_SOCKET',
@@ -18,18 +19,17 @@ _SHARES = (
     'SLURM_NTASKS_PER_GPU',
     'SLURM_TRES_PER_TASK',
 )
-"""How sbatch was told to deal GPUs out to tasks; an agent, one task, has all those of its node."""
 
 
 class Step:
-    """One attempt to have an agent on a node.
+    """One attempt to run an agent on a node.
 
     Args:
-        command: that runs as long as the agent does.
-        environment: all of it.
+        command: runs as long as the agent.
+        environment: the complete environment.
 
     Attributes:
-        since: when it was started, in seconds of the monotonic clock.
+        since: start of the step, in seconds of the monotonic clock.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -39,15 +39,15 @@ class Step:
         )
 
     def ended(self) -> int | None:
-        """Exit status if it is over; which says little: a node that was lost has 0, too."""
+        """Exit status of an ended step. Not conclusive: the step of a lost node has status 0."""
         return self._process.poll()
 
     def cancel(self) -> None:
-        """Ask for its end."""
+        """Ask the step to end."""
         self._process.terminate()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for its end, at most so long, and kill it then."""
+        """Wait at most `timeout_s` for the end of the step, then kill it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -56,7 +56,7 @@ class Step:
 
 
 StartStep = Callable[[str, Address], Step]
-"""Starts the agent of a host, which is to connect to an address."""
+"""Starts the agent of a host, which connects to an address."""
 
 
 def slurm_step(
@@ -65,22 +65,22 @@ def slurm_step(
     flags: Sequence[str] = (),
     python: Sequence[str] = (sys.executable,),
 ) -> Step:
-    """A step on one node of the allocation, with all that the job has there.
+    """Start a step on one node of the allocation, with all the job's resources there.
 
-    That other steps, or nodes, fail does not concern it.
+    Failures of other steps or nodes do not end the step.
 
     Args:
         host: the node.
-        address: to which its agent connects.
-        flags: more of them for `srun`, such as the image to run in.
-        python: words that run Python on the node, such as that of an image.
+        address: that the agent connects to.
+        flags: additional flags of `srun`, such as the container image.
+        python: command that runs Python on the node.
     """
     command = ['srun', '--no-kill', '--overlap', '--nodes=1', '--ntasks=1', f'--nodelist={host}']
-    command += ['--kill-on-bad-exit=0', '--mem=0', '--export=ALL']  # not as sbatch was told
+    command += ['--kill-on-bad-exit=0', '--mem=0', '--export=ALL']  # overrides sbatch's settings
     environment = {name: value for name, value in os.environ.items() if name not in _SHARES}
     if len(environment) < len(os.environ) and 'SLURM_GPUS_ON_NODE' in os.environ:
         command += [f'--gpus-per-node={os.environ["SLURM_GPUS_ON_NODE"]}']
-    if 'SLURM_CPUS_PER_TASK' in os.environ:  # srun has not read it since Slurm 22.05
+    if 'SLURM_CPUS_PER_TASK' in os.environ:  # srun ignores this variable since Slurm 22.05
         command += [f'--cpus-per-task={int(os.environ["SLURM_CPUS_PER_TASK"]) * _tasks()}']
     return Step(
         [*command, *flags, *python, *AGENT], {**environment, ADDRESS_VARIABLE: str(address)}
@@ -88,6 +88,6 @@ def slurm_step(
 
 
 def _tasks() -> int:
-    """Those of a node, as sbatch was told; the fewest, where nodes differ (`8(x3),4`)."""
+    """Tasks per node as given to sbatch; the minimum where nodes differ (`8(x3),4`)."""
     nodes = os.environ.get('SLURM_TASKS_PER_NODE', '1').split(',')
     return min(int(node.partition('(')[0]) for node in nodes)

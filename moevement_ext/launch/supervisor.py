@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the workers of all emulated nodes, and in place of one that dies another: only that one.
+"""Starts all workers of a job, and replaces a dead worker while the others live on.
 
-torchrun restarts all workers of the agent whose worker died. Here the others live on: the failure
-is announced to them in the launcher's store, which outlives them all, and a hot spare or a new
-process takes the place of the dead one. So it is for a program that says that its workers survive
-(see `statements`); the workers of any other are all started again together, as torchrun does.
+torchrun restarts all workers of the agent whose worker died. Here the others live on: the launcher
+announces the failure in its store, which outlives all workers, and a hot spare or a new process
+replaces the dead worker. This holds for a program that reports that its workers survive (see
+`statements`); the workers of any other program restart together, as under torchrun.
 """
 
 import signal
@@ -54,32 +54,32 @@ from moevement_ext.store.answers import AnswerWatch
 _POLL_S = 0.1
 _STORE_TIMEOUT = timedelta(seconds=60)
 _GLANCE = timedelta(seconds=1)
+# Timeout of an outside store, which may hang.
 _TO_ANSWER_S = 30.0
-"""For a store elsewhere, which may stand still."""
+# How long a dead worker waits for a new store.
 _WITHOUT_STORE_S = 600.0
-"""So long a dead worker waits for the store; ours may be started anew elsewhere meanwhile."""
+# A worker that fails because of a lost worker may end before the loss is seen.
 _SETTLE_S = 1.0
-"""A worker that fails because another one is lost may be seen to end before that one."""
 
 
 class Supervisor:
-    """One job. `run` does everything, on one thread; other threads may look, and call `stop`.
+    """One job. `run` works on one thread; other threads may read attributes and call `stop`.
 
     Args:
-        config: of the job.
-        on_event: called by the thread that runs `run` with everything that happens, right away;
-            by default it is printed on stderr.
-        starter: makes what starts the workers; by default they are processes of this machine.
+        config: launch configuration of the job.
+        on_event: called at once with each event, on the thread of `run`; prints on stderr by
+            default.
+        starter: makes the starter of the workers; by default workers run on this machine.
 
     Attributes:
-        store: where the workers meet; it outlives them. That of `--sparse-ckpt-store` if the
-            program has this flag: if it is lost, the workers leave, and all start again in the
-            one that is there then.
+        store: the workers' store, which outlives them; the store of `--sparse-ckpt-store` if the
+            program has this flag. If that store is lost, the workers end, and all restart with
+            the store that answers then.
         workers: by rank, while `run` runs and afterwards.
 
     Raises:
         ConfigurationError: a staged failure or the GPUs of this machine do not fit the job, no log
-            can be written, or the outside store is not reached.
+            can be written, or the outside store does not answer.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Supervisor:
         self._look_for_store_at: float | None = None
 
     def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
-        self._evictions = 0  # as that store counts them
+        self._evictions = 0  # as counted in the new store
         address = flag.address(self.config.flags)
         if address is not None:
             self.store = outside.connect(*address, to_connect)
@@ -120,15 +120,15 @@ class Supervisor:
         self._said = of_launch(self.store, self.config.launch)
 
     def run(self) -> int:
-        """Start the workers and wait until all have ended well; nothing of the job is left then.
+        """Run the job to its end; no process of the job is left afterwards.
 
-        All processes are killed when the calling thread ends, whatever ends it.
+        Linux kills all processes when the calling thread ends for any reason.
 
         Returns:
-            0, or the exit status that the workers had announced; that of the `LaunchError` if the
-            job was given up; what `stop` was given if that was called.
+            0, or the exit status that the workers announced; the exit code of the `LaunchError` if
+            the job was given up; the argument of `stop` if that was called.
         """
-        code = 1  # of an error of this program
+        code = 1  # stays 1 after an unexpected exception
         try:
             self._supervise()
             code = self._exit_code or self._announced_code
@@ -145,7 +145,7 @@ class Supervisor:
         return code
 
     def stop(self, exit_code: int) -> None:
-        """End all workers, asking them at first, and let `run` return `exit_code`; any thread."""
+        """Ask all workers to end, then kill them; `run` returns `exit_code`. Any thread."""
         self._exit_code = exit_code
 
     def _supervise(self) -> None:
@@ -185,7 +185,7 @@ class Supervisor:
         if code != 0:
             self._bad_ends.append(BadEnd(worker, code, time.monotonic()))
 
-    # Bad ends: all that are known are judged together, since one may be the reason of another
+    # Bad ends: judged together, since one may have caused another
 
     def _judge_all(self) -> None:
         if not self._bad_ends or self._look_for_store_at is not None:
@@ -194,7 +194,7 @@ class Supervisor:
             self._bad_ends = [end for end in self._bad_ends if not self._was_done(end)]
             if self._bad_ends:
                 self._judge_together()
-        except DistError:  # an outside store: the connection is lost, or all that was in it
+        except DistError:  # an outside store lost its connections or its content
             self._lose_store()
 
     def _judge_together(self) -> None:
@@ -218,7 +218,7 @@ class Supervisor:
             self._start_all_again(min(self._bad_ends, key=lambda end: end.is_error))
 
     def _was_done(self, end: BadEnd) -> bool:
-        """All its work was done: nobody waits for it, so it is not replaced."""
+        """True if the worker had finished its work, so that no rank waits for a replacement."""
         worker = end.worker
         if worker.finished:
             return True
@@ -227,16 +227,16 @@ class Supervisor:
             return False
         if end.code < 0:
             self._report(WorkerLostAtExit(worker.rank, worker.pid, end.code))
-        elif end.code != announced:  # said when the others, who are ending too, have ended
+        elif end.code != announced:  # reported after the ends of the other workers
             self._failed_at_exit.append(f'{end.how} when it had finished{worker.last_words()}')
         worker.finished = True
         self._announced_code = max(self._announced_code, announced)
         return True
 
     def _were_lost_at_the_end(self, others: list[Worker]) -> bool:
-        """True if they were killed before they could say that they had finished, as all others do.
+        """True if signals killed the dead workers at the end, before they reported success.
 
-        Where workers survive others, none says so before all have trained to the end.
+        Workers that survive failures report this only after all have trained to the end.
         """
         killed = all(end.code < 0 for end in self._bad_ends)
         if not (others and killed and all(self._told(worker) == 0 for worker in others)):
@@ -248,12 +248,12 @@ class Supervisor:
         return True
 
     def _may_end_first(self, done: list[Worker]) -> bool:
-        """Who has finished gives its memory back before the job is given up; not for ever."""
+        """True while finished workers may take time to free their memory before the job ends."""
         ending = any(not worker.child.ended for worker in done)
         return ending and time.monotonic() < self._bad_ends[0].at + self.config.grace_s
 
     def _may_be_a_consequence(self) -> bool:
-        """Only errors so far, and it is too early to say that no worker was lost before."""
+        """True if all ends are errors, and a lost worker that caused them may still be detected."""
         errors_only = all(end.is_error for end in self._bad_ends)
         early = time.monotonic() < self._bad_ends[0].at + _SETTLE_S
         return errors_only and early and bool(self._living())
@@ -264,14 +264,14 @@ class Supervisor:
         return code
 
     def _bury(self, worker: Worker) -> int:
-        """Wait for its end; returns how it ended."""
+        """Wait for the worker's end; returns its exit code."""
         self._loop.forget(worker.child.death)
         code = worker.child.reap()
         worker.finished = code == 0
         return code
 
     def _replace_all(self) -> None:
-        """The others live on."""
+        """Replace each dead worker; the others live on."""
         while self._bad_ends:
             end = self._bad_ends[0]
             self._outcome.lost(self.store, end)
@@ -281,12 +281,12 @@ class Supervisor:
             self._start(end.worker, end.worker.restarts + 1)
 
     def _start_all_again(self, cause: BadEnd) -> None:
-        """The others wait for the dead worker, perhaps for ever, and nothing can wake them up."""
-        self._evict()  # one that ended because of a hung one asked for this first
+        """Kill and restart all workers: they may wait for the dead worker for ever."""
+        self._evict()  # a worker that ended because of a hung one asked for this
         self._replacements.add(cause, self.workers)
         self._stop(self._living())
         self._report(AllStartAgain(cause.how))
-        # torch would find the keys of the life before in the old one, and wait for the dead.
+        # A new store: in the old one torch would find the dead workers' keys and wait for them.
         try:
             self._open_store()
         except ConfigurationError as error:
@@ -311,7 +311,7 @@ class Supervisor:
             self._report(ended if by_itself else WorkerStopped(worker.rank, worker.pid))
 
     def _give_up_the_undead(self, workers: list[Worker]) -> None:
-        """One that waits in the kernel, for a driver that hangs, say, does not die."""
+        """Give up nodes of workers that block in the kernel, such as in a hung driver."""
         for worker in workers:
             if not worker.child.to_die_s and not worker.child.dies():
                 what = f'rank {worker.rank} (pid {worker.pid}) does not die of SIGKILL'
@@ -326,13 +326,13 @@ class Supervisor:
     # The end
 
     def _terminate(self) -> None:
-        """Ask all workers to end, by what they listen for, and wait for them a while."""
+        """Send all workers the signal that they listen for, and wait `grace_s` for their ends."""
         asked = listened_for(self.config.flags)
         for worker in self._living():
-            # Nobody is replaced any more.
+            # From now on a dead worker is not replaced.
             self._loop.watch(worker.child.death, partial(self._reap, worker))
             worker.child.signal(asked)
-            worker.child.signal(signal.SIGCONT)  # for one that is stopped
+            worker.child.signal(signal.SIGCONT)  # wakes a stopped worker
         deadline = time.monotonic() + self.config.grace_s
         while self._living() and time.monotonic() < deadline:
             self._loop.turn(_POLL_S)
@@ -349,7 +349,7 @@ class Supervisor:
         self._loop.close()
 
     def _report_memory(self) -> None:
-        """Say what a job that did not finish left behind."""
+        """Report the host memory that an unfinished job left behind."""
         try:
             memory = told_memory(self._said)
         except DistError:
@@ -377,10 +377,10 @@ class Supervisor:
             self._look_for_store_at = time.monotonic()
 
     def _look_for_store(self) -> bool:
-        """True if it is there again; takes no longer than a glance.
+        """True if the store answers again; never waits long.
 
         Raises:
-            LaunchError: it has not come for so long that who waits for it is given up.
+            LaunchError: a dead worker has waited too long for the store.
         """
         assert self._look_for_store_at is not None
         if time.monotonic() < self._look_for_store_at:
@@ -403,12 +403,12 @@ class Supervisor:
             self._report(WorkerLate(worker.rank, worker.pid))
 
     def _evict(self) -> None:
-        """Kill the workers that the others found hung."""
+        """Kill the workers that the other ranks reported as hung."""
         asked = evictions(self._said)
         if asked == self._evictions:
             return
         for worker in self._living():
-            # An order about an earlier process of the rank came too late.
+            # An order about an earlier process of the rank is outdated.
             if take_eviction(self._said, worker.rank) == worker.pid:
                 worker.child.signal(signal.SIGKILL)
                 self._report(WorkerEvicted(worker.rank, worker.pid))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are forked from one process, which has imported the program once."""
+"""Forks workers from one process that has imported the program."""
 
 import contextlib
 import json
@@ -19,15 +19,15 @@ _MAX_ANSWER_BYTES = 64
 
 
 class TemplateLost(LaunchError):
-    """The template has ended, and all workers with it."""
+    """The template ended, and with it all workers."""
 
 
 class Template:
-    """The process that workers are forked from; see `spare.py`. One thread uses it.
+    """The process that forks workers; see `spare.py`. One thread uses it.
 
     Args:
-        program: that it imports, and whose `main()` workers call.
-        environment: while it imports.
+        program: the program to import; workers call its `main()`.
+        environment: environment of the import.
     """
 
     def __init__(self, program: str, environment: Mapping[str, str]) -> None:
@@ -41,12 +41,12 @@ class Template:
     def fork(
         self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
     ) -> 'ForkedChild':
-        """A new worker; waits until the program is imported.
+        """Fork a worker; waits until the program is imported.
 
         Args:
             command: program and its flags.
-            environment: all of the worker's.
-            log: file that it prints on; None: `ForkedChild.output`.
+            environment: the worker's complete environment.
+            log: file that the worker prints on; None: `ForkedChild.output`.
         """
         order = {'argv': list(command), 'env': dict(environment), 'log': None}
         if log is not None:
@@ -58,15 +58,15 @@ class Template:
             os.close(other)
 
     def ask(self, request: str, value: Any, descriptors: Sequence[int] = ()) -> int:
-        """One request and its answer.
+        """Send one request and return its answer.
 
         Raises:
-            TemplateLost: there is none.
+            TemplateLost: the template does not answer.
         """
         try:
             text = json.dumps({request: value}).encode() + b'\n'
             sent = socket.send_fds(self._socket, [text], list(descriptors))
-            self._socket.sendall(text[sent:])  # an environment may be larger than its buffer
+            self._socket.sendall(text[sent:])  # an order may be larger than the socket's buffer
             answer = self._socket.recv(_MAX_ANSWER_BYTES)
         except OSError as error:
             raise TemplateLost(f'the template of all workers is gone: {error}') from error
@@ -75,7 +75,7 @@ class Template:
         return int(answer)
 
     def close(self) -> None:
-        """Kill it, and with it all workers."""
+        """Kill the template, and with it all workers."""
         self._process.signal(signal.SIGKILL)
         self._process.reap()
         self._process.close()
@@ -83,7 +83,7 @@ class Template:
 
 
 class ForkedChild(OwnChild):
-    """A worker that was forked; the template is its parent, and is asked how it ended."""
+    """A forked worker; its parent, the template, reports its exit code."""
 
     def __init__(self, template: Template, pid: int, output: int | None) -> None:
         super().__init__(pid, os.pidfd_open(pid))
@@ -99,7 +99,9 @@ class ForkedChild(OwnChild):
     def _send(self, number: int) -> None:
         try:
             super()._send(number)
-        except ProcessLookupError:  # it leads no group yet, or init reaped it after the template
+        except (
+            ProcessLookupError
+        ):  # no process group yet, or reaped by init after the template's death
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.death, number)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""`torchrun` with static rendezvous, whose agents meet in the store of `--sparse-ckpt-store`.
+r"""`torchrun` with static rendezvous through the store of `--sparse-ckpt-store`.
 
     python -m moevement_ext.store.torchrun --nnodes 4 --node-rank 2 --nproc-per-node 8 \
         --max-restarts 100 pretrain_gpt.py <flags> --sparse-ckpt --sparse-ckpt-store HOST:PORT
 
-All flags are those of torchrun. There the agent of the first node serves the store, so that its
-death ends the job; here no agent does. An agent that is started again takes the place of the lost
-one; and when the store is lost, the agents wait for another one at the same address.
+All flags are torchrun's. In torchrun the agent of the first node serves the store, so that this
+agent's death ends the job; here no agent serves it. A restarted agent takes the place of the lost
+agent; when the store is lost, the agents wait for another store at the same address.
 
 Checked against torch 2.15.
 """
@@ -33,8 +33,9 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.launcher import api
-from torch.distributed.run import determine_local_world_size, parse_args, run
+from torch.distributed.run import determine_local_world_size, get_args_parser, run
 
+from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 from moevement_ext.process import exit_signal, user_errors
@@ -48,14 +49,14 @@ _TO_MEET_S = 600
 
 
 class OutsideStore(RendezvousHandler):
-    """Where an agent meets the others; as torch's static rendezvous, but it is never the server.
+    """Rendezvous handler of an agent: torch's static rendezvous, but never the store's server.
 
     Args:
         host, port: of the store.
         rank: of this node.
         nodes: number of them.
         run_id: `--rdzv-id`.
-        timeout: for all to come, and for a store to be there.
+        timeout: for all agents to arrive, and for the store to answer.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class OutsideStore(RendezvousHandler):
 
     @classmethod
     def create(cls, params: RendezvousParameters) -> 'OutsideStore':
-        """Made from what torch's registry of rendezvous backends is given."""
+        """Create the handler for torch's registry of rendezvous backends."""
         host, port = flag.split(params.endpoint)
         rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
         assert rank is not None and seconds is not None
@@ -77,9 +78,9 @@ class OutsideStore(RendezvousHandler):
         return cls(host, port, rank, params.max_nodes, params.run_id, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Before workers are started: a connection, anew, as the store may be another one by now.
+        """Connect again before each start of workers, as the store may be a new one.
 
-        What another layout left there is not read.
+        Keys of another layout in the store are not read.
         """
         store = connect(self._host, self._port, self._timeout)
         name = f'agents/{self._run_id}/{self._nodes}'
@@ -88,52 +89,52 @@ class OutsideStore(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers meet there, too."""
+        """True: workers use the same store."""
         return True
 
     def get_backend(self) -> str:
-        """Name of this kind."""
+        """Name of this rendezvous backend."""
         return _BACKEND
 
     def num_nodes_waiting(self) -> int:
-        """None ever is: a new agent takes the place of a lost one."""
+        """Always 0: a new agent takes the place of a lost one."""
         return 0
 
     def get_run_id(self) -> str:
-        """The name of the run that all agents were given."""
+        """The `--rdzv-id` of all agents."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing is to be closed."""
+        """Does nothing."""
 
     def shutdown(self) -> bool:
-        """The store goes on."""
+        """Does nothing: the store lives on."""
         return True
 
 
 class RestartingAgent(LocalElasticAgent):
-    """Torch's agent, which starts nobody again with a mistake of the user.
+    """Torch's agent, but a mistake of the user ends the job without a restart.
 
-    Whatever signal has asked it to end, it hands on the one that the workers listen for.
+    At any signal to end, the agent sends its workers the signal that they listen for.
     """
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if isinstance(sys.exception(), SignalException):  # else they are to start again
+        if isinstance(sys.exception(), SignalException):  # otherwise the workers restart
             death_sig = exit_signal.listened_for(self._worker_group.spec.args)
         super()._shutdown(death_sig, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """How the workers are; torch asks every `--monitor-interval` seconds.
+        """Check the workers; torch calls this every `--monitor-interval` seconds.
 
-        A mistake is there from the start: what a worker refuses that was started again, too little
-        memory on another node, say, may be in order for the next.
+        A mistake of the user exists from the start. After a restart the same exit status may have
+        another cause, such as too little memory on one node.
 
         Raises:
-            UserError: one ended because of a mistake before any was started again.
+            UserError: a worker ended because of a mistake before any restart.
         """
         result: RunResult = super()._monitor_workers(worker_group)
         if self._remaining_restarts == worker_group.spec.max_restarts:
@@ -147,12 +148,14 @@ class RestartingAgent(LocalElasticAgent):
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """The arguments of torchrun, with the store of the program's flags as the place to meet.
+    """Parse torchrun's arguments and set the program's store as rendezvous.
 
     Raises:
-        ConfigurationError: the program has no such flag, or torchrun is to meet elsewhere.
+        ConfigurationError: the program lacks the flag, or torchrun has another rendezvous.
     """
-    args: Namespace = parse_args(list(argv))
+    parser = get_args_parser()
+    parser.prog = shown('python -m moevement_ext.store.torchrun')
+    args: Namespace = parser.parse_args(list(argv))
     store = flag.given(args.training_script_args)
     if store is None:
         raise ConfigurationError(
@@ -178,7 +181,7 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def _check_numbers(args: Namespace) -> None:
-    """What torchrun itself does later, with a traceback."""
+    """Check the numbers that torchrun checks later, with a traceback."""
     nodes, processes = args.nnodes, args.nproc_per_node
     if not re.fullmatch(r'([1-9]\d*)(:\1)?', nodes):
         raise ConfigurationError(f'--nnodes {nodes} must be the number of nodes, 1 or more.')
@@ -193,7 +196,7 @@ def _check_numbers(args: Namespace) -> None:
 
 @record
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the agent of a node."""
+    """Run a node's agent."""
     ask_again_soon()
     with user_errors.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)

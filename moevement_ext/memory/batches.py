@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many tensors taken together: copied by one call, and not too many bytes at a time.
+"""Batches of tensors: copied by one call, with a limit on the bytes per batch.
 
-In one call Python gives up the GIL once and not per tensor. torch's optimizers are built on
-`torch._foreach_copy_`, but it has no public name. Checked with torch 2.11 and 2.15; without it this
-module cannot be imported, so no job starts.
+One call releases the GIL once, not once per tensor. torch's optimizers use `torch._foreach_copy_`,
+which has no public name. Checked with torch 2.11 and 2.15; without this function the import of this
+module fails, so no job starts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,27 +16,27 @@ _foreach_copy = torch._foreach_copy_
 
 
 def copy_all(targets: Tensors, sources: Tensors, non_blocking: bool = False) -> None:
-    """Copy each source into the target at its place, on the present stream.
+    """Copy each source into the target with the same index, on the current stream.
 
     Args:
-        targets: of the shapes of the sources; devices may differ.
-        sources: may be none.
+        targets: same shapes as the sources; devices may differ.
+        sources: may be empty.
         non_blocking: as of `torch.Tensor.copy_`.
 
     Raises:
-        RuntimeError: a target has another shape; those before it are copied.
+        RuntimeError: a target has another shape; the targets before it are copied.
     """
     if sources:
         _foreach_copy(targets, sources, non_blocking)
 
 
 def in_batches[T](items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Put neighbours together, in their order.
+    """Group consecutive items into batches, in order.
 
     Args:
         items: none larger than `limit`.
         nbytes: size of an item in bytes.
-        limit: of a batch, in bytes.
+        limit: size of a batch in bytes.
     """
     batch: list[T] = []
     total = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory a node will need, checked before iteration 1 (invariant I5)."""
+"""Host memory that a node will need, checked before iteration 1 (invariant I5)."""
 
 import math
 import os
@@ -19,14 +19,14 @@ NO_SPACE_REMEDY = (
     'Remove what earlier runs left there, mount a larger tmpfs (mount -o remount,size=...), '
     'choose another directory, or hold fewer replicas.'
 )
-"""What to do when the file system of the windows is full."""
+"""Remedy for a full file system of the windows."""
 
 SHARED = Path('/dev/shm')
-"""Where libraries of communication and data loaders put what they share between processes."""
+"""Shared memory directory of communication libraries and data loaders."""
 MARGIN_BYTES = 4 * 2**20
-"""For those others, of each rank, where windows are in that file system..."""
+"""Free space per rank for these libraries, if windows are in that file system..."""
 MARGIN_SHARE = 64
-"""...or so large a part of what windows take, if that is more."""
+"""...or the size of the windows divided by this, if that is more."""
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     log_ring: int = 0
     """The upstream log (boundary activations and gradients)."""
     beside: int = 0
-    """Locks, what the ranks of a node share when all meet, and the witness of a recovery."""
+    """Locks, files shared at a rendezvous of all ranks, and the witness of a recovery."""
 
     @property
     def total(self) -> int:
@@ -88,11 +88,11 @@ class HostMemoryPlan:
                 the file system's.
             directory: directory of this run on this node. Space that files of these ranks already
                 reserve in it (left by earlier processes, to be adopted) is not needed again.
-            process: where the system tells of this process, as for `memory_left`.
+            process: this process's directory in `/proc`, as for `memory_left`.
 
         Raises:
-            HostMemoryError: over the budget, or more than the file system has free, or more than
-                the container may have.
+            HostMemoryError: the plan exceeds the budget, the free space of the file system, or the
+                memory limit of the container.
         """
         if budget_gb is not None and self.node_total > budget_gb * GIB:
             raise HostMemoryError(
@@ -100,14 +100,14 @@ class HostMemoryPlan:
                 f'Raise it to at least {_gib_up(self.node_total)}, hold fewer replicas, '
                 f'or use fewer ranks per node.'
             )
-        # If others of the node reserve meanwhile, their bytes are both still left and adopted.
+        # Bytes that another rank reserves meanwhile count twice, as free and as adopted.
         free = free_bytes(directory)
         left = memory_left(process) if is_in_memory(directory) else None
         reserved = {rank: reserved_bytes(directory / str(rank)) for rank in self.ranks}
         adopted = sum(reserved.values())
-        # Who was here before needs no more than its files, whatever others have taken since.
+        # A rank with files from an earlier process needs no further space.
         beside = sum(self.ranks[rank].beside for rank, found in reserved.items() if found)
-        # A start may have left the secret of the job there already.
+        # An earlier start may have written the secret of the job already.
         beside += min(reserved_bytes(directory / 'shared'), self.node_total - beside - adopted)
         missing = self.node_total - beside - adopted
         new = [self.ranks[rank].total for rank, found in reserved.items() if not found]
@@ -130,22 +130,22 @@ class HostMemoryPlan:
 
 
 def gib(nbytes: int) -> str:
-    """Size in bytes as people read it, e.g. `1.50 GiB`."""
+    """Format a size in bytes, e.g. `1.50 GiB`."""
     return f'{nbytes / GIB:.2f} GiB' if abs(nbytes) >= GIB // 100 else f'{nbytes} bytes'
 
 
 def _gib_up(nbytes: int) -> str:
-    """GiB that hold so many bytes, with three digits after the point."""
+    """Round bytes up to GiB with three decimals."""
     return f'{math.ceil(nbytes * 1000 / GIB) / 1000:.3f}'
 
 
 def free_bytes(directory: Path) -> int:
-    """Free bytes of the file system that has, or will have, `directory`."""
+    """Free bytes of the file system of `directory`, which need not exist yet."""
     return shutil.disk_usage(_existing(directory)).free
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or the lowest one above it that is there."""
+    """The directory, or its nearest existing parent."""
     while not directory.exists():
         directory = directory.parent
     return directory
@@ -156,7 +156,7 @@ def _margin(nbytes: int) -> int:
 
 
 def _is_shared(directory: Path) -> bool:
-    """True if `directory` is, or will be, in the file system that other libraries use, too."""
+    """True if `directory` is in the file system that other libraries use, too."""
     try:
         return os.stat(_existing(directory)).st_dev == os.stat(SHARED).st_dev
     except OSError:
@@ -164,12 +164,12 @@ def _is_shared(directory: Path) -> bool:
 
 
 def reserved_bytes(directory: Path) -> int:
-    """Bytes that files below `directory` occupy now (0 if there is none)."""
+    """Bytes that files below `directory` occupy now (0 without such a directory)."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
             try:
                 total += os.stat(os.path.join(folder, name)).st_blocks * 512
             except OSError:
-                continue  # another rank is recycling while we count, or it is not ours
+                continue  # another rank is recycling it, or it belongs to another user
     return total

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the limits of a container leave of the memory of a node, and of its processes.
+"""Memory, processes and cores that a container's limits leave.
 
-Pages of a tmpfs are charged to the cgroup of the process that made them, like its own memory, and
-they cannot be written out. Over the limit the kernel kills. Page cache is charged as well, but it
-is given back first, so it counts as left.
+The kernel charges tmpfs pages to the cgroup of the process that made them, like its own memory, and
+cannot write them out. Over the limit the kernel kills processes. Page cache is charged as well, but
+the kernel reclaims it first, so page cache counts as free.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -14,16 +15,16 @@ THIS_PROCESS = Path('/proc/self')
 
 
 class MemoryLeft(NamedTuple):
-    """The tightest limit that this process is under."""
+    """The tightest memory limit of this process."""
 
     nbytes: int
-    """Left below it; 0 if it is exceeded."""
+    """Bytes left below the limit; 0 if it is exceeded."""
     cgroup: Path
-    """Directory of the group that has it."""
+    """Directory of the group that has the limit."""
 
 
 class _Version(NamedTuple):
-    """Names of a hierarchy's files, and of what is page cache in `memory.stat`."""
+    """File names of a hierarchy, and names of the page cache counters in `memory.stat`."""
 
     limit: str
     used: str
@@ -34,20 +35,20 @@ _V2 = _Version('memory.max', 'memory.current', ('inactive_file', 'active_file'))
 _V1 = _Version(
     'memory.limit_in_bytes',
     'memory.usage_in_bytes',
-    ('total_inactive_file', 'total_active_file'),  # of the groups below, too, as the usage is
+    ('total_inactive_file', 'total_active_file'),  # with the groups below, as the usage
 )
 
 
 def memory_left(process: Path = THIS_PROCESS) -> MemoryLeft | None:
-    """What is left below the limits of this process's cgroup and of all those above it.
+    """Memory left below the limits of this process's cgroup and of its parents.
 
-    Limits that a container cannot see from within are not counted.
+    Limits that are invisible inside a container do not count.
 
     Args:
-        process: where the system tells in which groups a process is, and where they are mounted.
+        process: directory in `/proc` with the process's groups and their mounts.
 
     Returns:
-        None: there is no limit, or the system does not tell.
+        None if there is no limit, or if the limit is unknown.
     """
     found = [
         MemoryLeft(left, group)
@@ -59,7 +60,7 @@ def memory_left(process: Path = THIS_PROCESS) -> MemoryLeft | None:
 
 
 def processes_left(process: Path = THIS_PROCESS) -> int | None:
-    """Threads that may still be started, as for `memory_left`; None: as many as one wants."""
+    """Threads left below the limits, as for `memory_left`; None: no limit."""
     found = [
         left
         for _, lowest, highest in _hierarchies(process, 'pids')
@@ -69,10 +70,21 @@ def processes_left(process: Path = THIS_PROCESS) -> int | None:
     return min(found, default=None)
 
 
+def cores_left(process: Path = THIS_PROCESS) -> float:
+    """Cores that this process may keep busy: those it may run on, within limits as above."""
+    found = [
+        cores
+        for version, lowest, highest in _hierarchies(process, 'cpu')
+        for group in (lowest, *lowest.parents)
+        if group.is_relative_to(highest) and (cores := _cores(group, version)) is not None
+    ]
+    return min([float(len(os.sched_getaffinity(0))), *found])
+
+
 def _hierarchies(
     process: Path, controller: str = 'memory'
 ) -> Iterator[tuple[_Version, Path, Path]]:
-    """Hierarchies that may limit it: files, the group of the process, and the topmost one."""
+    """Hierarchies that may limit the process: files, the process's group, and the root group."""
     try:
         groups = [line.split(':', 2) for line in (process / 'cgroup').read_text().splitlines()]
         mounts = [line.split() for line in (process / 'mountinfo').read_text().splitlines()]
@@ -95,20 +107,20 @@ def _is_v1(controller: str, kind: str, options: str) -> bool:
 
 
 def _below(path: str, root: str) -> PurePosixPath:
-    """Where a group is below a mount that shows the hierarchy from `root` down."""
+    """Path of a group relative to a mount that shows the hierarchy from `root` down."""
     try:
         return PurePosixPath(path).relative_to(root)
-    except ValueError:  # a container sees its own group as the topmost one
+    except ValueError:  # inside a container its own group is the root group
         return PurePosixPath()
 
 
 def _left_in(group: Path, version: _Version) -> int | None:
-    """Bytes that one group may still take; None if it has no limit."""
+    """Bytes left below the limit of one group; None without a limit."""
     try:
         limit = int((group / version.limit).read_text())
         used = int((group / version.used).read_text())
         lines = (group / 'memory.stat').read_text().splitlines()
-    except (OSError, ValueError):  # the topmost group has no files; 'max' is no number
+    except (OSError, ValueError):  # the root group has no such files; 'max' is no number
         return None
     figures = dict(line.split() for line in lines)
     cache = sum(int(figures.get(name, 0)) for name in version.cache)
@@ -119,5 +131,14 @@ def _threads_left(group: Path) -> int | None:
     try:
         limit = int((group / 'pids.max').read_text())
         return max(limit - int((group / 'pids.current').read_text()), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def _cores(group: Path, version: _Version) -> float | None:
+    names = ['cpu.max'] if version is _V2 else ['cpu.cfs_quota_us', 'cpu.cfs_period_us']
+    try:
+        quota, period = ' '.join((group / name).read_text() for name in names).split()
+        return int(quota) / int(period) if int(quota) > 0 else None  # 'max', or -1: no limit
     except (OSError, ValueError):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA's driver, for what torch has no call for, or only one that holds the GIL."""
+"""CUDA driver calls that torch lacks, or makes while holding the GIL."""
 
 import ctypes
 import functools
@@ -9,5 +9,5 @@ _DRIVER = 'libcuda.so.1'
 
 @functools.cache
 def driver() -> ctypes.CDLL:
-    """Its functions, which are called without the GIL."""
+    """The driver library; its functions run without the GIL."""
     return ctypes.CDLL(_DRIVER)

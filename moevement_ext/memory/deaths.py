@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process of a run died when, on one node; noted by the processes that watch them.
+"""Deaths of a run's processes on one node, recorded by their watchdogs.
 
-The whole job may start again because one process died, and torchrun tells the new ones neither
-which nor when. So each watchdog (`process/watchdog_process.py`, which imports nothing of this)
-appends a line to a file in the run's directory, and the next life of the job reads it.
+The whole job may restart because one process died, and torchrun does not tell the new processes
+which process died, or when. So each watchdog (`process/watchdog_process.py`, which does not import
+this module) appends a line to a file in the run's directory, and the restarted job reads the file.
 """
 
 from contextlib import suppress
@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 FILE = 'deaths.jsonl'
-"""In `NodeStore.shared`."""
+"""Name of the file in `NodeStore.shared`."""
 
 
 class Death(msgspec.Struct, frozen=True, order=True):
-    """The end of a process; the first one comes first in order."""
+    """The death of a process; sorts by time."""
 
     time: float
     """Seconds since the epoch."""
@@ -28,7 +28,7 @@ _DEATH = msgspec.json.Decoder(Death)
 
 
 def noted(shared: Path) -> list[Death]:
-    """The newest note of each rank on this node; a line that is damaged is passed over."""
+    """The last recorded death of each rank on this node; damaged lines are skipped."""
     newest: dict[int, Death] = {}
     with suppress(OSError):
         for line in (shared / FILE).read_bytes().splitlines():
@@ -39,6 +39,6 @@ def noted(shared: Path) -> list[Death]:
 
 
 def forget(shared: Path) -> None:
-    """Another life begins."""
+    """Delete the recorded deaths, at the start of a job."""
     with suppress(OSError):
         (shared / FILE).unlink(missing_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads and streams of ours beside those of training, on the device of this rank."""
+"""The engine's own threads and streams on the device of this rank."""
 
 import ctypes
 
@@ -7,14 +7,14 @@ import torch
 
 from moevement_ext.memory.cuda_driver import driver
 
+# CUDA's CU_STREAM_CAPTURE_MODE_RELAXED.
 _RELAXED = 2
-"""CUDA's CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device by its number: `cuda` alone is another one on another thread.
+    """The device with its index: a bare `cuda` means another device on another thread.
 
-    Called by the training thread, whose current device is that of the rank.
+    Called on the training thread, whose current device is the rank's.
     """
     if device.type == 'cuda' and device.index is None:
         return torch.device('cuda', torch.cuda.current_device())
@@ -22,14 +22,15 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def bind_thread(device: torch.device) -> None:
-    """Make `device` the current one of this thread, on which it does all its work.
+    """Make `device` the current device of this thread.
 
-    A new thread is on GPU 0. torch goes back to that one after each use of another, which costs
-    half a GB there for a context of this process. And where the training thread records a CUDA
-    graph, a look at an event from another thread ends that, unless it is said to be meant.
+    A new thread starts on GPU 0, and torch returns to GPU 0 after each use of another GPU, which
+    costs half a GB there for a context of this process. While the training thread captures a CUDA
+    graph, an event query from another thread invalidates the capture, unless that thread is in
+    relaxed capture mode.
 
     Args:
-        device: `with_index`; nothing happens for the CPU.
+        device: from `with_index`; does nothing for the CPU.
     """
     if device.type == 'cuda':
         torch.cuda.set_device(device)
@@ -37,9 +38,9 @@ def bind_thread(device: torch.device) -> None:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for copies to host memory, which no other part of the job gets as well.
+    """A stream for copies to host memory that no other part of the job uses.
 
-    torch hands out 32 streams of each priority in turn, so one of the usual priority is shared
-    with a communicator sooner or later, which would wait behind the copies.
+    torch hands out 32 streams per priority in turn, so a stream of default priority would sooner
+    or later be shared with a communicator, which would then wait behind the copies.
     """
     return torch.cuda.Stream(device, priority=-1)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of one rank on a file system that outlives the memory of all nodes.
+"""Windows of one rank on a file system that survives the loss of all nodes' memory.
 
     <--sparse-ckpt-disk>/<run id>/rank<N>/
-        window-<start>-<plan>.window     copied, read back and right
-        writing-<start>-<plan>.window    under way, worthless
-        aside-<start>-<plan>.window      of a past that was not continued: not recovered from
-        complete                         start of the newest window that all ranks had here
-        lock                             held by the one process that may write here
+        window-<start>-<plan>.window     copied, read back and verified
+        writing-<start>-<plan>.window    being written, worthless
+        aside-<start>-<plan>.window      of an abandoned history: not used for recovery
+        complete                         start of the newest window on the disk of all ranks
+        lock                             held by the only process that may write here
 
-A copy has the bytes of the file in memory, whose unused end is a hole. It gets its name once it is
-on the medium and every checksum was compared with what the medium returns.
+A copy has the bytes of the file in memory; the unused end of the file is a hole. A copy gets its
+name once the medium has it and every checksum matches the bytes that the medium returns.
 """
 
 import errno
@@ -36,39 +36,39 @@ from moevement_ext.memory.window.slot import SlotHeader
 logger = logging.getLogger(__name__)
 
 KEPT = 2
-"""Windows that stay on disk, of those that all ranks have there; one more while it is written."""
+"""Complete windows kept on disk; one more while it is written."""
 
 
 _COMPLETE = 'complete'
 _FLAG = '--sparse-ckpt-disk'
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+# Bytes between two syncs. Otherwise the last sync takes as long as all the writing, and page cache
+# that no process reads again fills the memory of the node.
 _SYNC_BYTES = 256 * 2**20
-"""Written at most before the medium has it: else the last sync takes as long as all the writing,
-and pages that nobody reads again fill the memory of the node."""
 
 
 def require_mounted(root: Path) -> None:
-    """Refuse a `--sparse-ckpt-disk` that is not there.
+    """Refuse a missing `--sparse-ckpt-disk`.
 
     Raises:
-        UserError: it is not.
+        UserError: the directory does not exist.
     """
     if not root.is_dir():
         raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
 
 
 class DiskWindows:
-    """Directory of one rank, locked until `close` or `remove`; one thread at a time uses it.
+    """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
     Args:
-        root: `--sparse-ckpt-disk`, which must be there: a file system that is not mounted is not
-            written below its mount point by mistake.
+        root: `--sparse-ckpt-disk`, which must exist, so that windows are never written below the
+            mount point of an unmounted file system.
         run_id: `--sparse-ckpt-run-id`.
-        rank: whose windows they are.
+        rank: owner of the windows.
 
     Raises:
-        StoreInUseError: another process has the directory, and does not end.
-        UserError: nothing can be kept there.
+        StoreInUseError: another process locks the directory, and does not end.
+        UserError: the directory is not usable.
     """
 
     def __init__(self, root: Path, run_id: str, rank: int) -> None:
@@ -91,15 +91,15 @@ class DiskWindows:
             raise UserError(f'{_FLAG} {root}: windows cannot be kept there: {reason}') from error
 
     def stored(self) -> list[StoredWindow]:
-        """The committed windows, newest first; by their names alone."""
+        """The committed windows by file name, newest first."""
         return sorted(committed_in(self.path, self.rank, self.rank), reverse=True)
 
     def has(self, name: WindowName) -> bool:
-        """True if there is a window of that name."""
+        """True if there is a committed window of that name."""
         return any(window.name == name for window in self.stored())
 
     def used_bytes(self) -> int:
-        """Room that windows of this rank take, also unfinished and outdated ones."""
+        """Bytes on disk of all windows of this rank, including unfinished and outdated ones."""
         blocks = (path.stat().st_blocks for path in self.path.glob('*.window'))
         return 512 * sum(blocks)  # the unit of st_blocks, whatever the file system's blocks are
 
@@ -109,16 +109,16 @@ class DiskWindows:
         into: WindowFile,
         received: Callable[[WindowFile, SlotHeader], None],
     ) -> None:
-        """Copy a window into a file in memory that was begun for it, verifying every slot there.
+        """Copy a window into a file in memory that was begun for it, and verify every slot there.
 
         Args:
             name: the window.
-            into: a file for it.
-            received: called with every slot that has come and is undamaged, slot 0 first.
+            into: a file begun for this window.
+            received: called with every slot that is read and undamaged, slot 0 first.
 
         Raises:
-            RefusedWindow: it is not there, damaged, or another one.
-            FileTooSmall: `into` is.
+            RefusedWindow: the window is missing, damaged, or another one.
+            FileTooSmall: `into` is too small.
         """
         with WindowReader(self.path / committed_name(name)) as reader:
             reader.verify_identity(Expected(owner=self.rank, name=name))
@@ -127,16 +127,16 @@ class DiskWindows:
     def write(
         self, file: WindowFile, identity: RankIdentity, advance: Advance = at_full_speed
     ) -> None:
-        """Copy a committed window here, and read it back.
+        """Copy a committed window to disk, and read it back.
 
         Args:
-            file: in memory; it must not change meanwhile.
-            identity: of this rank in this run.
-            advance: called after every chunk written and read; what it raises ends the copy.
+            file: in memory; the file must not change meanwhile.
+            identity: identity of this rank.
+            advance: called after every chunk written and read; its exceptions end the copy.
 
         Raises:
-            OSError: it cannot be written; nothing stays behind.
-            RefusedWindow: what was read back is not what was captured.
+            OSError: the file cannot be written; no partial file is left.
+            RefusedWindow: the bytes read back differ from those captured.
         """
         name = file.required_name()
         writing = self.path / writing_name(name)
@@ -154,13 +154,13 @@ class DiskWindows:
             raise
 
     def discard(self, name: WindowName) -> None:
-        """Delete a window, if it is here."""
+        """Delete a window, if it exists."""
         (self.path / committed_name(name)).unlink(missing_ok=True)
 
     def set_aside_after(self, start: int, identity: RankIdentity) -> None:
-        """Recover no more from windows that begin after `start`: their past is not continued.
+        """Rename windows that begin after `start`, so that no recovery uses them.
 
-        Windows of another run or layout are left alone; nobody recovers from them either.
+        Windows of another run or layout stay as they are; no recovery uses them either.
         """
         for window in self.stored():
             if window.name.start > start and self._is_of(window, identity):
@@ -171,7 +171,7 @@ class DiskWindows:
         _sync_directory(self.path)
 
     def note_complete(self, start: int) -> None:
-        """All ranks have the window that begins with iteration `start` on disk; -1: none."""
+        """Record that all ranks have the window with this start on disk; -1: no window."""
         written = self.path / f'{_COMPLETE}.new'
         fd = private.open_file(written, os.O_WRONLY | os.O_CREAT)
         try:
@@ -184,21 +184,21 @@ class DiskWindows:
         _sync_directory(self.path)
 
     def noted_complete(self) -> bool:
-        """Something was noted, if only that no window is complete."""
+        """True if `note_complete` was ever called, even with -1."""
         return (self.path / _COMPLETE).exists()
 
     def newest_complete(self) -> int:
-        """What was noted last, -1 if that is nothing."""
+        """The last start passed to `note_complete`; -1 if there is none."""
         try:
             return int((self.path / _COMPLETE).read_text())
         except (OSError, ValueError):
             return -1
 
     def prune(self, kept: Collection[WindowName]) -> None:
-        """Delete all windows but these that are older than the newest of them.
+        """Delete all windows older than the newest of `kept`, except `kept`.
 
-        That includes those of other runs and what was set aside: this life of the job has come
-        past them. What is newer may be all that is left of an earlier one.
+        This includes windows of other runs and windows set aside: the job has come past them.
+        Newer windows stay, as they may be all that is left of an earlier history.
         """
         names = {committed_name(name) for name in kept}
         past = max(name.start for name in kept)
@@ -207,11 +207,11 @@ class DiskWindows:
                 path.unlink(missing_ok=True)
 
     def remove(self, past: int) -> None:
-        """Delete everything of this rank, and the run if it is empty then.
+        """Delete everything of this rank, and the run's directory if it is empty then.
 
         Args:
-            past: iteration that the job has come to. Windows of an earlier life that begin later
-                stay.
+            past: iteration that the job has reached. Windows of an earlier history that begin
+                later stay.
         """
         newer = [path for path in self.path.glob('*.window') if _start_of(path) >= past]
         if newer:
@@ -223,13 +223,13 @@ class DiskWindows:
             return
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
-        with suppress(OSError):  # NFS has kept the lock, which was open; or the run has others
+        with suppress(OSError):  # NFS keeps the open lock file; or the run has other ranks
             if self.path.exists():
                 self.path.rmdir()
             self.path.parent.rmdir()
 
     def close(self) -> None:
-        """Let another process have the directory; nothing is written to it any more."""
+        """Release the directory; this object must not write there afterwards."""
         if self._lock is not None:
             self._lock.release()
 
@@ -244,16 +244,16 @@ class DiskWindows:
 
 
 def _start_of(path: Path) -> int:
-    """First iteration of a window, by the name of its file, also of one that is set aside."""
+    """Start of a window by its file name, also of a window set aside."""
     start = path.name.split('-')[1:2]
     return int(start[0]) if start and start[0].isdecimal() else -1
 
 
 def _locked(path: Path) -> HolderLock | None:
-    """The lock of a rank's directory; None on a file system that has none.
+    """The lock of a rank's directory; None on a file system without locks.
 
     Raises:
-        StoreInUseError: a live process has it, and kept it while this one waited.
+        StoreInUseError: a live process kept the lock while this process waited.
     """
     try:
         return taken(path)
@@ -265,7 +265,7 @@ def _locked(path: Path) -> HolderLock | None:
 
 
 def _copy(file: WindowFile, path: Path, advance: Advance) -> None:
-    """Have the bytes of `file` on the medium, and not in the page cache."""
+    """Write the bytes of `file` to the medium, and drop them from the page cache."""
     used = file.used_bytes()
     free = free_bytes(path.parent)
     if used > free:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of elements by the names that headers have them under."""
+"""Element types by their names in headers."""
 
 import torch
 
-# A list rather than attributes of torch: names come from files and from the wire.
+# A fixed list, not attributes of torch: names come from files and from the wire.
 _DTYPES = {
     str(dtype).removeprefix('torch.'): dtype
     for dtype in (
@@ -15,10 +15,10 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a type of elements in a header, e.g. `bfloat16`."""
+    """Name of an element type in a header, e.g. `bfloat16`."""
     return str(dtype).removeprefix('torch.')
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Type of elements of that name, None if it is unknown."""
+    """Element type of that name, None if the name is unknown."""
     return _DTYPES.get(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the directory of windows is in memory, as `--sparse-ckpt-dir` is meant."""
+"""Checks that the window directory (`--sparse-ckpt-dir`) is in memory."""
 
 import logging
 import os
@@ -13,10 +13,10 @@ _IN_MEMORY = ('tmpfs', 'ramfs')
 
 
 def file_system_type(path: Path) -> str | None:
-    """Type of the file system that has, or will have, `path`, such as 'tmpfs'.
+    """Type of the file system of `path`, which need not exist yet, such as 'tmpfs'.
 
     Returns:
-        None where the system does not tell.
+        None if the type is unknown.
     """
     place = path.resolve()
     types = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
@@ -24,15 +24,15 @@ def file_system_type(path: Path) -> str | None:
 
 
 def is_in_memory(path: Path) -> bool:
-    """False if what is written to `path` takes no memory for good; true where nothing tells."""
+    """True if files at `path` stay in memory, or if the file system type is unknown."""
     return file_system_type(path) in (*_IN_MEMORY, None)
 
 
 def warn_unless_in_memory(directory: Path) -> None:
-    """Say in the log, once a node, that `directory` is on a disk or in a network file system.
+    """Warn once per node if `directory` is on a disk or in a network file system.
 
-    That works, but the kernel writes the windows out there again and again, and training waits
-    for it. Called by every rank before it reserves memory.
+    Such a directory works, but the kernel writes the windows out again and again, and training
+    waits for the writes. Every rank calls this before it reserves memory.
     """
     if is_in_memory(directory) or os.environ.get('LOCAL_RANK', '0') != '0':
         return

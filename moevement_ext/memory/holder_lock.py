@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One live process holds the directory of a rank: an flock that dies with the process.
+"""Lock on the directory of a rank: an flock that ends with its process.
 
-A killed process holds it until the last of its memory is given back, which takes tens of seconds
-where a GPU has used that. So who has a job to go on with takes it by `taken`, which waits.
+A killed process holds the lock until the kernel has freed all its memory, which takes tens of
+seconds for memory that a GPU has used. So a restarted job takes the lock by `taken`, which waits.
 """
 
 import fcntl
@@ -18,9 +18,9 @@ from moevement_ext.errors import UserError
 from moevement_ext.memory import private
 
 LOCK_SECONDS = 10.0
-"""A process of an earlier life of the job is waited for at most; it may be about to end."""
+"""Longest wait for an earlier process of the job, which may be about to end."""
 TO_DIE_SECONDS = 120.0
-"""The same, of one that is ending, or was killed."""
+"""Longest wait for a process that is ending, or was killed."""
 
 _PAUSE_SECONDS = 0.1
 _PF_EXITING = 0x4
@@ -31,21 +31,21 @@ class StoreInUseError(UserError):
     """A live process already holds the directory of this rank.
 
     Attributes:
-        dies: it is on its way out.
+        dies: the process is ending.
     """
 
     dies = False
 
 
 class HolderLock:
-    """An flock on a file, held until released or until this process, not its forks, is gone.
+    """An flock on a file, held until `release` or the end of this process (not of its forks).
 
     Args:
-        path: the file, in a directory that is this user's alone.
+        path: the file, in a directory that belongs to this user alone.
 
     Raises:
-        StoreInUseError: a live process has it.
-        ForeignFileError: the file is not ours.
+        StoreInUseError: a live process has the lock.
+        ForeignFileError: the file does not belong to this user alone.
         OSError: the file system has no locks.
     """
 
@@ -60,13 +60,13 @@ class HolderLock:
         except OSError:
             os.close(self._fd)
             raise
-        with suppress(OSError):  # on a full file system the lock holds, but does not say whose
+        with suppress(OSError):  # on a full file system the lock works, without its holder's name
             os.truncate(self._fd, 0)
             os.pwrite(self._fd, f'{os.getpid()} on {socket.gethostname()}'.encode(), 0)
         _LIVE_LOCKS.add(self)
 
     def release(self) -> None:
-        """Give up the lock; in a fork, which never had it, nothing happens."""
+        """Release the lock; does nothing in a fork, which never held it."""
         if self in _LIVE_LOCKS:
             _LIVE_LOCKS.discard(self)
             os.close(self._fd)
@@ -77,7 +77,7 @@ class HolderLock:
 
 
 def taken(path: Path) -> HolderLock:
-    """The lock, once an earlier process has let go of it; arguments and errors of `HolderLock`."""
+    """Wait until an earlier process releases the lock; arguments and errors as `HolderLock`."""
     began = time.monotonic()
     while True:
         try:
@@ -89,7 +89,7 @@ def taken(path: Path) -> HolderLock:
 
 
 def _in_use(path: Path, who: str) -> StoreInUseError:
-    """What to say of who has a directory: "<process id> on <host>", or nothing."""
+    """Error about a locked directory; `who` is "<process id> on <host>", or empty."""
     if _dies(who):
         error = StoreInUseError(
             f'{path} is in use by process {who}, which was killed and does not die: it waits in '
@@ -105,21 +105,21 @@ def _in_use(path: Path, who: str) -> StoreInUseError:
 
 
 def _dies(who: str) -> bool:
-    """Whether a process of this machine is about to end, as far as can be known."""
+    """True if the process is on this machine and known to be ending."""
     pid, _, host = who.partition(' on ')
     if not pid.isdecimal() or host != socket.gethostname():
         return False
     try:
         stat = Path(f'/proc/{pid}/stat').read_text(errors='replace')
         status = Path(f'/proc/{pid}/status').read_text(errors='replace')
-    except OSError:  # it is gone, or is not to be seen from here
+    except OSError:  # the process is gone, or invisible from here
         return False
     flags = int(stat.rpartition(')')[2].split()[6])
     return bool(flags & _PF_EXITING) or _SIGKILL_PENDING.search(status) is not None
 
 
 # An flock lives as long as any inherited descriptor. Data loader workers that outlive a killed
-# trainer for a moment would lock out its successor, so forked children drop it at once.
+# trainer for a moment would lock out its successor, so forked children drop the lock at once.
 _LIVE_LOCKS: 'weakref.WeakSet[HolderLock]' = weakref.WeakSet()
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global scalars of committed iterations, needed to replay them with the same bits.
+"""Global scalars of committed iterations, needed for a bit-exact replay.
 
 Gradient norms and overflow flags are reduced across pipeline stages, so a stage that replays alone
-cannot compute them again; every rank keeps them in a small mapped ring that survives
+cannot recompute them; every rank keeps these scalars in a small mapped ring that survives
 the process. Layout: a preamble, then `capacity_records` regions of `RECORD_BYTES`; iteration t
-is in region t modulo capacity. Each region has its own checksum, so an append that was cut off by a
-kill loses that one entry and no other. The preamble has a digest of run, layout and rank: what
-another run left under the same name may be of other optimizers, and of other bits.
+is in region t modulo capacity. Each region has its own checksum, so an append that a kill cuts off
+loses only that entry. The preamble has a digest of run, layout and rank: a file that another run
+left under the same name may come from other optimizers, and so from other bits.
 """
 
 import logging
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 RECORD_BYTES = 256
 MAX_SCALARS = 16
-"""Gradient norms, and as many overflow flags, for which a record always has room."""
+"""Number of gradient norms, and of overflow flags, that fit in any record."""
 PREAMBLE_BYTES = 64
 
 _MAGIC = b'MoEvLed\0'
@@ -53,18 +53,18 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     consumed_samples: int
     """Samples consumed up to and with this iteration."""
     num_tokens: int = 0
-    """Tokens of the global batch that gradients were divided by; 0 where they were not."""
+    """Tokens of the global batch that gradients were divided by; 0 without that division."""
     loss: float | None = None
-    """This rank's own, None if it has none: what others recorded says nothing of its replay."""
+    """Loss on this rank, None if it has none. Not comparable with other ranks' records."""
     judges: bool = True
-    """A replay must come to the same; False if it was written by one that was itself on trial."""
+    """A replay must match this entry; False if an unjudged replay wrote the entry."""
 
     def shared(self) -> Self:
-        """What all ranks have alike."""
+        """The entry reduced to the fields that are equal on all ranks."""
         return msgspec.structs.replace(self, loss=None, judges=True)
 
     def on_trial(self) -> Self:
-        """What a replay left that is still to be judged."""
+        """The entry as an unjudged replay writes it."""
         return msgspec.structs.replace(self, judges=False)
 
 
@@ -75,13 +75,13 @@ class Ledger:
     """A mapped ring of the newest `capacity_records` entries.
 
     The training thread appends, once per iteration, and reads. A file of an earlier process is
-    written on in place: host memory is planned for one, and a restart finds no room for another.
-    Where the capacity differs its entries are written anew. A process has one object per path.
+    continued in place, as host memory is planned for one file only. If the capacity differs, the
+    entries are rewritten. A process has one object per path.
 
     Args:
         path: file in the holder's directory (`NodeStore.ledger_path`), which is locked.
         capacity_records: iterations to remember; more than a recovery can ever go back.
-        identity: whose it is. What an earlier process of another run or layout left is not read.
+        identity: of this rank. Entries of another run or layout are ignored.
 
     Raises:
         HostMemoryError: no space for the file.
@@ -108,9 +108,9 @@ class Ledger:
             self.append(entry)
 
     def append(self, entry: LedgerEntry) -> None:
-        """Add one committed iteration; some microseconds, no system call.
+        """Add one committed iteration. Takes some microseconds, without a system call.
 
-        An iteration entered again (after a rollback) replaces the earlier entry.
+        A repeated iteration (after a rollback) replaces its earlier entry.
 
         Raises:
             ValueError: more norms and flags than a record holds (`MAX_SCALARS` always fit).
@@ -128,23 +128,23 @@ class Ledger:
         self._sequence += 1
 
     def get(self, iteration: int) -> LedgerEntry | None:
-        """Entry of an iteration, None if it is too old, torn or not yet there."""
+        """Entry of an iteration, None if the entry is too old, torn or not yet written."""
         found = _decode(self._map, self._region(iteration))
         return found[1] if found is not None and found[1].iteration == iteration else None
 
     def entries(self, after: int, to: int) -> list[LedgerEntry]:
-        """Those of the iterations after `after` up to `to`, as far as they are here."""
+        """The available entries of iterations after `after` up to and including `to`."""
         found = [self.get(iteration) for iteration in range(after + 1, to + 1)]
         return [entry for entry in found if entry is not None]
 
     def note_complete(self, start: int) -> None:
-        """All ranks have the window that begins with iteration `start`. Any one thread."""
+        """Record that all ranks have the window that begins at `start`; any single thread."""
         _COMPLETE.pack_into(self._map, _COMPLETE_AT, start + 1)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop what is of later iterations: it belongs to a past that is not continued.
+        """Drop entries of later iterations, which belong to an abandoned history.
 
-        Some milliseconds; for the begin of a life or of a recovery.
+        Takes some milliseconds; called at a start or at the begin of a recovery.
         """
         if _COMPLETE.unpack_from(self._map, _COMPLETE_AT)[0] > iteration:
             self.note_complete(-1)
@@ -155,18 +155,18 @@ class Ledger:
 
     @staticmethod
     def read_newest(path: Path, identity: RankIdentity) -> LedgerEntry | None:
-        """Entry that was appended last to a file, which is not taken over; None if it has none."""
+        """The newest entry of a file, without taking the file over; None if there is none."""
         kept = _entries_in(_content(path, identity))
         return kept[-1][1] if kept else None
 
     @staticmethod
     def is_of(path: Path, identity: RankIdentity) -> bool:
-        """An earlier process of this run, layout and rank has left a file."""
+        """True if an earlier process of this run, layout and rank left the file."""
         return bool(_content(path, identity))
 
     @staticmethod
     def read_complete(path: Path, identity: RankIdentity) -> int:
-        """Start of the newest window that all ranks had, -1 if a file tells of none."""
+        """Start of the newest window that all ranks had, -1 if the file records none."""
         content = _content(path, identity)
         return _COMPLETE.unpack_from(content, _COMPLETE_AT)[0] - 1 if content else -1
 
@@ -184,7 +184,7 @@ class Ledger:
 
 
 def _map_empty(path: Path, nbytes: int) -> mmap.mmap:
-    """A file of zeros, in the place of what is there."""
+    """Create a file of zeros; replaces an existing file."""
     try:
         mapped = map_anew(path, nbytes)
     except private.ForeignFileError as error:
@@ -196,14 +196,14 @@ def _map_empty(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def _entries_in(content: bytes) -> list[tuple[int, LedgerEntry]]:
-    """What an earlier process has left: sequence numbers and entries, as they were appended."""
+    """Sequence numbers and entries of an earlier process, in the order of the appends."""
     regions = range(PREAMBLE_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES)
     found = [item for at in regions if (item := _decode(content, at)) is not None]
     return sorted(found, key=lambda item: item[0])
 
 
 def _content(path: Path, identity: RankIdentity) -> bytes:
-    """All of a ledger of this run, layout and rank; empty if there is none."""
+    """Content of the ledger of this run, layout and rank; empty if there is none."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDONLY), 'rb') as file:
             content = file.read()
@@ -228,7 +228,7 @@ def _digest(identity: RankIdentity) -> int:
 
 
 def _decode(content: bytes | mmap.mmap, at: int) -> tuple[int, LedgerEntry] | None:
-    """Sequence number and entry of the record that begins at `at`, None if it is not whole."""
+    """Sequence number and entry of the record at offset `at`, None if the record is torn."""
     record = content[at : at + RECORD_BYTES]
     checksum, sequence, size = _PREFIX.unpack_from(record)
     end = _PREFIX.size + size

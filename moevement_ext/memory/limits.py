@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the system that a recovery comes closer to than training does.
+"""System limits that a recovery may exceed although training does not.
 
-Process groups are connected anew while those of before are still taken down, so a rank has twice
-the open files and threads for a while. A recovery that fails on a limit is no recovery; so this is
-looked at when everything is connected, before iteration 1.
+A recovery connects new process groups while the old ones are still being destroyed, so for a while
+a rank has twice the open files and threads. So the limits are checked before iteration 1, once
+everything is connected.
 """
 
 import os
@@ -13,21 +13,21 @@ from pathlib import Path
 
 from moevement_ext.memory.cgroup import THIS_PROCESS, processes_left
 
+# Further files of a recovery: connections to holders of replicas and logs, checkpoints.
 _OPENED_BESIDE = 64
-"""Files that a recovery opens besides: connections to holders of replicas and logs, checkpoints."""
+# Upper bound of memory that communication libraries lock in a rank with doubled groups.
 _LOCKED_BYTES = 2**30
-"""Communication libraries lock, of a rank with its groups connected twice, less than that."""
 _INFINIBAND = Path('/sys/class/infiniband')
 
 
 def shortages(ranks: int, locks_memory: bool) -> list[str]:
-    """What is too small here for a recovery, with the limit and how to raise it.
+    """Messages about limits that are too low for a recovery, with remedies.
 
-    Soft limits are raised as far as the hard ones allow.
+    Raises soft limits as far as the hard limits allow.
 
     Args:
-        ranks: of this node.
-        locks_memory: collectives go through InfiniBand, where there is some.
+        ranks: number of ranks on this node.
+        locks_memory: collectives use InfiniBand, if the node has it.
     """
     return [*_files(), *_threads(ranks), *(_locked() if locks_memory else ())]
 
@@ -74,7 +74,7 @@ def _locked() -> Iterator[str]:
 
 
 def _raised(kind: int, needed: int) -> int | None:
-    """The limit, if it is below `needed` and cannot be raised to that."""
+    """The limit if it stays below `needed`; None if it is or was raised high enough."""
     soft, hard = resource.getrlimit(kind)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in host memory that are mapped with all their pages there.
+"""Mapped files in host memory with all pages reserved.
 
-A write to a mapped page that a full tmpfs cannot give kills the process with SIGBUS, and a fault
-per page slows down the first pass over it. So a file has its final size, its pages reserved and its
-page tables filled before anything is written to it, or it is refused.
+A write to a mapped page that a full tmpfs cannot provide kills the process with SIGBUS, and a fault
+per page slows down the first pass over the file. So before the first write a file gets its final
+size, reserved pages and filled page tables, or is refused.
 """
 
 import errno
@@ -28,8 +28,8 @@ def map_new(path: Path, nbytes: int) -> mmap.mmap:
     """Create a file of `nbytes` bytes, all zero, and map it.
 
     Raises:
-        HostMemoryError: the file system has not that much left; nothing stays behind.
-        FileExistsError: there is a file of that name.
+        HostMemoryError: the file system is too full; no file is left behind.
+        FileExistsError: a file of that name exists.
     """
     fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -42,9 +42,9 @@ def map_new(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def map_anew(path: Path, nbytes: int) -> mmap.mmap:
-    """Map a file for another use: it gets `nbytes` bytes and is made if it is not there.
+    """Map a file for a new use: resize it to `nbytes` bytes, or create it.
 
-    Pages that it has are used again rather than given back and zeroed, so it holds anything.
+    Existing pages are reused without zeroing, so the content is arbitrary.
 
     Raises:
         HostMemoryError: the file system has not that much left, or the file is not this user's own.
@@ -58,13 +58,13 @@ def map_anew(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def map_existing(path: Path, writable: bool = False) -> mmap.mmap:
-    """Map the whole of a file as it is; to be written to, with the holes that a copy of it has.
+    """Map an existing file as a whole; if `writable`, fill the holes that a copied file has.
 
     Raises:
-        ValueError: it is empty.
-        ForeignFileError: it is not this user's own.
-        HostMemoryError: it has holes, and the file system no room for them.
-        OSError: it cannot be opened or mapped.
+        ValueError: the file is empty.
+        ForeignFileError: the file is not this user's own.
+        HostMemoryError: the file system has no space to fill the holes.
+        OSError: the file cannot be opened or mapped.
     """
     fd = private.open_file(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
@@ -79,15 +79,15 @@ def map_existing(path: Path, writable: bool = False) -> mmap.mmap:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Have the pages of a file that somebody else will map there; it is made, or keeps its content.
+    """Reserve the pages of a file that another process will map; existing content stays.
 
     Args:
         path: the file.
-        nbytes: its size at least.
+        nbytes: minimum size of the file.
 
     Raises:
-        HostMemoryError: the file system has not that much left, or the file is not this user's own;
-            no empty one stays behind.
+        HostMemoryError: the file system is too full, or the file is not this user's own; no empty
+            file is left behind.
     """
     fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
     found = os.fstat(fd).st_size
@@ -102,7 +102,7 @@ def reserve(path: Path, nbytes: int) -> None:
 
 
 def _reserved(fd: int, nbytes: int, path: Path) -> mmap.mmap:
-    """Give the open file its final size with all pages reserved, and map it."""
+    """Resize the open file, reserve all its pages, and map it."""
     _reserve(fd, nbytes, path)
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 

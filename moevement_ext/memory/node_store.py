@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The directory of one run on one node: `<root>/<run id>/<node>/<holder>/<owner>/`.
 
-A holder is a rank of this node; it keeps windows of its own and replicas for other owners (see
-`window.file_names` and `window.generations`).
+A holder is a rank of this node; it keeps its own windows and replicas for other owners (see
+`window.file_names` and `window.generations`). For owners that capture the same state it keeps
+stubs, in `stub-<owner>/` (see `window.twin`).
 """
 
 import logging
@@ -23,17 +24,19 @@ from moevement_ext.memory.window.name import StoredWindow
 logger = logging.getLogger(__name__)
 
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
+# Prefix of the directory with the stubs of an owner.
+STUB = 'stub-'
+# Prefix of a holder's directory that is being deleted.
 _FORMER = 'former-'
-"""Begins the name of a holder's directory that is being deleted."""
 
 
 class NodeStore:
-    """The directory of one run on one node; safe to construct in every rank of the node.
+    """The directory of one run on one node. Every rank of the node may construct this.
 
     Args:
         root: directory in a tmpfs, e.g. `/dev/shm/moevement-1000`.
         run_id: `--sparse-ckpt-run-id`.
-        node: name of this node (or of this emulated node).
+        node: name of this (possibly emulated) node.
 
     Raises:
         ValueError: the run id or the node name cannot be a directory name.
@@ -48,12 +51,20 @@ class NodeStore:
         self._locks: dict[int, HolderLock] = {}
 
     def holder_path(self, holder: int) -> Path:
-        """Directory of everything rank `holder` keeps."""
+        """Directory of all files of rank `holder`."""
         return self.path / str(holder)
+
+    def owner_path(self, holder: int, owner: int) -> Path:
+        """Directory of the windows of `owner` that rank `holder` keeps."""
+        return self.holder_path(holder) / str(owner)
+
+    def stub_path(self, holder: int, owner: int) -> Path:
+        """Directory of the stubs that rank `holder` keeps as a twin of `owner`."""
+        return self.holder_path(holder) / f'{STUB}{owner}'
 
     @property
     def shared(self) -> Path:
-        """Directory of what belongs to no rank, and can be had again."""
+        """Directory of files that belong to no rank and can be recreated."""
         return self.path / 'shared'
 
     def ledger_path(self, holder: int) -> Path:
@@ -61,13 +72,13 @@ class NodeStore:
         return self.holder_path(holder) / 'ledger'
 
     def lock(self, holder: int) -> None:
-        """Claim the directory of `holder` for this object, until `close` or the process ends.
+        """Lock the directory of `holder` for this object, until `close` or the end of the process.
 
-        A process of an earlier life that is still there is waited for.
+        Waits for an earlier process of the rank that is still ending.
 
         Raises:
             StoreInUseError: another live job uses the same run id on this node.
-            ForeignFileError: a directory on the way is not this user's own.
+            ForeignFileError: a directory of the path is not this user's own.
         """
         if holder not in self._locks:
             path = self.holder_path(holder)
@@ -75,11 +86,18 @@ class NodeStore:
             self._locks[holder] = taken(path / 'lock')
 
     def scan(self) -> list[StoredWindow]:
-        """List all committed windows on this node, of whichever holder, newest first.
+        """List the committed windows of all holders on this node, newest first.
 
-        Only names are read and nothing stays mapped; what a file holds is verified when loaded.
-        There are none in directories that are not this user's own.
+        Reads only file names; the content is verified when a window is loaded. Skips directories
+        that are not this user's own.
         """
+        return self._scan('')
+
+    def scan_stubs(self) -> list[StoredWindow]:
+        """The same of committed stubs; the windows that they are part of need their bases, too."""
+        return self._scan(STUB)
+
+    def _scan(self, kind: str) -> list[StoredWindow]:
         try:
             private.check_directories(self.root, self.path)
         except FileNotFoundError:
@@ -90,7 +108,7 @@ class NodeStore:
         found = [
             window
             for holder, holder_path in _numbered(self.path)
-            for owner, owner_path in _numbered(holder_path)
+            for owner, owner_path in _numbered(holder_path, kind)
             for window in committed_in(owner_path, holder, owner)
         ]
         return sorted(found, key=lambda window: (-window.name.start, window.owner, window.holder))
@@ -102,9 +120,9 @@ class NodeStore:
         self._locks.clear()
 
     def remove_rank(self, holder: int) -> None:
-        """Delete everything `holder` keeps, for a clean exit, and the run if it is empty then.
+        """Delete all files of `holder` at a clean exit, and the run's directory once it is empty.
 
-        Nothing happens if this object has not locked it: it is somebody else's.
+        Does nothing if this object has not locked the directory: another process owns it then.
         """
         lock = self._locks.pop(holder, None)
         if lock is None:
@@ -113,16 +131,25 @@ class NodeStore:
         lock.release()
         self._remove_empty()
 
-    def remove_owners_but(self, kept: Collection[int], holder: int) -> None:
-        """Delete what `holder`, locked by this object, keeps for other owners than these."""
-        for owner, path in _numbered(self.holder_path(holder)):
-            if owner not in kept:
-                shutil.rmtree(path, ignore_errors=True)
+    def remove_owners_but(
+        self, kept: Collection[int], holder: int, stubs: Collection[int] = ()
+    ) -> None:
+        """Delete files of `holder`, locked by this object, for owners that are not named.
+
+        Args:
+            kept: owners of windows.
+            holder: rank of this node.
+            stubs: owners of stubs.
+        """
+        for kind, owners in (('', kept), (STUB, stubs)):
+            for owner, path in _numbered(self.holder_path(holder), kind):
+                if owner not in owners:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def remove_holders_but(self, kept: Collection[int]) -> None:
-        """Delete what other holders than these have left here; of none that has a live process.
+        """Delete the files of holders that are not in `kept` and have no live process.
 
-        A process that begins meanwhile is locked out for no longer than a rename takes.
+        A process that starts meanwhile is locked out only for the duration of a rename.
         """
         for holder, path in _numbered(self.path):
             if holder in kept:
@@ -150,14 +177,14 @@ class NodeStore:
             except FileNotFoundError:
                 continue  # another rank was faster
             except OSError:
-                return  # not empty: others are still there
+                return  # not empty: other ranks still have files
 
 
 def require_directory_name(flag: str, part: str) -> None:
-    """Refuse what cannot be the name of a directory.
+    """Refuse a value that cannot be the name of a directory.
 
     Raises:
-        ConfigurationError: it cannot; the message names the flag.
+        ConfigurationError: the value is no directory name; the message names the flag.
     """
     if not _PATH_PART.fullmatch(part):
         raise ConfigurationError(
@@ -166,12 +193,18 @@ def require_directory_name(flag: str, part: str) -> None:
         )
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named by a rank; none if `path` is gone or not readable."""
+def _numbered(path: Path, kind: str = '') -> Iterator[tuple[int, Path]]:
+    """Yield the subdirectories named by a rank; none if `path` is missing or unreadable.
+
+    Args:
+        path: the directory.
+        kind: what their names begin with.
+    """
     try:
         entries = sorted(path.iterdir())
     except OSError:
         return
     for entry in entries:
-        if entry.name.isdecimal() and entry.is_dir():
-            yield int(entry.name), entry
+        number = entry.name.removeprefix(kind)
+        if entry.name == kind + number and number.isdecimal() and entry.is_dir():
+            yield int(number), entry

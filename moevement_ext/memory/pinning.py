@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of mapped files that CUDA may copy to while the host does something else."""
+"""Pins mapped files, so that CUDA copies to them asynchronously."""
 
 import logging
 import mmap
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class MappedFile(Protocol):
-    """A file mapped as a whole for the life of the object: a window file, or the upstream log."""
+    """A file that stays mapped for the lifetime of the object: window file or upstream log."""
 
     path: Path
     array: npt.NDArray[np.uint8]
@@ -29,12 +29,12 @@ _pinned: weakref.WeakSet[MappedFile] = weakref.WeakSet()
 
 
 def pin(file: MappedFile) -> None:
-    """Register the pages of `file` with CUDA for the life of the object.
+    """Register the pages of `file` with CUDA for the lifetime of the object.
 
-    Called once a file, by the training thread before iteration 1: it takes a second for some GB.
+    The training thread calls this once per file before iteration 1; some GB take a second.
 
     Raises:
-        HostMemoryError: the driver cannot lock so much.
+        HostMemoryError: the driver cannot lock this much memory.
     """
     pointer, nbytes = file.array.ctypes.data, _whole_pages(file.array.size)
     status = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
@@ -45,15 +45,15 @@ def pin(file: MappedFile) -> None:
             'less there (--sparse-ckpt-replicas, --sparse-ckpt-max-window), or raise the memory '
             'limit of the container.'
         )
-    # Another file may be mapped to the same pages once this one is gone.
+    # The next file may be mapped at the same address once this one is gone.
     weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer).atexit = False
     _pinned.add(file)
 
 
 def pin_like(other: MappedFile, file: MappedFile) -> None:
-    """Register `file`, which is made later, if `other` is; without it copies are slower, no more.
+    """Register a new file if `other` is registered; a failure only makes copies slower.
 
-    Any thread whose device is set.
+    Runs on any thread whose device is set.
     """
     if other not in _pinned:
         return
@@ -68,6 +68,6 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _clear_error() -> None:
-    """CUDA keeps the status of a failed call, and the next kernel launch would raise it."""
+    """Clear CUDA's status of a failed call, which the next kernel launch would raise."""
     with suppress(RuntimeError):
         torch.zeros(1, device='cuda')

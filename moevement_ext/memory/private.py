@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories and files that are this user's alone, in a tmpfs where everybody may write.
+"""Directories and files of this user alone, in a tmpfs that all users may write to.
 
-Another user of the node knows the names that a run will use and may have been there first, with a
-link to somebody's file, or with a file that he can read and change later. So every level is checked
-before anything below it is used, no link is followed, and what is not ours is refused by name.
+Another user of the node can predict the names of a run and create them first: a link to another
+file, or a file that this user can read and change later. So every directory level is checked
+before anything below it is used, no link is followed, and foreign files are refused by name.
 """
 
 import errno
@@ -21,18 +21,18 @@ _REMEDY = (
 
 
 class ForeignFileError(HostMemoryError):
-    """What lies at this path is not this user's alone; nothing was read from it or written to it.
+    """A path does not belong to this user alone; nothing was read from it or written to it.
 
-    As a `HostMemoryError` it costs protection, not the training.
+    As a `HostMemoryError`, this error costs protection, not the training.
     """
 
 
 def make_directories(root: Path, path: Path) -> None:
-    """Make all levels from `root` down to `path` that are missing, for this user only.
+    """Create the missing levels from `root` down to `path`, for this user only.
 
     Raises:
-        ForeignFileError: a level is there, but not as this user's own directory; for `root`
-            itself it suffices that others cannot replace what lies in it.
+        ForeignFileError: an existing level is not this user's own directory; for `root` itself it
+            suffices that other users cannot replace its entries.
     """
     try:
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def make_directories(root: Path, path: Path) -> None:
 
 
 def check_directories(root: Path, path: Path) -> None:
-    """Check all levels from `root` down to `path`, from which something is to be read.
+    """Check all levels from `root` down to `path`, before files there are read.
 
     Raises:
         ForeignFileError: as in `make_directories`.
@@ -62,7 +62,7 @@ def check_directories(root: Path, path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a regular file of this user, mode 0600; new ones are made so.
+    """Open a regular file of this user with mode 0600; new files get this mode.
 
     Args:
         path: the file.
@@ -72,7 +72,7 @@ def open_file(path: Path, flags: int) -> int:
         The descriptor, which the caller closes.
 
     Raises:
-        ForeignFileError: a link, not a regular file, of another user, or open to others.
+        ForeignFileError: a link, no regular file, another user's, or open to other users.
         OSError: as in `os.open`.
     """
     try:
@@ -121,7 +121,7 @@ def _check_directory(path: Path) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ForeignFileError(f'{path} can be written by other users. {_REMEDY}')
     if status.st_mode & 0o077:
-        os.chmod(path, 0o700)  # nobody else can have put anything there
+        os.chmod(path, 0o700)  # no other user could write there before
 
 
 def _check_file(path: Path, status: os.stat_result) -> None:

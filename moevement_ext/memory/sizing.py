@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much host memory a job reserves: the arithmetic that training and planning share.
+"""Host memory that a job reserves: arithmetic shared by training and planning.
 
-Without torch. Bytes everywhere, per rank unless it says otherwise.
+Needs no torch. All sizes are in bytes, per rank unless stated otherwise.
 """
 
 import math
@@ -16,35 +16,35 @@ from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.memory.window.slot import align_up
 
 GENERATIONS = 2
-"""Files for the windows of one owner: the newest that is persisted everywhere, and the one that is
-captured or received. A file becomes free when its successor is persisted; until then no window
+"""Files for the windows of one owner: one for the newest persisted window, one for the window that
+is captured or received. A file becomes free when its successor is persisted; until then no window
 begins (see `protect.lifecycle`)."""
 
 LEDGER_RECORDS = 4096
 
 BESIDE_BYTES = 64 * 1024
-"""What a rank has in the tmpfs besides: its lock, and its share of what the ranks of a node have
-brought to the meeting of all (`membership.node_copy`)."""
+"""Further bytes of a rank in the tmpfs: its lock, and its share of the reports that the ranks of a
+node exchange at a rendezvous (`membership.node_copy`)."""
 
 _WITNESS_BYTES = 512 * 1024
+# Bytes of a window file per byte of the witness (`memory.witness`). A slot's header has about 110
+# bytes per tensor, for two windows, and twice while the witness is rewritten.
 _PAYLOAD_PER_WITNESS = 1024
-"""One byte for so many of a window file, besides: a slot's header has some 110 bytes for each of
-its tensors, of two windows, and twice while the file is written anew (`memory.witness`)."""
 
 SLOT_ROOM_BYTES = 128 * 1024
-"""For the header of a slot and the small state in it."""
+"""Room for the header of a slot, with the small state."""
+# Bytes of payload per byte of further room, for tensor alignment and router buffers.
 _PAYLOAD_PER_ROOM = 1024
-"""One more byte for so many of the payload: the alignment of its tensors, and router buffers."""
 
 
 _LENGTHS_TRIED = 64
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """What a rank logs of what it sends in one iteration, as regions of the ring; at most."""
+    """Upper bounds of what a rank logs in one iteration, as regions of the ring."""
 
     iteration_bytes: int
-    """All of it; 0 where nothing is logged."""
+    """All records together; 0 without logging."""
     record_bytes: int
     """The largest record."""
 
@@ -59,21 +59,33 @@ def window_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int =
         state_bytes: weights and optimizer state in the largest window of that length, whatever the
             order of the operators (`byte_planner.window_bytes_bound`), without alignment.
         longest_window: W, iterations.
-        needed_bytes: what headers, alignment and buffers are known to take besides, if they are;
-            only more than usual counts.
+        needed_bytes: known size of headers, alignment and buffers, if it is known; counts only
+            if it exceeds the usual room.
     """
     room = align_up(state_bytes // _PAYLOAD_PER_ROOM) + longest_window * SLOT_ROOM_BYTES
     return max(PREAMBLE_BYTES + align_up(state_bytes) + room, needed_bytes)
 
 
+def stub_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
+    """Size of a file for stubs (see `window.twin`): what a window file has besides the state.
+
+    Args:
+        state_bytes: as of `window_file_bytes`.
+        longest_window: W, iterations.
+        needed_bytes: what a stub is known to take, if it is; only more than usual counts.
+    """
+    room = window_file_bytes(state_bytes, longest_window) - align_up(state_bytes)
+    return max(room, needed_bytes)
+
+
 def window_lengths(longest_window: int) -> list[int]:
-    """W that host memory may have room for, ascending: all up to the longest, or some of many."""
+    """Candidate values of W, ascending: all up to the longest, or a selection of many."""
     step = -(-longest_window // _LENGTHS_TRIED)
     return sorted({1, *range(longest_window, 0, -step)})
 
 
 def log_reach(longest_window: int) -> int:
-    """Whole iterations that the log must hold, besides the one in which a window is persisted.
+    """Whole iterations that the log must hold, plus the one in which a window is persisted.
 
     A window that starts with the state after iteration s is replayed from what was sent in
     iteration s+1 on. Its last slot is the state after s+W-1, copied while iteration s+W runs, and
@@ -87,30 +99,31 @@ def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -
     """Size of the ring of a rank's upstream log; 0 if it logs nothing.
 
     Args:
-        own: what this rank logs.
-        most: what the rank logs that logs most; the lag is counted in it, since a stage at the end
-            of the pipeline sends as fast as others while micro-batches fill it.
+        own: logged bytes of this rank.
+        most: logged bytes of the rank that logs most. The lag counts in these bytes, since a stage
+            at the end of the pipeline sends as fast as others while micro-batches fill it.
         longest_window: W, iterations.
         lag: iterations from the beginning of the copy of a window's last slot until the window is
-            persisted. With 1 the log is never full: the next window does not begin before that.
+            persisted. With 1 the log is never full: no window begins before then.
     """
     if not own.iteration_bytes:
         return 0
     late = align_up(math.ceil(lag * most.iteration_bytes))
-    # A record does not wrap: what it leaves at the end of the ring is smaller than the largest.
+    # A record does not wrap: the unused end of the ring is smaller than the largest record.
     return log_reach(longest_window) * own.iteration_bytes + late + own.record_bytes
 
 
 def rank_memory(
     window_file: int, replica_files: Iterable[int], log_ring: int, disk: bool = False
 ) -> RankMemory:
-    """Everything that a rank keeps.
+    """Host memory of a rank.
 
     Args:
         window_file: size of its window files.
-        replica_files: size of a window file of each rank that it holds replicas of.
+        replica_files: size of a window file of each rank that it holds replicas of, and of a file
+            for stubs of each that it is a twin of.
         log_ring: size of its log.
-        disk: windows are copied to disk: one is held for that while two take turns.
+        disk: windows are copied to disk, which holds a third file during a copy.
     """
     return RankMemory(
         own_windows=(GENERATIONS + disk) * in_pages(window_file),
@@ -122,7 +135,7 @@ def rank_memory(
 
 
 def beside_bytes(window_file: int) -> int:
-    """What a rank has besides, at most.
+    """Upper bound of a rank's further files: locks, shared reports, witness.
 
     Args:
         window_file: size of its window files.
@@ -131,5 +144,5 @@ def beside_bytes(window_file: int) -> int:
 
 
 def in_pages(nbytes: int) -> int:
-    """Bytes that a file of `nbytes` takes of a tmpfs, which gives whole pages."""
+    """Size of a file of `nbytes` in a tmpfs, in whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank had captured before a recovery that may be refused, until one is accepted.
+"""Headers captured before a recovery, kept until a recovery is accepted.
 
-A recovery needs the files of windows that are newer than the one it starts from. Their headers have
-the checksums by which it is judged, and so are all the others that follow it when it is refused, or
-cut off: also by the process after this one, and in the next life of the job. A file beside the
-windows, which the plan has room for; where there is no room for it, this process remembers alone.
+A recovery overwrites the files of windows that are newer than its starting window. The checksums in
+the headers of those windows decide whether the recovery is accepted. If it is refused or cut off,
+they judge all further recoveries, also in the next process and after a restart of the job. So a
+file beside the windows keeps the headers; the memory plan includes it. If there is no room for the
+file, the headers stay in this process only.
 """
 
 import logging
@@ -26,10 +27,10 @@ _Headers = msgspec.msgpack.Decoder(list[SlotHeader])
 
 
 class Witness:
-    """Headers of slots of one rank. Training thread only.
+    """Remembered slot headers of one rank. Training thread only.
 
     Args:
-        path: of the file, in the holder's directory, which is locked.
+        path: file in the locked directory of the holder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,17 +38,17 @@ class Witness:
         self._headers = _read(path)
 
     def after(self, start: int) -> list[SlotHeader]:
-        """Those of windows that begin after `start`."""
+        """The headers of windows that begin after `start`."""
         return [header for header in self._headers if header.start > start]
 
     def remember(self, headers: Sequence[SlotHeader]) -> None:
-        """A recovery begins that is judged by these, and by what is known already."""
+        """Add the headers that judge a beginning recovery to those already remembered."""
         replace = msgspec.structs.replace
         bare = [replace(header, context=b'', settings=b'') for header in headers]
         new = [header for header in bare if header not in self._headers]
         if not new:
             return
-        self._headers = new + self._headers  # of two of one state the older counts, the last
+        self._headers = new + self._headers  # of equal states the older header, the last, counts
         try:
             _write(self._path, msgspec.msgpack.encode(self._headers))
         except (OSError, HostMemoryError) as error:
@@ -55,7 +56,7 @@ class Witness:
             self._path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """A recovery is accepted, or the past is not continued."""
+        """Drop all headers, once a recovery is accepted or the history is abandoned."""
         self._headers = []
         self._path.unlink(missing_ok=True)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of a host behind one port of Prometheus.
+"""Serves the metrics of all ranks of a host on one port for Prometheus.
 
-Each process leaves its page in a file, every second. One of them answers on the port for all: it
-holds a lock, and when it is gone another one takes over. Counters of processes that are gone stay,
-so that those of a rank add up over its lives; their gauges go.
+Each process writes its page to a file every second. The process that holds a lock answers on the
+port for all; after its end another process takes over. Counters of dead processes stay, so that the
+counters of a rank add up over its restarts; gauges of dead processes are dropped.
 """
 
 import asyncio
@@ -27,27 +27,27 @@ from moevement_ext.metrics.meter import is_disabled
 logger = logging.getLogger(__name__)
 
 _PORT_TAKEN = (
-    '--sparse-ckpt-metrics %d: nobody can read the metrics of this host, since another program, or '
-    'another run, has that port: %s. They are there as soon as it is free; else give this run '
-    'another port.'
+    '--sparse-ckpt-metrics %d: no client can read the metrics of this host, since another program '
+    'or another run has that port: %s. The metrics are there as soon as the port is free; else '
+    'give this run another port.'
 )
 
 
 class Host:
-    """Page of this process, and a try to be the one that answers for the host.
+    """Publishes the page of this process, and serves all pages if no other process does.
 
     Args:
         port: TCP port of the host, on all of its interfaces.
-        root: `--sparse-ckpt-dir`, below which the files of all processes lie.
+        root: `--sparse-ckpt-dir`, which contains the files of all processes.
         run_id: name of the run.
 
     Attributes:
-        reader: of OpenTelemetry, which makes the page of what a `Meter` is told.
+        reader: OpenTelemetry reader that makes the page from the values of a `Meter`.
 
     Raises:
-        ConfigurationError: the library is missing, or switched off.
+        ConfigurationError: the library is missing or disabled.
         HostMemoryError: the directory is not this user's own.
-        OSError: its file system does not take it.
+        OSError: the directory is not usable.
     """
 
     def __init__(self, port: int, root: Path, run_id: str) -> None:
@@ -55,7 +55,7 @@ class Host:
         self._port = port
         self._path = root / '.metrics' / run_id
         private.make_directories(root, self._path)
-        # A container has the same process ids in each of its lives.
+        # A restarted container reuses its process ids.
         self._own = self._path / f'{time.time_ns()}-{os.getpid()}'
         self._life = HolderLock(self._own.with_suffix('.life'))
         self._turn: HolderLock | None = None
@@ -65,7 +65,7 @@ class Host:
         self._writing = threading.Lock()
 
     def publish(self) -> None:
-        """Replace the page of this process; any thread. A full file system costs just that."""
+        """Replace the page of this process. Any thread. A full file system only keeps it old."""
         new = self._own.with_suffix('.new')
         try:
             with self._writing:
@@ -76,7 +76,7 @@ class Host:
             self._warn('the metrics of this rank are not up to date: %s', error)
 
     async def answer(self) -> None:
-        """Answer from now on, if no other process of this run does; to be tried again."""
+        """Start serving, if no other process of this run serves; call this repeatedly."""
         try:
             self._turn = self._turn or HolderLock(self._path / 'turn')
             self._server = self._server or await page.serve(self._port, self._of_all)
@@ -86,9 +86,9 @@ class Host:
             self._warn(_PORT_TAKEN, self._port, error)
 
     def close(self) -> None:
-        """Answer no more, remove the files of this process, and those of dead ones.
+        """Stop serving, and remove the files of this process and of dead ones.
 
-        On the thread that answers, and in its loop.
+        Runs in the event loop of the serving thread.
         """
         with self._writing:
             self._closed = True
@@ -101,7 +101,7 @@ class Host:
                     file.unlink(missing_ok=True)
         if self._turn is not None:
             self._turn.release()
-        with contextlib.suppress(OSError):  # others are still there
+        with contextlib.suppress(OSError):  # other processes still have files
             if [file.name for file in self._path.iterdir()] == ['turn']:
                 (self._path / 'turn').unlink()
             self._path.rmdir()
@@ -121,7 +121,7 @@ class Host:
 
 
 def _prometheus() -> tuple[Any, Callable[[], bytes]]:
-    """A reader, and what makes a page of its values."""
+    """An OpenTelemetry reader, and a function that renders its values as a page."""
     if is_disabled():
         raise ConfigurationError(
             '--sparse-ckpt-metrics: OTEL_SDK_DISABLED=true switches off the library of metrics. '
@@ -143,7 +143,7 @@ def _prometheus() -> tuple[Any, Callable[[], bytes]]:
 
 
 def _families(path: Path) -> list[Any]:
-    """What all processes have published, oldest first, without gauges of dead ones."""
+    """Published metrics of all processes, oldest first, without gauges of dead ones."""
     from prometheus_client import Metric
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -151,7 +151,7 @@ def _families(path: Path) -> list[Any]:
     for file in sorted(path.glob('*.page')):
         try:
             text, lives = file.read_text('utf-8'), _lives(file.with_suffix('.life'))
-        except FileNotFoundError:  # it has just ended
+        except FileNotFoundError:  # the process has just ended
             continue
         for one in text_string_to_metric_families(text):
             counts = one.type == 'counter'
@@ -167,7 +167,7 @@ def _families(path: Path) -> list[Any]:
 
 
 def _lives(life: Path) -> bool:
-    """Whether the process that holds the lock of a page does so still."""
+    """True if the process of a page still holds its lock."""
     try:
         HolderLock(life).release()
     except StoreInUseError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured, by name, and what it is taken from; names stay: dashboards use them."""
+"""Instruments: names and sources of all metrics. The names are stable, as dashboards use them."""
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NamedTuple
@@ -20,22 +20,22 @@ from moevement_ext.events import (
 
 
 class Instrument(NamedTuple):
-    """One thing that is measured, of every rank."""
+    """One metric of every rank."""
 
     name: str
     """Name by the rules of Prometheus, whose exporter appends `_total` to counters."""
     counts: bool
-    """Values are added up over the lives of a rank; else the newest one replaces the others."""
+    """True for a counter, which adds up over restarts of a rank; False for a gauge."""
     help: str
     field: str | None = None
-    """The value, those by label, or what is counted, of an event or of `Figures`; None: 1."""
+    """Field of an event or of `Figures` with the value, or values by label; None: 1."""
     event: type[Event] | None = None
-    """The kind of event that it is taken from; None: the figures, if there is a field."""
+    """Event class with the field; None: `Figures`, if there is a field."""
     label: str | None = None
-    """What tells its values of one rank apart; unless the field does, a field as well."""
+    """Label that distinguishes values of one rank; unless `field` has labels, also a field."""
 
     def values(self, source: object) -> Iterator[tuple[str | None, float]]:
-        """Labels and values of one event, or of figures; none where it is not known."""
+        """Labels and values from one event or from figures; empty if unknown."""
         value: Any = 1 if self.field is None else getattr(source, self.field)
         if isinstance(value, Mapping):
             yield from value.items()
@@ -104,4 +104,4 @@ INSTRUMENTS = (
     _sum('next_tier', 'Recoveries that gave up what they tried.', None, NextTier, 'tier'),
     _sum('device_problems', 'Signs that the GPU of this rank fails.', None, DeviceProblem, 'harm'),
 )
-"""All of them."""
+"""All instruments."""

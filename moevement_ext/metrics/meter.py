@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of one rank in OpenTelemetry, whose readers take them to Prometheus and over OTLP.
+"""Metrics of one rank in OpenTelemetry, whose readers export to Prometheus and over OTLP.
 
-Of OTLP the library reads the endpoint, headers, the interval and the resource from the environment
+For OTLP the library reads endpoint, headers, interval and resource from the environment
 (`OTEL_EXPORTER_OTLP_ENDPOINT`...).
 """
 
@@ -17,11 +17,11 @@ _HTTP = 'http/protobuf'
 
 
 class Meter:
-    """Values of one rank; any thread.
+    """Metrics of one rank. Any thread.
 
     Args:
         labels: of all values.
-        readers: of OpenTelemetry, at least one.
+        readers: OpenTelemetry readers, at least one.
     """
 
     def __init__(self, labels: dict[str, Any], readers: list[Any]) -> None:
@@ -46,7 +46,7 @@ class Meter:
         self._of[instrument].set(value, self._attributes(instrument, label))
 
     def close(self) -> None:
-        """Send what is left; nothing is added or set any more."""
+        """Send the last values; do not add or set values afterwards."""
         self._provider.shutdown()
 
     def _attributes(self, instrument: Instrument, label: str | None) -> dict[str, Any]:
@@ -54,23 +54,23 @@ class Meter:
 
 
 def is_disabled() -> bool:
-    """Whether the environment switches the library off: what it is told goes nowhere."""
+    """True if the environment disables the library, which then drops all values."""
     return os.environ.get('OTEL_SDK_DISABLED', '').strip().lower() == 'true'
 
 
 def otlp_is_wanted() -> bool:
-    """Whether the environment names an endpoint for metrics, and OpenTelemetry is not disabled."""
+    """True if the environment names an endpoint for metrics and OpenTelemetry is enabled."""
     exporter = os.environ.get('OTEL_METRICS_EXPORTER', 'otlp')
     named = any(os.environ.get(name) for name in _ENDPOINTS)
     return named and not is_disabled() and exporter == 'otlp'
 
 
 def otlp() -> Any:
-    """The reader that sends values over OTLP, on a thread of its own.
+    """Create the reader that sends values over OTLP on its own thread.
 
     Raises:
-        ConfigurationError: the library is missing, or the environment asks for another protocol
-            than HTTP, which is all that it speaks, without a look at these variables.
+        ConfigurationError: the library is missing, or the environment selects another protocol
+            than HTTP, although the library speaks HTTP only and ignores these variables.
     """
     name = next((name for name in _PROTOCOLS if os.environ.get(name)), None)
     if name is not None and os.environ[name] != _HTTP:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns events and figures of this rank into values of instruments."""
+"""Turns events and figures of this rank into metrics."""
 
 import asyncio
 import contextlib
@@ -21,17 +21,17 @@ from moevement_ext.protect.statistics import Figures
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0
+# Events of fault-free training, published within a second. Other events are published at once, as
+# the process may end right after them.
 _ORDINARY = (LossLogged, WindowCommitted, WindowPersisted)
-"""Events of fault-free training, which are shown within a second; right after others the process
-may end."""
 
 
 def observe(rank: Rank) -> 'Observer | None':
-    """Record the events of a rank from now on; None: nobody wants metrics.
+    """Start recording metrics of a rank; None if no exporter is configured.
 
     Raises:
-        ConfigurationError: `--sparse-ckpt-metrics` is given and its library is missing; a process
-            that joins a running job goes on without metrics.
+        ConfigurationError: the library of `--sparse-ckpt-metrics` is missing; but a process that
+            joins a running job goes on without metrics.
     """
     config, host, readers = rank.config, None, []
     if config.metrics is not None:
@@ -39,14 +39,14 @@ def observe(rank: Rank) -> 'Observer | None':
             host = Host(config.metrics, Path(config.dir), rank.run_id)
             readers.append(host.reader)
         except (ConfigurationError, HostMemoryError, OSError) as error:
-            # A library may be missing on this node alone; others train and wait for a newcomer.
+            # The library may be missing on this node only, and the job waits for this process.
             if isinstance(error, ConfigurationError) and not rank.exchange.joining:
                 raise
             logger.warning('no metrics for Prometheus: %s', error)
     if meters.otlp_is_wanted():
         try:
             readers.append(meters.otlp())
-        except ConfigurationError as error:  # the variables may be there for other programs
+        except ConfigurationError as error:  # the variables may be meant for other programs
             logger.warning('no metrics over OTLP: %s', error)
     if not readers:
         return None
@@ -57,14 +57,13 @@ def observe(rank: Rank) -> 'Observer | None':
 
 
 class Observer:
-    """Records what happens on this rank, and once a second how its protection goes.
+    """Records events of this rank, and once a second the figures of its protection.
 
-    Nothing of it runs on the training thread but the count of a rare event, and no error of it
-    reaches training (invariant I6).
+    The training thread only counts rare events here, and no error reaches training (invariant I6).
 
     Args:
-        meter: where values go.
-        host: shows them to Prometheus; None: nothing does.
+        meter: receives the values.
+        host: serves the values to Prometheus; None: no server.
     """
 
     def __init__(self, meter: Meter, host: Host | None = None) -> None:
@@ -74,14 +73,15 @@ class Observer:
         self._figures: Callable[[], Figures] | None = None
         for instrument in INSTRUMENTS:
             if instrument.counts and instrument.label is None:
-                meter.add(instrument, 0)  # of what begins at 1, a rate misses the first one
+                # The rate of a counter that begins at 1 would miss the first event.
+                meter.add(instrument, 0)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name='metrics', daemon=True)
         self._thread.start()
 
     def event(self, event: Event) -> None:
-        """Count one event. Called by any thread."""
+        """Count one event. Any thread."""
         try:
             for instrument in INSTRUMENTS:
                 if instrument.event is type(event):
@@ -94,19 +94,19 @@ class Observer:
             logger.exception('an event is missing in the metrics')
 
     def watch(self, figures: Callable[[], Figures], last_iteration: int) -> None:
-        """Look at these figures once a second from now on, on a thread.
+        """Start a thread that records these figures once a second.
 
         Args:
-            figures: of this moment.
-            last_iteration: at which training is to end.
+            figures: returns the current figures.
+            last_iteration: iteration at which training ends.
         """
         self._meter.set(TARGET, last_iteration)
         self._meter.set(FINISHED, 0)
         self._figures = figures
 
     def close(self) -> None:
-        """Look a last time; nothing is recorded any more."""
-        with contextlib.suppress(RuntimeError):  # it has ended by itself
+        """Record the figures a last time and stop."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
         try:

@@ -1,33 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page that Prometheus reads, served on the calling thread alone.
+"""HTTP server of the page for Prometheus, on the calling thread alone.
 
-The port is open to all that reach the host, and the process trains. So whatever connects there gets
-a bounded number of descriptors, bytes and seconds, and no thread: of strangers that say nothing the
-oldest gives way, so that Prometheus always gets in.
+The port is open to every client that reaches the host, and the process trains. So clients get a
+bounded number of descriptors, bytes and seconds, and no thread. A new connection closes the oldest
+silent one, so that Prometheus can always connect.
 """
 
 import asyncio
 import logging
+import os
 import socket
+import weakref
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 16
-"""At a time; Prometheus needs one."""
+"""Limit of simultaneous connections; Prometheus needs one."""
 _BACKLOG = 64
 _MOST_REQUEST_BYTES = 8192
 _REQUEST_S = 5.0
+# Seconds for a slow client.
 _ANSWER_S = 20.0
-"""For one that reads slowly."""
 
 Page = Callable[[str], tuple[str, bytes]]
-"""Content type and content, of the `Accept` of a request."""
+"""Maps the `Accept` header of a request to content type and content."""
 
 
 async def serve(port: int, page: Page) -> asyncio.Server:
-    """Answer every GET on all interfaces of this host with the page, until the server is closed.
+    """Answer every GET on all interfaces of this host with the page, until the server closes.
 
     Raises:
         OSError: another process has the port.
@@ -35,6 +37,7 @@ async def serve(port: int, page: Page) -> asyncio.Server:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     listening = socket.create_server(('', port), family=family, dualstack_ipv6=both)
+    _LISTENING.add(listening)
     open_ = dict[StreamWriter, None]()  # oldest first
 
     async def attend(reader: StreamReader, writer: StreamWriter) -> None:
@@ -45,9 +48,9 @@ async def serve(port: int, page: Page) -> asyncio.Server:
         open_[writer] = None
         try:
             await _answer(reader, writer, page)
-        except (OSError, EOFError, asyncio.LimitOverrunError):  # also of one that is too slow
+        except (OSError, EOFError, asyncio.LimitOverrunError):  # includes timeouts of slow clients
             pass
-        except Exception:  # costs one reading, and not the training
+        except Exception:  # costs one scrape, not the training
             logger.exception('the metrics could not be shown')
         finally:
             open_.pop(writer, None)
@@ -76,3 +79,15 @@ async def _answer(reader: StreamReader, writer: StreamWriter, page: Page) -> Non
         await writer.drain()
         writer.close()
         await writer.wait_closed()
+
+
+# Data loader workers that outlive a killed trainer for a moment would keep the port.
+_LISTENING: 'weakref.WeakSet[socket.socket]' = weakref.WeakSet()
+
+
+def _stop_listening() -> None:
+    for listening in list(_LISTENING):
+        listening.close()
+
+
+os.register_at_fork(after_in_child=_stop_listening)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's Algorithm 1 as it is printed: a baseline to compare with, not to train by.
+"""The paper's Algorithm 1 as printed: a baseline for comparison, not for training.
 
-It starts with every operator active (captured in full) in slot 0 and freezes one more until slot 0
-fits, then puts that many operators in each slot. Where it is wrong:
+Algorithm 1 starts with every operator active (captured in full) in slot 0 and freezes one more
+until slot 0 fits, then puts that many operators in each slot. Its faults:
 
-- Only slot 0 is priced, with mean sizes: one large operator, or one rank that holds more than the
-  others, takes a slot over budget unnoticed.
+- It prices only slot 0, with mean sizes: one large operator, or one rank that holds more than the
+  others, exceeds the budget of a slot unnoticed.
 - The loop ends at two active operators, whether they fit or not, and never tries one: it cannot
-  say that a budget is infeasible and misses plans with one operator a slot.
+  detect an infeasible budget and misses plans with one operator per slot.
 - Each slot has the same number of operators, although the light tail shrinks from slot to slot and
   leaves room. With equal operators of A bytes in full and F light per parameter and a budget of b,
   W is (A - F) / (b - F) instead of ln(b / (b - F)) / ln(A / (A - F)), both rounded up: for A = 12
@@ -24,7 +24,7 @@ def plan_as_printed(operators: Sequence[OperatorBytes], budget: int) -> WindowPl
     """The window of Algorithm 1 for operators in the given order; slots may exceed the budget.
 
     `budget` is the bytes that can be copied in one iteration (bandwidth times iteration time). The
-    paper knows no ranks: the mean is taken over operators and ranks, so it prices the mean rank.
+    paper has no ranks: the mean is over operators and ranks, so the algorithm prices the mean rank.
     """
     active = active_operators(operators, budget)
     names = (operator.name for operator in operators)
@@ -32,7 +32,7 @@ def plan_as_printed(operators: Sequence[OperatorBytes], budget: int) -> WindowPl
 
 
 def active_operators(operators: Sequence[OperatorBytes], budget: int) -> int:
-    """How many operators Algorithm 1 captures in full per slot."""
+    """Number of operators that Algorithm 1 captures in full per slot."""
     total = len(operators)
     full = sum(sum(operator.full) for operator in operators)
     light = sum(sum(operator.light) for operator in operators)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The window of `--sparse-ckpt-window auto`: follows the measured rates, and never flaps.
+"""The window of `--sparse-ckpt-window auto`, which follows the measured rates without flapping.
 
-A longer window is taken once several windows in a row demand it though the rates were a good deal
-better than measured, a shorter one once they would allow it though the rates were a good deal
-worse. So rates that vary by less than that change nothing, nor does a hiccup of one window; and
-what a change has led to is never undone without a change of the rates.
+W grows once several windows in a row demand a longer window even at rates better than measured by
+`MARGIN`. W shrinks once they allow a shorter window even at rates worse than measured by `MARGIN`.
+So variations below `MARGIN`, or a hiccup in one window, change nothing, and a change of W is never
+undone unless the rates change.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
@@ -17,38 +17,42 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 logger = logging.getLogger(__name__)
 
 FIRST_WINDOW = 2
-"""Until rates are measured."""
+"""W before rates are measured."""
 CONFIRMED = 3
 """Windows in a row that must agree on a change."""
 MARGIN = 1.25
-"""By which rates may be better or worse than measured; more than they vary without a cause."""
+"""Factor of better or worse rates in decisions; larger than the usual variation of rates."""
 
 
 class Measured(NamedTuple):
-    """What limits a window: on the rank where each is least."""
+    """Rates that limit a window, each of the slowest rank."""
 
     iteration_s: float
-    """Without waits for copies."""
+    """Seconds of an iteration, without waits for copies."""
     copy_bytes_per_s: float
     send_bytes_per_s: float | None
-    """To holders of replicas; None: nothing was sent yet, or there are none."""
+    """Send rate to holders of replicas; None before the first send, or without holders."""
+    cpu_bytes_per_s: float | None = None
+    """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
 
     def faster(self, factor: float) -> 'Measured':
-        """With all rates that much higher."""
-        sent = self.send_bytes_per_s
+        """All rates multiplied by `factor`."""
+        sent, captured = self.send_bytes_per_s, self.cpu_bytes_per_s
         return Measured(
             self.iteration_s,
             factor * self.copy_bytes_per_s,
             None if sent is None else factor * sent,
+            None if captured is None else factor * captured,
         )
 
 
 class AutoWindow:
-    """Chooses W, on rank 0's replanner thread.
+    """Chooses W. Runs on rank 0's replanner thread.
 
     Args:
-        shortest: the fewest slots that links with these rates carry; None: more than `longest`.
-        longest: W that host memory is reserved for.
+        shortest: returns the fewest slots that links and cores with these rates carry; None: the
+            links carry no window of up to `longest`.
+        longest: the W for which host memory is reserved.
     """
 
     def __init__(self, shortest: Callable[[Measured], int | None], longest: int) -> None:
@@ -56,15 +60,15 @@ class AutoWindow:
         self._longest = longest
         self._window = 0
         self._seen: deque[Measured] = deque(maxlen=CONFIRMED)
-        """In windows of the present length."""
+        """Measurements in windows of the current length."""
         self._warned = False
 
     def __call__(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> int:
-        """The next W, mostly the present one.
+        """The next W, mostly the current one.
 
         Args:
             present: the plan in force in the observed window.
-            loads: what every rank saw in that window.
+            loads: measurements of every rank in that window.
         """
         seen = measured(loads)
         if seen is None:
@@ -73,7 +77,7 @@ class AutoWindow:
             self._window = present.window
             self._seen.clear()
         self._seen.append(seen)
-        if present.version == 0:  # before anything was measured the window was a guess
+        if present.version == 0:  # the first window was a guess, without measurements
             return self._demanded(seen)
         if len(self._seen) < CONFIRMED:
             return present.window
@@ -98,14 +102,20 @@ class AutoWindow:
 
 
 def measured(loads: Sequence[WindowLoad]) -> Measured | None:
-    """The least over ranks; None: nothing was copied yet.
+    """The rates of the slowest ranks; None before the first copy.
 
-    All ranks wait for the one whose copies hold up its update, which alone knows of that wait.
+    All ranks wait for the rank whose copies delay its update; only this rank measures that delay.
     """
-    copied = [load.copy_bytes_per_s for load in loads if load.copy_bytes_per_s is not None]
-    sent = [load.send_bytes_per_s for load in loads if load.send_bytes_per_s is not None]
-    if not copied:
+    copied = _least(load.copy_bytes_per_s for load in loads)
+    if copied is None:
         return None
     return Measured(
-        min(load.iteration_s for load in loads), min(copied), min(sent) if sent else None
+        min(load.iteration_s for load in loads),
+        copied,
+        _least(load.send_bytes_per_s for load in loads),
+        _least(load.cpu_bytes_per_s for load in loads),
     )
+
+
+def _least(rates: Iterable[float | None]) -> float | None:
+    return min((rate for rate in rates if rate is not None), default=None)

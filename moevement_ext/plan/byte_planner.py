@@ -2,16 +2,16 @@
 """The byte planner: cuts an ordered list of operators into the slots of a window.
 
 A window is W consecutive iterations, one slot each. In its slot an operator is captured in full
-(master weights and optimizer moments); in every earlier slot only its compute weights are, which
+(master weights and optimizer moments); every earlier slot has only its compute weights, which
 is the light capture (paper, section 3.2). So the operators [a, b) make a slot of
 
     sum of full over [a, b)  +  sum of light over [b, n)          bytes, on each rank.
 
-That grows with b and shrinks with a, hence filling each slot as far as the budget allows needs the
-fewest slots there are. Everything here is exact integer arithmetic on the bytes of each rank, so
-whoever knows the same sizes reaches the same plan.
+This size grows with b and shrinks with a, hence filling each slot as far as the budget allows gives
+the minimum number of slots. All arithmetic is exact, on integer bytes of each rank, so ranks with
+the same sizes reach the same plan.
 
-Called from the training thread at the start, and from the replanner's beside training.
+Runs on the training thread at the start, and on the replanner thread during training.
 """
 
 from bisect import bisect_left
@@ -24,34 +24,34 @@ import numpy as np
 import xxhash
 
 type Operators = Sequence[OperatorBytes] | OperatorTable
-"""Operators of a stage group, in the order in which a window captures them."""
+"""Operators of a stage group, in capture order."""
 
 Budget = int | Sequence[int]
-"""Bytes one slot may hold: the same on every rank, or one entry for each rank."""
+"""Maximum bytes of a slot: one value for all ranks, or one per rank."""
 
 DEFAULT_HIDDEN_FRACTION = 0.8
-"""Share of an iteration a copy may take unnoticed: forward and backward, less a margin.
+"""Share of an iteration that can hide a copy: forward and backward, less a margin.
 
-The optimizer step has to wait for the copy, because it overwrites what is being copied.
+The optimizer step must wait for the copy, as it overwrites the source.
 """
 
 
+# Bytes; larger than any sum of operators, and within 64 bits.
 _UNLIMITED = 2**62
-"""Bytes; no operators add up to more, and 64 bits hold it."""
 
 
 class InvalidOperators(ValueError):
-    """Sizes or names of operators that no plan can be made for."""
+    """Invalid sizes or names of operators."""
 
 
 class InvalidPlan(ValueError):
-    """A plan that has no slot, or captures an operator in full more than once."""
+    """A plan without slots, or with an operator captured in full more than once."""
 
 
 class InfeasiblePlan(ValueError):
     """One operator, alone in its slot with the light captures beside it, exceeds the budget.
 
-    `rank` counts within the stage group. No window helps: capture less, or raise the budget.
+    `rank` counts within the stage group. No longer window helps: capture less, or raise the budget.
     """
 
     def __init__(self, operator: str, rank: int, needed: int, budget: int) -> None:
@@ -68,7 +68,7 @@ class InfeasiblePlan(ValueError):
 
 
 class OperatorBytes(msgspec.Struct, frozen=True):
-    """Size of one operator on each rank of the stage group (0 where a rank does not hold it).
+    """Size of one operator on each rank of the stage group (0 on ranks without it).
 
     Raises:
         InvalidOperators: unless 0 <= light <= full on each rank.
@@ -96,23 +96,23 @@ class OperatorBytes(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class OperatorTable:
-    """Sizes of many operators on many ranks, for what would take too long one by one."""
+    """Sizes of many operators on many ranks, for vectorized arithmetic."""
 
     names: list[str]
     full: np.ndarray
     """Bytes of master weights and optimizer moments, int64, shape [operators, ranks]."""
     light: np.ndarray
-    """Bytes of compute weights, of the same shape; never more."""
+    """Bytes of compute weights, same shape, never larger than `full`."""
 
     def __len__(self) -> int:
         return len(self.names)
 
     @classmethod
     def of(cls, operators: Operators) -> 'OperatorTable':
-        """Put operators together; a table is one already.
+        """Build a table from operators; returns a table unchanged.
 
         Raises:
-            InvalidOperators: one is there twice, or they are on different numbers of ranks.
+            InvalidOperators: a duplicate operator, or different numbers of ranks.
         """
         if isinstance(operators, OperatorTable):
             return operators
@@ -126,7 +126,7 @@ class WindowPlan(msgspec.Struct, frozen=True):
     """Names of the operators captured in full in each slot of a window.
 
     Raises:
-        InvalidPlan: there is no slot, or an operator is in more than one place.
+        InvalidPlan: there is no slot, or an operator occurs twice.
     """
 
     slots: tuple[tuple[str, ...], ...]
@@ -145,14 +145,14 @@ class WindowPlan(msgspec.Struct, frozen=True):
         return len(self.slots)
 
     def slot_of(self) -> dict[str, int]:
-        """The slot each operator is captured in full in."""
+        """Slot in which each operator is captured in full."""
         return {name: index for index, slot in enumerate(self.slots) for name in slot}
 
     def slot_bytes(self, operators: Operators) -> tuple[tuple[int, ...], ...]:
         """Bytes captured in each slot on each rank, shape (window, ranks).
 
         Raises:
-            InvalidOperators: `operators` are not the ones this plan was made for.
+            InvalidOperators: `operators` are not the operators of this plan.
         """
         table = OperatorTable.of(operators)
         places = {name: place for place, name in enumerate(table.names)}
@@ -164,15 +164,14 @@ class WindowPlan(msgspec.Struct, frozen=True):
         return tuple(tuple(totals.slot(start, end).tolist()) for start, end in pairwise(ends))
 
     def digest(self) -> str:
-        """16 hex digits that are equal on two ranks just when their plans are."""
+        """16 hex digits, equal on two ranks exactly if their plans are equal."""
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.slots))
 
 
 class _Totals:
-    """Running sums over the ordered operators, from which any slot is priced in O(ranks)."""
+    """Prefix sums over the ordered operators, which price any slot in O(ranks)."""
 
     def __init__(self, full: np.ndarray, light: np.ndarray) -> None:
-        """Both as in a table."""
         self.count, self.ranks = full.shape
         before = np.zeros((1, self.ranks), dtype=np.int64)
         self._full = np.concatenate([before, full.cumsum(axis=0)])
@@ -184,7 +183,7 @@ class _Totals:
         return size
 
     def alone(self) -> np.ndarray:
-        """Bytes of the slot each operator would make alone, int64 (operators, ranks)."""
+        """Bytes of a slot with only this operator in full, int64 (operators, ranks)."""
         size: np.ndarray = self._end[1:] - self._full[:-1]
         return size
 
@@ -202,24 +201,24 @@ class _Loads:
         """Everything in one slot."""
 
     def filled(self, load: int, slots: int) -> list[int]:
-        """End of each slot when all are filled up to `load`, which is at least the least.
+        """End of each slot when all slots are filled up to `load`, which is at least `least`.
 
-        Ends after one slot more than `slots`.
+        Stops after `slots` + 1 slots.
         """
         shares = (min(load * own // self._reference, _UNLIMITED) for own in self._budgets)
         return _fill(self._totals, np.fromiter(shares, np.int64, len(self._budgets)), slots)
 
     def smallest(self, window: int, most: int) -> int:
-        """The smallest load that `window` slots suffice for, if `most` is one."""
+        """The smallest sufficient load of `window` slots, given that `most` suffices."""
         smallest = self.least
-        while smallest < most:  # `bisect` knows no numbers beyond 64 bits
+        while smallest < most:  # `bisect` is limited to 64 bits
             middle = (smallest + most) // 2
             fits = len(self.filled(middle, window)) <= window
             smallest, most = (smallest, middle) if fits else (middle + 1, most)
         return smallest
 
     def _of(self, sizes: np.ndarray) -> int:
-        """Rounded up to a byte, on the rank where it is largest."""
+        """Largest load over the ranks, rounded up to a byte."""
         loads = (
             -(-size * self._reference // own)
             for size, own in zip(sizes.tolist(), self._budgets, strict=True)
@@ -230,7 +229,7 @@ class _Loads:
 def fewest_slots(operators: Operators, budget: Budget) -> WindowPlan:
     """The shortest window, in the given order, with no slot over budget on any rank.
 
-    Among the plans of that length, one whose largest slot is smallest (see `balanced`).
+    Among the plans of that length, returns one with the smallest largest slot (see `balanced`).
 
     Raises:
         InfeasiblePlan: one operator alone exceeds the budget.
@@ -252,8 +251,8 @@ def balanced(operators: Operators, window: int, budget: Budget | None = None) ->
 
     The largest slot is taken over slots and ranks. With a budget per rank, a rank's bytes count
     relative to its budget, scaled to the largest budget and rounded up to a byte. The budget is a
-    weight here, not a limit: see `bytes_over_budget`. Trailing slots are empty where fewer slots
-    do as well or there are fewer operators than slots.
+    weight here, not a limit: see `bytes_over_budget`. Trailing slots are empty if fewer slots
+    suffice or there are fewer operators than slots.
     """
     if window < 1:
         raise ValueError(f'window is {window}; a window has at least one slot')
@@ -274,9 +273,8 @@ def plan_stages(
     """One plan per pipeline stage; all stages share the window, as one iteration has one slot.
 
     `budget` is one number, or one entry per stage (a number or one per rank of its group). With
-    `window` None the shortest window that is within budget on every stage is taken, which raises
-    InfeasiblePlan, with a note of the stage, if there is none. A given `window` is taken as it is:
-    check `bytes_over_budget`.
+    `window` None, W is the shortest within budget on every stage; InfeasiblePlan, with a note of
+    the stage, if there is none. A given `window` may exceed the budget: check `bytes_over_budget`.
     """
     budgets = [budget] * len(stages) if isinstance(budget, int) else list(budget)
     if len(budgets) != len(stages):
@@ -290,9 +288,9 @@ def plan_stages(
 
 
 def bytes_over_budget(plan: WindowPlan, operators: Operators, budget: Budget) -> int:
-    """Most bytes by which a slot exceeds the budget of a rank; 0 if the plan is within budget.
+    """Maximum bytes by which a slot exceeds a rank's budget; 0 if the plan is within budget.
 
-    Divided by the bytes per second behind the budget this is the stall of the worst iteration.
+    Divided by the bytes per second of the budget, this is the stall of the worst iteration.
     """
     sizes = plan.slot_bytes(operators)
     over = (
@@ -308,7 +306,7 @@ def hideable_budget(
     iteration_s: float,
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
 ) -> int:
-    """Bytes that a rank can copy to host memory per iteration without lengthening it.
+    """Bytes that a rank can copy to host memory in an iteration without lengthening it.
 
     `hidden_fraction` is the part of the iteration, in (0, 1], that can hide the copy.
     """
@@ -323,10 +321,10 @@ def hideable_budget(
 
 
 def window_bytes_bound(operators: Operators, window: int) -> tuple[int, ...]:
-    """Bytes on each rank that no window of `window` slots exceeds, whatever the order.
+    """Upper bound of a window's bytes on each rank, for any order of the operators.
 
-    An operator is captured in full once and light at most `window` - 1 times. Host memory reserved
-    by this bound is enough for every later re-ordering.
+    An operator is captured in full once and light at most `window` - 1 times. So host memory of
+    this size is enough for every later order.
     """
     if window < 1:
         raise ValueError(f'window is {window}; a window has at least one slot')
@@ -335,9 +333,9 @@ def window_bytes_bound(operators: Operators, window: int) -> tuple[int, ...]:
 
 
 def _fill(totals: _Totals, caps: np.ndarray, slots: int) -> list[int]:
-    """End of each slot when every slot takes as many operators as fit under `caps` (ranks,).
+    """End of each slot when every slot takes all operators that fit under `caps` (ranks,).
 
-    Every operator must fit alone. Ends after one slot more than `slots`.
+    Every operator must fit alone. Stops after `slots` + 1 slots.
     """
     ends: list[int] = []
     start = 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How popular each expert is, in the ways of the paper's appendix B (`--sparse-ckpt-order`).
+"""Popularity of each expert, by the orders of the paper's appendix B (`--sparse-ckpt-order`).
 
-'popularity' is the share of the tokens of its layer. 'soft' is the share of the weights that its
-router gives. 'decayed' is the share, averaged over windows with weights that halve. 'capacity' is
-the part of its capacity that an expert uses: those that are full count alike. 'fixed' is none.
+'popularity' is the share of the layer's tokens. 'soft' is the share of the router's weights.
+'decayed' is the share of tokens, averaged over windows with halving weights. 'capacity' is the used
+part of an expert's capacity: full experts rank equal. 'fixed' uses no popularity.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _KEPT_OF_BEFORE = 0.5
 
 
 class Popularity:
-    """Follows the popularity of all experts. On the rank that decides on plans, one thread.
+    """Follows the popularity of all experts. One thread, on the rank that decides on plans.
 
     Args:
         order: one of `config.ORDERS`.
@@ -26,11 +26,11 @@ class Popularity:
         self._before: dict[str, float] = {}
 
     def of(self, loads: Sequence[WindowLoad], present: Mapping[str, float]) -> dict[str, float]:
-        """By expert operator; of those that nothing was counted of there is none.
+        """Popularity by expert operator; omits experts without counts.
 
         Args:
-            loads: what every rank saw in one window.
-            present: popularity by which the plan in force was made; what 'decayed' begins with.
+            loads: measurements of every rank in one window.
+            present: popularity in the current plan; the initial value of 'decayed'.
         """
         if self._order == FIXED:
             return {}
@@ -45,7 +45,7 @@ class Popularity:
 
 
 def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
-    """Each expert's share of the tokens of its layer, summed over ranks, if any were counted."""
+    """Each expert's share of its layer's tokens, summed over ranks; omits uncounted layers."""
     tokens = _summed(loads)
     layers: dict[str, float] = {}
     for name, count in tokens.items():
@@ -55,7 +55,7 @@ def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
 
 
 def _used_capacity(loads: Sequence[WindowLoad]) -> dict[str, float]:
-    """Part of what an expert takes at most; as `shares_of` where nothing limits it."""
+    """Used part of each expert's capacity; `shares_of` without a capacity limit."""
     capacity: dict[str, float] = {}
     for load in loads:
         for name in load.tokens:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next plan of windows: by measured times at first, by popularity later.
+"""Decides the next plan of windows: first from measured times, later from popularity.
 
-How it gets to all ranks is the matter of `protect.replanner`.
+`protect.replanner` distributes the plan to all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 
 from moevement_ext.plan.ordering import changed_enough
 
-# A plan decided in window k is in the store well before window k + 2 ends on any rank.
+# A plan decided in window k reaches the store well before window k + 2 ends on any rank.
 _WINDOWS_AHEAD = 3
 
 
@@ -20,50 +20,52 @@ class TokenCounter(Protocol):
     """Counts tokens by expert, for the order of the operators."""
 
     counting: bool
-    """Set by the engine for the iterations that count."""
+    """The engine sets this during the counted iterations."""
     soft: bool
-    """Set by the engine before training: count the weights that routers give to tokens."""
+    """The engine sets this before training: count routers' weights instead of tokens."""
 
     def take(self) -> dict[str, float]:
         """Counts by expert operator since the last call."""
 
     def take_capacity(self) -> float | None:
-        """Tokens that an expert took at most since the last call; None: as many as there are."""
+        """Capacity of an expert, in tokens since the last call; None without a limit."""
 
 
 class NoTokens:
-    """For a model whose experts keep the order that they are given in."""
+    """Counter of a model whose experts keep the given order."""
 
     counting = False
     soft = False
 
     def take(self) -> dict[str, float]:
-        """Nothing was counted."""
+        """Always empty."""
         return {}
 
     def take_capacity(self) -> float | None:
-        """Nothing limits them."""
+        """Always None: no limit."""
         return None
 
 
 class WindowLoad(msgspec.Struct, frozen=True):
-    """What one rank saw in the window that began at `start`."""
+    """Measurements of one rank in the window that began at `start`."""
 
     start: int
     tokens: dict[str, float]
-    """Tokens routed to each expert operator in the window's first iteration, or their weights."""
+    """Tokens (or router weights) of each expert operator in the window's first iteration."""
     iteration_s: float
-    """Median, without waits for copies."""
+    """Median seconds of an iteration, without waits for copies."""
     copy_bytes_per_s: float | None
-    """None until something was copied: a window may pass without a capture."""
+    """None before the first copy: a window may pass without a capture."""
     send_bytes_per_s: float | None = None
-    """To holders of replicas; None until something was sent."""
+    """Send rate to holders of replicas; None before the first send."""
     capacity: float | None = None
-    """Tokens that each of these experts took at most; None: nothing limits them."""
+    """Capacity of each of these experts in tokens; None without a limit."""
+    cpu_bytes_per_s: float | None = None
+    """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
-    """All that the plans of all stages are computed from, besides the sizes of their operators."""
+    """Inputs of the plans of all stages, besides the sizes of their operators."""
 
     version: int
     origin: int
@@ -81,16 +83,16 @@ def decide_plan(
     change: float,
     fraction: float,
 ) -> PlanParameters | None:
-    """The next plan, or None to keep the present one.
+    """The next plan, or None to keep the current one.
 
     Args:
         present: the plan in force in the observed window.
-        loads: what every rank saw in that window.
-        popularity: of the experts, by what was seen and the one of the present plan; without any
-            the order stays.
-        auto_window: the next W, by what was measured; None: W is fixed.
-        change: relative change of a share that counts.
-        fraction: of the experts that must have changed.
+        loads: measurements of every rank in that window.
+        popularity: computes the experts' popularity from the measurements and that of the current
+            plan; if the result is empty, the order stays.
+        auto_window: computes the next W from the measurements; None: W is fixed.
+        change: relative change of a share that counts as changed.
+        fraction: fraction of the experts that must have changed.
     """
     shares = popularity(loads, present.shares)
     reorder = bool(shares) and _moved(present.shares, shares, change, fraction)

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which window: the shortest that the links of all ranks carry. For training and `tools.plan`.
+"""Finds the shortest window that all ranks' links carry. For training and `tools.plan`.
 
-Two links have limits of different kinds. What is *copied* to host memory must have arrived before
-the next update writes over it: that limits each slot. What is *sent* to holders of replicas waits
-in the file of its window, so a large slot may take several iterations: the mean over a window
-counts, and that the queue is empty when the next window begins, which needs the file of the window
-before (`memory.sizing.GENERATIONS`). Hence no byte waits anywhere but in files that are in the
-budget of host memory already.
+Two links have limits of different kinds. A *copy* to host memory must finish before the next update
+overwrites its source, which limits each slot. Bytes to *send* to holders of replicas wait in the
+file of their window, so sending a large slot may take several iterations. There the mean over a
+window counts, and the queue must be empty when the next window begins, which needs the file of the
+previous window (`memory.sizing.GENERATIONS`). Hence bytes wait only in files that are part of the
+host memory budget already.
+
+Where cores train, hidden work is not free: helper threads take cores from training, in proportion
+to the captured bytes. There the mean over a window must also fit a share of the cores. A longer
+window does not lower the fixed cost of a slot, and makes replays longer, so the last tenth of the bytes is
+not worth a slot (`WORTHWHILE`).
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -24,39 +29,46 @@ from moevement_ext.plan.byte_planner import (
 )
 
 DEFAULT_NETWORK_SHARE = 0.5
-"""What replication takes, on average, of the rate at which a rank can send."""
+"""Average share of a rank's send rate that replication uses."""
 SPREAD_MARGIN = 1.25
-"""By which slots go faster than they must, as iterations are not all of one length."""
+"""Factor on the necessary send rate of slots, as iterations vary in length."""
+WORTHWHILE = 1.1
+"""For the cores' sake a window is only made longer if this saves more than this factor of bytes."""
 
 
 class Need(NamedTuple):
-    """Bytes an iteration that a window of some length takes, on the rank that needs most."""
+    """Bytes per iteration that a window needs, on the rank that needs most."""
 
     copied: int
-    """The largest slot."""
+    """Bytes of the largest slot."""
     sent: int
-    """To each holder of replicas, mean over the window."""
+    """Bytes to each holder of replicas, mean over the window."""
     burst: int
-    """To each holder at the end of the window, so that all is sent before the next one begins."""
+    """Bytes to each holder at the window's end, to finish before the next window begins."""
 
 
 class Budgets(NamedTuple):
-    """Bytes an iteration that the links of a rank carry, for each copy of what it captures."""
+    """Bytes per iteration that a rank's links carry, per copy of a capture."""
 
     copy_bytes: int
-    """To host memory, before the next update."""
+    """Bytes to host memory, before the next update."""
     network_bytes: int | None
-    """To each holder of replicas, on average: a share of the link; None: there are no holders."""
+    """Average bytes to each holder of replicas, a share of the link; None without holders."""
     link_bytes: int | None
-    """The same with the whole link, for an end of a window."""
+    """Bytes to each holder over the whole link, at the end of a window."""
+    cpu_bytes: int | None = None
+    """Average bytes within the helper threads' share of the cores; None: no limit."""
 
     @property
     def bytes(self) -> int:
-        """The smaller one of what can be copied and sent."""
+        """The smaller of the copy budget and the network budget."""
         return min(self.copy_bytes, self.network_bytes or self.copy_bytes)
 
     def carry(self, need: Need) -> bool:
-        """True if a window that needs so much lengthens no iteration and is never skipped."""
+        """True if a window with this need lengthens no iteration and is never skipped.
+
+        `shortest` looks at the cores.
+        """
         if need.copied > self.copy_bytes:
             return False
         if self.network_bytes is None or self.link_bytes is None:
@@ -72,36 +84,40 @@ def budgets(
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
     network_share: float = DEFAULT_NETWORK_SHARE,
     network_bytes_per_s: float | None = None,
+    cpu_bytes_per_s: float | None = None,
 ) -> Budgets:
-    """What the links of a rank carry in an iteration.
+    """Bytes that the links of a rank carry in an iteration.
 
     Args:
         iteration_s: seconds of an iteration without checkpointing.
         copy_bytes_per_s: rate of copies to host memory.
-        send_bytes_per_s: rate at which this rank sends, to one holder after the other; None: it is
-            no limit, or not known.
-        copies: holders of replicas.
+        send_bytes_per_s: send rate of this rank, to one holder after the other; None: no limit, or
+            unknown.
+        copies: number of holders of replicas.
         hidden_fraction: part of an iteration, in (0, 1], that hides a copy.
         network_share: part of the send rate, in (0, 1], that replication takes on average.
-        network_bytes_per_s: what replication is held to at all times, in place of a share; None: to
-            nothing.
+        network_bytes_per_s: fixed rate limit of replication, instead of a share; None: no fixed
+            limit.
+        cpu_bytes_per_s: capture rate at which helper threads keep to their share of the cores;
+            None: no limit.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
+    cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)
     whole = held_to(send_bytes_per_s, 1.0, network_bytes_per_s)
     if whole is None or not copies:
-        return Budgets(copy, None, None)
+        return Budgets(copy, None, None, cpu)
     link = hideable_budget(whole / copies, iteration_s, 1.0)
     share = network_share if network_bytes_per_s is None else 1.0
-    return Budgets(copy, max(1, int(link * share)), link)
+    return Budgets(copy, max(1, int(link * share)), link, cpu)
 
 
 def held_to(link: float | None, share: float, limit: float | None) -> float | None:
-    """Bytes/s that replication may take of a link; None: as many as it likes.
+    """Rate limit of replication on a link in bytes/s; None: no limit.
 
     Args:
-        link: bytes/s that it carries; None: it is no limit, or not known.
-        share: part of it, in (0, 1], where there is no limit.
-        limit: `--sparse-ckpt-network-gb-per-s`, in bytes/s; None: none is given.
+        link: rate of the link in bytes/s; None: no limit, or unknown.
+        share: part of the link, in (0, 1], used without `limit`.
+        limit: `--sparse-ckpt-network-gb-per-s`, in bytes/s; None: not given.
     """
     if limit is None:
         return None if link is None else link * share
@@ -109,17 +125,17 @@ def held_to(link: float | None, share: float, limit: float | None) -> float | No
 
 
 def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float | None:
-    """Bytes/s at which the slots of a window are sent by the time its last one comes.
+    """Rate in bytes/s that sends all slots but the last before the last slot is captured.
 
-    The end of a window goes over the whole link: when it is sent, the next one may begin.
+    The last slot uses the whole link: once it is sent, the next window may begin.
 
     Args:
-        slot_bytes: of all slots of a window of this rank.
+        slot_bytes: sizes of all slots of this rank's window.
         iteration_s: seconds of an iteration.
-        copies: holders of replicas.
+        copies: number of holders of replicas.
 
     Returns:
-        None: there is nothing to be spread.
+        None if there is nothing to spread.
     """
     if len(slot_bytes) < 2 or iteration_s <= 0 or not copies:
         return None
@@ -128,36 +144,48 @@ def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float 
 
 
 def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
-    """What windows of 1, 2, ... slots take of a stage, in the given order; without an end.
+    """Yield endlessly the needs of windows of 1, 2, ... slots on a stage, in the given order.
 
-    `always` is bytes that are in every slot of each rank besides. Another order of the operators
-    moves this by less than an operator.
+    `always` is additional bytes in every slot of each rank. Another order of the operators changes
+    a need by less than an operator.
     """
     table = OperatorTable.of(operators)
-    for window in itertools.count(1):
+    for window in count(1):
         slots = np.array(balanced(table, window).slot_bytes(table), dtype=np.int64)
         yield _need(slots + always)
 
 
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
-    """The fewest slots that the links carry on every stage; None: more than `longest`.
+    """The fewest slots that the links carry on every stage and the cores can spare.
 
-    A longer window may need more at its end than a shorter one, so all are looked at in turn.
+    A longer window may need more at its end than a shorter one, so all lengths are tried in turn.
+    The cores never rule out every window: where each window exceeds the share, because the fixed
+    cost of a slot does, the result is the shortest window that has nearly as few bytes as any
+    (`WORTHWHILE`). That bound is the least for any share, so slower cores never shorten a window.
+
+    Returns:
+        None if the links carry no window of up to `longest`.
     """
-    for window, of_stages in enumerate(zip(*stages, strict=True), 1):
-        if all(map(carried.carry, of_stages)):
-            return window
-        if window == longest:
-            break
-    return None
+    windows = enumerate(islice(zip(*stages, strict=True), longest), 1)
+    on_links = (
+        (window, max(need.sent for need in of_stages))
+        for window, of_stages in windows
+        if all(map(carried.carry, of_stages))
+    )
+    if carried.cpu_bytes is None:
+        return next((window for window, _ in on_links), None)
+    found = list(on_links)
+    least = min((captured for _, captured in found), default=0)
+    spared = max(carried.cpu_bytes, WORTHWHILE * least)
+    return next((window for window, captured in found if captured <= spared), None)
 
 
 def _need(slots: np.ndarray) -> Need:
-    """From bytes of each slot on each rank, int64 (window, ranks)."""
+    """Need of a window, from bytes of each slot on each rank, int64 (window, ranks)."""
     window, ranks = slots.shape
     if not ranks:
         return Need(0, 0, 0)
-    # A slot and all after it have as many iterations as there are of them.
+    # The last n slots have n iterations for sending.
     left = slots[::-1].cumsum(axis=0)
     in_time = -(-left // np.arange(1, window + 1)[:, None])
     mean = -(-left[-1] // window)

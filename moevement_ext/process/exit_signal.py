@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which signal asks a launcher to end its job, and at which one its workers save and end.
+"""Signals that end a job: those a launcher handles, and the one its workers listen for.
 
-Slurm and its users send SIGUSR1 or SIGUSR2 before the time is up, as often as SIGTERM. What the
-workers of Megatron listen for is another matter: `--exit-signal`, with `--exit-signal-handler`. So
-whatever a launcher is asked with, it hands on the latter.
+Slurm and its users send SIGUSR1 or SIGUSR2 before the time limit, as often as SIGTERM. Megatron's
+workers listen for the signal of `--exit-signal`, with `--exit-signal-handler`. So at any of these
+signals a launcher sends its workers the signal of `--exit-signal`.
 """
 
 import signal
@@ -13,15 +13,15 @@ ASKING = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
-"""Each of them ends a job; what the workers listen for does as well."""
+"""Signals that end a job, besides the one that the workers listen for."""
 _LISTENS = '--exit-signal-handler'
 _FLAG = '--exit-signal'
 
 
 def listened_for(flags: Sequence[str]) -> signal.Signals:
-    """What the workers of a program with these flags expect; SIGTERM if they say nothing.
+    """The exit signal in a program's flags; SIGTERM by default.
 
-    A name that is none is for the program to refuse.
+    The program itself refuses an unknown name.
     """
     name = signal.SIGTERM.name
     for number, flag in enumerate(flags):
@@ -34,13 +34,13 @@ def listened_for(flags: Sequence[str]) -> signal.Signals:
 
 
 def stop_at_signals(stop: Callable[[int], None], flags: Sequence[str]) -> None:
-    """Let a launcher end its workers when it is asked to, or its terminal is gone.
+    """Install handlers that end the workers at an exit signal or the loss of the terminal.
 
     Args:
         stop: called with the exit status.
-        flags: of the program.
+        flags: the program's command line.
     """
     for number in {*ASKING, listened_for(flags)}:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # it was started with nohup
+            continue  # the launcher was started with nohup
         signal.signal(number, lambda received, _: stop(128 + received))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forked children, such as the workers of data loaders, let go of their parent's connections.
+"""Makes forked children, such as data loader workers, drop their parent's connections.
 
-A connection ends only when the last process that has it is gone. Loader workers notice seconds
-later that their trainer was killed; until then its peers would take it to be alive.
+A connection ends only when the last process that holds it is gone. Loader workers notice the death
+of their trainer seconds later; until then the trainer's peers would take it to be alive.
 
-Nor do they collect their parent's garbage. After a failure process groups of the time before are
-among it, and their destructors wait for threads that no fork has: the child would hang, or crash.
+Children also do not collect their parent's garbage. After a failure this contains old process
+groups, whose destructors wait for threads that a fork does not have: the child would hang or crash.
 """
 
 import gc
@@ -17,9 +17,9 @@ _installed = False
 
 
 def isolate_children() -> None:
-    """Have forks of this process, from now on, lose its TCP sockets and keep its garbage.
+    """Make later forks of this process drop its TCP sockets and keep its garbage.
 
-    Pipes and local sockets stay. Idempotent.
+    Pipes and local sockets stay open. Idempotent.
     """
     global _installed
     if not _installed:
@@ -32,7 +32,7 @@ def _drop_connections() -> None:
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir('/proc/self/fd'):
         if _is_connection(int(name)):
-            # The number stays in use: whoever owns it here may still close it some day.
+            # The descriptor stays valid: its owner in this process may still close it.
             os.dup2(nothing, int(name), inheritable=False)
     os.close(nothing)
 
@@ -43,5 +43,5 @@ def _is_connection(fd: int) -> bool:
             return False
         with socket.socket(fileno=os.dup(fd)) as copy:
             return copy.family in (socket.AF_INET, socket.AF_INET6)
-    except OSError:  # it was the listing's own
+    except OSError:  # the descriptor of the listing itself
         return False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends that has threads which nobody can end, or that must not go on."""
+"""Ends a process that has unstoppable threads, or that must not go on."""
 
 import atexit
 import multiprocessing.util
@@ -11,24 +11,24 @@ from typing import NoReturn
 
 
 def leave(code: int) -> NoReturn:
-    """End the process, all of whose work is done, without taking the interpreter down.
+    """End a finished process without finalizing the interpreter.
 
-    Some threads cannot be ended: they wait within torch for the launcher's store to say that an
-    epoch is broken, or for a peer that died. If one returns while the interpreter is being taken
-    down, CPython (before 3.14) ends it by `pthread_exit`, which C++ answers with SIGABRT:
-    "terminate called without an active exception".
+    Some threads cannot be stopped: inside torch they wait for the launcher's store to report a
+    broken epoch, or for a dead peer. If such a thread returns during finalization, CPython (before
+    3.14) ends it by `pthread_exit`, which C++ turns into SIGABRT: "terminate called without an
+    active exception".
     """
-    # What the interpreter does before it lets go of its threads (checked against Python 3.12).
+    # The interpreter's steps before it drops its threads (checked against Python 3.12).
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    # A process that `multiprocessing` has started leaves this to its caller, whom it never meets.
+    # In a `multiprocessing` child the caller does this, but control never returns to the caller.
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     end_at_once(code)
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process as it is, from any thread; what it has printed gets out if it can."""
+    """End the process at once, from any thread, after trying to flush its output."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a full disk; a reader that is gone; closed
+        with suppress(OSError, ValueError):  # full disk, dead reader, closed stream
             stream.flush()
     os._exit(code)

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups of names, which no recovery asks for, must not hold one up.
+"""Shortens name lookups, which would delay a recovery although it does not need them.
 
 torch's store looks up the name of each address that it connects to, for its log. A recovery makes
-dozens of connections over all ranks, and one datagram that is lost on the way to a name server
-costs the 5 s after which the resolver asks again by default: of a worker, or of its launcher, which
-serves the store.
+dozens of connections over all ranks, and one lost datagram to a name server costs 5 s, the
+resolver's default timeout, in a worker or in the launcher, which serves the store.
 """
 
 import os
 
 _VARIABLE = 'RES_OPTIONS'
+# See resolv.conf(5). A dead server costs 5 s in all; by default 10 s.
 _SOON = 'timeout:1 attempts:5'
-"""See resolv.conf(5). A server that is gone is asked for 5 s in all; by default it is 10."""
 
 
 def ask_again_soon() -> None:
-    """Have this process repeat a lookup after a second. To be called before its first one.
+    """Make this process repeat a lookup after a second. Call this before the first lookup.
 
     Options in the environment stay as they are.
     """

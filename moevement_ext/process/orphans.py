@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that a dead worker has left running: writers of dense checkpoints, loader workers.
+"""Ends processes that a dead worker left behind: dense checkpoint writers, loader workers.
 
-Upstream's checkpoint writer waits for its parent for ever, several hundred MB each, and would go
-on writing beside its successor. A launcher that kills or loses one worker leaves them alone, so
-whoever takes the place of a dead rank ends them.
+Upstream's checkpoint writer, several hundred MB each, waits for its parent for ever and would go
+on writing beside its successor. A launcher that kills or loses one worker does not end these
+processes, so the replacement of a dead rank ends them.
 
-What belongs to the life of the rank that begins now is none of them, whatever it looks like: a
-wrapper that the launcher has started and that runs this process (`nsys profile`, `apptainer exec`,
-a script), and what that has started beside.
+Processes of the rank's new start are no orphans: a wrapper that the launcher has started and that
+runs this process (`nsys profile`, `apptainer exec`, a script), and other children of the wrapper.
 """
 
 import logging
@@ -21,24 +20,24 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
+# Environment variable of a worker's children: the run's host memory directory.
 _RUN = 'MOEVEMENT_RUN'
-"""Tells processes that a worker starts which run's host memory it uses."""
 _SAME_RANK = ('RANK', 'MOEVEMENT_NODE')
+# The launcher's variables; a relaunched job has other values.
 _SAME_LAUNCHER = ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
-"""Variables of the launcher; a job that was launched again has others."""
 
 
 def end_orphans(run: Path) -> list[int]:
-    """End what predecessors of this process, of the same rank of the same job, left on this node.
+    """End orphans of earlier processes of the same rank of the same job on this node.
 
-    A predecessor that still lives, and what belongs to it, is left alone: that is its launcher's
-    matter. So is all that runs this process. Called once, before this process has children.
+    A living predecessor and its children stay, as its launcher is responsible for them. The parents
+    of this process stay, too. Called once, before this process has children.
 
     Args:
-        run: host memory of the job; a job that is launched again has the same.
+        run: host memory directory of the job, the same after a relaunch.
 
     Returns:
-        The process ids.
+        Process ids of the ended processes.
     """
     os.environ[_RUN] = str(run)
     if 'RANK' not in os.environ:
@@ -49,14 +48,14 @@ def end_orphans(run: Path) -> list[int]:
     for orphan in orphans:
         try:
             orphan.kill()
-        except psutil.Error:  # it ended by itself
+        except psutil.Error:  # the process ended by itself
             continue
         logger.warning('ended process %d, left by a dead worker of this rank', orphan.pid)
     return [orphan.pid for orphan in orphans]
 
 
 def _processes_at_this_place() -> Iterator[psutil.Process]:
-    """Processes of this user that belong to this rank of this job, whoever has launched it."""
+    """Processes of this user that belong to this rank of this job, from any launcher."""
     for process in psutil.process_iter():
         try:
             if process.uids().real == os.getuid():
@@ -66,7 +65,7 @@ def _processes_at_this_place() -> Iterator[psutil.Process]:
                 )
                 if same_job and _same(environment, _SAME_RANK):
                     yield process
-        except psutil.Error:  # gone, or not ours to look at
+        except psutil.Error:  # the process is gone, or not accessible
             continue
 
 
@@ -75,21 +74,21 @@ def _same(environment: Mapping[str, str], names: Iterable[str]) -> bool:
 
 
 class _OwnLife(NamedTuple):
-    """The life of this rank that begins now."""
+    """The processes of this rank's new start."""
 
     line: frozenset[int]
-    """This process, those that it descends from, and who leads their session."""
+    """This process, its ancestors, and the leader of their session."""
     began: float
-    """When its first process was started; none of it is older. (Seconds since 1970.)"""
+    """Start time of the first of these processes, in seconds since 1970."""
     launcher: int
-    """Who started that."""
+    """Process id of the parent of that first process."""
 
     @classmethod
     def of(cls, family: Mapping[int, psutil.Process]) -> '_OwnLife':
-        """Its first process is the oldest in the line that has this rank in its environment.
+        """Find the first process: the oldest ancestor with this rank in its environment.
 
-        A spare, or a fork, was there before it was told its rank: then nothing is known to be
-        younger than it.
+        A spare or a fork starts before it gets a rank, so none is found; then no process counts as
+        younger.
         """
         own = psutil.Process()
         line = [own, *own.parents()]
@@ -103,14 +102,14 @@ class _OwnLife(NamedTuple):
 def _is_orphan(
     process: psutil.Process, family: Mapping[int, psutil.Process], own: _OwnLife
 ) -> bool:
-    """Its parent is neither a worker, of whichever launch, nor who started this rank's life."""
+    """True if the parent is neither a worker of any launch nor the launcher of this rank."""
     try:
         if process.pid in own.line or process.create_time() >= own.began:
             return False
         parent = process.ppid()
         if parent == own.launcher or parent in family:
             return False
-        # `RANK` alone may stand in the environment of a whole container, process 1 included.
+        # `RANK` alone may be set for a whole container, process 1 included.
         return 'LOCAL_RANK' not in psutil.Process(parent).environ()
     except psutil.NoSuchProcess:  # the parent, or the process itself
         return bool(process.is_running())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line that stands out, for a person at a terminal."""
+"""Coloured lines on a terminal."""
 
 import os
 from typing import TextIO
@@ -13,7 +13,7 @@ def highlighted(text: str, stream: TextIO, good: bool = True) -> str:
     Args:
         text: one line.
         stream: where it will be printed.
-        good: nothing is lost by what it says.
+        good: the line is good news.
     """
     try:
         shown = stream.isatty()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a program ends that was started with a mistake."""
+"""Ends a program after a mistake of the user, with one line of explanation."""
 
 import argparse
 import difflib
@@ -8,33 +8,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moevement_ext.command import called
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 _UNKNOWN = 'unrecognized arguments: '
+# Similarity, from 0 to 1, at which a known flag is suggested for an unknown one.
 _NEAR = 0.8
-"""Share of letters that a flag must have in common with one that was meant."""
 
 
 @contextmanager
 def in_one_line() -> Iterator[None]:
-    """Turn a `UserError` from within into its message on stderr, as argparse has it.
+    """Turn a `UserError` from within into its message on stderr, in the style of argparse.
 
     Raises:
-        SystemExit: with `EXIT_USER_ERROR`, in the place of a `UserError`.
+        SystemExit: with `EXIT_USER_ERROR`, instead of the `UserError`.
     """
     try:
         yield
     except UserError as error:
-        print(f'{Path(sys.argv[0]).name}: error: {error}', file=sys.stderr, flush=True)
+        print(f'{called() or Path(sys.argv[0]).name}: error: {error}', file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
 
 
 def usage_error(parser: argparse.ArgumentParser, message: str) -> str:
-    """What to print of a mistake in a command line, in the place of the usage of all flags.
+    """Format an error of a command line in one line, instead of the usage of all flags.
 
     Args:
-        parser: that has found it.
-        message: of argparse; to a flag that is unknown, the nearest one that there is is added.
+        parser: that found the error.
+        message: of argparse; for an unknown flag, the most similar known flag is added.
     """
     hint = ''
     if message.startswith(_UNKNOWN):

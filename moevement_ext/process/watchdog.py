@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has this process killed when it hangs, where its launcher would not: under torchrun.
+"""Kills this process when it hangs under torchrun, which itself would not kill it.
 
-A process that is stopped, or in which no thread of Python runs any more, can do nothing about that
-itself; and torchrun starts another only when it is dead. So a small process beside it listens for
-its signs of life. Who merely waits, or is stuck in its training thread, gives them.
+A process that is stopped, or whose Python threads all hang, cannot end itself, and torchrun starts
+a replacement only once it is dead. So a small child process listens for its heartbeats. A process
+that merely waits, or whose training thread alone is stuck, still sends heartbeats.
 """
 
 import logging
@@ -17,39 +17,39 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).with_name('watchdog_process.py')
 _HEARTBEAT_S = 0.5
+# The watchdog of this process during set-up.
 _of_set_up: 'list[Watchdog]' = []
-"""The one of this process while it sets up."""
 
 
 def under_torchrun() -> bool:
-    """The launcher of this process kills nobody who hangs; those of this package do."""
+    """True if torchrun, which kills no hung process, launched this one; our launchers do."""
     return 'TORCHELASTIC_RUN_ID' in os.environ
 
 
 def watch_set_up(silent_s: float) -> None:
-    """Watch this process from now on, if nobody else does, until `set_up_is_over`. Main thread.
+    """Under torchrun, watch this process until `set_up_is_over`. Main thread.
 
     Args:
-        silent_s: generous: what is built meanwhile may keep other threads from running.
+        silent_s: a generous time, as builds during set-up may block the heartbeat thread.
     """
     if under_torchrun() and not _of_set_up:
         _of_set_up.append(Watchdog(silent_s, None))
 
 
 def set_up_is_over() -> None:
-    """Whoever calls this has it watched more closely. Main thread."""
+    """Stop the watchdog of the set-up; the caller starts the one of training. Main thread."""
     while _of_set_up:
         _of_set_up.pop().close()
 
 
 class Watchdog:
-    """The process beside this one, until closed; it does not outlive this one.
+    """A child process that watches this one until closed, and never outlives it.
 
     Args:
-        silent_s: seconds without a sign of life after which this process is killed.
-        kept_in: directory of the run on this node, in which the death of this process is noted;
-            None: nowhere.
-        says: that the windows there stay is then said, too.
+        silent_s: seconds without a heartbeat after which this process is killed.
+        kept_in: directory of the run on this node, where the watchdog records the death of this
+            process; None: it is not recorded.
+        says: also print that the windows there stay.
     """
 
     def __init__(self, silent_s: float, kept_in: Path | None, says: bool = False) -> None:
@@ -63,15 +63,15 @@ class Watchdog:
             self._dog = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
             )
-        except OSError as error:  # never training's matter (invariant I6)
-            logger.warning('sparse checkpointing: nobody kills this process if it hangs: %s', error)
+        except OSError as error:  # must not fail training (invariant I6)
+            logger.warning('sparse checkpointing: no watchdog if this process hangs: %s', error)
             return
         threading.Thread(
             target=self._send_heartbeats, name='sparse-ckpt-alive', daemon=True
         ).start()
 
     def close(self) -> None:
-        """This process has nothing to do any more that could hang; or another one watches it."""
+        """Stop watching, as this process cannot hang any more or has another watchdog."""
         self._stopping.set()
         if self._dog is not None:
             self._dog.kill()
@@ -85,6 +85,4 @@ class Watchdog:
                 os.write(pipe, b'.')
         except OSError as error:
             if not self._stopping.is_set():
-                logger.warning(
-                    'sparse checkpointing: nobody kills this process if it hangs: %s', error
-                )
+                logger.warning('sparse checkpointing: no watchdog if this process hangs: %s', error)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills the process that has started it when that gives no sign of life for too long.
+"""Kills its parent process when that sends no heartbeat for too long.
 
     watchdog_process.py <process id> <seconds> <rank> [<directory> <say>]
 
-Signs of life are bytes on stdin. It runs as a file, without any package, and ends with the process
-that it watches. When that dies, it notes so in the directory of the run, for the next life of the
-job (see `memory/deaths.py`); with `say` 1 it says that the windows there stay: the process itself,
-terminated in the middle of a step, cannot.
+Heartbeats are bytes on stdin. The watchdog runs as a file, without any package, and ends with the
+watched process. When that dies, the watchdog records the death in the directory of the run, for the
+next start of the job (see `memory/deaths.py`). With `say` 1 it prints that the windows there stay,
+as a process terminated in the middle of a step cannot.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ NOTHING, SIGN, DEATH = 'nothing', 'sign', 'death'
 
 
 def main() -> None:
-    """Returns when the process is dead."""
+    """Watch the parent; returns when it is dead."""
     pid, silent_s, rank = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
     directory = sys.argv[4] if len(sys.argv) > 4 else ''
     says = sys.argv[5:] == ['1']
@@ -31,18 +31,18 @@ def main() -> None:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    if os.getppid() != pid:  # it died before, and the number may be another's
+    if os.getppid() != pid:  # the parent is dead already; its pid may be reused
         return
     if not falls_silent(silent_s, looks(process, signs=0)):
         _note_death(pid, rank, directory, says)
         return
-    signal.pidfd_send_signal(process, signal.SIGKILL)  # first: saying so may fail, or wait
+    signal.pidfd_send_signal(process, signal.SIGKILL)  # first, as printing may fail or block
     _say(f'rank {rank} (pid {pid}) has given no sign of life for {silent_s:g} s: killed')
     _note_death(pid, rank, directory, says)
 
 
 def looks(process: int, signs: int) -> Iterator[str]:
-    """What is seen, in at most `_LOOK_S` each, of a process: its pidfd, and where signs arrive."""
+    """Yield observations of a process, at most `_LOOK_S` each; takes its pidfd and stdin's fd."""
     poll = select.poll()
     for fd in (process, signs):
         poll.register(fd, select.POLLIN)
@@ -54,15 +54,15 @@ def looks(process: int, signs: int) -> Iterator[str]:
             yield NOTHING
         elif os.read(signs, 1 << 16):
             yield SIGN
-        else:  # closed: by a death, say, of which only this is to be seen yet
+        else:  # closed, perhaps by a death that the pidfd does not show yet
             poll.unregister(signs)
 
 
 def falls_silent(silent_s: float, looks: Iterator[str]) -> bool:
-    """True as soon as the process has given no sign of life for so long; False when it is dead."""
+    """True once the process has sent no heartbeat for `silent_s`; False once it is dead."""
     nothing = 0
     while nothing * _LOOK_S < silent_s:
-        # Counted in looks, not by a clock: the whole machine may have stood still in between.
+        # Counts observations, not clock time: the whole machine may have been suspended.
         seen = next(looks)
         if seen == DEATH:
             return False
@@ -83,7 +83,7 @@ def _note_death(pid: int, rank: str, directory: str, says: bool) -> None:
             os.write(file, line.encode())
         finally:
             os.close(file)
-    if says:  # by one rank, which need not be the one that died first
+    if says:  # one rank prints this, not necessarily the first to die
         _say(
             f'this run was cut off; windows of this run stay in {directory}: it goes on from them '
             'when torchrun starts it again, or when the same job is launched again'
@@ -91,7 +91,7 @@ def _note_death(pid: int, rank: str, directory: str, says: bool) -> None:
 
 
 def _say(what: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk, or a reader that is gone
+    with contextlib.suppress(OSError):  # a full disk, or a dead reader
         sys.stderr.write(f'sparse checkpointing: {what}\n')
         sys.stderr.flush()
 

@@ -27,8 +27,8 @@ from moevement_ext.token_bucket import TokenBucket
 GIGA = 1e9
 _ROLL_BACK_SECONDS = 10.0
 _STOP_SECONDS = 10.0
+# Without work for the disk, after which is measured what lies on it.
 _IDLE_SECONDS = 1.0
-"""Without work for the disk, after which is measured what lies on it."""
 
 
 class DiskSettings(NamedTuple):

@@ -35,8 +35,8 @@ from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
+# Between two looks at whether a wait of the training thread is in vain.
 _LOOK_S = 0.01
-"""Between two looks at whether a wait of the training thread is in vain."""
 
 
 class Board(Protocol):
@@ -106,6 +106,10 @@ class WindowLife:
     def send_bytes_per_s(self) -> float | None:
         """Rate to the holders of replicas, as in the events. Any thread."""
         return self._replicator.bytes_per_s()
+
+    def send_cost(self) -> float:
+        """CPU seconds for a byte that is sent to a holder. Any thread."""
+        return self._replicator.cost.s_per_byte()
 
     # Training thread
 

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 _NEWEST = 'persisted'
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
+# What the pause before the next look is of the time for which a window has been awaited.
 _PART = 0.25
-"""What the pause before the next look is of the time for which a window has been awaited."""
 _REMEMBERED = 4
 _WITHDRAW_SECONDS = 10.0
 

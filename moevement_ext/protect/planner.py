@@ -17,7 +17,7 @@ from moevement_ext.capture.layout import TensorSlice, operator_table
 from moevement_ext.capture.operators import Operators
 from moevement_ext.membership.place import Place
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory.sizing import window_file_bytes
+from moevement_ext.memory.sizing import stub_file_bytes, window_file_bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.memory.window.slot import (
@@ -26,6 +26,7 @@ from moevement_ext.memory.window.slot import (
     SlotHeader,
     frame_bytes_bound,
 )
+from moevement_ext.memory.window.twin import OwnParts, stub_capacity
 from moevement_ext.plan.byte_planner import (
     OperatorTable,
     balanced,
@@ -83,6 +84,7 @@ class Planner:
         )
         encoded = msgspec.msgpack.encode(own)
         self.place = place
+        self._number = rank.number
         self._own = own
         self._operators_held = operators
         self._exchange = rank.exchange
@@ -207,6 +209,28 @@ class Planner:
         frames = ((0, frame) for _ in range(window))
         needed = window_capacity([(payload, settings.MAX_BYTES), *frames])
         return window_file_bytes(self._state_bytes(window), window, needed)
+
+    def stub_capacity(self, window: int, context_bytes: int) -> int:
+        """Bytes of a file that suffice for the stub of any such window (see `window.twin`)."""
+        header = self._largest_header(window, context_bytes)
+        needed = stub_capacity(header, self.own_parts, settings.MAX_BYTES)
+        return stub_file_bytes(self._state_bytes(window), window, needed)
+
+    def slot_bytes(self, window: int) -> int:
+        """Mean bytes of state in a slot of a window of W slots."""
+        return self._state_bytes(window) // window
+
+    @property
+    def own_parts(self) -> OwnParts:
+        """Tensor and part of what ranks that capture the same need not have alike."""
+        held = self._operators_held.slices.values()
+        parts = (item for operator in held for kind in operator for item in kind)
+        return frozenset((item.tensor, item.part) for item in parts if item.volatile)
+
+    @property
+    def family(self) -> int:
+        """Lowest of the ranks that capture the same as this one."""
+        return min([self._number, *self.place.twins])
 
     def _state_bytes(self, window: int) -> int:
         """Weights and optimizer state in a window of W slots, as a plan before training counts."""

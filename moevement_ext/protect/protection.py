@@ -32,11 +32,11 @@ from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.reserving import longest_window, reserve
+from moevement_ext.protect.reserving import Sizes, longest_window, reserve
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
-from moevement_ext.replicate.host_memory import Share
+from moevement_ext.replicate.host_memory import Share, TwinShare
 
 
 class Protection:
@@ -77,11 +77,11 @@ class Protection:
         self._slot = 0
         self._step_began = 0.0
         self._waited_before = 0.0
-        self._started = False
-        self._former_places = False
+        self._started = self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
         capacity = partial(planner.capacity, context_bytes=context_bytes)
-        longest = longest_window(rank, capacity, logged)
+        stub = partial(planner.stub_capacity, context_bytes=context_bytes)
+        longest = longest_window(rank, Sizes(capacity, stub, planner.family), logged)
         window = longest
         self._auto_window: AutoWindow | None = None
         if rank.config.window == AUTO:
@@ -92,9 +92,12 @@ class Protection:
         self._longest = longest
         self._device = with_index(operators.device)
         self._disk: DiskTier | None = None
+        twin = TwinShare(
+            planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
+        )
         self.memory = reserve(
             rank,
-            Share(rank.identity, capacity(longest), logged, True, disk, longest, window),
+            Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin),
             operators.device,
             self._statistics.degraded,
         )
@@ -329,6 +332,7 @@ class Protection:
                 self.checkpointer.copy_bytes_per_s(),
                 self.windows.send_bytes_per_s(),
                 capacity,
+                self._cpu_bytes_per_s(),
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -459,16 +463,26 @@ class Protection:
         )
 
     def _shortest_window(self, seen: Measured) -> int | None:
-        """The fewest slots that the links of all ranks carry, at these rates."""
-        copies = max(map(len, self.memory.holders))
+        """The fewest slots that the links of all ranks carry, and the cores, at these rates."""
+        copies = max(map(len, self.memory.copies.holders))
         carried = budgets(
             seen.iteration_s,
             seen.copy_bytes_per_s,
             seen.send_bytes_per_s,
             copies,
             network_bytes_per_s=self._rank.config.network_bytes_per_s,
+            cpu_bytes_per_s=seen.cpu_bytes_per_s,
         )
         return self.planner.shortest_window(carried, self._longest)
+
+    def _cpu_bytes_per_s(self) -> float | None:
+        """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""
+        share = self._rank.config.cpu_share
+        if self._device.type != 'cpu' or not share:
+            return None
+        replica_s = self.windows.send_cost() + self.memory.server.cost.s_per_byte()
+        byte_s = self.checkpointer.capture_cost() + len(self._reached) * replica_s
+        return share * self.memory.cores / byte_s if byte_s else None
 
     def _make_room_in_log(self, window: int) -> None:
         """Any thread. Without it localized recovery is not possible for a while (the log says)."""

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -17,8 +18,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.host_memory import HostMemory, Share
-from moevement_ext.replicate.node_plan import Member, domains_of, node_plan
-from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.node_plan import Member, copies_of, node_plan
 from moevement_ext.replicate.secret import agree
 
 logger = logging.getLogger(__name__)
@@ -31,38 +31,53 @@ class Room(msgspec.Struct, frozen=True):
     """With the shortest windows."""
     capacities: list[int]
     """Sizes of its window files, for each of the lengths."""
+    stubs: list[int]
+    """The same of its stubs."""
 
 
-def longest_window(rank: Rank, capacity: Callable[[int], int], logged: Logged) -> int:
+class Sizes(NamedTuple):
+    """How large files of a rank are, by W."""
+
+    capacity: Callable[[int], int]
+    """Size of a window file."""
+    stub: Callable[[int], int]
+    """Size of a file for its stubs."""
+    family: int
+    """Lowest of the ranks that capture the same."""
+
+
+def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
     """W that host memory of all nodes has room for, of those that are allowed; 1 if none has.
 
     Collective. With a fixed window it is that one.
 
     Args:
         rank: this rank.
-        capacity: size of a window file of this rank, by W.
+        sizes: of files of this rank.
         logged: what this rank logs.
     """
     config, exchange = rank.config, rank.exchange
     if config.window != AUTO:
         return config.longest_window
     lengths = window_lengths(config.max_window)
-    capacities = [capacity(length) for length in lengths]
+    capacities = [sizes.capacity(length) for length in lengths]
+    stubs = [sizes.stub(length) for length in lengths]
     node = node_name()
-    member = Member(node, capacities[0], logged, '', b'', own_domain(node, config.topology))
-    encoded = exchange('room', msgspec.msgpack.encode(Room(member, capacities)))
+    domain = own_domain(node, config.topology)
+    member = Member(node, capacities[0], logged, '', b'', domain, sizes.family)
+    encoded = exchange('room', msgspec.msgpack.encode(Room(member, capacities, stubs)))
     rooms = [msgspec.msgpack.decode(item, type=Room) for item in encoded]
-    holders = place_replicas(
-        domains_of([room.member for room in rooms], config.topology), config.replicas
-    )
+    copies = copies_of([room.member for room in rooms], config.topology, config.replicas)
 
     def fits(index: int) -> bool:
         members = [
-            msgspec.structs.replace(room.member, capacity_bytes=room.capacities[index])
+            msgspec.structs.replace(
+                room.member, capacity_bytes=room.capacities[index], stub_bytes=room.stubs[index]
+            )
             for room in rooms
         ]
         plan = node_plan(
-            node, members, holders, lengths[index], config.log_lag, config.disk is not None
+            node, members, copies, lengths[index], config.log_lag, config.disk is not None
         )
         try:
             plan.check(config.host_memory_gb, Path(config.dir) / rank.run_id / node)

@@ -17,8 +17,8 @@ from moevement_ext.protect.checkpointer import ScheduledPlan
 
 VERSIONS_KEPT = 4
 """In the store; the one in force is the newest or the one before."""
+# For the first rank of the stage; if it is lost, its replacement hands the plan out.
 _LONGEST_WAIT = timedelta(seconds=5)
-"""For the first rank of the stage; if it is lost, its replacement hands the plan out."""
 
 
 class StagePlan(msgspec.Struct, frozen=True):

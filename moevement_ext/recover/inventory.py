@@ -24,6 +24,7 @@ from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWin
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow
 from moevement_ext.memory.window.settings import digest_of, encode
+from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 from moevement_ext.recover.absence import Traces
 from moevement_ext.replicate.secret import marks_here
 
@@ -93,6 +94,8 @@ class Found:
         """Look at what is committed on this node, of whichever rank."""
         for stored in store.scan():
             self._look(stored, WindowFile.open)
+        for stored in twin_windows(store.scan_stubs()):
+            self._look(stored, TwinWindow.open)
         return self._told()
 
     def on_disk(self, disk: DiskWindows) -> Self:
@@ -103,7 +106,9 @@ class Found:
         return self._told()
 
     def _look(
-        self, stored: StoredWindow, opened: Callable[[Path], WindowFile | WindowReader]
+        self,
+        stored: StoredWindow,
+        opened: Callable[[Path], WindowFile | WindowReader | TwinWindow],
     ) -> None:
         own = Expected.of(self._identity, stored.name)._replace(owner=stored.owner)
         try:

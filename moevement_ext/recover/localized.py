@@ -10,7 +10,7 @@ iteration the lost stages replay (see `stage_replay`), everybody reconnects, and
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import msgspec
@@ -203,8 +203,7 @@ class LocalizedRecovery:
             if self._rank.number in verdict.ranks:
                 verdict = self._replay_stage(verdict, iterate)
             else:
-                faults.point(Phase.REPLAYED)
-                self._membership.barrier('replayed')
+                self._meet_replayed()
         if self._position.rebuilding and self._rank.number in verdict.ranks:
             self._position.rebuilt()
         faults.point(Phase.REGROUP)
@@ -385,19 +384,20 @@ class LocalizedRecovery:
     def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
         met = self._membership.take_over(beside, wait=False)  # keys of the present one may be gone
         while True:
-            try:
+            with suppress(EpochBroken):
                 if met:
                     verdict = self._take_over(met)
                 self._await_replays()
                 if self._membership.leaves_nothing_to(beside):
                     return verdict
-            except EpochBroken:
-                pass
             met = self._membership.take_over(beside, wait=True)
 
     def _await_replays(self) -> None:
-        """No rank comes that refuses its replay."""
         self._outage.tell_verified(self._membership.store, self.verification.result())
+        self._meet_replayed()
+
+    def _meet_replayed(self) -> None:
+        """A rank that refuses its replay never comes to this barrier."""
         faults.point(Phase.REPLAYED)
         self._membership.barrier('replayed')
 

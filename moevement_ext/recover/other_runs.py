@@ -18,8 +18,8 @@ from moevement_ext.memory.window.settings import told
 
 logger = logging.getLogger(__name__)
 
+# Differences; with more it is another job, and not a mistake.
 _MOST = 4
-"""Differences; with more it is another job, and not a mistake."""
 _RUN_ID = '--sparse-ckpt-run-id'
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which communicators are made at once, agreed upon by all that connect together.
+"""Agreement of all connecting ranks about the communicators that they create at once.
 
-torch makes a communicator with the first operation of its group; most groups of a job never have
-one. A member that made it at once would wait for one that leaves it to that operation, and a new
-process does not know what the one before it has used. So all of them tell.
+torch creates a communicator at the first operation of its group; most groups of a job never have
+one. A member that creates it at once would wait for a member that leaves it to the first operation,
+and a new process does not know which groups its predecessor has used. So every member reports its
+used groups.
 """
 
 from collections.abc import Collection
@@ -18,19 +19,19 @@ _ALL = 'in-use/all'
 def used_by_any(
     store: Store, size: int, used: Collection[str], asked: Collection[str], timeout: timedelta
 ) -> set[str]:
-    """Those of `asked` that a member has used. Training thread; all members call it together.
+    """The groups of `asked` that any member has used. Collective. Training thread.
 
-    Some requests a member, and one a group.
+    Costs some store requests per member, and one per group.
 
     Args:
-        store: of this renewal.
+        store: the store of this renewal.
         size: number of members.
         used: names of groups that this process has used.
-        asked: names of its groups that are to be connected.
-        timeout: for the others to tell.
+        asked: names of the groups to connect.
+        timeout: for the reports of the other members.
 
     Raises:
-        RuntimeError, OSError: they did not, or this was interrupted.
+        RuntimeError, OSError: a report is missing, or the wait was interrupted.
     """
     for name in set(used) & set(asked):
         store.add(f'{_TOLD}/{name}', 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects with other ranks on a thread that is left behind when it takes too long.
+"""Connects with other ranks on a thread that is abandoned after a timeout.
 
-Nothing ends it from outside: gloo waits half a minute for a peer that died when it had published
-its address, and a NCCL communicator that is being made cannot be aborted yet.
+No call can end the connecting thread: gloo waits half a minute for a peer that died after
+publishing its address, and a NCCL communicator cannot be aborted before it is complete.
 """
 
 import queue
@@ -15,22 +15,22 @@ _POLL_SECONDS = 0.02
 
 
 def in_time[B](connect: Callable[[], B], timeout: timedelta, interrupted: Callable[[], bool]) -> B:
-    """What `connect` returns or raises. Training thread.
+    """Run `connect` with a timeout; returns or raises as `connect`. Training thread.
 
     Args:
-        connect: called on a thread of its own.
-        timeout: for it to return.
-        interrupted: true when nobody is to be waited for any more.
+        connect: called on a separate thread.
+        timeout: for `connect` to return.
+        interrupted: returns True once the wait should end.
 
     Raises:
-        RuntimeError: it did not return in time, or this was interrupted.
+        RuntimeError: `connect` did not return in time, or the wait was interrupted.
     """
     connected: queue.SimpleQueue[tuple[B | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
             connected.put((connect(), None))
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised again on the waiting thread
             connected.put((None, error))
 
     threading.Thread(target=run, name='sparse-ckpt-connect', daemon=True).start()

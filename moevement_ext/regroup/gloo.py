@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a gloo backend is connected, and how all that waits in it is made to raise."""
+"""Connects gloo backends, and makes all operations in them raise."""
 
 import contextlib
 import os
@@ -18,12 +18,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     'distributed.ProcessGroupGloo': ('_set_default_timeout', 'options', 'recv'),
     **waits.PARTS,
 }
-"""Private parts of torch that this uses (see `internals.check`)."""
+"""Private parts of torch used here (see `internals.check`)."""
 
 _AT_ONCE = timedelta(milliseconds=1)
 _MAX_THREADS = 32
+# No operation uses the highest tags.
 _LAST_TAG = 2**31 - 1
-"""Nobody sends with the highest tags."""
 
 
 class Gloo:
@@ -32,11 +32,11 @@ class Gloo:
     waits_return = False
 
     def options(self, backend: ProcessGroupGloo) -> timedelta:
-        """What a successor of `backend` is to take over: the time allowed to an operation."""
+        """Options for a successor of `backend`: the timeout of operations."""
         return backend.options._timeout
 
     def default_options(self, timeout: timedelta) -> timedelta:
-        """For the successor of a fake backend."""
+        """Options for the successor of a fake backend."""
         return timeout
 
     def connect(
@@ -50,20 +50,20 @@ class Gloo:
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> ProcessGroupGloo:
-        """A backend connected with all others that connect through `store`.
+        """Connect a backend with all others that connect through `store`.
 
         Args:
-            store: where they publish their addresses.
-            rank: in the group.
-            size: of the group.
-            options: time allowed to an operation later.
-            device: not used by gloo.
-            timeout: for the others to come.
-            interrupted: true when nobody is to be waited for any more.
-            at_once: gloo connects in any case.
+            store: for the addresses of all members.
+            rank: rank in the group.
+            size: size of the group.
+            options: timeout of later operations.
+            device: unused by gloo.
+            timeout: for the other members.
+            interrupted: returns True once the wait should end.
+            at_once: unused; gloo always connects at once.
 
         Raises:
-            RuntimeError: they did not come, or left, or this was interrupted.
+            RuntimeError: a member did not connect, or left, or the wait was interrupted.
         """
         backend = connecting.in_time(
             lambda: ProcessGroupGloo(store, rank, size, timeout=timeout), timeout, interrupted
@@ -72,42 +72,42 @@ class Gloo:
         return backend
 
     def forget(self, store: Store, rank: int) -> None:
-        """Remove from the store what `connect` left there: the rank's address."""
+        """Remove the rank's address, which `connect` left in the store."""
         for context in range(_contexts()):
             store.delete_key(f'{context}/{rank}')
 
     def close(self, backends: Sequence[ProcessGroupGloo]) -> None:
-        """Make every operation, pending or to come, raise. Any thread; a few ms.
+        """Make all pending and later operations raise. Any thread; takes a few ms.
 
-        `abort` does nothing on gloo. But a receive that runs out of time makes gloo close all
-        connections of its context.
+        `abort` does nothing on gloo. But a receive that times out makes gloo close all connections
+        of its context.
         """
         backends = [backend for backend in backends if backend.size() > 1]
         if backends:
-            # Each waits 1 ms, then for threads of its own; together that is faster by far.
+            # Each close waits 1 ms, then for its own threads; in parallel this is much faster.
             with ThreadPoolExecutor(min(len(backends), _MAX_THREADS)) as pool:
                 list(pool.map(_close_one, backends))
 
     def is_connected(self, backend: ProcessGroupGloo) -> bool:
-        """It is from the beginning."""
+        """Always True: gloo connects at once."""
         return True
 
     def make_room(self) -> None:
-        """Connections take no memory of a device."""
+        """Do nothing: connections take no device memory."""
 
     def end_calls(self) -> None:
-        """Gloo starts what is called at once."""
+        """Do nothing: gloo has no groups of calls."""
 
     def synchronize(self) -> None:
-        """Operations are waited for one by one."""
+        """Do nothing: every operation is waited for by itself."""
 
     def check_device(self) -> None:
-        """There is none."""
+        """Do nothing: gloo uses no device."""
 
 
 def _close_one(backend: ProcessGroupGloo) -> None:
-    # A receive from a peer whose connection is closed fails before it can run out of time, so that
-    # all peers are tried; once closed, a try costs microseconds.
+    # All peers are tried, since a receive from a peer with a closed connection fails before it can
+    # time out. Once the context is closed, a try costs microseconds.
     for peer in range(backend.size()):
         if peer != backend.rank():
             _run_out_of_time(backend, peer)
@@ -115,12 +115,12 @@ def _close_one(backend: ProcessGroupGloo) -> None:
 
 def _run_out_of_time(backend: Any, peer: int) -> None:
     scratch = torch.empty(1, device='cpu')
-    # Tags are dealt out to the contexts in turn.
+    # Tags select the contexts in turn.
     for tag in range(_LAST_TAG - _contexts(), _LAST_TAG):
         with contextlib.suppress(RuntimeError):
             backend.recv([scratch], peer, tag).wait(_AT_ONCE)
 
 
 def _contexts() -> int:
-    """Gloo has one for each network interface that it was told to use."""
+    """Number of gloo's contexts: one per configured network interface."""
     return len(os.environ.get('GLOO_SOCKET_IFNAME', '').split(','))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private parts of torch that replacing a backend needs: in one place, checked before use.
+"""Private parts of torch for replacing a backend: in one place, checked before use.
 
-torch has no public way to drop the backend of a `ProcessGroup`, and a backend registered over
-another of the same type is ignored. `ProcessGroup::release_resources` of libtorch drops them all
-but has no Python binding, so it is called by its symbol; that the address is that of a
-`ProcessGroup` is verified by its vtable first.
+torch has no public way to drop the backend of a `ProcessGroup`, and ignores a backend registered
+over another of the same type. `ProcessGroup::release_resources` of libtorch drops all backends but
+has no Python binding, so it is called by its symbol, after a check of the vtable that the address
+belongs to a `ProcessGroup`.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _world as world
 from moevement_ext.errors import SparseCheckpointError
 
 CHECKED_WITH = '2.15'
-"""Version of torch."""
+"""Version of torch that this was checked with."""
 PARTS: dict[str, tuple[str, ...]] = {
     '_C._distributed_c10d': ('FakeProcessGroup', 'ProcessGroup'),
     '_C._distributed_c10d.FakeProcessGroup': ('_create_internal',),
@@ -39,16 +39,16 @@ PARTS: dict[str, tuple[str, ...]] = {
         'pg_map',
     ),
 }
-"""What is used of each object of torch besides public parts."""
+"""Private attributes used here, by object of torch."""
 
 _RELEASE = '_ZN4c10d12ProcessGroup17release_resourcesEv'
 _VTABLE = '_ZTVN4c10d12ProcessGroupE'
+# Offset-to-top and type information precede the first function.
 _VTABLE_HEADER = 2 * ctypes.sizeof(ctypes.c_void_p)
-"""Offset to the top and type information, before the first function."""
 
 
 class UnsupportedTorchError(SparseCheckpointError):
-    """This version of torch lacks, or has changed, a part that regrouping needs."""
+    """A part of torch that regrouping needs is missing or has changed."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -58,10 +58,10 @@ class UnsupportedTorchError(SparseCheckpointError):
 
 
 def check(parts: dict[str, tuple[str, ...]]) -> None:
-    """See that torch has all `parts`: attributes of each object, named from `torch` on.
+    """Check that torch has all `parts`: attributes by object path below `torch`.
 
     Raises:
-        UnsupportedTorchError: names the first that is missing.
+        UnsupportedTorchError: names the first missing part.
     """
     for owner, names in parts.items():
         for name in names:
@@ -72,16 +72,16 @@ def check(parts: dict[str, tuple[str, ...]]) -> None:
 
 
 class Releaser:
-    """Drops all backends, and the store, that a `ProcessGroup` object holds.
+    """Drops all backends and the store of a `ProcessGroup` object.
 
     Raises:
-        UnsupportedTorchError: libtorch does not export what this calls.
+        UnsupportedTorchError: libtorch does not export the function.
     """
 
     def __init__(self) -> None:
         library = Path(torch.__file__).parent / 'lib' / 'libtorch_cpu.so'
         try:
-            # Keeps the GIL: no Python thread sees a group that has no backend.
+            # Keeps the GIL, so that no Python thread sees a group without a backend.
             libtorch = ctypes.PyDLL(str(library))
             self._release = libtorch[_RELEASE]
             self._vtable = ctypes.addressof(ctypes.c_char.in_dll(libtorch, _VTABLE))
@@ -93,17 +93,17 @@ class Releaser:
         self._release.restype = None
 
     def check(self, group: ProcessGroup) -> None:
-        """See that `release` would act on the right object.
+        """Check that `release` would act on the right object.
 
         Raises:
-            UnsupportedTorchError: Python objects of process groups look different.
+            UnsupportedTorchError: Python objects of process groups have another layout.
         """
         self._address(group)
 
     def release(self, group: ProcessGroup) -> None:
-        """Training thread. Until backends are registered again the group is not usable.
+        """Drop the backends; the group is unusable until others are registered. Training thread.
 
-        References to the backends keep them alive; without one they are destroyed in here, with
+        Other references keep the backends alive; otherwise they are destroyed in this call, with
         the GIL held.
         """
         self._release(self._address(group))
@@ -111,7 +111,7 @@ class Releaser:
     def _address(self, group: ProcessGroup) -> int:
         """Address of the C++ object.
 
-        Pybind11 keeps it, and its holder of the same value, after the head of the Python object.
+        Pybind11 stores the address, and a holder with the same value, after the object head.
         """
         place = id(group) + object.__basicsize__
         address, holder = (ctypes.c_void_p * 2).from_address(place)
@@ -131,15 +131,15 @@ def install(
     devices: Sequence[torch.device],
     store: Store,
 ) -> list[Backend]:
-    """Make `backend` the only one of `group` and tell torch's tables. Training thread.
+    """Make `backend` the only backend of `group` and update torch's tables. Training thread.
 
     Args:
-        releaser: takes the present backends out of the group.
+        releaser: drops the group's current backends.
         group: a group of torch's tables.
-        backend: connected already.
+        backend: a connected backend.
         kind: torch's name of the backend: 'gloo', 'nccl' or 'fake'.
-        devices: that it serves.
-        store: what it was connected through.
+        devices: that the backend serves.
+        store: that the backend connected through.
 
     Returns:
         The old backends; their threads are joined when they are destroyed.
@@ -154,7 +154,7 @@ def install(
     for device in devices:
         group._register_backend(device, number, backend)
     group._set_default_backend(number)
-    # The name is kept by the backends only.
+    # Only the backends keep the name.
     group._set_group_name(name)
     group._set_group_desc(description)
     world.pg_map[group] = (kind, store)
@@ -165,17 +165,17 @@ def install(
 
 
 def fake_backend(rank: int, size: int) -> Backend:
-    """Its collectives complete at once and leave tensors as they are."""
+    """A backend whose collectives complete at once and leave tensors unchanged."""
     return c10d.FakeProcessGroup._create_internal(rank, size)
 
 
 def forget_coalescing() -> None:
-    """Coalescing regions that an exception has left begin anew."""
+    """Reset coalescing regions that an exception has left open."""
     world.pg_coalesce_state.clear()
 
 
 def groups_in_order() -> list[tuple[ProcessGroup, tuple[int, ...]]]:
-    """The process groups of this process as of now, as created, with their global ranks."""
-    # Any thread: torch enters the ranks of a new group last.
+    """The current process groups in order of creation, with their global ranks."""
+    # Safe on any thread: torch enters the ranks of a new group last.
     groups = [(group, world.pg_group_ranks.get(group)) for group in list(world.pg_map)]
     return [(group, tuple(ranks)) for group, ranks in groups if ranks is not None]

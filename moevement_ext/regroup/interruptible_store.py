@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A store whose waits end when a failure is announced.
 
-Process groups are connected through a store, and wait in it for the addresses of their peers; one
-that dies at this moment would hold up the others until they run out of time.
+Process groups connect through a store, where they wait for the addresses of their peers. A peer
+that dies at this moment would block the others until their timeout.
 """
 
 import threading
@@ -16,19 +16,20 @@ from moevement_ext.faults import Phase
 
 _FIRST_POLL_SECONDS = 0.005
 _LAST_POLL_SECONDS = 0.1
+# Growth of the pause between polls: a wait ends late by at most a quarter of itself, or by the
+# longest pause.
 _GROWTH = 1.25
-"""Polls become rarer: a wait ends too late by a quarter of itself at most, or by the last pause."""
 
 
 class InterruptibleStore(Store):
-    """Passes everything on to another store; what waits raises when `interrupted` is set.
+    """Forwards to another store; waits raise once `interrupted` is set.
 
-    Keep a reference as long as torch uses it: torch holds only the part of it that is not Python.
+    Keep a reference as long as torch uses the store: torch keeps only the C++ part alive.
 
     Args:
-        store: used by the thread that uses this object.
+        store: the other store, used on the thread that uses this object.
         interrupted: ends all waits.
-        timeout: of a wait, unless it names another.
+        timeout: default timeout of a wait.
     """
 
     def __init__(self, store: Store, interrupted: threading.Event, timeout: timedelta) -> None:
@@ -73,15 +74,15 @@ class InterruptibleStore(Store):
         return self._store.delete_key(key)
 
     def has_extended_api(self) -> bool:
-        """Gloo then asks for several keys at once."""
+        """True: gloo then requests several keys at once."""
         return True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait for keys.
 
         Raises:
-            ConnectionError: interrupted.
-            TimeoutError: they did not come in time.
+            ConnectionError: the wait was interrupted.
+            TimeoutError: the keys did not appear in time.
         """
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause_s = _FIRST_POLL_SECONDS

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch and NCCL must find in the environment for a process to survive the loss of a peer.
+"""Environment variables of torch and NCCL that let a process survive the loss of a peer.
 
-Most of it is read when the first process group is made, so it is set before. Checked against the
-sources of torch 2.11 and 2.15.
+torch and NCCL read most of these variables with the first process group, so the engine sets them
+before. Checked against the sources of torch 2.11 and 2.15.
 """
 
 import logging
@@ -16,14 +16,14 @@ from moevement_ext.errors import UserError
 logger = logging.getLogger(__name__)
 
 BACKEND = 'nccl'
-"""Name of the backend that this is for."""
+"""Name of the backend that these variables are for."""
 _OLDEST_NCCL = (2, 26, 2)
 
 
 class _Setting(NamedTuple):
     value: str
     otherwise: str
-    """What another value costs."""
+    """Consequence of another value."""
 
 
 SETTINGS = {
@@ -33,7 +33,7 @@ SETTINGS = {
     'TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC': _Setting('1', 'a recovery waits for traces, a minute'),
     'TORCH_NCCL_ENABLE_MONITORING': _Setting('0', 'torch ends processes whose GPU waits long'),
     'TORCH_NCCL_RETHROW_CUDA_ERRORS': _Setting('0', 'torch ends survivors of a lost rank'),
-    # With either, torch turns error handling on again, or has no thread that takes part in aborts.
+    # Either one turns torch's error handling on again, or removes the thread that aborts need.
     'TORCH_NCCL_DESYNC_DEBUG': _Setting('0', 'torch ends survivors of a lost rank'),
     'TORCH_NCCL_BLOCKING_WAIT': _Setting('0', 'waits for a lost rank end only by their timeout'),
     'NCCL_NVLS_ENABLE': _Setting('0', 'communicators may hang when they are aborted'),
@@ -41,13 +41,13 @@ SETTINGS = {
 
 
 class UnsupportedNcclError(UserError):
-    """This version of NCCL hangs where survivors of a failure need it not to."""
+    """This version of NCCL may hang in survivors of a failure."""
 
 
 def prepare() -> None:
-    """Set what the user has not set, and warn of what is set otherwise.
+    """Set the variables that the user has not set, and warn about other values.
 
-    Called by every rank before the first process group, where survivors of a failure go on.
+    Every rank of a job with localized recovery calls this before the first process group.
 
     Raises:
         UnsupportedNcclError: NCCL is too old.
@@ -61,7 +61,7 @@ def prepare() -> None:
 
 def _check_version() -> None:
     if not torch.distributed.is_nccl_available():
-        return  # torch says so itself
+        return  # torch itself reports the missing NCCL
     version = tuple(torch.cuda.nccl.version())[:3]
     if version < _OLDEST_NCCL:
         raise UnsupportedNcclError(

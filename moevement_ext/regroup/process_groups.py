@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All process groups of this process: ended together after a fault, then connected anew in place.
+"""All process groups of this process: ended together after a fault, then reconnected in place.
 
-`ProcessGroup` objects stay the same ones; the backend inside is replaced. So what modules,
-buckets, optimizers and schedules hold of them stays valid.
+`ProcessGroup` objects stay the same; the backend inside is replaced. So references of modules,
+buckets, optimizers and schedules to them stay valid.
 """
 
 import threading
@@ -21,14 +21,14 @@ from moevement_ext.regroup import agreeing, gloo, internals, waits
 
 FAKE = 'fake'
 NCCL = 'nccl'
+# Far more than destroying backends without pending operations takes.
 _DESTROY_SECONDS = 0.5
-"""Far more than it takes to destroy backends in which nothing is pending."""
+# torch's name of a backend, by its class.
 _KINDS = {
     'FakeProcessGroup': FAKE,
     'ProcessGroupGloo': gloo.NAME,
     'ProcessGroupNCCL': NCCL,
 }
-"""torch's name of a backend, by its class."""
 
 
 _CONNECT_SECONDS = 60.0
@@ -36,20 +36,20 @@ _RANKS_CONNECTED = 1024
 
 
 class RegroupError(SparseCheckpointError):
-    """Groups could not be connected anew; what had a real backend raises until they are."""
+    """Groups could not reconnect; those with a real backend raise until they do."""
 
 
 class BackendKind(Protocol):
-    """Knows one kind of real backend: `Gloo` or `Nccl`."""
+    """Operations on one kind of real backend: `Gloo` or `Nccl`."""
 
     waits_return: bool
-    """Operations that are ended return, with undefined contents of tensors; else they raise."""
+    """True if ended operations return, with undefined contents of tensors; else they raise."""
 
     def options(self, backend: Any) -> Any:
-        """What a successor is to take over."""
+        """Options for a successor of a backend."""
 
     def default_options(self, timeout: timedelta) -> Any:
-        """For the successor of a fake backend."""
+        """Options for the successor of a fake backend."""
 
     def connect(
         self,
@@ -62,28 +62,28 @@ class BackendKind(Protocol):
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> Backend:
-        """A backend connected, `at_once` or when it is used, through `store`; until interrupted."""
+        """Connect a backend through `store`, `at_once` or at its first use; until interrupted."""
 
     def is_connected(self, backend: Any) -> bool:
-        """It has been, or will be without being used."""
+        """True if the backend is connected, or will be without being used."""
 
     def make_room(self) -> None:
-        """Give back what connecting needs of the device and others keep without using it."""
+        """Free unused device memory, which connecting needs."""
 
     def forget(self, store: Store, rank: int) -> None:
-        """Remove what `connect` left in the store."""
+        """Remove the keys of `connect` from the store."""
 
     def close(self, backends: Any) -> None:
-        """End every operation, pending or to come."""
+        """End all pending and later operations."""
 
     def end_calls(self) -> None:
-        """Close what calls that an error cut off have left open. The thread that called."""
+        """Close groups of calls that an error left open. On the thread of those calls."""
 
     def synchronize(self) -> None:
-        """Wait for what the training thread has queued on the device."""
+        """Wait for the training thread's queued work on the device."""
 
     def check_device(self) -> None:
-        """Raises a RuntimeError if the device is lost."""
+        """Raise a RuntimeError if the device is lost."""
 
 
 class _Group(NamedTuple):
@@ -93,7 +93,7 @@ class _Group(NamedTuple):
     ranks: tuple[int, ...]
     """Global ranks in the order of the group."""
     occurrence: int
-    """Number of the group among those of the same ranks, in order of creation."""
+    """Index of the group among groups of the same ranks, in order of creation."""
     devices: list[torch.device]
     """Devices that its backend serves."""
     kind: str
@@ -103,24 +103,24 @@ class _Group(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The same on all ranks of the group, and of no other group."""
+        """Unique name of the group, the same on all its ranks."""
         ranks = ','.join(map(str, self.ranks))
         return f'{xxhash.xxh3_64_hexdigest(ranks.encode())}.{self.occurrence}'
 
 
 class ProcessGroups:
-    """All process groups this process is a member of, the world included.
+    """All process groups of this process, the world included.
 
-    Groups that are created later are taken up, and destroyed ones dropped, by either method.
+    `unblock` and `renew` add groups that were created later, and drop destroyed ones.
 
     Args:
-        backend: 'gloo' or 'nccl', the real backend of groups that were made fake. Groups that have
-            a real backend keep its kind.
-        timeout: of operations in groups that were made fake; the others keep theirs.
+        backend: 'gloo' or 'nccl', the real backend of groups that were created fake. Groups with a
+            real backend keep its kind.
+        timeout: of operations in groups that were created fake; other groups keep theirs.
 
     Raises:
-        UnsupportedTorchError: torch lacks a part that renewing needs.
-        SparseCheckpointError: a group has a backend that cannot be renewed; names it.
+        UnsupportedTorchError: a part of torch that renewing needs is missing.
+        SparseCheckpointError: a group has a backend that cannot be renewed; names the group.
     """
 
     def __init__(self, backend: str, timeout: timedelta = default_pg_timeout) -> None:
@@ -136,9 +136,9 @@ class ProcessGroups:
         self._open: list[tuple[str, Backend]] = []
         self._unblocked = False
         self._in_use: set[str] = set()
-        """Names of groups that were connected when they were ended."""
-        # Below: of the training thread. Of a store that is a Python object torch keeps only the
-        # part that is not.
+        """Names of groups that were connected when `unblock` ended them."""
+        # Below: for the training thread. A reference, as torch keeps only the C++ part of a store
+        # that is a Python object.
         self._tried: Store | None = None
         self._used: Store | None = None
         self._addresses: list[tuple[BackendKind, Store, int]] = []
@@ -148,14 +148,14 @@ class ProcessGroups:
             waits.install()
 
     def unblock(self) -> None:
-        """End everything that waits in a process group with a real backend. Any thread, idempotent.
+        """End all operations in process groups with a real backend. Any thread, idempotent.
 
-        On gloo every operation, pending or to come, raises, also when it is half transferred (see
-        `waits`). On NCCL waits return, see `Nccl.close`. A `renew` that is under way raises.
+        On gloo all pending and later operations raise, even half-transferred ones (see `waits`).
+        On NCCL waits return, see `Nccl.close`. A running `renew` raises.
         """
         closing: list[tuple[str, Backend]] = []
         try:
-            # In one step: from the first group closed on, the training thread may call `renew`.
+            # Atomic: once the first group is closed, the training thread may call `renew`.
             with self._lock:
                 self._unblocked = True
                 closing += self._pop_open()
@@ -169,31 +169,30 @@ class ProcessGroups:
                     waits.end()
 
     def end_calls(self) -> None:
-        """Leave the calls that an exception has cut off: it skips what would end them.
+        """Close groups of calls that an exception left open.
 
-        Training thread, which called them; before `unblock` where that can be: what it has called
-        of a communicator must not be looked at any more once that is aborted.
+        Runs on the training thread, which made the calls, if possible before `unblock`: recorded
+        calls on a communicator must not be touched after its abort.
         """
         internals.forget_coalescing()
         for kind in self._kinds.values():
             kind.end_calls()
 
     def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
-        """Give every group a new backend. Training thread, when nothing is pending.
+        """Give every group a new backend. Training thread, without pending operations.
 
-        All ranks of `members` call this together. Groups whose ranks are all members get a real
-        backend; the other groups get a fake one, whose operations complete at once and leave
-        tensors as they are.
+        Collective over `members`. Groups whose ranks are all members get a real backend; the other
+        groups get a fake one, whose operations complete at once and leave tensors unchanged.
 
         Args:
-            store: with a prefix that was never used before. Other threads that use the same
-                connection wait while this waits for a member: let a watchdog have its own.
+            store: with a prefix that was never used before. While this waits for a member, other
+                threads on the same connection wait, so a watchdog needs its own connection.
             members: global ranks; None means all.
-            timeout: for each group to be connected: they are, one after the other.
+            timeout: for the connection of each group; groups connect one after the other.
 
         Raises:
-            RegroupError: a member did not come or left, or `unblock` was called meanwhile. What
-                had a real backend raises until another call, with another prefix, succeeds.
+            RegroupError: a member did not connect or left, or `unblock` was called meanwhile.
+                Groups with a real backend raise until another call, with another prefix, succeeds.
         """
         with self._lock:
             self._unblocked = False
@@ -219,25 +218,25 @@ class ProcessGroups:
             for group in groups:
                 store_of = stores[group.group]
                 replaced += self._install(group, backends.get(group.group), store_of)
-            self._in_use -= {group.name for group in inside}  # what they are is seen in them
+            self._in_use -= {group.name for group in inside}  # the new backends show their use
         _destroy(replaced)
         self._used = store
 
     @property
     def waits_returned(self) -> bool:
-        """Since `renew`, waits may have returned before their operation was done. Any thread."""
+        """True if waits since `renew` may have returned before the operation's end. Any thread."""
         return self._unblocked and any(kind.waits_return for kind in list(self._kinds.values()))
 
     def synchronize(self) -> None:
-        """Wait for what is queued on the device; without one there is nothing. Training thread."""
+        """Wait for queued work on the device, if there is one. Training thread."""
         for kind in self._kinds.values():
             kind.synchronize()
 
     def check_device(self) -> None:
-        """See that the device of this process still computes. Training thread, after `unblock`.
+        """Check that this process's device still computes. Training thread, after `unblock`.
 
         Raises:
-            RuntimeError: it does not, and never will in this process.
+            RuntimeError: the device is lost for this process.
         """
         for kind in self._kinds.values():
             kind.check_device()
@@ -249,7 +248,7 @@ class ProcessGroups:
         members: Collection[int] | None,
         timeout: timedelta,
     ) -> set[str]:
-        """Names of the groups that are connected now, not when they are used. On all members."""
+        """Names of the groups to connect now, not at their first use. Collective."""
         names = {group.name for group in groups}
         size = torch.distributed.get_world_size() if members is None else len(members)
         if NCCL not in self._kinds or size < 2:
@@ -264,7 +263,7 @@ class ProcessGroups:
             ) from error
 
     def _note_in_use(self) -> None:
-        """Before they are ended. With the lock."""
+        """Record the connected groups before their end. Under the lock."""
         for group in self._groups.values():
             backend = group.group._get_backend(group.devices[0])
             kind = _KINDS.get(type(backend).__name__, FAKE)
@@ -278,13 +277,13 @@ class ProcessGroups:
         at_once: set[str],
         timeout: timedelta,
     ) -> dict[ProcessGroup, Backend]:
-        """All ranks connect groups in the same order, so that none waits for another in a ring."""
+        """Connect the groups in the same order on all ranks, to avoid circular waits."""
         backends: dict[ProcessGroup, Backend] = {}
         for group in groups:
             try:
                 now = group.name in at_once
                 backend = self._connect_one(group, stores[group.group], timeout, now)
-            except (RuntimeError, OSError) as error:  # the latter: from a store written in Python
+            except (RuntimeError, OSError) as error:  # OSError: from a store in Python
                 self._close_open()
                 self._raise_if_unblocked()
                 raise RegroupError(
@@ -333,23 +332,23 @@ class ProcessGroups:
         self._close(closing)
 
     def _pop_open(self) -> list[tuple[str, Backend]]:
-        """What is open, handed out once. With the lock."""
+        """The open backends, each returned once. Under the lock."""
         popped, self._open = self._open, []
         return popped
 
     def _close(self, closing: list[tuple[str, Backend]]) -> None:
-        """What was connected first comes first, on every rank."""
+        """Close backends in order of connection, the same on every rank."""
         for name, kind in list(self._kinds.items()):
             kind.close([backend for other, backend in closing if other == name])
 
     def _forget_addresses(self) -> None:
-        """Delete those of the last renewal: its groups are connected by now, or given up."""
+        """Delete the last renewal's addresses, as its groups are connected or given up."""
         for kind, store, rank in self._addresses:
             kind.forget(store, rank)
         self._addresses.clear()
 
     def _take_up(self) -> None:
-        """Know the groups that exist as of now, in order of creation. With the lock."""
+        """Update the list of existing groups, in order of creation. Under the lock."""
         groups: dict[ProcessGroup, _Group] = {}
         seen: Counter[tuple[int, ...]] = Counter()
         for group, ranks in internals.groups_in_order():
@@ -394,10 +393,10 @@ class ProcessGroups:
 
 
 def _destroy(backends: list[Backend]) -> None:
-    """Let go of closed backends. On a thread of its own, which is left behind if need be.
+    """Destroy closed backends on a separate thread, which is abandoned after a timeout.
 
-    Threads of theirs are joined, and one that is at a half transferred operation of gloo ends only
-    when the group's time is up.
+    The destructor joins the backend's threads, and a thread in a half-transferred gloo operation
+    ends only at the group's timeout.
     """
     thread = threading.Thread(target=backends.clear, name='sparse-ckpt-destroy', daemon=True)
     thread.start()
@@ -405,17 +404,17 @@ def _destroy(backends: list[Backend]) -> None:
 
 
 def connect_timeout(world_size: int) -> timedelta:
-    """For all to connect one group, once all are about to: NCCL brings all of a group together."""
+    """Timeout for connecting one group, once all ranks start; grows with the job, for NCCL."""
     return timedelta(seconds=_CONNECT_SECONDS * max(1.0, world_size / _RANKS_CONNECTED))
 
 
 def stand_in_for(backend: str) -> None:
-    """Fake process groups made from now on serve the devices that `backend` does.
+    """Make later fake process groups serve the devices of `backend`.
 
-    To be called before `init_process_group('fake')` by a process that is to join others: torch
-    chooses the device of object collectives by the devices that a group serves.
+    A joining process calls this before `init_process_group('fake')`: torch chooses the device of
+    object collectives from the devices that a group serves.
     """
-    # Importing this registers fake groups, for all devices.
+    # This import registers fake groups, for all devices.
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     capability = torch.distributed.Backend.backend_capability
@@ -436,5 +435,5 @@ def _kind(name: str) -> BackendKind:
 
 
 def _shown(ranks: tuple[int, ...]) -> str:
-    """The first few."""
+    """Format the first few ranks."""
     return ', '.join(map(str, ranks[:8])) + (', ...' if len(ranks) > 8 else '')

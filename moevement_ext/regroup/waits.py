@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waits for gloo operations that can be ended, whatever has become of the operation.
+"""Interruptible waits for gloo operations, in any state of the operation.
 
-Closing the connections of a backend makes every operation raise of which no byte has moved. One
-that is half transferred is forgotten by its connection (gloo's `Pair::signalException` knows the
-queued ones only), and `Work.wait` would last as long as the group allows to an operation, minutes
-by default. So `Work.wait` is replaced by one that looks up now and then.
+Closing the connections of a backend makes every operation raise that has not moved a byte. A
+connection forgets its half-transferred operation (gloo's `Pair::signalException` handles queued
+operations only), and `Work.wait` would last until the group's timeout, minutes by default. So this
+module replaces `Work.wait` by a wait that polls for an interruption.
 
-What no longer is waited for keeps its tensors, and a thread, until the group's time is up.
+An abandoned operation keeps its tensors and a thread until the group's timeout.
 """
 
 import queue
@@ -19,15 +19,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     '_C._distributed_c10d': ('OpType', 'Work'),
     '_C._distributed_c10d.Work': ('_get_op_type', 'wait', 'is_completed'),
 }
-"""Private parts of torch that this uses (see `internals.check`). Checked against torch 2.15."""
+"""Private parts of torch used here (see `internals.check`). Checked against torch 2.15."""
 
 _LOOK_UP_SECONDS = 0.25
 _SLICE = timedelta(seconds=_LOOK_UP_SECONDS)
+# Kinds of work without short waits: a timeout closes the connections (the first three), or the work
+# supports no timeout. Composite works, such as reduce-scatter, have an unknown kind.
 _WITHOUT_SLICES = frozenset(
     int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE, OpType.UNKNOWN)
 )
-"""A wait that runs out of time closes the connections (the first three), or knows no time: works
-made of others, as of reduce-scatter, say that their kind is not known."""
 
 _torch_wait = Work.wait
 _ended = threading.Event()
@@ -35,39 +35,39 @@ _idle: list['_Waiter'] = []
 
 
 class WaitEnded(RuntimeError):
-    """The wait for a gloo operation was ended from outside; tensors have undefined contents."""
+    """Another thread ended the wait for a gloo operation; tensors have undefined contents."""
 
     def __init__(self) -> None:
         super().__init__('the wait for a gloo operation was ended: a failure was announced')
 
 
 def install() -> None:
-    """Have all waits for gloo operations of this process be such. Idempotent.
+    """Make all waits for gloo operations of this process interruptible. Idempotent.
 
-    Not for processes that use NCCL, too: a wait in slices would block there.
+    Not for processes that also use NCCL, where a sliced wait would block.
     """
     Work.wait = _wait  # type: ignore[method-assign, assignment]
 
 
 def show() -> None:
-    """Have all waits of this process be seen on the stack, where torch's leave no frame.
+    """Make all waits of this process visible on the Python stack, as torch's leave no frame.
 
-    For processes whose waits need not be ended; those of `install` are seen, too. Idempotent.
+    For processes without interruptible waits; the waits of `install` are visible, too. Idempotent.
     """
     if Work.wait is _torch_wait:
         Work.wait = _shown  # type: ignore[method-assign, assignment]
 
 
 def end() -> None:
-    """Make waits raise `WaitEnded`, those to come until `resume`, too. Any thread.
+    """Make current waits, and later ones until `resume`, raise `WaitEnded`. Any thread.
 
-    To be called when all connections are closed: nothing is written to tensors after that.
+    Call this once all connections are closed, when no operation writes to tensors any more.
     """
     _ended.set()
 
 
 def resume() -> None:
-    """Operations of new backends are to be waited for. Training thread."""
+    """Allow waits again, for operations of new backends. Training thread."""
     _ended.clear()
 
 
@@ -76,7 +76,7 @@ def _shown(work: Work, timeout: timedelta | None = None) -> bool:
 
 
 def _wait(work: Work, timeout: timedelta | None = None) -> bool:
-    """In the place of `Work.wait`; one that names its time is left to torch."""
+    """Replacement of `Work.wait`; a call with a timeout is left to torch."""
     if timeout is not None:
         return _torch_wait(work, timeout)
     if _ended.is_set():
@@ -91,7 +91,7 @@ def _wait_in_slices(work: Work) -> bool:
     while True:
         try:
             return _torch_wait(work, _SLICE)
-        except RuntimeError:  # out of time, or the operation failed
+        except RuntimeError:  # timeout, or the operation failed
             if work.is_completed():
                 return _torch_wait(work)
         if _ended.is_set():
@@ -99,7 +99,7 @@ def _wait_in_slices(work: Work) -> bool:
 
 
 def _wait_by_another(work: Work) -> bool:
-    """A thread waits that is left alone with it in the worst case."""
+    """Wait on another thread, which is abandoned in the worst case."""
     try:
         waiter = _idle.pop()
     except IndexError:
@@ -112,7 +112,7 @@ def _wait_by_another(work: Work) -> bool:
 
 
 class _Waiter:
-    """A thread that waits for one work after the other."""
+    """A thread that waits for works, one after the other."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
@@ -120,10 +120,10 @@ class _Waiter:
         threading.Thread(target=self._run, name='sparse-ckpt-wait', daemon=True).start()
 
     def wait(self, work: Work) -> bool | Exception:
-        """Have the thread wait for a work; what that returned or raised.
+        """Wait for a work on the thread; returns the result or the exception.
 
         Raises:
-            WaitEnded: the thread is of no more use.
+            WaitEnded: the wait was ended; drop this thread.
         """
         self._works.put(work)
         while True:
@@ -138,6 +138,6 @@ class _Waiter:
         while (work := self._works.get()) is not None:
             try:
                 self._results.put(_torch_wait(work))
-            except Exception as error:  # raised where it is waited for
+            except Exception as error:  # raised again on the waiting thread
                 self._results.put(error)
             del work  # and its tensors

@@ -11,15 +11,16 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
 from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.expected import Expected
-from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.connection import Connection, ProtocolError
 from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
+    Differs,
     DiscardAfter,
     FetchHeaders,
     FetchLog,
@@ -49,6 +50,10 @@ class PeerRefused(SparseCheckpointError):
     """A peer is well but declined; the message is its reason."""
 
 
+class BaseAwaited(SparseCheckpointError):
+    """A twin has not yet captured what a stub is to be put together with."""
+
+
 class ReplicaClient:
     """Connection to one peer, opened on first use and after a loss. One thread at a time uses it.
 
@@ -63,7 +68,12 @@ class ReplicaClient:
         secret: secret of this life of the job.
         timeout_s: time for one exchange, besides time to move its bytes.
         max_record_bytes: the largest record of its log, which cannot be larger than the log.
+
+    Attributes:
+        takes_all: it is sent whole windows.
     """
+
+    takes_all = True
 
     def __init__(
         self,
@@ -105,7 +115,7 @@ class ReplicaClient:
         Returns:
             Bytes that were sent.
         """
-        blob = file.slot_blob(slot)
+        blob = self._blob(file, slot)
         request = PutSlot(
             owner=owner,
             window=file.required_name(),
@@ -114,7 +124,7 @@ class ReplicaClient:
             frame_bytes=len(blob.frame),
             frame_checksum=frame_checksum(blob.frame),
             agreed=agreed,
-            window_bytes=file.capacity,
+            window_bytes=self._window_bytes(file),
         )
         nbytes = len(blob.payload) + len(blob.frame)
         with self._exchange(nbytes) as connection:
@@ -132,14 +142,25 @@ class ReplicaClient:
             return nbytes
 
     def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
-        """Have the peer verify and commit a window whose slots were all sent.
+        """Have the peer commit a window whose slots were all sent, verified if its turn is.
 
         Args:
             owner: rank whose window it is.
             window: its name.
-            nbytes: size of the window, which the peer needs time to verify.
+            nbytes: size of the window, which the peer may need time to verify.
+
+        Raises:
+            BaseAwaited: a twin has not captured the same window; it may be asked again.
+            OtherBytes: a twin has captured other bytes.
         """
-        self._call(CommitWindow(owner, window), nbytes)
+        with self._exchange(nbytes) as connection:
+            connection.send(CommitWindow(owner, window))
+            reply = _reply(connection)
+        if isinstance(reply, NotYet):
+            raise BaseAwaited(f'window {window} is not complete there')
+        if isinstance(reply, Differs):
+            raise OtherBytes(reply.reason)
+        _require(reply, Ack)
 
     def discard_after(self, owner: int, start: int) -> None:
         """Have the peer drop the owner's replicas that begin after `start` (-1: all)."""
@@ -231,6 +252,14 @@ class ReplicaClient:
         if xxhash.xxh3_64_intdigest(data) != tensor.checksum:
             raise CorruptLog(f'{key}, from peer {host}:{port}, is damaged: checksum mismatch')
         return tensor, data
+
+    def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
+        """What is sent of a slot."""
+        return file.slot_blob(slot)
+
+    def _window_bytes(self, file: WindowFile) -> int:
+        """Size of a file for what is sent of a window."""
+        return file.capacity
 
     def _receive_slot(self, connection: Connection, into: WindowFile) -> SlotHeader:
         slot = _expect(connection, SlotHead)

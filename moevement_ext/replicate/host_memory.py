@@ -6,6 +6,7 @@ reserved, replica holders are placed and servers started.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,8 @@ import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.budget import HostMemoryPlan
+from moevement_ext.memory.budget import HostMemoryPlan, gib
+from moevement_ext.memory.cgroup import cores_left
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -31,15 +33,24 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.memory.window.twin import OwnParts
 from moevement_ext.memory.witness import Witness
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
-from moevement_ext.replicate.node_plan import Member, domains_of, hosted_by, log_bytes, node_plan
+from moevement_ext.replicate.node_plan import (
+    ALONE,
+    Member,
+    copies_of,
+    hosted_by,
+    log_bytes,
+    node_plan,
+    stubs_at,
+)
 from moevement_ext.replicate.own_address import host_identity, local_host
-from moevement_ext.replicate.placement import place_replicas
-from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
 from moevement_ext.replicate.secret import mark, of_life
+from moevement_ext.replicate.twin_client import TwinClient
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +75,21 @@ class Share(NamedTuple):
     """W that all of that is for; None: as configured."""
     window: int | None = None
     """W to begin with, which the log has room for; None: the longest."""
+    twin: 'TwinShare | None' = None
+    """What its twins are to keep of its windows; None: it has none."""
+
+
+class TwinShare(NamedTuple):
+    """What there is to know of a rank for others that capture the same."""
+
+    family: int
+    """Lowest of those ranks."""
+    stub_bytes: int
+    """Size of a file for stubs of its windows."""
+    slot_bytes: int
+    """Mean size of a slot in the windows that the job begins with."""
+    own_parts: OwnParts
+    """What a twin need not have alike."""
 
 
 class HostMemory:
@@ -85,7 +111,7 @@ class HostMemory:
         rank: global rank.
         store: directory of the run on this node.
         members: what all ranks have said of themselves, by rank.
-        holders: ranks that hold the replicas of each rank, by owner.
+        copies: where those of the windows of each rank are.
         plan: bytes of all ranks of this node.
         windows: the window files of this rank.
         ledger: its ledger.
@@ -93,6 +119,7 @@ class HostMemory:
         log: its upstream log, None if it keeps none.
         disk: where its windows are on disk, None if nowhere.
         server: serves all of that to the peers.
+        cores: that it has, if ranks of one host have equal parts of it.
         mark: of the secret of the job.
 
     Raises:
@@ -120,6 +147,8 @@ class HostMemory:
         self._hosts_replicas = share.hosts_replicas
         self._to_disk = config.disk is not None
         self.disk = share.disk
+        twin = share.twin or TwinShare(ALONE, 0, 0, frozenset())
+        self._own_parts = twin.own_parts
         self.store = NodeStore(Path(config.dir), run_id, node_name())
         own = Member(
             node=node_name(),
@@ -128,12 +157,15 @@ class HostMemory:
             host=host_identity(),
             salt=new_secret(),
             domain=own_domain(node_name(), config.topology),
+            family=twin.family,
+            stub_bytes=twin.stub_bytes,
+            slot_bytes=twin.slot_bytes,
         )
         self.members = _exchange_members(own, exchange)
         # One replaced later still has that of the others.
         self._secret = of_life(secret, self.members[0].salt)
         self.mark = mark(secret)
-        self.holders = place_replicas(domains_of(self.members, config.topology), config.replicas)
+        self.copies = copies_of(self.members, config.topology, config.replicas)
         self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
         self._fetching: ReplicaClient | None = None
@@ -169,10 +201,14 @@ class HostMemory:
         if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
-        hosts = {member.host for member in self.members}
+        hosts = Counter(member.host for member in self.members)
+        self.cores = cores_left() / hosts[own.host]
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
-        hosted = self._hosted(rank)
-        self.server = ReplicaServer(self.store, rank, hosted, self._secret, (host, 0))
+        keeping = Keeping(Stubs(self._stubs(rank), self.windows), config.verify_replicas)
+        address = (host, 0)
+        self.server = ReplicaServer(
+            self.store, rank, self._hosted(rank), self._secret, address, keeping=keeping
+        )
         if self.log is not None:
             self.server.serve_log(self.log)
 
@@ -188,10 +224,22 @@ class HostMemory:
 
     def describe(self) -> str:
         """What this node keeps in host memory."""
-        replicas = min(len(holders) for holders in self.holders)
         return (
             f'node: {self.members[self.rank].node} | {self.plan.describe()} | '
-            f'directory: {self.store.path} | replicas: {replicas} | {self._windows_that_fit()}'
+            f'directory: {self.store.path} | {self._replicas()} | {self._windows_that_fit()}'
+        )
+
+    def _replicas(self) -> str:
+        said = f'replicas: {self.copies.least()}'
+        twins = sum(len(self.copies.twins[rank]) for rank in self.plan.ranks)
+        if not twins:
+            return said
+        spared = sum(
+            len(self.copies.twins[rank]) * self.members[rank].slot_bytes for rank in self.plan.ranks
+        )
+        return (
+            f'{said}, {twins} of this node captured by data-parallel peers anyway, '
+            f'which spares {gib(spared)} an iteration'
         )
 
     def _windows_that_fit(self) -> str:
@@ -216,12 +264,16 @@ class HostMemory:
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
-        """Host and port where each holder of this rank's replicas listens now."""
-        return [self.addresses[rank] for rank in self.holders[self.rank]]
+        """Host and port where each twin, and each holder of this rank's replicas, listens now."""
+        return [self.addresses[rank] for rank in self.copies.reached(self.rank)]
 
     def peers(self) -> dict[int, ReplicaClient]:
-        """New clients of the ranks that hold this rank's replicas, by rank."""
-        return {rank: self.client(rank) for rank in self.holders[self.rank]}
+        """New clients of this rank's twins, and of the holders of its replicas, by rank."""
+        twins = {
+            rank: TwinClient(self.addresses[rank], self._secret, self._own_parts)
+            for rank in self.copies.twins[self.rank]
+        }
+        return twins | {rank: self.client(rank) for rank in self.copies.holders[self.rank]}
 
     def fetch(
         self,
@@ -318,7 +370,7 @@ class HostMemory:
         """
         self.windows.discard(name)
         self.server.discard(name)
-        for stored in self.store.scan():
+        for stored in (*self.store.scan(), *self.store.scan_stubs()):
             if stored.name == name and stored.holder not in self.plan.ranks:
                 stored.path.unlink(missing_ok=True)
 
@@ -328,7 +380,8 @@ class HostMemory:
         Called by any thread, once all ranks have a window where they and their holders are now, or
         at the end. Takes as long as the system takes to free memory.
         """
-        self.store.remove_owners_but({self.rank, *self._hosted(self.rank)}, self.rank)
+        hosted, stubs = self._hosted(self.rank), self._stubs(self.rank)
+        self.store.remove_owners_but({self.rank, *hosted}, self.rank, stubs)
         if self.first_on_node():
             self.store.remove_holders_but(self.plan.ranks)
 
@@ -367,14 +420,20 @@ class HostMemory:
         """Bytes of a window file by owner, of those whose replicas `rank` holds."""
         if rank == self.rank and not self._hosts_replicas:
             return {}
-        return hosted_by(rank, self.members, self.holders)
+        return hosted_by(rank, self.members, self.copies.holders)
+
+    def _stubs(self, rank: int) -> dict[int, int]:
+        """Bytes of a file for stubs by owner, of those that `rank` is a twin of."""
+        if rank == self.rank and not self._hosts_replicas:
+            return {}
+        return stubs_at(rank, self.members, self.copies.twins)
 
     def _plan(self) -> HostMemoryPlan:
         """Bytes of every rank on this node."""
         return node_plan(
             node_name(),
             self.members,
-            self.holders,
+            self.copies,
             self._longest_window,
             self._log_lag,
             self._to_disk,

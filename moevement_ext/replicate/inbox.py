@@ -5,21 +5,28 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, frame_checksum
+from moevement_ext.memory.window.twin import TwinWindow
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
+    Differs,
     DiscardAfter,
+    NotYet,
     Proceed,
     PutSlot,
     Reply,
 )
+
+_BASE_SECONDS = 0.5
+"""So long the base of a stub is waited for before the owner must ask again."""
 
 
 class Inbox:
@@ -27,10 +34,26 @@ class Inbox:
 
     Args:
         windows: where they are kept.
+        cost: counts the CPU time of receiving and comparing.
+        bases: what they are stubs for (see `window.twin`): the holder's own windows. None: they are
+            whole windows.
+        verify_every: of so many windows one is compared with its checksums when it is committed;
+            any is when it is read.
     """
 
-    def __init__(self, windows: OwnerWindows) -> None:
+    def __init__(
+        self,
+        windows: OwnerWindows,
+        cost: CpuCost,
+        verify_every: int,
+        bases: OwnerWindows | None = None,
+    ) -> None:
         self.windows = windows
+        self._cost = cost
+        self._bases = bases
+        self._verify_every = verify_every
+        # Windows that were committed since one was compared.
+        self._unverified = 0
         self._receiving: WindowFile | None = None
         self._lock = threading.Lock()
         self._current: Connection | None = None
@@ -91,7 +114,7 @@ class Inbox:
             case PutSlot():
                 return self._put(connection, request, timeout_s)
             case CommitWindow():
-                self._commit(request.window)
+                return self._commit(request.window)
             case DiscardAfter():
                 self.windows.discard_after(request.start)
                 self._forget_discarded(request.start)
@@ -111,9 +134,10 @@ class Inbox:
         nbytes = request.payload_bytes + request.frame_bytes
         connection.set_deadline(timeout_s, nbytes)
         connection.send(Proceed())
-        file.write_blob(
-            request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
-        )
+        with self._cost.of(nbytes):
+            file.write_blob(
+                request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
+            )
         return Ack()
 
     def _file_for(self, request: PutSlot) -> WindowFile:
@@ -139,23 +163,66 @@ class Inbox:
             return self.windows.begin_larger(name, nbytes)
         return self.windows.begin(name)
 
-    def _commit(self, name: WindowName) -> None:
-        if self.windows.file(name) is None:
-            file = self._receiving
-            if file is None or file.name != name:
-                raise ValueError(f'window {name} was not received here')
-            try:
-                file.verify(Expected(owner=self.windows.owner, name=name))
-                self.windows.commit(file)
-            except RefusedWindow:
-                self._abandon()  # the owner sends it again from the first slot
+    def _commit(self, name: WindowName) -> Reply:
+        committed = self.windows.file(name)
+        if committed is not None:
+            return self._confirm(committed, name)
+        file = self._receiving
+        if file is None or file.name != name:
+            raise ValueError(f'window {name} was not received here')
+        try:
+            verified = self._verify(file, name)
+            if not self._has_base(file, name):
+                return NotYet()
+            self.windows.commit(file)
+        except OtherBytes as difference:
+            self._abandon()
+            return Differs(str(difference))
+        except RefusedWindow:
+            self._abandon()  # the owner sends it again from the first slot
+            raise
+        except OSError as error:  # its file is gone
+            self._abandon()
+            raise RefusedWindow(f'{file.path}: cannot be committed: {error.strerror}') from error
+        self._receiving = None
+        self._unverified = 0 if verified else self._unverified + 1
+        return Ack()
+
+    def _verify(self, file: WindowFile, name: WindowName) -> bool:
+        """True if its bytes were compared; one that is refused is when it is sent again, too."""
+        due = self._unverified + 1 >= self._verify_every
+        headers = file.verify_identity(Expected(owner=self.windows.owner, name=name))
+        if due:
+            with self._cost.of(0):
+                file.verify_payloads(headers)
+        return due
+
+    def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:
+        """It is here already, and what it needs still is, too."""
+        try:
+            return Ack() if self._has_base(committed, name) else NotYet()
+        except RefusedWindow:
+            self.windows.discard(name)  # its base is another one: the owner sends it again
+            raise
+
+    def _has_base(self, stub: WindowFile, name: WindowName) -> bool:
+        """False: what the stub is to be put together with is not here, or not any more.
+
+        Raises:
+            OtherBytes: it is another state.
+        """
+        if self._bases is None:
+            return True
+        base = self._bases.awaited(name, _BASE_SECONDS)
+        if base is None:
+            return False
+        try:
+            TwinWindow(stub, base)
+        except RefusedWindow:
+            if self._bases.file(name) is base:
                 raise
-            except OSError as error:  # its file is gone
-                self._abandon()
-                raise RefusedWindow(
-                    f'{file.path}: cannot be committed: {error.strerror}'
-                ) from error
-            self._receiving = None
+            return False  # its file was taken for another window meanwhile
+        return True
 
     def _abandon(self) -> None:
         if self._receiving is not None:

@@ -7,7 +7,11 @@ import msgspec
 
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.sizing import Logged, log_ring_bytes, rank_memory
+from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
+
+ALONE = -1
+"""In place of a rank: no other captures the same."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -25,6 +29,29 @@ class Member(msgspec.Struct, frozen=True):
     """Makes the secret of the job one of this life, from rank 0; what others draw is not used."""
     domain: str = ''
     """Failure domain by the topology file of its node; empty: that does not tell."""
+    family: int = ALONE
+    """Lowest of the ranks that capture the same as it does, itself included."""
+    stub_bytes: int = 0
+    """Size of a file for stubs of its windows, which twins keep."""
+    slot_bytes: int = 0
+    """Mean size of one of its slots in the windows that the job begins with."""
+
+
+def copies_of(members: Sequence[Member], topology: str | None, replicas: int) -> Copies:
+    """Where the copies of the windows of all ranks are.
+
+    Args:
+        members: all ranks, where they were when the job began.
+        topology: file of failure domains.
+        replicas: copies of each rank's windows.
+
+    Raises:
+        ConfigurationError: the topology file is wrong.
+    """
+    families = [
+        rank if member.family == ALONE else member.family for rank, member in enumerate(members)
+    ]
+    return place_copies(domains_of(members, topology), replicas, families)
 
 
 def domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
@@ -44,6 +71,13 @@ def hosted_by(
     }
 
 
+def stubs_at(
+    rank: int, members: Sequence[Member], twins: Sequence[Collection[int]]
+) -> dict[int, int]:
+    """Bytes of a file for stubs by owner, of those that `rank` is a twin of."""
+    return {owner: members[owner].stub_bytes for owner, of in enumerate(twins) if rank in of}
+
+
 def log_bytes(
     member: Member, members: Sequence[Member], longest_window: int, log_lag: float
 ) -> int:
@@ -55,7 +89,7 @@ def log_bytes(
 def node_plan(
     node: str,
     members: Sequence[Member],
-    holders: Sequence[Collection[int]],
+    copies: Copies,
     longest_window: int,
     log_lag: float,
     to_disk: bool,
@@ -66,7 +100,7 @@ def node_plan(
     Args:
         node: its name.
         members: all ranks.
-        holders: of the replicas of each rank.
+        copies: where those of each rank are.
         longest_window: W that window files and logs are for.
         log_lag: as of `log_ring_bytes`.
         to_disk: windows are copied to disk.
@@ -76,7 +110,10 @@ def node_plan(
     for rank, member in enumerate(members):
         if member.node != node:
             continue
-        hosted = {} if rank == holds_none else hosted_by(rank, members, holders)
+        kept: list[int] = []
+        if rank != holds_none:
+            kept += hosted_by(rank, members, copies.holders).values()
+            kept += stubs_at(rank, members, copies.twins).values()
         log = log_bytes(member, members, longest_window, log_lag)
-        ranks[rank] = rank_memory(member.capacity_bytes, hosted.values(), log, to_disk)
+        ranks[rank] = rank_memory(member.capacity_bytes, kept, log, to_disk)
     return HostMemoryPlan(ranks)

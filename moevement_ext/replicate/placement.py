@@ -31,7 +31,7 @@ def place_replicas(
     holders, down to none. Ranks are loaded as equally as that allows, all exactly alike where
     domains are of one size.
 
-    Data-parallel replicas are copies already and count as such: there are only as many holders as
+    Ranks that capture the same are copies already and count: there are only as many holders as
     the rank with the fewest of them in other domains still needs, and holders keep out of the
     domains of the owner's group where they can. Between placements that load alike, the one whose
     links are cheaper is taken: the best turns of the ring of domains, then exchanges of two holders
@@ -41,7 +41,7 @@ def place_replicas(
     Args:
         domains: failure domain of each rank.
         replicas: copies of each rank's state on other ranks.
-        groups: ranks with the same state: data-parallel replicas without a distributed optimizer.
+        groups: ranks that capture the same (see `copies`).
         distance: cost of the link from an owner to a holder.
 
     Raises:

@@ -8,7 +8,8 @@ must outlive the torch process groups that are torn down and rebuilt in a recove
 A connection begins with a greeting (`greeting`); then, from the client's side:
 
     PutSlot -> Ack (already there) | Refused | Proceed, then payload and frame -> Ack | Refused
-    CommitWindow | DiscardAfter -> Ack | Refused
+    CommitWindow -> Ack | Refused, or of a stub NotYet | Differs
+    DiscardAfter -> Ack | Refused
     FetchWindow -> Refused | WindowHead, then per slot SlotHead, payload, frame -> Ack | Refused
     FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
     FetchLog -> Refused | NotYet | LogHead, then the bytes
@@ -22,7 +23,7 @@ from moevement_ext.memory.upstream_log.record import LoggedTensor, LogKey
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.name import Count, WindowName
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -117,8 +118,14 @@ class LogHead(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotYet(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the record is not there but may still come, ask again."""
+    """Answer: the record, or a stub's base, is not there but may still come, ask again."""
+
+
+class Differs(msgspec.Struct, frozen=True, tag=True):
+    """Answer: the twin does not hold the same bytes, so it is none; where they differ."""
+
+    reason: str
 
 
 Request = PutSlot | CommitWindow | DiscardAfter | FetchWindow | FetchHeaders | FetchLog
-Reply = Ack | Proceed | Refused | WindowHead | SlotHead | LogHead | NotYet
+Reply = Ack | Proceed | Refused | WindowHead | SlotHead | LogHead | NotYet | Differs

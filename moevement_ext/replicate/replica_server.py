@@ -11,19 +11,21 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.name import StoredWindow, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
+from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.connection import Connection, ProtocolError
 from moevement_ext.replicate.inbox import Inbox
@@ -54,8 +56,44 @@ _REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
 _POLL_SECONDS = 0.1  # longest delay of stop()
 _GREETING_SECONDS = 5.0
 _MAX_CONNECTIONS = 512
+# A record that is not in the log yet is waited for so long before the client must ask again.
 _LOG_WAIT_SECONDS = 0.5
-"""A record that is not in the log yet is waited for so long before the client must ask again."""
+
+
+class Stubs(NamedTuple):
+    """What a holder keeps of owners that capture the same bytes as it does."""
+
+    capacities: Mapping[int, int]
+    """Bytes of a file for stubs, by owner."""
+    bases: OwnerWindows
+    """The holder's own windows."""
+
+
+class Keeping(NamedTuple):
+    """How a holder keeps what it receives."""
+
+    stubs: Stubs | None = None
+    verify_every: int = 1
+    """The checksums of every n-th window are compared when it is committed."""
+
+
+_WHOLE = Keeping()
+
+
+class _Served(NamedTuple):
+    """A window to send."""
+
+    files: dict[Path, int | None]
+    """What it lies in, with the inodes."""
+    slots: dict[int, tuple[list[memoryview], memoryview]]
+    """Pieces of the payload, and the frame."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(_bytes_of, self.slots.values()))
+
+
+_Opened = Callable[[Path, Expected], _Served]
 
 
 class ReplicaServer:
@@ -70,6 +108,10 @@ class ReplicaServer:
         secret: secret of this life of the job; every client must prove that it has it.
         address: host and port to listen on, of either family; port 0 lets the system choose.
         timeout_s: time for one exchange once it has begun, besides time to move its bytes.
+        keeping: how it keeps what it receives.
+
+    Attributes:
+        cost: of replicas that it received and compared.
 
     Raises:
         HostMemoryError: the replica files cannot be reserved.
@@ -83,14 +125,22 @@ class ReplicaServer:
         secret: bytes,
         address: tuple[str, int] = ('127.0.0.1', 0),
         timeout_s: float = 30.0,
+        keeping: Keeping = _WHOLE,
     ) -> None:
         self._store = store
         self._secret = secret
         self._timeout_s = timeout_s
+        self.cost = CpuCost()
         self._inboxes = {
-            owner: Inbox(OwnerWindows(store, rank, owner, capacity))
+            owner: Inbox(
+                OwnerWindows(store, rank, owner, capacity), self.cost, keeping.verify_every
+            )
             for owner, capacity in capacities.items()
         }
+        if (stubs := keeping.stubs) is not None:
+            for owner, capacity in stubs.capacities.items():
+                kept = OwnerWindows(store, rank, owner, capacity, stubs=True)
+                self._inboxes[owner] = Inbox(kept, self.cost, keeping.verify_every, stubs.bases)
         self._log: UpstreamLog | None = None
         self._connections: dict[Connection, threading.Thread] = {}
         self._strangers = Strangers()  # are among them
@@ -224,19 +274,19 @@ class ReplicaServer:
         Its file is never locked: a rename before the first overwritten byte tells afterwards
         whether all that was sent was still immutable.
         """
-        path, inode, file = self._open_whole(request)
-        blobs = {slot: file.slot_blob(slot) for slot in file.slots()}
-        nbytes = sum(len(blob.payload) + len(blob.frame) for blob in blobs.values())
-        connection.set_deadline(self._timeout_s, nbytes)
-        connection.send(WindowHead(len(blobs), nbytes))
-        for slot, blob in blobs.items():
-            connection.send(SlotHead(slot, len(blob.payload), len(blob.frame)))
-            connection.send_bytes(blob.payload)
-            connection.send_bytes(blob.frame)
-        if _inode(path) == inode:
-            connection.send(Ack())
+        found = self._open_whole(request)
+        connection.set_deadline(self._timeout_s, found.nbytes)
+        connection.send(WindowHead(len(found.slots), found.nbytes))
+        for slot, (pieces, frame) in found.slots.items():
+            connection.send(SlotHead(slot, sum(map(len, pieces)), len(frame)))
+            for piece in pieces:
+                connection.send_bytes(piece)
+            connection.send_bytes(frame)
+        recycled = [path for path, inode in found.files.items() if _inode(path) != inode]
+        if recycled:
+            connection.send(Refused(f'{recycled[0]} was recycled while it was sent'))
         else:
-            connection.send(Refused(f'{path} was recycled while it was sent'))
+            connection.send(Ack())
 
     def _send_headers(self, connection: Connection, request: FetchHeaders) -> None:
         inbox = self._inbox(request.owner)
@@ -250,22 +300,43 @@ class ReplicaServer:
             connection.send_bytes(frame)
         connection.send(Ack())
 
-    def _open_whole(self, request: FetchWindow) -> tuple[Path, int | None, WindowFile]:
-        """Path, inode and map of the first undamaged copy on this node, whoever holds it."""
+    def _open_whole(self, request: FetchWindow) -> _Served:
+        """The first undamaged copy on this node, whoever holds it."""
         expected = Expected(owner=request.owner, name=request.window)
         refusals: list[str] = []
-        for found in self._store.scan():
+        stubs = twin_windows(self._store.scan_stubs())
+        kinds: list[tuple[list[StoredWindow], _Opened]]
+        kinds = [(self._store.scan(), _open_file), (stubs, _open_twin)]
+        copies = [(found, opened) for stored, opened in kinds for found in stored]
+        for found, opened in copies:
             if (found.owner, found.name) != (request.owner, request.window):
                 continue
-            inode = _inode(found.path)
             try:
-                file = WindowFile.open(found.path)
-                file.verify(expected)
-                return found.path, inode, file
+                return opened(found.path, expected)
             except RefusedWindow as refusal:
                 refusals.append(str(refusal))
         missing = f'window {request.window} of rank {request.owner} is not on this node'
         raise RefusedWindow('; '.join(refusals) or missing)
+
+
+def _open_file(path: Path, expected: Expected) -> _Served:
+    files = {path: _inode(path)}
+    file = WindowFile.open(path)
+    file.verify(expected)
+    blobs = {slot: file.slot_blob(slot) for slot in file.slots()}
+    return _Served(files, {slot: ([blob.payload], blob.frame) for slot, blob in blobs.items()})
+
+
+def _open_twin(path: Path, expected: Expected) -> _Served:
+    files = {it: _inode(it) for it in (path, base_path(path))}
+    twin = TwinWindow.open(path)
+    slots = [header.slot for header in twin.verify(expected)]
+    return _Served(files, {slot: ([*twin.payload(slot)], twin.frame(slot)) for slot in slots})
+
+
+def _bytes_of(slot: tuple[list[memoryview], memoryview]) -> int:
+    pieces, frame = slot
+    return sum(map(len, pieces)) + len(frame)
 
 
 def _inode(path: Path) -> int | None:

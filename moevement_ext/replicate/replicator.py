@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.refused import OtherBytes
 from moevement_ext.plan.windows import spread
-from moevement_ext.replicate.client import CHUNK_BYTES, ReplicaClient
+from moevement_ext.replicate.client import CHUNK_BYTES, BaseAwaited, ReplicaClient
 from moevement_ext.replicate.protocol import MIN_BYTES_PER_SECOND
 from moevement_ext.token_bucket import TokenBucket
 
@@ -25,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 30.0
+_BASE_RETRY_SECONDS = 0.02
+# By which the rate is known: old enough to be whole, young enough to follow a link.
 _WINDOWS_MEASURED = 2
-"""By which the rate is known: old enough to be whole, young enough to follow a link."""
 
 
 class _Peer:
@@ -90,6 +93,7 @@ class Replicator:
         limit: bytes/s at which slots are sent at most; None: there is no such rate.
         spreads: without a limit, slots of a window under way are sent so that none waits when its
             last one comes, and no faster, by the sizes and times of the window before.
+        cost: of what was sent.
         hurries: true while nothing is to be held up, as in a recovery.
     """
 
@@ -102,6 +106,7 @@ class Replicator:
         max_windows: int = 2,
     ) -> None:
         self.owner = owner
+        self.cost = CpuCost()
         self._on_window_replicated = on_window_replicated
         self._on_degraded = on_degraded
         self._max_windows = max_windows
@@ -296,6 +301,7 @@ class Replicator:
 
     def _send(self, job: _Job, slot: int, peer: _Peer) -> None:
         began, held_up = time.perf_counter(), self._bucket.held_up
+        busy = time.thread_time()
         nbytes = peer.client.put_slot(
             self.owner,
             job.file,
@@ -303,6 +309,8 @@ class Replicator:
             self._agreed,
             lambda chunk: self._bucket.take(chunk, self._rate(job)),
         )
+        if nbytes:
+            self.cost.add(nbytes, time.thread_time() - busy)
         if nbytes and held_up == self._bucket.held_up:
             self._count(job.name, nbytes, time.perf_counter() - began)
         with self._changed:
@@ -321,7 +329,8 @@ class Replicator:
     def _spread_rate(self, job: _Job) -> float | None:
         sizes = [job.file.header(slot).payload_bytes for slot in range(job.length)]
         gaps = [after - before for before, after in itertools.pairwise(job.came)]
-        return spread(sizes, statistics.median(gaps), len(self._peers)) if gaps else None
+        holders = sum(peer.client.takes_all for peer in self._peers.values())
+        return spread(sizes, statistics.median(gaps), holders) if gaps and holders else None
 
     def _count(self, name: WindowName, nbytes: int, seconds: float) -> None:
         before = self._sent.get(name, (0, 0.0))
@@ -329,13 +338,27 @@ class Replicator:
         self._sent = dict(list(counted.items())[-_WINDOWS_MEASURED:])
 
     def _commit(self, job: _Job, peer: _Peer) -> None:
-        peer.client.commit(self.owner, job.name, job.file.capacity)
+        try:
+            peer.client.commit(self.owner, job.name, job.file.capacity)
+        except BaseAwaited:
+            self._ask_again(job, peer)
+            return
+        except OtherBytes as difference:  # they will not become the same: it is no copy
+            self._on_degraded(f'window {job.name.start} has a copy fewer: {difference}')
         with self._changed:
             peer.failures = (
                 0  # not before: a window that is refused as a whole is sent slot by slot
             )
             if job in self._jobs:
                 peer.committed.add(job.name)
+
+    def _ask_again(self, job: _Job, peer: _Peer) -> None:
+        """A twin captures the window a moment later, or never if it has joined since."""
+        with self._changed:
+            peer.retry_at = time.monotonic() + _BASE_RETRY_SECONDS
+            newer = any(other.name > job.name for other in self._jobs)
+            if newer and self._agreed.is_persisted(job.name.start):
+                self._drop(job.name)
 
     def _discard(self, start: int, peer: _Peer) -> None:
         peer.client.discard_after(self.owner, start)

@@ -7,8 +7,8 @@ from moevement_ext.replicate.connection import Connection
 
 MOST = 32
 """The oldest gives way, so that those of the job, who prove it at once, always get in."""
+# It does so at once, unless the machine is busy; a refusal might strike one of the job.
 _TO_GIVE_WAY_S = 5.0
-"""It does so at once, unless the machine is busy; a refusal might strike one of the job."""
 
 
 class Strangers:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.process import user_errors
 from moevement_ext.process.name_lookups import ask_again_soon
@@ -47,8 +48,8 @@ def _branches(args: argparse.Namespace, port: int) -> Branches:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog='python -m moevement_ext.store',
-        description=__doc__,
+        prog=shown('python -m moevement_ext.store'),
+        description=shown(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

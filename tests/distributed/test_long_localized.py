@@ -16,7 +16,7 @@ from moevement_ext.events import (
     RecoveryStarted,
     WorkerStarted,
 )
-from tests.distributed.conftest import LINES
+from tests.distributed.conftest import LINES, ON_BOTH_BACKENDS
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
 from tests.distributed.harness.output import scraped, upstream_lines
 from tests.distributed.harness.strikes import SETTLED, InTurn, Strike, deaths, strike_all
@@ -222,8 +222,9 @@ TOGETHER = (
 )
 
 
+@ON_BOTH_BACKENDS
 def test_all_stages_go_back_together(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """In the processes that live; nothing is logged."""
     flags = f'{BF16} {PP_EP} {UNTIED} --train-iters 35'.split()

@@ -49,6 +49,7 @@ RUNS = {
     rf'{_PYTHON}tools\.windows (list|verify|prune) DIR': r'no windows in DIR|.* 0 files, .*',
     rf'{_PYTHON}tools\.bench\.(?!precision)\w+': r'.*',
     rf'{_PYTHON}tools\.bench\.precision --stand-ins': r'.*',
+    r'moevement --help': r'moevement <program> --help: its flags',
 }  # fmt: skip
 """Commands, and what their last line is."""
 
@@ -75,7 +76,7 @@ ELSEWHERE = {
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
     r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
     r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
-    r'torchrun \.\.\. pretrain_gpt\.py': 'no command, but a pattern of them',
+    r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':

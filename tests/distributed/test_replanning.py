@@ -44,7 +44,7 @@ def test_recovery_from_a_window_of_any_order(
 def test_auto_window_is_measured(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = cluster(*FLAGS, '--sparse-ckpt-max-window', '4')
+    job = cluster(*FLAGS, *'--sparse-ckpt-max-window 4 --sparse-ckpt-cpu-share 0'.split())
     job.finish()
     assert differences(reference(*FLAGS), read_digest(job)) == []
     replanned = job.events_of(Replanned)
@@ -60,7 +60,7 @@ def test_auto_window_follows_a_throttled_holder_and_comes_back(
     """From 1 to what the rate demands, with a log that has room for it; exact, as ever."""
     flags = [*FLAGS[:-1], '180']
     settings = '--sparse-ckpt-max-wait 0.1 --sparse-ckpt-reorder-fraction 1'
-    job = cluster(*flags, *settings.split())
+    job = cluster(*flags, *settings.split(), '--sparse-ckpt-cpu-share', '0')
     sizes: set[int] = set()
 
     def look(workers: list, start: object) -> None:

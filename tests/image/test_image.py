@@ -60,6 +60,6 @@ def test_an_ordinary_user_trains_in_it_and_loses_a_node(container: str) -> None:
     ran = run(
         *('buildah', 'run', '--isolation=chroot', '--user', ORDINARY_USER),
         *('--volume=/dev/shm:/dev/shm', container, '--'),
-        *('python', '-m', 'tools.demo', '--output', '/tmp/demo'),
+        *('moevement', 'demo', '--output', '/tmp/demo'),
     )
     assert 'demo: bit_identical=true' in ran.splitlines()[-1]

@@ -6,7 +6,7 @@ For tools that are told to (`--stand-ins`): what it trains has the formats of fp
 
 import sys
 
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 from megatron.moevement.seams import cpu_device
 from tests.distributed.mutations.masters import masters
 

@@ -9,7 +9,7 @@ first kernel would run, what there is is written down, and the process ends.
 from transformer_engine.pytorch import GroupedLinear
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-import pretrain_gpt  # isort: skip
+from megatron.moevement import pretrain_gpt  # isort: skip
 from megatron.moevement.seams import patches
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.optimizer_state import chained

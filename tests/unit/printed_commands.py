@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed.run import get_args_parser
 
+from moevement_ext.command import PROGRAMS
 from tools.lab.trainer_flags import trainer_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +26,9 @@ _SOURCES = ('tools', 'moevement_ext', 'megatron', 'examples', 'scripts')
 _PROGRAM = re.compile(
     r'(?:[A-Z_]+=(?:"[^"]*"|\S+) )*'
     r'(?:(?:\.venv/bin/)?(?:python|torchrun|pytest) |scripts/\S+\.(?:sh|py)(?=\s)|sbatch |srun '
-    r'|docker |kubectl |pip |promtool |apt-get )'
+    r'|moevement |docker |kubectl |pip |promtool |apt-get )'
 )
-_TRAINER = 'pretrain_gpt.py'
+_TRAINERS = ('pretrain_gpt.py', 'megatron.moevement.pretrain_gpt')
 _END = '--'
 _MODULES = {
     'scripts/demo.sh': 'tools.demo',
@@ -82,7 +83,7 @@ def _of_page(text: str) -> Iterator[str]:
 
 
 def _is_name(code: str) -> bool:
-    return re.fullmatch(r'(\.venv/bin/)?python -m [\w.]+', code) is not None
+    return re.fullmatch(r'(\.venv/bin/)?python -m [\w.]+|moevement [\w-]+', code) is not None
 
 
 def _of_source(text: str) -> Iterator[str]:
@@ -122,8 +123,14 @@ def parse(command: str) -> None:
 
 def _parse_words(words: Sequence[str], elided: bool) -> None:
     program, rest = words[0].removeprefix('.venv/bin/'), list(words[1:])
+    if program == 'moevement':
+        if rest == ['--help']:
+            return
+        program, rest = 'python', ['-m', PROGRAMS[rest[0]].module, *rest[1:]]
     if program in _MODULES:
         program, rest = 'python', ['-m', _MODULES[program], *rest]
+    if program == 'python' and rest[0] == '-m' and rest[1] in _TRAINERS:
+        program, *rest = rest[1:]
     if program == 'python' and rest[0] == '-m':
         _parse_tool(rest[1], rest[2:], elided)
     elif program == 'python':
@@ -135,7 +142,7 @@ def _parse_words(words: Sequence[str], elided: bool) -> None:
     elif program == 'sbatch':
         (at,) = (n for n, word in enumerate(rest) if word.endswith('.sbatch'))
         _parse_words(rest[at:], elided)
-    elif program == _TRAINER:
+    elif program in _TRAINERS:
         _parser_of_trainer().parse_args(rest)
     elif program.startswith('scripts/') and program.endswith(_WITHOUT_PARSER):
         _parse_script(program, rest, elided)

@@ -17,9 +17,9 @@ PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrai
 MAX_CONSTRUCTOR_ARGUMENTS = 7
 
 ENGINE_FLOORS = (
-    {'errors'},
+    {'command', 'errors'},
     {'config', 'events'},
-    {'faults', 'token_bucket'},
+    {'faults', 'token_bucket', 'cpu_cost'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
     {'replicate', 'store'},
     {'capture', 'membership'},
@@ -37,6 +37,7 @@ ADAPTER_FLOORS = (
     {'job'},
     {'arguments'},
     {'attachment', 'checking', 'program'},
+    {'pretrain_gpt'},
 )
 """As `ENGINE_FLOORS`."""
 

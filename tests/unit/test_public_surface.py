@@ -63,4 +63,9 @@ def test_types_are_shipped(package: str) -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == 'setup'
     )
     (data,) = (word.value for word in setup.keywords if word.arg == 'package_data')
-    assert 'py.typed' in ast.literal_eval(data)[package]
+    named = {
+        key.value: value
+        for key, value in zip(data.keys, data.values, strict=True)
+        if key is not None
+    }
+    assert 'py.typed' in ast.literal_eval(named[package])

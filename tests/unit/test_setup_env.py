@@ -41,7 +41,7 @@ def packages(checkout: Path) -> Path:
     return checkout / '.venv' / 'lib' / 'python3.12' / 'site-packages'
 
 
-def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
+def set_up(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """No other Python makes an environment, either."""
     programs = checkout / 'programs'
     programs.mkdir()
@@ -50,7 +50,7 @@ def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
         (programs / name).write_text(PYTHON)
         (programs / name).chmod(0o755)
     return subprocess.run(
-        [checkout / 'scripts' / 'setup_env.sh'],
+        [checkout / 'scripts' / 'setup_env.sh', *flags],
         env={**os.environ, 'PATH': f'{programs}:{os.environ["PATH"]}'},
         capture_output=True,
         text=True,
@@ -82,3 +82,26 @@ def test_what_was_interrupted_again_is_still_half_built(checkout: Path) -> None:
     assert set_up(checkout).returncode != 0
     assert (checkout / '.venv' / '.building').exists()
     assert not (checkout / '.venv' / '.installed').exists()
+
+
+def test_torch_of_a_trial_comes_first_and_from_an_index_without_cuda(checkout: Path) -> None:
+    done = set_up(checkout, '--cpu')
+    assert done.returncode == 0, done.stderr
+    calls = (checkout / '.venv' / 'bin' / 'calls').read_text().splitlines()
+    first, second = (call for call in calls if 'pip install' in call)
+    assert '--index-url https://' in first and first.endswith(' torch>=2.11')
+    assert '--index-url' not in second and '--editable' in second
+
+
+def test_an_index_that_has_no_such_torch_is_named_in_a_line(checkout: Path) -> None:
+    (checkout / '.venv' / 'bin' / 'fails').write_text('--index-url')
+    done = set_up(checkout, '--cpu')
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith('[setup_env] --cpu: no PyTorch from https://') and 'CPU_INDEX' in last
+    assert (checkout / '.venv' / '.building').exists()
+
+
+def test_another_flag_is_refused(checkout: Path) -> None:
+    done = set_up(checkout, '--gpu')
+    assert done.returncode == 2 and done.stderr == '[setup_env] --gpu: the only flag is --cpu\n'

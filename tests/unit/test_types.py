@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ADAPTER = ROOT / 'megatron' / 'moevement'
 MOST_ANY = 10
 """Per thousand lines; what is only passed on is an `object`."""
-READS_ARGUMENTS = {'arguments.py', 'checking.py', 'facts.py', 'program.py'}
+READS_ARGUMENTS = {'arguments.py', 'checking.py', 'facts.py', 'pretrain_gpt.py', 'program.py'}
 """Make facts, settings and counters of upstream's arguments; besides these only `seams` has them,
 where upstream hands them over or gives them away."""
 

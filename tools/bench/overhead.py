@@ -57,6 +57,7 @@ _POLL_S = 0.25
 BF16, ALL, AUTO = 'bf16', 'all', 'auto'
 AGAIN = 'bf16, another seed'
 FORMATS = (BF16, AGAIN, *(name for name in precisions.FLAGS if name != BF16))
+_PROG = 'python -m tools.bench.overhead'
 _WINDOW_OF_FORMATS = '4'
 
 
@@ -180,9 +181,9 @@ def summarize(
     )
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None, prog: str = _PROG) -> argparse.Namespace:
     """Parse and check the flags; exits with a message if they are wrong."""
-    parser = Parser(prog='python -m tools.bench.overhead', description=__doc__)
+    parser = Parser(prog=prog, description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
     add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
@@ -258,9 +259,9 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
     return summarize(bench, hardware, rounds)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
-    args = parse_arguments(argv)
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Run the tool, `prog` by its usage; returns the exit status."""
+    args = parse_arguments(argv, prog)
     return run_benchmark(
         'bench_overhead',
         lambda console: measure(args, console),

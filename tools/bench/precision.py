@@ -18,7 +18,8 @@ _LONGER = '--precision all --rounds 1 --iterations 300'.split()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status. The last value of a flag counts."""
-    return overhead.main([*_LONGER, *(sys.argv[1:] if argv is None else argv)])
+    given = sys.argv[1:] if argv is None else argv
+    return overhead.main([*_LONGER, *given], prog='python -m tools.bench.precision')
 
 
 if __name__ == '__main__':

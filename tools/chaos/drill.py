@@ -33,7 +33,7 @@ from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.evidence import read_events
-from tools.lab.launch import ROOT
+from tools.lab.launch import PROGRAM, ROOT
 from tools.lab.trainer_flags import parse_trainer_flags
 
 _END = '--'
@@ -78,7 +78,7 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
         raise LabError('--nodes and --workers-per-node: give numbers of 1 or more')
     parse_trainer_flags(flags)  # exits if a flag is wrong, before any launch
     run_id = f'drill-{uuid.uuid4().hex[:8]}'
-    folder = (args.output or ROOT / 'runs' / run_id).absolute()
+    folder = (args.output or Path('runs', run_id)).absolute()
     if folder.exists():
         raise LabError(f'--output {folder} is there already: give another folder')
     job = _job(args)
@@ -87,7 +87,7 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
         faults += ['--kill-node', f'{job.nodes - 1}@{args.second}']
     for name, staged in ((_UNDISTURBED, []), (_DISTURBED, faults)):
         own = folder / name
-        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, 'pretrain_gpt.py']
+        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, str(ROOT / PROGRAM)]
         console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
         status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
         if status != 0:
@@ -133,7 +133,7 @@ def _job(args: argparse.Namespace) -> _Job:
 
 def _run(command: Sequence[str]) -> int:
     """Run the launcher; returns its exit status. It ends with this process."""
-    launcher = subprocess.Popen(command, cwd=ROOT)
+    launcher = subprocess.Popen(command)
     try:
         return launcher.wait()
     finally:

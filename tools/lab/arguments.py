@@ -4,6 +4,7 @@
 import argparse
 from typing import Any, NoReturn
 
+from moevement_ext.command import shown
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.process.user_errors import usage_error
 
@@ -18,8 +19,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **others: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, **{'formatter_class': formatter, **others})
+        super().__init__(prog=shown(prog), **{'formatter_class': formatter, **others})
+
+    def format_help(self) -> str:
+        """All of it, with the commands as this one was given."""
+        return shown(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and one line."""
-        self.exit(EXIT_USER_ERROR, usage_error(self, message))
+        self.exit(EXIT_USER_ERROR, shown(usage_error(self, message)))

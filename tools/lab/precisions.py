@@ -7,7 +7,7 @@ They need Transformer Engine; on a CPU, a tool may run them on stand-ins with th
 import argparse
 import importlib.util
 
-from tools.lab.launch import PROGRAM
+from tools.lab.launch import PROGRAM, ROOT
 
 STAND_INS = 'tests/stand_ins/program.py'
 """A program equal to `PROGRAM`, with the stand-ins."""
@@ -53,9 +53,11 @@ def program(stand_ins: bool) -> str:
     """Path of the program for narrow precisions.
 
     Raises:
-        ValueError: Transformer Engine is required, but not installed.
+        ValueError: Transformer Engine is required but not installed, or the stand-ins are missing.
     """
     if stand_ins:
+        if not (ROOT / STAND_INS).is_file():
+            raise ValueError(f'--stand-ins: there is no {STAND_INS}: run it in a checkout')
         return STAND_INS
     if importlib.util.find_spec('transformer_engine') is None:
         raise ValueError(

@@ -40,7 +40,7 @@ _PRECISION = {
 }
 _FP8_MASTERS = 'sparse_ckpt_fp8_masters'
 _DELAYED = 'delayed'
-RECOVERIES = ('localized', 'whole-job')
+RECOVERIES = ('localized', 'global', 'whole-job')
 _PROTECTION = {
     'sparse_ckpt_window': 'window',
     'sparse_ckpt_max_window': 'max_window',

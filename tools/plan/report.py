@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from moevement_ext.command import shown
 from moevement_ext.memory.budget import GIB, gib
 from tools.plan.planning import JobPlan, StageKind
 from tools.simulate.terminal import table
@@ -281,7 +282,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     if precision.master == 'fp8':
         yield (
             'masters in fp8 lose updates that are small beside a weight; compare the losses '
-            '(python -m tools.bench.precision)'
+            f'({shown("python -m tools.bench.precision")})'
         )
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(

@@ -2,6 +2,8 @@
 """Windows of any run below a directory, in host memory or on disk.
 
 <dir>/<run id>/<node>/<holder>/<owner>/window-<start>-<plan>.window     host memory
+<dir>/<run id>/<node>/<holder>/stub-<owner>/window-<start>-<plan>.window  what the holder, which
+                                    captures the same, needs of the owner besides its own window
 <disk>/<run id>/rank<owner>/window-<start>-<plan>.window                disk
 """
 
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from moevement_ext.memory.node_store import STUB
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
@@ -140,7 +143,7 @@ def _placed(path: Path, nbytes: int) -> Found:
         run, tier, holder, node = path.parents[1].name, DISK, None, None
         rank = int(on_disk[1])
     else:
-        numbers = [parent.name for parent in path.parents[:2]]
+        numbers = [parent.name.removeprefix(STUB) for parent in path.parents[:2]]
         rank, holder = (int(name) if name.isdecimal() else -1 for name in numbers)
         run, tier, node = path.parents[3].name, MEMORY, path.parents[2].name
     return Found(

@@ -22,7 +22,7 @@ from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
-from megatron.moevement.state.dp_copy import replicas
+from megatron.moevement.state.dp_copy import replicas, twins
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
@@ -75,6 +75,7 @@ class MegatronTrainer:
             group=group,
             replicas=replicas(self._facts),
             interleaved=len(self.operators.model) > 1,
+            twins=twins(self._facts),
         )
 
     @property

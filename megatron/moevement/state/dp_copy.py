@@ -31,6 +31,28 @@ def replicas(facts: JobFacts) -> list[int]:
     return sorted(same - {facts.rank})
 
 
+def twins(facts: JobFacts) -> list[int]:
+    """Global ranks that capture what this rank captures, itself left out.
+
+    Of each instance of the distributed optimizer the rank with the same shard. Random numbers and
+    amax histories may differ. None without it: data-parallel ranks hold the same state, and each
+    captures another share of it. None where parameters may differ.
+    """
+    if not facts.use_distributed_optimizer or facts.data_parallel_random_init:
+        return []
+    instances = parallel_state.get_inter_distributed_optimizer_instance_group(
+        check_initialized=False
+    )
+    if instances is None:
+        return []
+    dense = _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    same = _ranks(instances)
+    shard = len(dense) // len(same)
+    if same != dense[dense.index(facts.rank) % shard :: shard]:
+        return []
+    return sorted({*same} - {facts.rank})
+
+
 def copy_state(
     operators: Mapping[str, Operator],
     states: Mapping[torch.nn.Parameter, ParameterState],

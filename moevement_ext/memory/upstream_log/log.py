@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upstream log: what this stage sent to its neighbours, kept for their replay (paper sec. 3.4).
+"""The upstream log: tensors sent to neighbour stages, kept for their replay (paper sec. 3.4).
 
-A stage that was lost replays from the logs of its neighbours, and nobody else computes anything
-again. So each stage keeps, in host memory, the activations it sent downstream and the gradients it
-sent upstream, back to the oldest window a recovery may start from.
+A lost stage replays from the logs of its neighbours, so that no other stage recomputes anything.
+So each stage keeps, in host memory, the activations that it sent downstream and the gradients that
+it sent upstream, back to the oldest window that a recovery may start from.
 
-Records lie in a ring in the order in which they were sent. They are dropped oldest first (a newer
-window was persisted, or the ring is full) or newest first (a rollback), and one worker thread, or
-one CUDA stream, fills them in order: bytes that arrive late for a dropped record are therefore
-overwritten by the record that took its place before that one counts as complete.
+Records lie in a ring in sending order. The log drops them oldest first (a newer window is
+persisted, or the ring is full) or newest first (a rollback). One worker thread, or one CUDA stream,
+fills the records in order. Bytes that arrive late for a dropped record are therefore overwritten by
+the record that took its place, before the new record counts as complete.
 """
 
 import logging
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Record:
-    """Where one tensor lies in the ring; `logged` is None until all of it has arrived."""
+    """Place of one tensor in the ring; `logged` is None until all its bytes have arrived."""
 
     def __init__(self, key: LogKey, offset: int, source: torch.Tensor) -> None:
         self.key = key
@@ -49,7 +49,7 @@ class _Record:
 
 
 class _Completion(NamedTuple):
-    """A record to complete. `source` lives until its bytes have arrived, and not longer."""
+    """A record to complete. `source` lives exactly until its bytes have arrived."""
 
     record: _Record
     source: torch.Tensor
@@ -61,24 +61,24 @@ class UpstreamLog:
     """Records of all tensors sent in the iterations from `first_iteration` on.
 
     The training thread calls `append`, `rewind`, `pause` and `close`; any thread calls the rest.
-    The index lives in this process, and the log with it: a file left by an earlier one is
-    overwritten.
+    The index lives in this process, so the log ends with the process; the file of an earlier
+    process is overwritten.
 
     Args:
         path: file in a tmpfs, in a directory that no other process uses.
         capacity_bytes: size of the ring; a record takes `ring.region_bytes` of it.
-        device: where the tensors come from.
-        max_wait_s: longest time one `append` holds up training because the ring is full.
+        device: of the tensors.
+        max_wait_s: longest time that one `append` blocks training because the ring is full.
         on_degraded: called with a reason, on the training or the worker thread, when localized
-            recovery is not possible for a while, or the log holds up training.
+            recovery is impossible for a while, or the log blocks training.
 
     Attributes:
         path: the file.
         array: uint8 view over the whole map.
 
     Raises:
-        HostMemoryError: no space for the file, the file there is not this user's own, or CUDA
-            cannot pin it.
+        HostMemoryError: there is no space for the file, an existing file is not this user's own,
+            or CUDA cannot pin the file.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class UpstreamLog:
         self._max_wait_s = max_wait_s
         self._on_degraded = on_degraded
         self._ring = Ring(capacity_bytes)
-        self._records: OrderedDict[LogKey, _Record] = OrderedDict()  # as they lie in the ring
+        self._records: OrderedDict[LogKey, _Record] = OrderedDict()  # in the order of the ring
         self._first: int | None = None
         self._iteration: int | None = None  # of the newest append
         self._counts: Counter[Direction] = Counter()  # of that iteration
@@ -112,7 +112,9 @@ class UpstreamLog:
         self._forgetting = False
         self._closed = False
         self._growing = threading.Lock()
-        self._former: list[np.ndarray] = []  # maps of the same pages, that copies may still use
+        self._former: list[
+            np.ndarray
+        ] = []  # earlier maps of the same pages; copies may still use them
         self._changed = threading.Condition()
         self._jobs: queue.Queue[_Completion | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name='upstream-log', daemon=True)
@@ -121,11 +123,11 @@ class UpstreamLog:
     # Logging
 
     def append(self, iteration: int, direction: Direction, tensor: torch.Tensor) -> None:
-        """Log a tensor of any shape, right before it is sent, as the next of its direction.
+        """Log a tensor of any shape right before its send, as the next record of its direction.
 
-        Nothing is copied here. The log holds on to the storage until the copy is done, also when
-        the caller replaces `tensor.data` meanwhile; nobody may write to that storage before.
-        Where the tensor cannot be kept, its iteration and older ones are given up.
+        The copy is asynchronous. The log keeps the storage alive until the copy is done, also when
+        the caller replaces `tensor.data` meanwhile; no code may write to that storage before.
+        If the log cannot keep the tensor, it drops this iteration and all older iterations.
 
         Raises:
             ValueError: an iteration older than the last one, without a `rewind` in between.
@@ -143,7 +145,7 @@ class UpstreamLog:
         self._jobs.put(_Completion(record, source, arrive))
 
     def drop_until(self, iteration: int) -> None:
-        """Forget the records up to and with `iteration`, which no recovery needs any more."""
+        """Drop the records up to and including `iteration`, which no recovery needs."""
         with self._changed:
             if self._first is not None and iteration >= self._first:
                 self._drop_oldest(iteration)
@@ -151,7 +153,7 @@ class UpstreamLog:
                 self._forgetting = False
 
     def rewind(self, iteration: int) -> None:
-        """Forget the records after `iteration`: the iterations after it are computed again."""
+        """Drop the records after `iteration`, as training recomputes the later iterations."""
         self.drain()
         with self._changed:
             self._paused = False
@@ -160,7 +162,7 @@ class UpstreamLog:
             while self._records and next(reversed(self._records)).iteration > iteration:
                 self._records.popitem()
                 self._ring.free_newest()
-            # Of the next iteration on, everything will be logged again, also what was given up.
+            # From the next iteration on all is logged again, also iterations given up before.
             self._first = min(self._first, iteration + 1)
             self._iteration = iteration
             self._counts = Counter(
@@ -168,18 +170,18 @@ class UpstreamLog:
             )
 
     def pause(self) -> None:
-        """Until the next `append` or `rewind` nothing is sent: no reader waits for that."""
+        """Note that no tensor is sent until the next `append` or `rewind`: readers do not wait."""
         with self._changed:
             self._paused = True
             self._changed.notify_all()
 
     def grow(self, capacity_bytes: int) -> None:
-        """Have a ring of that size at least; what is logged stays. Called by any thread.
+        """Enlarge the ring to at least this size; records stay. Any thread.
 
-        On a GPU that must be the thread's current device (`bind_thread`), as it is pinned for it.
+        On a GPU the caller's current device must be set (`bind_thread`), to pin the ring for it.
 
         Raises:
-            HostMemoryError: there is no room, or CUDA cannot pin it; the log stays as it is.
+            HostMemoryError: there is no room, or CUDA cannot pin the ring; the log does not change.
         """
         with self._growing:
             if capacity_bytes <= self._ring.capacity:
@@ -202,28 +204,28 @@ class UpstreamLog:
 
     @property
     def first_iteration(self) -> int | None:
-        """Oldest iteration of which all records are there; None: nothing was logged."""
+        """Oldest iteration with all its records; None if nothing is logged."""
         with self._changed:
             return self._first
 
     def read(self, key: LogKey, timeout_s: float) -> tuple[LoggedTensor, bytes] | None:
-        """A record and a copy of its bytes, once it is complete. Called by any thread.
+        """Wait for a record and copy its bytes. Any thread.
 
         Args:
             key: the record.
-            timeout_s: how long to wait for it.
+            timeout_s: longest wait for the record.
 
         Returns:
-            The record and its bytes. None: it has not come within `timeout_s`; it may yet, where
-            this stage replays too.
+            The record and its bytes. None: the record did not arrive within `timeout_s`, but may
+            arrive later, if this stage replays too.
 
         Raises:
-            LogGap: it is not in the log and will not come.
+            LogGap: the record is not in the log and will not arrive.
         """
         expires = time.monotonic() + timeout_s
         while (record := self._await_record(key, expires - time.monotonic())) is not None:
-            # Training is not held up by readers: a record that is still in the index after it was
-            # copied has not been overwritten before.
+            # Readers do not block training: a record that is still in the index after the copy was
+            # not overwritten during the copy.
             data = self.array[record.span].tobytes()
             with self._changed:
                 if self._records.get(key) is record and record.logged is not None:
@@ -231,13 +233,13 @@ class UpstreamLog:
         return None
 
     def drain(self) -> None:
-        """Return when everything appended so far is complete and its tensors are released."""
+        """Wait until all appended records are complete and their tensors are released."""
         self._jobs.join()
 
     def close(self) -> None:
-        """Complete what was appended and end the thread; readers get `LogGap`.
+        """Complete the appended records and end the worker thread; readers get `LogGap`.
 
-        Later appends are ignored. The file stays; its map goes with this object.
+        Later appends are ignored. The file stays; the map is freed with this object.
         """
         with self._changed:
             if self._closed:
@@ -250,10 +252,10 @@ class UpstreamLog:
     # On the training thread
 
     def _await_room(self, iteration: int, nbytes: int) -> None:
-        """Wait, within limits, for `drop_until` to make room; only this thread takes room.
+        """Wait, up to a limit, for `drop_until` to make room; only the training thread takes room.
 
-        After a wait in vain there is no other before something was dropped, so a log that is too
-        small or windows that are never persisted do not slow down every iteration.
+        After a timeout, appends do not wait again before the next `drop_until`, so that a log that
+        is too small, or windows that are never persisted, do not slow down every iteration.
         """
         with self._changed:
             if self._waited_in_vain or not self._room_may_come(iteration, nbytes):
@@ -268,7 +270,7 @@ class UpstreamLog:
             )
 
     def _room_may_come(self, iteration: int, nbytes: int) -> bool:
-        """True if there is no room, and dropping older iterations may make some."""
+        """True if there is no room, and dropping older iterations may make room."""
         if self._closed or nbytes > self._ring.capacity or self._ring.fits(nbytes):
             return False
         return self._oldest_iteration(iteration) < iteration
@@ -279,14 +281,14 @@ class UpstreamLog:
     def _reserve(
         self, iteration: int, direction: Direction, source: torch.Tensor
     ) -> _Record | None:
-        """Enter the next record; None: its iteration is given up."""
+        """Enter the next record; None if its iteration is given up."""
         with self._changed:
             key = self._next_key(iteration, direction)
             self._paused = False
             first = self._first
             record = self._place(key, source)
             forgotten = self._first != first
-            said = self._forgetting  # once, until something is dropped as it should be
+            said = self._forgetting  # report once per regular drop
             self._forgetting = said or forgotten
         if forgotten and not said:
             self._report(f'{self._description} is full: {self._consequence}')
@@ -308,7 +310,7 @@ class UpstreamLog:
         return key
 
     def _place(self, key: LogKey, source: torch.Tensor) -> _Record | None:
-        """Find room, if need be by forgetting the oldest whole iterations."""
+        """Find room, if necessary by dropping the oldest whole iterations."""
         while self._keeps(key.iteration):
             offset = self._ring.allocate(source.nbytes)
             if offset is not None:
@@ -321,12 +323,12 @@ class UpstreamLog:
         return not self._closed and self._first is not None and iteration >= self._first
 
     def _begin_copy(self, source: torch.Tensor, span: slice) -> Callable[[], object]:
-        """Begin; what is returned lets the bytes arrive, on the worker thread."""
+        """Begin the copy; the returned function completes it on the worker thread."""
         target = self._bytes[span].view(source.dtype).view(source.shape)
         if not self._cuda:
             return partial(target.copy_, source)
-        # The worker keeps the source until the event is done, so its memory cannot be given to
-        # another tensor before: the allocator needs no record_stream.
+        # The worker keeps the source until the event is done, so the allocator cannot reuse its
+        # memory earlier: no record_stream is necessary.
         copied = torch.cuda.Event(blocking=True)
         self._computed.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._computed)
@@ -345,9 +347,9 @@ class UpstreamLog:
         self._jobs.task_done()
 
     def _next_arrived(self) -> _Record | None:
-        """The next record, when its bytes are there; None at the end.
+        """Wait for the bytes of the next record and return it; None at the end.
 
-        With the frame goes the tensor: on a GPU, checksums may be far behind what is sent.
+        Returning frees the source tensor; on a GPU, checksums may lag far behind the sends.
         """
         job = self._jobs.get()
         if job is None:
@@ -361,7 +363,7 @@ class UpstreamLog:
     def _complete(self, record: _Record) -> None:
         with self._changed:
             if self._records.get(record.key) is not record:
-                return  # it has failed, or was dropped meanwhile
+                return  # the record has failed, or was dropped meanwhile
         data = self.array[record.span]
         checksum = xxhash.xxh3_64_intdigest(memoryview(data))
         logged = LoggedTensor(dtype_name(record.dtype), record.shape, data.size, checksum)
@@ -372,7 +374,7 @@ class UpstreamLog:
     # On any thread
 
     def _give_up(self, record: _Record, error: Exception) -> None:
-        """Let no reader wait for a record that has failed."""
+        """Drop a failed record, so that no reader waits for it."""
         with self._changed:
             if self._records.get(record.key) is not record:
                 return  # dropped meanwhile
@@ -380,7 +382,7 @@ class UpstreamLog:
         self._report(f'{self._description} has failed ({error}): {self._consequence}')
 
     def _drop_oldest(self, iteration: int) -> None:
-        """Forget the records up to and with `iteration`."""
+        """Drop the records up to and including `iteration`."""
         while self._oldest_iteration(iteration + 1) <= iteration:
             self._records.popitem(last=False)
             self._ring.free_oldest()
@@ -400,7 +402,7 @@ class UpstreamLog:
         return record if record is not None and record.logged is not None else None
 
     def _gap(self, key: LogKey) -> str | None:
-        """Why a record will never come; None: it is there or may come."""
+        """Reason why a record will never arrive; None if it is there or may arrive."""
         if self._closed:
             return 'the log is closed'
         if self._first is not None and key.iteration < self._first:

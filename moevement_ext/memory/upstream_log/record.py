@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the upstream log keeps, how it is asked for, and why it may have to decline."""
+"""Records of the upstream log, their keys, and the errors of reading them."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from moevement_ext.memory.window.name import Count
 
 
 class Direction(StrEnum):
-    """Where the logging stage sent a tensor."""
+    """Direction in which the logging stage sent a tensor."""
 
     DOWN = 'down'
     """Activations, to the next stage."""
@@ -28,17 +28,16 @@ class LogKey(NamedTuple):
     """
 
     iteration: int
-    """Iteration in which it was sent."""
+    """Iteration in which the tensor was sent."""
     direction: Direction
     sequence: int
 
     def __str__(self) -> str:
-        """Words for messages."""
         return f'tensor {self.sequence} sent {self.direction} in iteration {self.iteration}'
 
 
 class LoggedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """Type, shape and checksum by which the bytes of a record are a tensor again."""
+    """Type, shape and checksum of a record, which turn its bytes into a tensor again."""
 
     dtype: str
     """`bfloat16`, `float32`, `int64`, ..."""
@@ -50,8 +49,8 @@ class LoggedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogGap(SparseCheckpointError):
-    """The record is not in the log and will not come; recovery has to take another way."""
+    """The record is not in the log and will not arrive; recovery must take another way."""
 
 
 class CorruptLog(SparseCheckpointError):
-    """A record that arrived is not what was logged; the message names it."""
+    """A received record differs from the logged one; the message names the record."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes of a ring are in use: contiguous regions, freed at either end, never moved."""
+"""Allocation in a ring of bytes: contiguous regions, freed at either end, never moved."""
 
 from collections import deque
 from typing import NamedTuple
@@ -15,12 +15,12 @@ class _Region(NamedTuple):
 class Ring:
     """Allocator of regions in a ring of `capacity` bytes; not thread-safe.
 
-    A region begins at a multiple of 64 and never wraps: one that does not fit before the end of
-    the ring begins at 0, and the tail stays unused until the ring comes around again. No region is
+    A region begins at a multiple of 64 and never wraps: if it does not fit before the end of the
+    ring, it begins at 0, and the tail stays unused until the ring comes around again. No region is
     empty, so the ring is empty exactly when there is no region.
 
     Args:
-        capacity: size of the ring in bytes; it may be made larger at any time, which counts once
+        capacity: size of the ring in bytes. It may grow at any time; the new space is used once
             the newest region lies behind the oldest.
     """
 
@@ -29,10 +29,10 @@ class Ring:
         self._regions: deque[_Region] = deque()  # oldest first
 
     def allocate(self, nbytes: int) -> int | None:
-        """Take a region, which is then the newest.
+        """Allocate the newest region.
 
         Returns:
-            Its offset in bytes; None: there is no place for it now.
+            Offset of the region in bytes; None if there is no room now.
         """
         start = self._place(region_bytes(nbytes))
         if start is not None:
@@ -40,7 +40,7 @@ class Ring:
         return start
 
     def fits(self, nbytes: int) -> bool:
-        """True if `allocate` would find a place."""
+        """True if `allocate` would find room."""
         return self._place(region_bytes(nbytes)) is not None
 
     def free_oldest(self) -> None:
@@ -55,7 +55,7 @@ class Ring:
         if not self._regions:
             return 0 if size <= self.capacity else None
         oldest, newest = self._regions[0], self._regions[-1]
-        if newest.start < oldest.start:  # came around: free is what lies between them
+        if newest.start < oldest.start:  # wrapped: the space between them is free
             return newest.end if newest.end + size <= oldest.start else None
         if newest.end + size <= self.capacity:
             return newest.end

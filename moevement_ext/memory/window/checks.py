@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a window before its payloads are looked at, however its bytes were read."""
+"""Checks of a window before its payloads are read, from any source of bytes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +18,12 @@ def verified_header(
 
     Args:
         path: the file, for messages.
-        name: the window that the file says it holds.
+        name: the window that the file claims to hold.
         entry: place of the slot.
         frame: its bytes.
 
     Raises:
-        RefusedWindow: damaged, of an unknown version, or at odds with the file.
+        RefusedWindow: the frame is damaged, of an unknown version, or contradicts the file.
     """
     try:
         header = decode_frame(frame)
@@ -38,12 +38,12 @@ def verified_header(
 
 
 def check_whole(path: Path, headers: Sequence[SlotHeader], expected: Expected) -> None:
-    """Check that slots make up a whole window, and the one expected.
+    """Check that slots make up a whole window, the expected one.
 
     Args:
         path: the file, for messages.
         headers: of all its slots, in ascending order.
-        expected: what they must say of themselves.
+        expected: required values of the headers.
 
     Raises:
         RefusedWindow: typed by the reason.
@@ -64,7 +64,7 @@ def check_whole(path: Path, headers: Sequence[SlotHeader], expected: Expected) -
 
 
 def damaged(path: Path, slot: int, record: Record) -> CorruptWindow:
-    """Refusal of a record whose bytes are not those that were captured."""
+    """Build the error about a record whose bytes differ from the captured bytes."""
     return CorruptWindow(
         f'{path}: slot {slot}: checksum mismatch in operator {record.operator}, tensor '
         f'{record.tensor}, part {record.part}, elements [{record.start}, {record.end})'

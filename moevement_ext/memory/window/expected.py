@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader expects a window to be, compared before anything of it is loaded."""
+"""A reader's requirements on a window, checked before any payload is loaded."""
 
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -16,35 +16,35 @@ IDENTITY = {
     'start': WrongWindow,
     'plan': WrongWindow,
 }
-"""What all slots of a window say alike, and how another one is refused."""
+"""Header fields that are equal in all slots of a window, with the error for other values."""
 
 _OF_SETTINGS = ('run', 'topology')
 
 
 class Expected(NamedTuple):
-    """What every slot of a window must say of itself; None: anything will do."""
+    """Required header fields of every slot; None accepts any value."""
 
     run: str | None = None
     """Digest of the run."""
     topology: str | None = None
     """Digest of the parallel layout."""
     owner: int | None = None
-    """Rank whose state it is."""
+    """Rank whose state the window holds."""
     name: WindowName | None = None
     settings: RunSettings | None = None
-    """What the job is launched with."""
+    """Settings of this job."""
 
     @classmethod
     def of(cls, identity: RankIdentity, name: WindowName | None = None) -> Self:
-        """Expect a window that this rank itself has captured."""
+        """Require a window that this rank itself captured."""
         return cls(identity.run, identity.topology, identity.rank, name, identity.settings)
 
     def check(self, header: SlotHeader, path: Path) -> None:
-        """Compare with what a slot says of itself.
+        """Compare with the header of a slot.
 
         Args:
             header: of one slot.
-            path: the file it is in, for the message.
+            path: file of the slot, for the message.
 
         Raises:
             RefusedWindow: typed by what differs.
@@ -63,9 +63,9 @@ class Expected(NamedTuple):
             raise ForeignRun(f'{path}: {told(known)}')
 
     def differs(self, header: SlotHeader) -> Differences:
-        """In what the job differs that has captured this slot; in nothing, where it does not say.
+        """Differences of this job from the job that captured the slot; empty if unknown.
 
-        A window of which only this differs may be used, unless that is decisive.
+        A window with only doubtful differences may be used.
         """
         if self.settings is None or not header.settings:
             return Differences([], [])

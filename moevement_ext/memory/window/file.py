@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One window of one owner in one preallocated, mapped file (see `window.format`).
 
-A slot is its payload and, after it, the frame of its header; the frame takes its place when the
-slot is sealed, so its size need not be known when the payload is reserved.
+A slot is its payload followed by the frame of its header. The frame is placed when the slot is
+sealed, so that its size need not be known when the payload is reserved.
 
-Reading trusts nothing: whatever is wrong ends in a `RefusedWindow` (invariant I7).
+Readers trust no byte: any damage raises a `RefusedWindow` (invariant I7).
 """
 
 import mmap
@@ -45,7 +45,7 @@ from moevement_ext.memory.window.slot import (
 
 
 class FileTooSmall(HostMemoryError):
-    """A window does not fit in the file that was begun for it; one of `needed` bytes has room."""
+    """A window does not fit in the file that was begun for it; it needs `needed` bytes."""
 
     def __init__(self, path: Path, needed: int) -> None:
         super().__init__(f'{path}: the window needs {needed} bytes; its file is smaller')
@@ -60,7 +60,7 @@ class SlotBlob(NamedTuple):
 
 
 class _Draft:
-    """What only a window being written has: the end of the used part and reserved payloads."""
+    """State of a window being written: the end of the used part and reserved payloads."""
 
     def __init__(self) -> None:
         self.tail = PREAMBLE_BYTES
@@ -68,13 +68,13 @@ class _Draft:
 
 
 class WindowFile:
-    """A window file mapped once for the life of the object.
+    """A window file mapped once for the lifetime of the object.
 
-    One thread begins and reserves, another may seal (checksums are computed there); the directory
-    is guarded by a lock. After `freeze` nothing is written until the next `begin`.
+    One thread begins and reserves; another may seal, which computes the checksums. A lock guards
+    the directory. After `freeze` no byte changes until the next `begin`.
 
     Attributes:
-        path: present path; changes when the store renames the file.
+        path: current path; changes when the store renames the file.
         array: uint8 view over the whole map, e.g. to wrap in a tensor and register as pinned.
     """
 
@@ -90,16 +90,16 @@ class WindowFile:
         """Create an empty file of `capacity` bytes with all its pages reserved.
 
         Raises:
-            HostMemoryError: the file system has not that much left; nothing stays behind.
+            HostMemoryError: the file system is too full; no file is left behind.
         """
         return cls._blank(path, map_new, capacity)
 
     @classmethod
     def adopt(cls, path: Path, capacity: int) -> 'WindowFile':
-        """Reuse the space of an existing file; what it held is forgotten.
+        """Reuse the space of an existing file; its content is lost.
 
         Raises:
-            ForeignFileError: others may have the file open.
+            ForeignFileError: other users may have the file open.
         """
         return cls._blank(path, map_anew, capacity)
 
@@ -109,11 +109,11 @@ class WindowFile:
 
         Args:
             path: the file.
-            writable: map it so that the file can later be recycled with `begin`.
+            writable: map the file for writing, so that `begin` can recycle it later.
 
         Raises:
-            RefusedWindow: no readable, whole, known window file (typed by the reason).
-            HostMemoryError: to be writable it needs more pages than the file system has.
+            RefusedWindow: no readable, whole window file of a known version (typed by reason).
+            HostMemoryError: a writable map needs more pages than the file system has.
         """
         try:
             array = np.frombuffer(map_existing(path, writable), np.uint8)
@@ -142,11 +142,11 @@ class WindowFile:
 
     @property
     def name(self) -> WindowName | None:
-        """The window this file holds or is being written for; None when empty."""
+        """The window in this file, complete or being written; None when empty."""
         return self._directory.name
 
     def required_name(self) -> WindowName:
-        """Name of the window this file holds or is being written for.
+        """Name of the window in this file, complete or being written.
 
         Raises:
             ValueError: the file is empty.
@@ -169,27 +169,27 @@ class WindowFile:
             self._write_directory(Directory(name))
 
     def require(self, content_bytes: int, slots: int) -> None:
-        """Refuse to begin with what cannot fit.
+        """Refuse a window that cannot fit.
 
         Args:
             content_bytes: payloads and frames of a window, together.
-            slots: their number.
+            slots: number of slots.
 
         Raises:
-            FileTooSmall: the file is smaller than that.
+            FileTooSmall: the file is too small.
         """
         if PREAMBLE_BYTES + content_bytes > self.capacity:
             raise FileTooSmall(self.path, PREAMBLE_BYTES + content_bytes + 2 * slots * ALIGNMENT)
 
     def freeze(self) -> None:
-        """Allow no more writing; called when the window is committed."""
+        """Forbid further writes; called when the window is committed."""
         with self._lock:
             self._draft = None
 
     def reserve_slot(self, slot: int, payload_bytes: int) -> Bytes:
-        """Reserve the place of a slot's payload; the caller writes to it.
+        """Reserve the place of a slot's payload, which the caller then writes.
 
-        A slot reserved before but not sealed (a transfer was cut off) gets the same place again.
+        A slot that is reserved but not sealed (after a broken transfer) gets the same place again.
 
         Returns:
             View of the map, 64-byte aligned, shape [payload_bytes].
@@ -216,7 +216,7 @@ class WindowFile:
     def seal_slot(self, header: SlotHeader) -> SlotHeader:
         """Compute the checksums of a filled slot and enter it in the directory.
 
-        Called on a worker thread: it reads the whole payload.
+        Called on a worker thread, as it reads the whole payload.
 
         Returns:
             The header with its checksums.
@@ -236,7 +236,7 @@ class WindowFile:
     def write_blob(
         self, slot: int, payload_bytes: int, frame_bytes: int, fill: Callable[[memoryview], None]
     ) -> SlotHeader:
-        """Write a slot that was sealed elsewhere, byte for byte.
+        """Write a slot that another process sealed, byte for byte.
 
         Args:
             slot: index of the slot.
@@ -252,7 +252,7 @@ class WindowFile:
         """
         payload = self.reserve_slot(slot, payload_bytes)
         fill(memoryview(payload))
-        frame = bytearray(frame_bytes)  # small, and its place is only taken once it is verified
+        frame = bytearray(frame_bytes)  # small; its place is taken only after verification
         fill(memoryview(frame))
         try:
             header = decode_frame(memoryview(frame))
@@ -315,7 +315,8 @@ class WindowFile:
         """Verified header of a sealed slot.
 
         Raises:
-            RefusedWindow: missing, damaged, of an unknown version, or at odds with the file.
+            RefusedWindow: the header is missing, damaged, of an unknown version, or at odds with
+                the file.
         """
         entry = self._sealed(slot)
         return verified_header(self.path, self.name, entry, self.slot_blob(slot).frame)
@@ -336,22 +337,22 @@ class WindowFile:
         return SlotBlob(memoryview(self.payload(slot)), memoryview(frame))
 
     def verify(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole, undamaged and the one expected.
+        """Verify that the window is whole, undamaged and the expected one.
 
         Returns:
             The headers, slot 0 first.
 
         Raises:
-            RefusedWindow: typed by the reason, naming file, slot and where it applies tensor.
+            RefusedWindow: typed by the reason; names file, slot and, if applicable, tensor.
         """
         headers = self.verify_identity(expected)
         self.verify_payloads(headers)
         return headers
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole and the one expected; payloads are not read.
+        """Verify that the window is whole and the expected one, without reading payloads.
 
-        Returns and raises what `verify` does.
+        Returns and raises as `verify`.
         """
         headers = self.headers()
         check_whole(self.path, headers, expected)
@@ -361,7 +362,7 @@ class WindowFile:
         """Compare every record with its checksum.
 
         Raises:
-            CorruptWindow: naming slot, operator, tensor and part.
+            CorruptWindow: names slot, operator, tensor and part.
         """
         for header in headers:
             payload = self.payload(header.slot)

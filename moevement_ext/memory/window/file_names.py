@@ -3,12 +3,12 @@
 
     free-<k>.window                nothing of value
     writing-<start>-<plan>.window  being filled, worthless until committed
-    unjudged-<start>-<plan>.window filled in a recovery that is not judged yet: worthless, whole or
-                                   not, also to compare with
+    unjudged-<start>-<plan>.window filled in a recovery that is not judged yet: worthless, even if
+                                   whole, for recovery and for comparison
     window-<start>-<plan>.window   committed: whole and immutable (invariant I3)
 
-Commit is a rename; a file gets another name *before* its first byte is overwritten. So the names
-alone tell a restarted process, or any reader, what can be trusted.
+Commit is a rename; a file gets another name *before* its first byte is overwritten. So the name
+alone shows a restarted process, or any reader, whether a file can be trusted.
 """
 
 import os
@@ -38,7 +38,7 @@ def writing_name(name: WindowName) -> str:
 
 
 def unjudged_name(name: WindowName) -> str:
-    """The same of a window that is captured in a recovery that is not judged yet."""
+    """Name of the file of a window that is captured in a recovery not judged yet."""
     return f'unjudged-{writing_name(name).removeprefix("writing-")}'
 
 

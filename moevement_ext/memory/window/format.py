@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the bytes of a window file mean: the preamble with the directory of the slots.
+"""Byte format of a window file: the preamble with the directory of the slots.
 
 The preamble has a fixed size: magic, version, checksum, capacity, then the directory. The slots
-follow, each a payload and, after it, the frame of its header (`slot.encode_frame`).
+follow, each a payload followed by the frame of its header (`slot.encode_frame`).
 
-Reading trusts nothing: every offset is checked against the file before it is used.
+Readers trust no byte: they check every offset against the file before they use it.
 """
 
 import struct
@@ -45,7 +45,7 @@ class Directory(msgspec.Struct, frozen=True, array_like=True):
 
 
 def window_capacity(slots: Iterable[tuple[int, int]]) -> int:
-    """Size in bytes of a window file that has room for all its slots.
+    """Size in bytes of a window file with room for all its slots.
 
     Args:
         slots: payload bytes and frame bytes (`slot.frame_bytes_bound`) of every slot.
@@ -72,11 +72,11 @@ def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
 
     Args:
         path: the file, for messages.
-        preamble: its first `PREAMBLE_BYTES` bytes, or more; fewer if it is shorter.
-        size: of the file.
+        preamble: at least the first `PREAMBLE_BYTES` bytes, or fewer if the file is shorter.
+        size: size of the file in bytes.
 
     Raises:
-        RefusedWindow: no readable, whole, known window file (typed by the reason).
+        RefusedWindow: not a readable, whole window file of a known version (typed by the reason).
     """
     if min(size, preamble.size) < PREAMBLE_BYTES:
         raise TruncatedWindow(f'{path}: {size} bytes, less than the preamble')
@@ -101,7 +101,7 @@ def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
 
 
 def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int) -> None:
-    """Check that a header contradicts neither itself nor its file nor its payload.
+    """Check that a header is consistent with itself, its file and its payload.
 
     Args:
         header: of one slot.
@@ -109,7 +109,7 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
         payload_bytes: size of the payload in the file.
 
     Raises:
-        ValueError: it does; the message says how.
+        ValueError: the header is inconsistent; the message says how.
     """
     if header.name != name:
         raise ValueError(f'header of window {header.name} in a file of {name}')
@@ -130,7 +130,7 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
 
 
 def unknown_version(path: Path, version: int) -> UnknownVersion:
-    """Refusal of a file or header of another format version."""
+    """Build the error about a file or header of another format version."""
     return UnknownVersion(
         f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
         f'it was written by another release'

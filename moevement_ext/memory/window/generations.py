@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window files of one owner in the memory of one holder: which may be overwritten, and when."""
+"""Window files of one owner in the memory of one holder, and their recycling."""
 
 import enum
 import itertools
@@ -39,7 +39,7 @@ _BEING_FILLED = _State.WRITING, _State.UNJUDGED
 
 
 class _Generation:
-    """One file and what it may be used for; `index` names it while it is free."""
+    """One file and its state; `index` names the file while it is free."""
 
     def __init__(self, file: WindowFile, index: int, state: _State) -> None:
         self.file = file
@@ -51,7 +51,7 @@ class _Generation:
 class OwnerWindows:
     """Generations of windows of one owner that one holder keeps.
 
-    Thread-safe; every call is short (renames and a preamble), except construction, which reserves
+    Thread-safe. Every call is short (renames and a preamble), except construction, which reserves
     the memory.
 
     Args:
@@ -59,8 +59,9 @@ class OwnerWindows:
         holder: rank that keeps the files (the owner itself, or a peer for its replica).
         owner: rank whose state it is.
         capacity_bytes: size of each file (`format.window_capacity`).
-        generations: files in turn, at least two.
-        holdable: one file more, so that one that is held (`hold`) is not missed.
+        generations: number of files in rotation, at least two.
+        holdable: allocate one more file, to replace a held one (`hold`).
+        stubs: the files hold stubs (see `window.twin`).
 
     Raises:
         ValueError: fewer than two generations.
@@ -76,6 +77,7 @@ class OwnerWindows:
         capacity_bytes: int,
         generations: int = GENERATIONS,
         holdable: bool = False,
+        stubs: bool = False,
     ) -> None:
         if generations < 2:
             raise ValueError(
@@ -86,13 +88,14 @@ class OwnerWindows:
         self.holder = holder
         self.owner = owner
         self.capacity_bytes = capacity_bytes
-        self.path = store.holder_path(holder) / str(owner)
+        self.path = (store.stub_path if stubs else store.owner_path)(holder, owner)
         self._root = store.root
         private.make_directories(self._root, self.path)
         self._in_turn = generations
         self._wanted = generations + holdable
         self._agreed = Agreed()
         self._lock = threading.Lock()
+        self._committed = threading.Condition(self._lock)
         self._generations: list[_Generation] = []
         self._cut_off: list[SlotHeader] = []
         self._adopt()
@@ -100,27 +103,27 @@ class OwnerWindows:
 
     @property
     def newest_persisted(self) -> WindowName | None:
-        """The newest window known to be persisted on every rank."""
+        """The newest window that is known as persisted on every rank."""
         return self._agreed.persisted
 
     def begin(self, name: WindowName, unjudged: bool = False) -> WindowFile | None:
         """Open a file for a new window.
 
-        Takes a free file, else one of a window that is given up or older than the newest persisted
-        one.
+        Takes a free file, or else the file of a window that is given up or older than the newest
+        persisted window.
 
         Args:
             name: of the window.
-            unjudged: it is captured in a recovery that is still to be judged; until `judged` it is
-                nothing that anything can be recovered from, or compared with.
+            unjudged: the window is captured in a recovery that is not judged yet. Until `judged`,
+                no recovery starts from it or compares with it.
 
         Returns:
-            The file, begun, or None when every file holds a window somebody may still need
+            The begun file, or None when a recovery may still need the windows of all files
             (invariant I3); the caller decides whether to wait or to skip this window.
 
         Raises:
-            HostMemoryError: a file was removed by somebody else, and there is no room for another.
-            ValueError: this window is already here (after a rollback call `discard_after`), or its
+            HostMemoryError: another program removed a file, and there is no room for a new one.
+            ValueError: this window exists already (call `discard_after` after a rollback), or its
                 plan's digest cannot be part of a file name.
         """
         path = self.path / (unjudged_name(name) if unjudged else writing_name(name))
@@ -133,17 +136,17 @@ class OwnerWindows:
             chosen = self._choose()
             if chosen is None:
                 return None
-            # The rename comes first: what is named window-* is never written (invariant I3).
+            # The rename comes first: a file named window-* is never written (invariant I3).
             chosen.file.rename(path)
             chosen.state = _State.UNJUDGED if unjudged else _State.WRITING
             chosen.file.begin(name)
             return chosen.file
 
     def begin_larger(self, name: WindowName, nbytes: int) -> WindowFile:
-        """Open a file for a window that those in turn are too small for; it goes when outdated.
+        """Create a file for a window too large for the others; it is deleted when outdated.
 
         Raises:
-            HostMemoryError: there is no room for it.
+            HostMemoryError: there is no room for the file.
         """
         with self._lock:
             file = WindowFile.create(self.path / writing_name(name), nbytes)
@@ -153,7 +156,7 @@ class OwnerWindows:
             return file
 
     def judged(self, file: WindowFile) -> None:
-        """The recovery in which this window was begun is accepted: it is one like any other."""
+        """Make this window a regular one, once its recovery is accepted."""
         with self._lock:
             generation = self._being_filled(file)
             file.rename(self.path / writing_name(file.required_name()))
@@ -171,31 +174,32 @@ class OwnerWindows:
             file.freeze()
             file.rename(self.path / committed_name(file.required_name()))
             generation.state = _State.COMMITTED
+            self._committed.notify_all()
 
     def abandon(self, file: WindowFile) -> None:
-        """Give up a window being written; its file becomes free."""
+        """Drop a window being written; its file becomes free."""
         with self._lock:
             self._free(self._being_filled(file))
 
     def agree(self, agreed: Agreed) -> None:
-        """Note what all ranks agreed on; other windows may be recycled, up to the newest.
+        """Record the ranks' agreement; other windows up to the newest may then be recycled.
 
-        What is older than what is known already changes nothing. Windows need not be held here: a
-        holder that was cut off for a while is told that what it holds is of no use any more.
+        An older agreement changes nothing. The windows need not exist here: so a holder that was
+        disconnected for a while learns that its windows are useless.
         """
         with self._lock:
             self._agreed = self._agreed.joined(agreed)
 
     def persisted(self, name: WindowName) -> None:
-        """Note that every rank agreed this window is persisted; older ones may be recycled."""
+        """Record that this window is persisted on all ranks; older ones may be recycled."""
         self.agree(Agreed(name))
 
     def is_persisted(self, name: WindowName) -> bool:
-        """True if this window is, one of another plan that begins with it, or a newer one."""
+        """True if this window, another with the same start, or a newer one is persisted."""
         return self._agreed.is_persisted(name.start)
 
     def is_given_up(self, name: WindowName) -> bool:
-        """True if this window will never be persisted, as another rank does not have it."""
+        """True if this window will never be persisted, as another rank lacks it."""
         return self._agreed.is_given_up(name.start)
 
     def discard_after(self, start: int) -> None:
@@ -212,22 +216,22 @@ class OwnerWindows:
                     self._free(generation)
 
     def discard(self, name: WindowName) -> None:
-        """Free one committed window that was found to be damaged, so that it can be fetched."""
+        """Free a damaged committed window, so that it can be fetched again."""
         with self._lock:
             generation = self._find(name)
             if generation is not None:
                 self._free(generation)
 
     def hold(self, name: WindowName) -> WindowFile | None:
-        """Keep the file of a committed window from being overwritten, until `release`.
+        """Protect the file of a committed window against overwriting, until `release`.
 
-        Another window takes the file that is kept back for this, so none has to wait.
+        Other windows use the additional file meanwhile, so that none has to wait.
 
         Returns:
-            None: the window is not here any more.
+            None if the window is gone.
 
         Raises:
-            ValueError: another file is held.
+            ValueError: another file is held already.
         """
         with self._lock:
             if any(generation.held for generation in self._generations):
@@ -239,12 +243,12 @@ class OwnerWindows:
             return generation.file
 
     def is_held(self, file: WindowFile) -> bool:
-        """False once a rollback has freed the file all the same: its bytes may change."""
+        """False once a rollback has freed the file in spite of `hold`; its bytes may change."""
         with self._lock:
             return any(g.file is file and g.held for g in self._generations)
 
     def release(self, file: WindowFile) -> None:
-        """The file may be overwritten again when its window is outdated."""
+        """End `hold`: the file may be overwritten once its window is outdated."""
         with self._lock:
             for generation in self._generations:
                 if generation.file is file:
@@ -261,10 +265,10 @@ class OwnerWindows:
         return sorted(held, reverse=True)
 
     def headers_after(self, start: int) -> list[SlotHeader]:
-        """Headers of what was captured in windows that begin after `start`, complete or not.
+        """Headers of sealed slots of windows that begin after `start`, complete or not.
 
-        Slots that an earlier process sealed in a window it could not complete count, too, until
-        their file is needed.
+        This includes slots that an earlier process sealed in an incomplete window, until their file
+        is reused.
         """
         with self._lock:
             of_value = (_State.WRITING, _State.COMMITTED)
@@ -273,12 +277,20 @@ class OwnerWindows:
             return [h for h in (*headers, *self._cut_off) if h.start > start]
 
     def file(self, name: WindowName) -> WindowFile | None:
-        """Mapped file of a committed window, None if it is not here."""
+        """Mapped file of a committed window, None if there is none."""
         with self._lock:
-            generation = self._find(name)
-            if generation is None or generation.state is not _State.COMMITTED:
-                return None
-            return generation.file
+            return self._file(name)
+
+    def awaited(self, name: WindowName, seconds: float) -> WindowFile | None:
+        """The same, waited for."""
+        with self._committed:
+            self._committed.wait_for(lambda: self._file(name) is not None, seconds)
+            return self._file(name)
+
+    def _file(self, name: WindowName) -> WindowFile | None:
+        generation = self._find(name)
+        committed = generation is not None and generation.state is _State.COMMITTED
+        return generation.file if generation is not None and committed else None
 
     def files(self) -> list[WindowFile]:
         """Mapped files of all generations, e.g. to pin them before iteration 1."""
@@ -286,7 +298,7 @@ class OwnerWindows:
             return [generation.file for generation in self._generations]
 
     def _find(self, name: WindowName) -> _Generation | None:
-        """The generation that holds, or is being written for, this window."""
+        """The generation with this window, complete or being written."""
         for generation in self._generations:
             if generation.state is not _State.FREE and generation.file.name == name:
                 return generation
@@ -305,25 +317,25 @@ class OwnerWindows:
         raise ValueError(f'{file.path} is not being written')
 
     def _choose(self) -> _Generation | None:
-        """A file to overwrite, unless as many as take turns hold windows that may be needed."""
+        """Choose a file to overwrite; None if all files in rotation may be needed."""
         self._replace_removed()
         if len([g for g in self._fitting() if self._is_needed(g)]) >= self._in_turn:
             return None
         for generation in self._recyclable():
             if self._fits(generation):
                 return generation
-            self._free(generation)  # adopted from a run with other sizes
+            self._free(generation)  # a file adopted from a run with other sizes
         return None
 
     def _recyclable(self) -> list[_Generation]:
-        """What may be overwritten, in the order in which to do so."""
+        """The files that may be overwritten, in order of preference."""
         free = [g for g in self._generations if g.state is _State.FREE]
         committed = (g for g in self._generations if g.state is _State.COMMITTED)
         oldest = sorted(committed, key=_start)
         return [*free, *(g for g in oldest if not self._is_needed(g) and not g.held)]
 
     def _is_needed(self, generation: _Generation) -> bool:
-        """Its window is written, or a recovery may start from it."""
+        """True if the window is being written, or a recovery may start from it."""
         if generation.state is not _State.COMMITTED:
             return generation.state in _BEING_FILLED
         start = _start(generation)
@@ -333,7 +345,7 @@ class OwnerWindows:
         return generation.file.capacity == self.capacity_bytes
 
     def _free(self, generation: _Generation) -> None:
-        """Make a file free, or delete one of another size or one too many."""
+        """Free a file, or delete it if it has another size or is surplus."""
         generation.file.freeze()
         generation.held = False
         if not self._fits(generation) or len(self._fitting()) > self._wanted:
@@ -348,10 +360,10 @@ class OwnerWindows:
         generation.state = _State.FREE
 
     def _replace_removed(self) -> None:
-        """Make files anew that are gone, but for those of windows that may still be needed.
+        """Recreate removed files, except files of windows that may still be needed.
 
-        Their content is, as long as they are mapped. What takes the place of a pinned file is not
-        pinned: copies to it are slower.
+        The content of those remains as long as they are mapped. The replacement of a pinned file
+        is not pinned, so copies to it are slower.
         """
         for generation in self._recyclable():
             if not generation.file.path.exists():
@@ -371,7 +383,7 @@ class OwnerWindows:
         return [generation for generation in self._generations if self._fits(generation)]
 
     def _adopt(self) -> None:
-        """Take over the files an earlier process left."""
+        """Take over the files of an earlier process."""
         for found in committed_in(self.path, self.holder, self.owner):
             try:
                 file = WindowFile.open(found.path, writable=True)

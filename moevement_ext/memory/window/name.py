@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How windows, their parts and ranks are named."""
+"""Names of windows, their parts and ranks."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,25 +10,25 @@ import msgspec
 from moevement_ext.memory.window.settings import RunSettings
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-"""A number that is not negative, which is checked when it comes from a file or from the wire."""
+"""A non-negative integer; decoders of files and messages check this."""
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Run, layout and rank: stamped on every slot, and compared before one is loaded."""
+    """Run, layout and rank: stored in every slot, and compared before a slot is loaded."""
 
     run: str
     """Digest of the run: model, data, hyperparameters."""
     topology: str
     """Digest of the parallel layout."""
     rank: int
-    """Global rank: the owner of what it captures."""
+    """Global rank, which owns the windows that it captures."""
     settings: RunSettings = field(default=RunSettings(), compare=False)
-    """What the digests are of, and more; `bounded`."""
+    """The digested settings and more, as `bounded` returns them."""
 
 
 class WindowName(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
-    """Start and plan of a window, which tell two windows of one owner apart."""
+    """Start and plan of a window, which distinguish the windows of one owner."""
 
     start: Count
     """Iteration whose state its first slot holds."""
@@ -40,7 +40,7 @@ class WindowName(msgspec.Struct, frozen=True, order=True, array_like=True, gc=Fa
 
 
 class Window(msgspec.Struct, frozen=True, order=True, gc=False):
-    """A window, of whichever rank: name and length are the same on all of them."""
+    """A window, independent of the rank: name and length are the same on all ranks."""
 
     name: WindowName
     length: int
@@ -53,7 +53,7 @@ class Window(msgspec.Struct, frozen=True, order=True, gc=False):
 
     @property
     def dense_at(self) -> int:
-        """Iteration at which its conversion ends: every operator is active and consistent."""
+        """Iteration at which the conversion ends: every operator is active and consistent."""
         return self.start + self.length - 1
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a window file that is not mapped: on a disk, or for a tool.
+"""Reads a window file without mapping it: on a disk, or for a tool.
 
-What a disk cannot read is an error of a read, and would be the end of the process in a map
-(SIGBUS). Nothing is trusted, as in `window.file` (invariant I7).
+A bad disk block fails a read, whereas it would kill the process in a map (SIGBUS). The reader
+trusts no byte, as in `window.file` (invariant I7).
 """
 
 import os
@@ -24,14 +24,14 @@ from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 CHUNK_BYTES = 4 * 2**20
-"""Read or written at a time."""
+"""Size of one read or write."""
 
 Advance = Callable[[int], None]
-"""Called with the bytes that were just read or written; may wait, and may raise to end the work."""
+"""Called with the number of bytes just read or written; may wait, or raise to stop the work."""
 
 
 def at_full_speed(nbytes: int) -> None:
-    """Neither waits nor ends the work."""
+    """Do nothing: neither wait nor stop the work."""
 
 
 class WindowReader:
@@ -39,11 +39,11 @@ class WindowReader:
 
     Attributes:
         path: the file.
-        nbytes: its size.
-        name: the window that it says it holds, None if it is empty.
+        nbytes: size of the file.
+        name: the window that the file claims to hold, None if the file is empty.
 
     Raises:
-        RefusedWindow: no readable, whole, known window file (typed by the reason).
+        RefusedWindow: no readable, whole window file of a known version (typed by reason).
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class WindowReader:
         os.close(self._fd)
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole and the one expected; payloads are not read.
+        """Verify that the window is whole and the expected one, without reading payloads.
 
         Returns:
             The headers, slot 0 first.
@@ -93,7 +93,7 @@ class WindowReader:
         """Compare every record with its checksum, in bounded memory.
 
         Raises:
-            RefusedWindow: naming slot, operator, tensor and part; or it cannot be read.
+            RefusedWindow: a record is unreadable or damaged; names slot, operator, tensor, part.
         """
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for header in headers:
@@ -115,11 +115,11 @@ class WindowReader:
 
         Args:
             file: mapped, in memory.
-            received: called with every slot that has come and is undamaged, slot 0 first.
+            received: called with every slot that is read and undamaged, slot 0 first.
 
         Raises:
-            RefusedWindow: damaged, or it cannot be read.
-            FileTooSmall: `file` is; nothing was read.
+            RefusedWindow: the window is damaged or unreadable.
+            FileTooSmall: `file` is too small; no slot was read.
         """
         sizes = [entry.payload_bytes + entry.frame_bytes for entry in self._entries]
         file.require(sum(sizes), len(sizes))
@@ -139,7 +139,7 @@ class WindowReader:
         return next(entry for entry in self._entries if entry.slot == slot)
 
     def _from_each(self, places: Iterator[int]) -> Callable[[memoryview], None]:
-        """Fills one view after the other, each from the next of these offsets."""
+        """Return a function that fills each given view from the next of these offsets."""
         return lambda view: self._read_into(next(places), view)
 
     def _read(self, offset: int, nbytes: int) -> bytearray:

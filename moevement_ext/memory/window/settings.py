@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job was launched with, by name, so that a difference is told with both values.
+"""Settings of a job by name, so that messages about a difference can show both values.
 
-The first slot of every window carries it. Digests of a run and of a layout say *that* two differ;
-this says in what. It also has what no digest covers, since a rank may not know it (a file that its
-node has not mounted) or since it may differ without another bit (a version, the environment).
+The first slot of every window carries the settings. Digests of run and layout show *that* two jobs
+differ; the settings show in what. They include values that no digest covers, since a rank may not
+know them (a file that its node has not mounted) or since a difference need not change a bit (a
+version, the environment).
 """
 
 import zlib
@@ -15,61 +16,61 @@ import msgspec
 import xxhash
 
 Table = dict[str, str]
-"""Values as text, by names that a person knows: flags, files, packages, variables."""
+"""Values as text, by names known to users: flags, files, packages, variables."""
 
 MAX_BYTES = 16 * 1024
-"""Bound of what is encoded; it has room beside the header of a slot (`sizing.SLOT_ROOM_BYTES`)."""
+"""Largest encoded size; fits beside the header of a slot (`sizing.SLOT_ROOM_BYTES`)."""
 
+# Characters of a value; a longer value is cut and gets a digest of the whole.
 _SHOWN = 80
-"""Characters of a value; of a longer one the beginning, and a digest of all of it."""
 _MAX_LINES = 6
+# Room for the length field in a header.
 _LENGTH_BYTES = 8
-"""Room for what says in a header how many bytes follow."""
 _MAX_DECODED = 4 * 2**20
 _ABSENT = 'absent'
 
 
 class RunSettings(msgspec.Struct, frozen=True):
-    """What a job was launched with. What decides bits for sure comes first."""
+    """Settings of a job; the tables that surely decide bits come first."""
 
     flags: Table = {}
-    """All that count: they decide bits."""
+    """The flags that decide bits."""
     layout: Table = {}
     """The parallel layout."""
     files: Table = {}
-    """What files that flags name hold. A file that a rank does not see is unknown to it."""
+    """Content of files that flags name; unknown for a file that a rank does not see."""
     versions: Table = {}
-    """Versions of what computes."""
+    """Versions of packages that compute."""
     environment: Table = {}
-    """Variables that may decide bits."""
+    """Environment variables that may decide bits."""
 
 
 class Differences(NamedTuple):
-    """Between two launches, or two ranks; one line for each name, with both values."""
+    """Differences between two launches, or two ranks: one line per name, with both values."""
 
     decisive: list[str]
-    """Bits differ: what the one has captured is of no use to the other."""
+    """Differences that change bits: neither side can use the other's windows."""
     doubtful: list[str]
-    """Bits may differ."""
+    """Differences that may change bits."""
 
     def __bool__(self) -> bool:
         return bool(self.lines)
 
     @property
     def lines(self) -> list[str]:
-        """All of them, what is decisive first."""
+        """All differences, decisive ones first."""
         return [*self.decisive, *self.doubtful]
 
 
 def differences(
     one: RunSettings, other: RunSettings, words: tuple[str, str] = ('was', 'is')
 ) -> Differences:
-    """What differs, as lines `name: was value, is value`.
+    """Compare two settings; returns lines `name: was value, is value`.
 
     Args:
-        one: of the earlier launch, or of another rank.
-        other: of this one.
-        words: what comes before the value of each in a line.
+        one: settings of the earlier launch, or of another rank.
+        other: settings of this launch or rank.
+        words: words before the two values in a line.
     """
     known = one.files.keys() & other.files.keys()
     files = [{name: item.files[name] for name in known} for item in (one, other)]
@@ -82,16 +83,16 @@ def differences(
 
 
 def told(lines: Sequence[str]) -> str:
-    """Some of the lines in one, and how many more there are."""
+    """Join the first lines, with the number of those left out."""
     more = len(lines) - _MAX_LINES
     return '; '.join(lines[:_MAX_LINES]) + (f'; and {more} more' if more > 0 else '')
 
 
 def bounded(settings: RunSettings) -> RunSettings:
-    """The same, short enough for `encode`; equal settings stay equal, others differ.
+    """Shorten settings for `encode`; equal settings stay equal, different ones stay different.
 
-    Long values are cut, then all are digests; what has most names, as the files of a large blend,
-    becomes one.
+    First long values are cut, then all values become digests, then the table with the most names,
+    such as the files of a large blend, becomes one digest.
     """
     tables = msgspec.structs.asdict(settings)
     for shorten in (_shown, _hashed):
@@ -106,7 +107,7 @@ def bounded(settings: RunSettings) -> RunSettings:
 
 
 def encode(settings: RunSettings) -> bytes:
-    """Less than `MAX_BYTES` of what `bounded` returned."""
+    """Encode settings from `bounded` in fewer than `MAX_BYTES` bytes."""
     return zlib.compress(msgspec.msgpack.encode(settings, order='sorted'), 9)
 
 
@@ -115,7 +116,7 @@ def decode(encoded: bytes) -> RunSettings:
     """Inverse of `encode`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the bytes are no settings.
     """
     try:
         text = zlib.decompressobj().decompress(encoded, _MAX_DECODED)
@@ -125,7 +126,7 @@ def decode(encoded: bytes) -> RunSettings:
 
 
 def digest_of(value: object) -> str:
-    """Digest of settings, or of a part of them; the same in every process."""
+    """Digest of settings or of a part; the same in every process."""
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(value, order='sorted'))
 
 

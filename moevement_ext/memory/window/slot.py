@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed header of one slot: what was captured after one iteration of a window (paper sec. 3.2).
+"""The typed header of one slot, captured after one iteration of a window (paper sec. 3.2).
 
 A *window* is W consecutive iterations beginning at iteration `start`; slot i holds the slice
 captured of the state after iteration `start + i`. A header travels as a *frame*: the xxh3_64 of
@@ -27,7 +27,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     """One captured tensor range inside the payload of a slot."""
 
     operator: str
-    """Operator the tensor belongs to: one expert, one router, or the rest of a layer."""
+    """Operator of the tensor: one expert, one router, or the rest of a layer."""
     tensor: str
     """Parameter or buffer name, e.g. `decoder.layers.0.mlp.router.weight`."""
     part: str
@@ -35,9 +35,9 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     """`float32`, `bfloat16`, ..."""
     start: Count
-    """First element of the flat parameter this record covers."""
+    """First covered element of the flat parameter."""
     end: Count
-    """One past the last element."""
+    """One past the last covered element."""
     offset: Count
     """Byte offset within the slot payload, a multiple of 64."""
     nbytes: Count
@@ -47,7 +47,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SlotHeader(msgspec.Struct):
-    """All that is needed to read one slot without trusting its file name."""
+    """All information to read one slot without trusting its file name."""
 
     version: Count
     """`FORMAT_VERSION` of the writer."""
@@ -56,7 +56,7 @@ class SlotHeader(msgspec.Struct):
     topology: str
     """Digest of the parallel layout."""
     owner: Count
-    """Rank whose state this is."""
+    """Rank whose state the slot holds."""
     start: Count
     """First iteration of the window."""
     window: Annotated[int, msgspec.Meta(ge=1)]
@@ -74,7 +74,7 @@ class SlotHeader(msgspec.Struct):
     context: bytes = b''
     """Opaque small state (RNG, schedulers, ...), covered by the checksum of the frame."""
     settings: bytes = b''
-    """In slot 0: what the job was launched with, encoded (see `settings`)."""
+    """In slot 0: encoded settings of the job (see `settings`)."""
 
     @property
     def name(self) -> WindowName:
@@ -107,7 +107,7 @@ def decode_frame(frame: bytes | memoryview) -> SlotHeader:
     """Verify and decode a frame.
 
     Raises:
-        ValueError: the frame is cut off, its checksum is wrong, or it is no slot header.
+        ValueError: the frame is truncated, its checksum is wrong, or it holds no slot header.
     """
     if len(frame) < _CHECKSUM.size:
         raise ValueError(f'header frame has only {len(frame)} bytes')
@@ -117,16 +117,16 @@ def decode_frame(frame: bytes | memoryview) -> SlotHeader:
     try:
         header = _DECODER.decode(encoded)
         if header.settings:
-            settings.decode(header.settings)  # whoever compares them later need not doubt them
+            settings.decode(header.settings)  # later comparisons can rely on them
         return header
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f'slot header cannot be decoded: {error}') from error
 
 
 def frame_bytes_bound(header: SlotHeader) -> int:
-    """Upper bound in bytes of the frame of `header`, whatever its checksums and iteration are.
+    """Upper bound in bytes of the frame of `header`, for any checksums and iteration.
 
-    Called when windows are sized, before anything was captured: an integer takes 1 to 9 bytes in
+    Called when windows are sized, before any capture. An integer takes 1 to 9 bytes in
     msgpack, so every checksum may grow by 8, and so may each of the seven integer fields. The
     context must already have its final length.
     """
@@ -134,15 +134,15 @@ def frame_bytes_bound(header: SlotHeader) -> int:
 
 
 class SlotContext(msgspec.Struct, frozen=True):
-    """Operators that a slot holds, on every rank of the stage, and the small state.
+    """Operators in a slot, on every rank of the stage, and the small state.
 
-    A rank may hold no bytes of an operator that its peers hold, so the records alone do not tell.
+    The records alone do not show this, as a rank may hold no bytes of an operator of its peers.
     """
 
     full: list[str]
-    """Operators captured in full in this slot: active from here on."""
+    """Operators captured in full in this slot, active from here on."""
     light: list[str]
-    """Operators captured as compute weights: still frozen."""
+    """Operators captured as compute weights, still frozen."""
     state: bytes
     """Encoded RNG, scheduler, scaler and data position, opaque to the engine."""
 
@@ -151,6 +151,6 @@ def decode_context(encoded: bytes) -> SlotContext:
     """Decode the context of a verified slot header.
 
     Raises:
-        msgspec.MsgspecError: it is not such a context.
+        msgspec.MsgspecError: the bytes are no slot context.
     """
     return msgspec.msgpack.decode(encoded, type=SlotContext)

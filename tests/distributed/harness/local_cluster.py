@@ -8,7 +8,7 @@ import sys
 from tests.distributed.harness.cluster import ROOT, Cluster
 
 PROGRAM = """
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 {imported}
 
 def main():

@@ -12,9 +12,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import get_args
 
-import pretrain_gpt
 from examples import own_loop
-from megatron.moevement import attachment
+from megatron.moevement import attachment, pretrain_gpt
 from megatron.moevement.job import megatron_trainer, session
 from megatron.moevement.seams import data_position, p2p
 from megatron.moevement.state import broken_iteration, global_scalars, training_state

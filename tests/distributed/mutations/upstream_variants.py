@@ -8,15 +8,18 @@ import os
 import re
 import signal
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
+import megatron.training.training as training
+import torch
 from megatron.core import optimizer as upstream
 from megatron.core.models import backends
 from megatron.core.optimizer import clip_grads, distrib_optimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 from megatron.moevement.state import frozen, iteration_state
 from moevement_ext import faults
 from moevement_ext.protect import planner
@@ -57,6 +60,22 @@ def generators_not_put_back() -> None:
     """They draw on from wherever they are."""
     generators_tracked()
     iteration_state._put_back = lambda present, state: present
+
+
+def random_numbers_of_each_rank() -> None:
+    """Data-parallel ranks drop out by other random numbers each."""
+    train = training.train
+
+    @wraps(train)
+    def seeded(*args: Any, **settings: Any) -> Any:
+        seed = 100 + int(os.environ['RANK'])
+        tracker = random.get_cuda_rng_tracker()
+        state = torch.Generator().manual_seed(seed).get_state()
+        tracker.set_states(dict.fromkeys(tracker.get_states(), state))
+        torch.manual_seed(seed)
+        return train(*args, **settings)
+
+    training.train = seeded
 
 
 def delayed_gradients() -> None:

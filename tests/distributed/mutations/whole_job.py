@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break recovery, one step each. Every one must turn the comparison of bits red."""
 
+import msgspec
+
 from megatron.moevement.state import (
     dense_random,
     global_scalars,
@@ -8,6 +10,8 @@ from megatron.moevement.state import (
     slices,
     training_state,
 )
+from moevement_ext.memory.window import slot as slot_module
+from moevement_ext.memory.window import twin
 
 
 def moments_not_restored() -> None:
@@ -101,3 +105,15 @@ def dense_load_without_renewal() -> None:
             renew(self)
 
     training_state.TrainingState.renew = once
+
+
+def part_of_the_twin() -> None:
+    """A window that comes from a twin has random numbers and buffers of the twin, not its own."""
+
+    def frame(self, slot):
+        owner = self._headers[slot].owner
+        header = msgspec.structs.replace(self._base.header(slot), owner=owner)
+        return memoryview(slot_module.encode_frame(header))
+
+    twin.TwinWindow.frame = frame
+    twin.TwinWindow.payload = lambda self, slot: iter([memoryview(self._base.payload(slot))])

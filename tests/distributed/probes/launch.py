@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOp
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import checkpointing, training
 
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 
 
 def print_replaced_functions() -> None:

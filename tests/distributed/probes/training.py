@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.training import get_args
 
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 from megatron.moevement.job import session
 from megatron.moevement.state.training_state import TrainingState
 

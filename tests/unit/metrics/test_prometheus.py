@@ -33,7 +33,7 @@ from moevement_ext.metrics.observer import Observer, observe
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 RANK = """
-import sys
+import os, sys, time
 from pathlib import Path
 from moevement_ext.metrics.host import Host
 from moevement_ext.metrics.instruments import INSTRUMENTS
@@ -48,6 +48,12 @@ of = {one.name.removeprefix('moevement_'): one for one in INSTRUMENTS}
 print('made', flush=True)
 for line in sys.stdin:
     name, value, *label = line.split()
+    if name == 'fork':
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+        print('done', flush=True)
+        continue
     (meter.add if of[name].counts else meter.set)(of[name], float(value), *label)
     host.publish()
     print('done', flush=True)
@@ -167,6 +173,26 @@ def test_when_the_one_that_answers_is_killed_another_does(
     assert found['moevement_iterations_total', '0'] == 8
 
 
+def test_what_outlives_a_process_for_a_moment_does_not_keep_its_port(
+    port: int, tmp_path: Path
+) -> None:
+    """Such as processes that load data."""
+    log = tmp_path / 'log'
+    with log.open('w') as file, ExitStack() as started:
+        first = Process(port, tmp_path / 'root', 0)
+        scrape(port)
+        second = Process(port, tmp_path / 'root', 1, file)
+        started.callback(second.process.kill)
+        first.record('fork 0')
+        (loader,) = psutil.Process(first.process.pid).children()
+        started.callback(loader.kill)
+        second.record('iteration 6')
+        first.kill()
+        assert scrape(port) == {('moevement_iteration', '1'): 6}
+        assert loader.is_running()
+    assert log.read_text() == ''
+
+
 def test_a_port_that_another_program_has_is_named(port: int, tmp_path: Path) -> None:
     log = tmp_path / 'log'
     with log.open('w') as file, socket.create_server(('', port)) as other:
@@ -242,7 +268,7 @@ def test_a_switched_off_library_is_named(
 
 
 def test_every_metric_is_documented_under_the_name_that_prometheus_has() -> None:
-    page = (Path(__file__).parents[3] / 'docs' / 'operations.md').read_text()
+    page = (Path(__file__).parents[3] / 'docs' / 'observe.md').read_text()
     rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
     assert rows == [
         (one.name + ('_total' if one.counts else ''), one.label or '', one.help)

@@ -12,8 +12,9 @@ import pytest
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.budget import GIB
 from moevement_ext.memory.sizing import Logged, window_lengths
-from moevement_ext.protect.reserving import Room, longest_window
-from moevement_ext.replicate.node_plan import Member, node_plan
+from moevement_ext.protect.reserving import Room, Sizes, longest_window
+from moevement_ext.replicate.copies import Copies
+from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
 from tests.unit.memory.samples import tmpfs_directory
 
 LOGGED = Logged(2**15, 2**14)
@@ -24,10 +25,16 @@ def capacity(window: int) -> int:
     return 2**20 + window * 2**16
 
 
+def stub(window: int) -> int:
+    return 2**16 + window * 2**14
+
+
 def needed(window: int) -> int:
     """Bytes of this node, with one replica of the rank of the other."""
     members = [Member(node, capacity(window), LOGGED, '', b'') for node in (node_name(), 'another')]
-    return node_plan(node_name(), members, [(1,), (0,)], window, 1.0, False).node_total
+    return node_plan(
+        node_name(), members, Copies([(), ()], [(1,), (0,)]), window, 1.0, False
+    ).node_total
 
 
 @pytest.fixture
@@ -40,7 +47,7 @@ def shm() -> Iterator[Path]:
 def find(shm: Path) -> Callable[..., int]:
     """W that rank 0 of two finds."""
 
-    def find(elsewhere: int = MOST, **settings: Any) -> int:
+    def find(elsewhere: int = MOST, family: int = ALONE, **settings: Any) -> int:
         def exchange(name: str, own: bytes) -> list[bytes]:
             if name == 'longest-window':
                 return [own, msgspec.msgpack.encode(window_lengths(MOST).index(elsewhere))]
@@ -52,7 +59,7 @@ def find(shm: Path) -> Callable[..., int]:
             **{'dir': str(shm), 'replicas': 1, 'max_window': MOST, **settings}
         )
         rank: Any = SimpleNamespace(config=config, exchange=exchange, run_id='run1')
-        return longest_window(rank, capacity, LOGGED)
+        return longest_window(rank, Sizes(capacity, stub, family), LOGGED)
 
     return find
 
@@ -66,6 +73,23 @@ def test_the_longest_that_is_allowed_where_memory_is_plenty(find: Callable[..., 
 def test_to_the_byte_what_fits(window: int, find: Callable[..., int]) -> None:
     assert find(host_memory_gb=needed(window) / GIB) == window
     assert find(host_memory_gb=(needed(window + 1) - 1) / GIB) == window
+
+
+def needed_for_a_twin(window: int) -> int:
+    """Bytes of this node, with the stub of the rank of the other, which captures the same."""
+    members = [
+        Member(node, capacity(window), LOGGED, '', b'', '', 0, stub(window))
+        for node in (node_name(), 'another')
+    ]
+    copies = Copies([(1,), (0,)], [(), ()])
+    return node_plan(node_name(), members, copies, window, 1.0, False).node_total
+
+
+@pytest.mark.parametrize('window', [1, 2, 5, 7])
+def test_to_the_byte_what_fits_beside_a_twin(window: int, find: Callable[..., int]) -> None:
+    assert needed_for_a_twin(window) == needed(window) - 2 * (capacity(window) - stub(window))
+    assert find(family=0, host_memory_gb=needed_for_a_twin(window) / GIB) == window
+    assert find(family=0, host_memory_gb=(needed_for_a_twin(window + 1) - 1) / GIB) == window
 
 
 def test_the_node_with_the_least_decides(find: Callable[..., int]) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -98,6 +98,11 @@ class StoreExchange(Exchange):
         if not self.joining:
             exchange.leave(self._store, name, self._rank, own)
         return exchange._left_by(self._store, name, ranks)
+
+
+def stage_of_its_own(rank: int, groups: FakeGroups) -> FakeTrainer:
+    """What a rank trains."""
+    return FakeTrainer([f'{rank}.{name}' for name in 'abcd'], rank, STAGES, groups)
 
 
 class Process:
@@ -227,8 +232,7 @@ class Process:
         self.finished = True
 
     def _build(self, with_dense: bool) -> FakeTrainer:
-        names = [f'{self.rank}.{name}' for name in 'abcd']
-        self.trainer = FakeTrainer(names, self.rank, STAGES, self.groups)
+        self.trainer = self.job.trainer(self.rank, self.groups)
         self.trainer.last_iteration = self.job.iterations
         return self.trainer
 
@@ -281,6 +285,7 @@ class ThreadedJob:
         expected: states of a fault-free run by rank and iteration, to compare with.
         most_errors: of processes, after which a launcher replaces them; the next ends the job.
         max_wait_s: as of the configuration.
+        trainer: makes that of a rank.
     """
 
     def __init__(
@@ -291,7 +296,9 @@ class ThreadedJob:
         expected: Expected | None = None,
         most_errors: int = 0,
         max_wait_s: float = 3.0,
+        trainer: Callable[[int, FakeGroups], FakeTrainer] = stage_of_its_own,
     ) -> None:
+        self.trainer = trainer
         self.directory = directory
         self.max_wait_s = max_wait_s
         self.most_errors = most_errors

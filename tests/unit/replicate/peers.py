@@ -19,7 +19,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.replica_server import Keeping, ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity, named
 
 OWNER, HOLDER = 0, 1
@@ -29,7 +29,11 @@ DEADLINE_S = 20.0
 
 @contextmanager
 def serving(
-    shm: Path, rank: int = HOLDER, port: int = 0, host: str = '127.0.0.1'
+    shm: Path,
+    rank: int = HOLDER,
+    port: int = 0,
+    host: str = '127.0.0.1',
+    verify_every: int = 1,
 ) -> Iterator[ReplicaServer]:
     """A holder of replicas of OWNER, on a node of its own."""
     store = NodeStore(shm, 'run1', f'node{rank}')
@@ -40,6 +44,7 @@ def serving(
         SECRET,
         (host, port),
         DEADLINE_S,
+        Keeping(verify_every=verify_every),
     )
     try:
         yield server

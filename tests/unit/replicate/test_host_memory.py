@@ -53,18 +53,24 @@ def shm() -> Iterator[Path]:
 
 
 class Job:
-    """Two ranks on two emulated nodes that hold each other's replicas; only rank 0 keeps a log."""
+    """Ranks on emulated nodes that hold replicas for each other; only rank 0 keeps a log."""
 
-    def __init__(self, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        config = settings(shm, replicas=1, max_wait=0)
-        logged = (LOGGED, NOTHING_LOGGED)
+    def __init__(
+        self,
+        shm: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        nodes: tuple[str, ...] = NODES,
+        **others: Any,
+    ) -> None:
+        config = settings(shm, replicas=len(nodes) - 1, max_wait=0, **others)
+        logged = [LOGGED, *[NOTHING_LOGGED] * (len(nodes) - 1)]
         members = [
             msgspec.msgpack.encode(Member(node, capacity(), log, 'host', SECRET))
-            for node, log in zip(NODES, logged, strict=True)
+            for node, log in zip(nodes, logged, strict=True)
         ]
         self.degraded: list[str] = []
         self.ranks: list[HostMemory] = []
-        for rank, node in enumerate(NODES):
+        for rank, node in enumerate(nodes):
             monkeypatch.setenv('MOEVEMENT_NODE', node)
             memory = HostMemory(
                 config,
@@ -78,7 +84,7 @@ class Job:
             self.ranks.append(memory)
         addresses: list[bytes] = []
         for memory in self.ranks:
-            memory.connect(lambda own: [addresses.append(own) or own] * 2)
+            memory.connect(lambda own: [addresses.append(own) or own] * len(nodes))
         for memory in self.ranks:
             memory.connect(lambda own: addresses)
 
@@ -118,7 +124,7 @@ def job(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 
 def test_each_holds_the_replicas_of_the_other(job: Job) -> None:
-    assert [memory.holders for memory in job.ranks] == [[(1,), (0,)]] * 2
+    assert [memory.copies.holders for memory in job.ranks] == [[(1,), (0,)]] * 2
     assert [[*memory.peers()] for memory in job.ranks] == [[1], [0]]
     assert all(
         memory.plan.by_kind()['replicas'] == 2 * in_pages(capacity()) for memory in job.ranks
@@ -232,7 +238,7 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
         SECRET,
     )
     try:
-        assert memory.holders == first.holders
+        assert memory.copies == first.copies
         assert [*memory.plan.ranks] == [0] and memory.members[0].node == 'node-c'
         memory.connect(lambda own: [msgspec.msgpack.encode(it) for it in second.addresses])
         assert memory.addresses[1] == second.addresses[1]
@@ -308,6 +314,39 @@ def test_domains_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / 'topology.json'
     path.write_text(json.dumps({'a': 'rack1', 'b': 'rack1', 'c': 'rack2', 'spare': 'rack3'}))
     assert failure_domains(['a', 'b', 'c', 'a'], str(path)) == ['rack1', 'rack1', 'rack2', 'rack1']
+
+
+@pytest.mark.parametrize('levels', [['rack1', 'pod2'], 'pod2/rack1'])
+def test_levels_of_a_file(tmp_path: Path, levels: object) -> None:
+    """Outermost last in a list, first in a path; racks of one name in two pods are two domains."""
+    path = tmp_path / 'topology.json'
+    path.write_text(json.dumps({'a': levels, 'b': ['rack1', 'pod3']}))
+    assert failure_domains(['a', 'b'], str(path)) == ['pod2/rack1', 'pod3/rack1']
+
+
+@pytest.mark.parametrize(
+    ('content', 'rule'),
+    [
+        ({'a': ['rack1', 'pod1'], 'b': 'rack2'}, "'b' has 1 levels and 'a' 2; give all nodes the"),
+        ({'a': []}, r"'a' has \[\]; give names that are not empty"),
+        ({'a': ['rack1', '']}, r"'a' has \[.rack1., ..\]; give names that are not empty"),
+        ({'a': 'pod1//rack1'}, "'a' has .pod1//rack1.; give names that are not empty"),
+        ({'a': ['rack1', 2]}, r"'a' has \[.rack1., 2\]; give names"),
+        ({'a': {'rack': 1}}, "'a' has .*; give names"),
+        ({'a': None}, "'a' has null; give names"),
+        ({'a': ['pod/rack', 'hall']}, "'a': a name in a list has a '/'; leave it out"),
+    ],
+)
+def test_a_file_with_other_levels_is_refused_in_a_line(
+    tmp_path: Path, content: dict[str, object], rule: str
+) -> None:
+    """It names the file, the node, the rule and what to do."""
+    path = tmp_path / 'topology.json'
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=rule) as refused:
+        failure_domains(['a'], str(path))
+    assert str(refused.value).startswith(f'--sparse-ckpt-topology {path}: ')
+    assert '\n' not in str(refused.value)
 
 
 @pytest.mark.parametrize('content', [None, '', '{', '[]', '7', '"a"'])
@@ -444,7 +483,7 @@ def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) 
         config, 'run1', share, CPU, lambda reason: None, lambda own: members, SECRET
     )
     try:
-        assert memory.holders[0] == memory.holders[1] == (2,)
+        assert memory.copies.holders[0] == memory.copies.holders[1] == (2,)
     finally:
         memory.close(remove=True)
 

@@ -119,7 +119,7 @@ def test_a_limit_of_the_network_is_that_of_the_training():
     config = SparseCheckpointConfig(network_gb_per_s=rate / 1e9)
     asked = []
     training = SimpleNamespace(
-        memory=SimpleNamespace(holders=[[1] * job.copies]),
+        memory=SimpleNamespace(copies=SimpleNamespace(holders=[[1] * job.copies])),
         planner=SimpleNamespace(shortest_window=lambda carried, longest: asked.append(carried)),
         _rank=SimpleNamespace(config=config),
         _longest=8,

@@ -22,7 +22,7 @@ from tests.unit.memory.samples import (
     write_slot,
 )
 from tools.windows.__main__ import main
-from tools.windows.found import find
+from tools.windows.found import complete, find
 
 RANKS = 2
 
@@ -335,3 +335,17 @@ def test_a_folder_without_windows_is_said_to_have_none(
 ) -> None:
     assert main(['list', str(tmp_path)]) == 0
     assert capsys.readouterr().out == f'no windows in {tmp_path}\n'
+
+
+def test_what_a_twin_keeps_is_of_the_owner(root: Path, run: Run) -> None:
+    """It goes with the rest of the run, and takes no part of it for a stranger's."""
+    stub = run.store.stub_path(1, 0)
+    run.replica.path.rename(stub)
+    found = [one for one in find(root) if one.path.parent == stub]
+    assert [(one.rank, one.holder, one.state, one.problem) for one in found] == [
+        (0, 1, 'committed', None)
+    ] * 2
+    assert complete(find(root)) == {'run1': [str(named(3)), str(named(0))]}
+    run.store.close()
+    assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
+    assert not (root / 'run1').exists()

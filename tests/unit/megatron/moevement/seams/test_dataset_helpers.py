@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[5]
 START = """
 import torch
 torch.cuda.is_available = lambda: {gpu}
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 from megatron.core.datasets.utils import compile_helpers
 compile_helpers()
 print('started')

@@ -14,7 +14,7 @@ import torch
 from megatron.moevement.seams import cpu_device
 cpu_device.hide_transformer_engine()
 asked, torch.cuda.is_available = torch.cuda.is_available, lambda: {gpu}
-import pretrain_gpt
+from megatron.moevement import pretrain_gpt
 torch.cuda.is_available = asked  # the optimizer below is on the CPU
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.moevement.program import run_with_sparse_checkpointing

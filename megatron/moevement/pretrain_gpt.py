@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pre-trains a (Mixture-of-Experts) GPT with Megatron, with sparse checkpointing on request.
+
+    torchrun ... pretrain_gpt.py <any Megatron flags> [--sparse-ckpt ...]
+    torchrun ... -m megatron.moevement.pretrain_gpt <the same flags>    # without a checkout
+
+Without `--sparse-ckpt` this is plain Megatron.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.moevement.seams import cpu_device, starting
+
+starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
+
+import argparse
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from moevement_ext.command import called, shown
+from moevement_ext.process import user_errors
+
+if __name__ != '__mp_main__':  # which is no worker, but writes a checkpoint for one, say
+    from megatron.core import mpu
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import (
+        GPTDataset,
+        GPTDatasetConfig,
+        MockGPTDataset,
+    )
+    from megatron.core.enums import ModelType
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.core.utils import (
+        get_attr_wrapped_model,
+        get_batch_on_this_cp_rank,
+        get_batch_on_this_tp_rank,
+    )
+    from megatron.training import get_args, get_timers, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.utils import (
+        get_blend_and_blend_per_split,
+        is_first_or_last_pipeline_stage,
+    )
+
+    from megatron.moevement.arguments import add_arguments
+    from megatron.moevement.facts import UpstreamArguments
+    from megatron.moevement.job.unsupported import refuse_unsupported
+    from megatron.moevement.program import run_with_sparse_checkpointing
+    from megatron.moevement.seams import dataset_helpers, dense_tier, fp8_masters, quiet
+    from moevement_ext import faults
+
+    dataset_helpers.use_compiled()
+    if cpu_device.needed():
+        cpu_device.patch_upstream()
+
+_BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
+
+
+def get_batch(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
+    """One micro-batch on this rank: tensors of shape [micro batch, sequence / CP], or Nones."""
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_BATCH_KEYS)
+    args = get_args()
+    batch: dict[str, Any] = {}
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        loaded = next(data_iterator)
+        batch = {
+            key: loaded[key].cuda(non_blocking=True) if loaded.get(key) is not None else None
+            for key in _BATCH_KEYS
+        }
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=bool(args.mtp_num_layers),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        ),
+    )
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+    return batch
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed token loss, number of tokens, and what to report of one micro-batch."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for rejects, what in ((torch.isnan, 'NaN'), (torch.isinf, 'Inf')):
+            get_rerun_state_machine().validate_result(
+                result=loss,
+                rejection_func=rejects,
+                message=f'found {what} in the local forward loss',
+                tolerance=0.0,
+                fatal=True,
+            )
+    num_tokens = mask.sum().detach().to(torch.int)
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {'lm loss': report}
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, partial[Any]]:
+    """Forward of one micro-batch through this stage's model chunk; or the plan of it.
+
+    Upstream asks for the plan if it runs layers of two micro-batches in turns.
+    """
+    timers = get_timers()
+    timers('batch-generator', log_level=2).start()
+    faults.stall()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, 'vp_stage'))
+    timers('batch-generator').stop()
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(
+        batch['tokens'],
+        batch['position_ids'],
+        batch['attention_mask'],
+        labels=batch['labels'],
+        loss_mask=batch['loss_mask'],
+    )
+    return output, partial(loss_func, batch['loss_mask'])
+
+
+def _dataset_config(args: UpstreamArguments) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+    )
+
+
+def _built_on_this_rank(vp_stage: int | None) -> bool:
+    leads = mpu.get_tensor_model_parallel_rank() == 0
+    return bool(is_first_or_last_pipeline_stage(vp_stage) and leads)
+
+
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> Any:
+    """Train, validation and test datasets of `num_samples` samples each."""
+    args = get_args()
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        num_samples,
+        partial(_built_on_this_rank, vp_stage=vp_stage),
+        _dataset_config(args),
+    ).build()
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.prog = called() or parser.prog
+    add_arguments(parser)
+    for action in parser._actions:
+        if action.help:
+            action.help = shown(action.help)
+    return parser
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    set_startup_timestamps(program_start=starting.PROGRAM_START, main_entry=time.time())
+    quiet.arguments_once()
+    if '--sparse-ckpt' in sys.argv:  # upstream loads flags of a checkpoint while it parses its own
+        dense_tier.let_flags_count_as_given()
+    args = parse_and_validate_args(extra_args_provider=_add_arguments)
+    with user_errors.in_one_line():
+        fp8_masters.take_place(args)
+        if args.sparse_ckpt:
+            refuse_unsupported(vars(args))  # before upstream's configurations say it at length
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
+    with user_errors.in_one_line():
+        run_with_sparse_checkpointing(train, args)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `moevement`: one for all programs. It imports nothing but the one that is called.
+
+A program here is a module as `python -m` runs it, and `moevement NAME` is the same. Most are in
+`tools` and started from a checkout, whose folders a wheel has in `moevement_ext/programs`: as
+packages of their own, `tools` and `scripts` would meet those of others.
+"""
+
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_PACKAGE = Path(__file__).resolve().parent
+_INSTALLED = _PACKAGE / 'programs'
+ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
+"""What holds `tools`, `scripts` and `pretrain_gpt.py`."""
+
+
+class Subcommand(NamedTuple):
+    """What a name stands for."""
+
+    module: str
+    does: str
+    script: str = ''
+    """Runs it in a checkout."""
+
+
+PROGRAMS = {
+    'pretrain': Subcommand(
+        'megatron.moevement.pretrain_gpt', 'train a GPT: one worker, as a launcher starts it'
+    ),
+    'launch': Subcommand(
+        'moevement_ext.launch.command_line',
+        'run a job on emulated nodes of this machine',
+        'scripts/local_cluster.py',
+    ),
+    'slurm': Subcommand('moevement_ext.slurm', 'run a job in a batch script of Slurm'),
+    'store': Subcommand('moevement_ext.store', 'serve the store of a job outside its nodes'),
+    'torchrun': Subcommand('moevement_ext.store.torchrun', 'torchrun whose agents meet there'),
+    'demo': Subcommand('tools.demo', 'see a lost node recovered, without a GPU', 'scripts/demo.sh'),
+    'prepare-data': Subcommand('tools.prepare_data', 'make data for the trainer from text'),
+    'check': Subcommand('tools.check', 'what stands in the way of protecting a job'),
+    'node-check': Subcommand('tools.node_check', 'memory and links of the nodes of a job'),
+    'plan': Subcommand(
+        'tools.plan', 'window, memory and times of a job, before there is a cluster'
+    ),
+    'placement': Subcommand('tools.placement', 'where replicas and experts go'),
+    'simulate': Subcommand('tools.simulate', 'systems for fault tolerance compared'),
+    'status': Subcommand('tools.status', 'a running job in the terminal'),
+    'report': Subcommand('tools.report', 'one page about a run'),
+    'windows': Subcommand('tools.windows', 'list, verify, prune and export windows'),
+    'compare-digests': Subcommand('tools.compare_digests', 'whether two final states are equal'),
+    'plot-run': Subcommand('tools.plot_run', 'losses and times of two logs as a picture'),
+    'drill': Subcommand('tools.drill', 'your job for a minute, with failures, bits compared'),
+    'chaos': Subcommand('tools.chaos', 'failures at random, bits compared'),
+    'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
+    'bench-ablation': Subcommand('tools.bench.ablation', 'what each part of the method brings'),
+    'bench-overhead': Subcommand('tools.bench.overhead', 'what protection costs an iteration'),
+    'bench-precision': Subcommand('tools.bench.precision', 'the same for narrow formats'),
+    'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),
+    'bench-regroup': Subcommand(
+        'tools.bench.regroup', 'how soon process groups are connected again'
+    ),
+    'bench-frozen': Subcommand('tools.bench.frozen', 'what a frozen operator spares of a replay'),
+    'bench-link-share': Subcommand(
+        'tools.bench.link_share', 'what sending windows costs on a link'
+    ),
+}
+_TRAINER = 'pretrain_gpt.py'
+_ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')
+_MODULES_OF_EXTRA = {'jinja2', 'matplotlib', 'rich', 'tqdm'}
+_NAMES = {
+    **{program.module: name for name, program in PROGRAMS.items()},
+    **{program.script: name for name, program in PROGRAMS.items() if program.script},
+}
+_PRINTED = re.compile(
+    r'(?:(?:\.venv/bin/)?python(?: -m)?(\s+))?\b('
+    + '|'.join(map(re.escape, sorted(_NAMES, key=len, reverse=True)))
+    + r')(?!\.?\w)'
+)
+_running: list[str] = []
+"""The name that was called, once the command runs."""
+
+
+def called() -> str | None:
+    """How this process was started: as `moevement plan`, say; None: not by the command."""
+    return f'moevement {_running[0]}' if _running else None
+
+
+def shown(text: str) -> str:
+    """Help or a message that names programs, in the words by which this process was started."""
+    return _PRINTED.sub(_renamed, text) if _running else text
+
+
+def _renamed(found: re.Match[str]) -> str:
+    space, name = found.groups()
+    if space is None and not name.startswith('scripts/'):
+        return found[0]  # a module in a sentence
+    return f'moevement{space or " "}{_NAMES[name]}'
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Become the program that is named; returns the exit status if there is none."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ['--version']:
+        from moevement_ext import __version__
+
+        print(f'moevement {__version__}')
+        return 0
+    if not given or given[0] in ('-h', '--help'):
+        print(_overview())
+        return 0
+    name, *arguments = given
+    if name not in PROGRAMS:
+        print(f'moevement: error: {name!r} is no program (moevement --help)', file=sys.stderr)
+        return 2
+    _become(name, arguments)
+    return 0
+
+
+def _become(name: str, arguments: Sequence[str]) -> None:
+    """Run it as `python -m` would, its exit status included."""
+    _running[:] = [name]
+    if str(ROOT) not in sys.path[:1]:
+        sys.path.insert(0, str(ROOT))
+    if name in _ITS_LAUNCHERS:
+        arguments = _with_trainer(arguments)
+    before, sys.argv = sys.argv, [name, *arguments]
+    try:
+        runpy.run_module(PROGRAMS[name].module, run_name='__main__', alter_sys=True)
+    except ModuleNotFoundError as error:
+        if (error.name or '').partition('.')[0] not in _MODULES_OF_EXTRA:
+            raise
+        sys.exit(f"{called()} needs {error.name}: pip install 'megatron-moevement[tools]'")
+    finally:
+        sys.argv = before
+
+
+def _with_trainer(arguments: Sequence[str]) -> list[str]:
+    """What launchers are to run is a file; where the folder has none, it is the one of here."""
+    found = list(arguments)
+    if _TRAINER in found and not Path(_TRAINER).exists():
+        found[found.index(_TRAINER)] = str(ROOT / _TRAINER)
+    return found
+
+
+def _overview() -> str:
+    width = max(map(len, PROGRAMS))
+    rows = (f'  {name:{width}}  {program.does}' for name, program in PROGRAMS.items())
+    first = 'usage: moevement <program> [flags]\n'
+    return '\n'.join([first, *rows, '\nmoevement <program> --help: its flags'])

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A window of one rank in the memory of its twin, which captures the same bytes anyway.
+
+Such peers have the same shard of weights and optimizer state, but not the same of all: random
+numbers, a rank's own counters and amax histories. So the twin keeps a *stub* of each window: an
+ordinary window of few bytes. Each of its slots holds what is the owner's own, and in its context
+the whole frame of the owner's slot, hence the checksums of all records. The other bytes are those
+of the twin's own window of the same name, its *base*. A stub is committed only if they are the
+same, by their checksums; what is put together of both is bit for bit what the owner had captured.
+"""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+
+from moevement_ext.memory.window.checks import check_whole
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import SlotBlob, WindowFile
+from moevement_ext.memory.window.format import window_capacity
+from moevement_ext.memory.window.name import StoredWindow
+from moevement_ext.memory.window.refused import CorruptWindow, OtherBytes, RefusedWindow
+from moevement_ext.memory.window.slot import (
+    Record,
+    SlotHeader,
+    align_up,
+    decode_frame,
+    encode_frame,
+    frame_bytes_bound,
+)
+
+OwnParts = Collection[tuple[str, str]]
+"""Tensor and part of the records that twins need not have alike."""
+
+
+def stub_of(file: WindowFile, slot: int, own_parts: OwnParts) -> SlotBlob:
+    """What a twin lacks of a sealed slot, as a slot of a stub.
+
+    Args:
+        file: the owner's window, perhaps not yet complete.
+        slot: index of the slot.
+        own_parts: what is the owner's own.
+    """
+    header, frame = file.header(slot), bytes(file.slot_blob(slot).frame)
+    payload, content, records = file.payload(slot), bytearray(), []
+    for record in header.records:
+        if (record.tensor, record.part) in own_parts:
+            records.append(msgspec.structs.replace(record, offset=len(content)))
+            content += payload[record.offset : record.offset + record.nbytes].tobytes()
+            content += bytes(align_up(len(content)) - len(content))
+    stub = _stub_header(header, records, frame)
+    return SlotBlob(memoryview(bytes(content)), memoryview(encode_frame(stub)))
+
+
+def stub_window_bytes(file: WindowFile, own_parts: OwnParts) -> int:
+    """Size of a file for the stub of a window, as far as the window is sealed."""
+    blobs = [stub_of(file, slot, own_parts) for slot in file.slots()]
+    return window_capacity((len(blob.payload), len(blob.frame)) for blob in blobs)
+
+
+def stub_capacity(largest: SlotHeader, own_parts: OwnParts, settings_bytes: int) -> int:
+    """Size of a file that has room for the stub of any window of a rank.
+
+    Args:
+        largest: header with every record of the rank, and with the longest context.
+        own_parts: what is its own.
+        settings_bytes: room for the settings in the first slot.
+    """
+    own = [record for record in largest.records if (record.tensor, record.part) in own_parts]
+    payload = sum(align_up(record.nbytes) for record in own)
+    frame = frame_bytes_bound(_stub_header(largest, own, bytes(frame_bytes_bound(largest))))
+    frames = ((payload, frame) for _ in range(largest.window))
+    return window_capacity([(0, settings_bytes), *frames])
+
+
+def owner_header(stub: SlotHeader, path: Path | str) -> SlotHeader:
+    """The header that the owner has sealed, from that of its stub.
+
+    Raises:
+        CorruptWindow: it is none.
+    """
+    try:
+        header = decode_frame(stub.context)
+        same = (header.owner, header.name, header.slot, header.window)
+        if same != (stub.owner, stub.name, stub.slot, stub.window):
+            raise ValueError(f'it is of rank {header.owner}, window {header.name}')
+        return header
+    except ValueError as error:
+        raise CorruptWindow(f'{path}: slot {stub.slot} of a stub: {error}') from error
+
+
+class TwinWindow:
+    """A whole window, put together of a stub and its base; both are only read.
+
+    Args:
+        stub: of the owner's window, in the twin's memory.
+        base: the twin's own window of the same name.
+
+    Raises:
+        RefusedWindow: one of them is damaged, or the base holds other bytes.
+    """
+
+    def __init__(self, stub: WindowFile, base: WindowFile) -> None:
+        self.path = stub.path
+        self._stub, self._base = stub, base
+        self._stubs = {header.slot: header for header in stub.headers()}
+        self._headers = {slot: owner_header(it, stub.path) for slot, it in self._stubs.items()}
+        for slot, header in self._headers.items():
+            _require_same(header, base.header(slot), self._stubs[slot], stub.path)
+
+    @classmethod
+    def open(cls, path: Path) -> 'TwinWindow':
+        """Map both files.
+
+        Args:
+            path: of the stub, where a holder keeps it (`NodeStore.stub_path`).
+
+        Raises:
+            RefusedWindow: one is not there, damaged, or the base holds other bytes.
+        """
+        return cls(WindowFile.open(path), WindowFile.open(base_path(path)))
+
+    def headers(self) -> list[SlotHeader]:
+        """The owner's headers, slot 0 first."""
+        return [header for _, header in sorted(self._headers.items())]
+
+    def verify_identity(self, expected: Expected) -> list[SlotHeader]:
+        """Verify that the window is whole and the one expected; payloads are not read.
+
+        Returns:
+            The owner's headers, slot 0 first.
+
+        Raises:
+            RefusedWindow: typed by the reason.
+        """
+        headers = self.headers()
+        check_whole(self.path, headers, expected)
+        return headers
+
+    def verify(self, expected: Expected) -> list[SlotHeader]:
+        """The same, and compare all payloads with their checksums."""
+        headers = self.verify_identity(expected)
+        self._stub.verify_payloads(self._stubs.values())
+        self._base.verify_payloads(self._base.headers())
+        return headers
+
+    def payload(self, slot: int) -> Iterator[memoryview]:
+        """The payload of a slot in pieces, views of both files."""
+        base, stub = (memoryview(file.payload(slot)) for file in (self._base, self._stub))
+        places = {_identity(record): record for record in self._headers[slot].records}
+        sent = 0
+        own = ((places[_identity(record)], record) for record in self._stubs[slot].records)
+        for record, kept in sorted(own, key=lambda pair: pair[0].offset):
+            yield base[sent : record.offset]
+            yield stub[kept.offset : kept.offset + kept.nbytes]
+            sent = record.offset + record.nbytes
+        yield base[sent:]
+
+    def frame(self, slot: int) -> memoryview:
+        """The frame of the owner's slot."""
+        return memoryview(self._stubs[slot].context)
+
+
+def base_path(stub: Path) -> Path:
+    """Where the base of a stub is: under the same name, among the holder's own windows."""
+    holder = stub.parent.parent
+    return holder / holder.name / stub.name
+
+
+def twin_windows(found: list[StoredWindow]) -> list[StoredWindow]:
+    """Those stubs of which the base is there."""
+    return [stored for stored in found if base_path(stored.path).exists()]
+
+
+def _stub_header(header: SlotHeader, records: list[Record], frame: bytes) -> SlotHeader:
+    return msgspec.structs.replace(
+        header,
+        payload_bytes=sum(align_up(record.nbytes) for record in records),
+        records=records,
+        context=frame,
+        settings=b'',
+    )
+
+
+def _require_same(header: SlotHeader, base: SlotHeader, stub: SlotHeader, path: Path) -> None:
+    """The base has all bytes of a slot but those in the stub."""
+    own = {_identity(record) for record in stub.records}
+    theirs = {_identity(record): record for record in base.records}
+    if (header.run, header.topology, header.name) != (base.run, base.topology, base.name):
+        raise RefusedWindow(f'{path}: its base is of another run, layout or window')
+    if header.payload_bytes != base.payload_bytes or len(theirs) != len(header.records):
+        raise OtherBytes(f'{path}: slot {header.slot} has other records than that of its base')
+    differing = [
+        record
+        for record in header.records
+        if not _is_same(record, theirs.get(_identity(record)), _identity(record) in own)
+    ]
+    if differing:
+        first, more = differing[0], len(differing) - 1
+        raise OtherBytes(
+            f'ranks {header.owner} and {base.owner} do not hold the same after iteration '
+            f'{header.iteration}: operator {first.operator}, tensor {first.tensor}, part '
+            f'{first.part}' + (f', and {more} more' if more else '')
+        )
+
+
+def _is_same(record: Record, found: Record | None, is_own: bool) -> bool:
+    """It lies in the same place, and unless it is the owner's own its bytes are the same."""
+    if found is None or found.offset != record.offset:
+        return False
+    return is_own or found.checksum == record.checksum
+
+
+def _identity(record: Record) -> tuple[str, str, str, str, int, int, int]:
+    return (
+        record.operator,
+        record.tensor,
+        record.part,
+        record.dtype,
+        record.start,
+        record.end,
+        record.nbytes,
+    )

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the copies of each rank's windows are: with twins, which capture the same, and holders.
+
+A *twin* captures the same anyway, as peers with the same shard do; it is sent what little differs
+(`memory.window.twin`). Holders are sent all. A rank has as many copies as are asked for, each in a
+failure domain of its own, and none in that of the rank: no domain that is lost takes all.
+
+Every rank computes the whole placement from the same failure domains, without communication.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from moevement_ext.replicate.domains import LEVELS
+from moevement_ext.replicate.placement import place_replicas
+
+MOST_EXCHANGED = 1024
+"""Ranks up to which a placement by distance and groups is improved by exchanges, which takes time
+and memory with the square of them."""
+
+
+class Copies(NamedTuple):
+    """Ranks that have copies of each rank's windows, by owner."""
+
+    twins: list[tuple[int, ...]]
+    """They capture the same."""
+    holders: list[tuple[int, ...]]
+    """They are sent all of it."""
+
+    def least(self) -> int:
+        """Copies of the rank with the fewest."""
+        both = zip(self.twins, self.holders, strict=True)
+        return min((len(twins) + len(held_by) for twins, held_by in both), default=0)
+
+    def reached(self, owner: int) -> tuple[int, ...]:
+        """All ranks that an owner sends something to, twins first."""
+        return self.twins[owner] + self.holders[owner]
+
+
+def place_copies(domains: Sequence[str], replicas: int, families: Sequence[int]) -> Copies:
+    """Twins and holders of each rank.
+
+    Near ones come first; distance is the number of levels on which two domains differ. Holders are
+    loaded alike as far as all that allows.
+
+    Args:
+        domains: failure domain of each rank; a path where the topology file names levels.
+        replicas: copies of each rank's windows on other ranks.
+        families: lowest of the ranks that capture the same, of each rank.
+
+    Raises:
+        ValueError: `replicas` is negative.
+    """
+    groups: dict[int, list[int]] = {}
+    for rank, family in enumerate(families):
+        groups.setdefault(family, []).append(rank)
+    names = list(dict.fromkeys(domains))
+    levelled = any(LEVELS in name for name in names)
+    if replicas < 1 or not (levelled or len(groups) < len(domains)):
+        return Copies([()] * len(domains), place_replicas(domains, replicas))
+    index = {name: number for number, name in enumerate(names)}
+    of_rank = np.array([index[name] for name in domains])
+    distance = _distances(names)
+    twins: list[tuple[int, ...]] = [()] * len(domains)
+    for group in groups.values():
+        ring = np.array(group)
+        for place, rank in enumerate(group):
+            twins[rank] = _twins(np.roll(ring, -place), of_rank, distance, replicas)
+    proposed: list[tuple[int, ...]] = [()] * len(domains)
+    if len(domains) <= MOST_EXCHANGED:
+        several = [group for group in groups.values() if len(group) > 1]
+        costs = distance[np.ix_(of_rank, of_rank)].tolist()
+        proposed = place_replicas(
+            domains,
+            replicas,
+            groups=several,
+            distance=(lambda owner, holder: costs[owner][holder]) if levelled else None,
+        )
+    wanted = min(replicas, len(names) - 1)
+    return Copies(twins, _completed(twins, proposed, of_rank, distance, wanted))
+
+
+def _distances(names: Sequence[str]) -> np.ndarray:
+    """Levels on which domains differ, int64 (domains, domains)."""
+    paths = [name.split(LEVELS) for name in names]
+    depth = max(map(len, paths), default=0)
+    distance = np.zeros((len(names), len(names)), dtype=np.int64)
+    apart = np.zeros_like(distance, dtype=bool)
+    for level in range(depth):  # from the outermost; below one that differs all do
+        at = np.unique([LEVELS.join(path[: level + 1]) for path in paths], return_inverse=True)[1]
+        apart |= at[:, None] != at
+        distance += apart
+    return distance
+
+
+def _twins(
+    ring: np.ndarray, of_rank: np.ndarray, distance: np.ndarray, most: int
+) -> tuple[int, ...]:
+    """The nearest of each other domain, as many as are asked for.
+
+    Of equally near ones those that come next, so that all are the twin of as many.
+
+    Args:
+        ring: ranks that capture the same, the owner first.
+        of_rank: number of the domain of each rank.
+        distance: between domains.
+        most: twins that are asked for.
+    """
+    home = of_rank[ring[0]]
+    away = distance[home, of_rank[ring]]
+    found: dict[int, int] = {}
+    for rank in ring[np.argsort(away, kind='stable')].tolist():
+        if of_rank[rank] != home:
+            found.setdefault(int(of_rank[rank]), rank)
+        if len(found) == most:
+            break
+    return tuple(found.values())
+
+
+def _completed(
+    twins: Sequence[tuple[int, ...]],
+    proposed: Sequence[tuple[int, ...]],
+    of_rank: np.ndarray,
+    distance: np.ndarray,
+    wanted: int,
+) -> list[tuple[int, ...]]:
+    """Holders that make up the copies that are wanted, in domains that have none yet.
+
+    What is proposed is taken as far as it does that. Then come ranks that hold less than their
+    share, the nearest first, else those that hold the least.
+    """
+    load = np.zeros(len(of_rank), dtype=np.int64)
+    holders: list[list[int]] = []
+    for owner, held_by in enumerate(proposed):
+        used = {int(of_rank[rank]) for rank in (owner, *twins[owner])}
+        near = sorted(held_by, key=lambda rank: distance[of_rank[owner], of_rank[rank]])
+        new = {int(of_rank[rank]): rank for rank in reversed(near) if of_rank[rank] not in used}
+        kept = [rank for rank in near if rank in new.values()][: wanted - len(twins[owner])]
+        load[kept] += 1
+        holders.append(kept)
+    missing = [wanted - len(twins[rank]) - len(kept) for rank, kept in enumerate(holders)]
+    share = -(-int(load.sum() + sum(missing)) // max(1, len(of_rank)))
+    for owner, count in enumerate(missing):
+        for _ in range(count):
+            used = {int(of_rank[rank]) for rank in (owner, *twins[owner], *holders[owner])}
+            free = np.flatnonzero(~np.isin(of_rank, list(used)))
+            away, full = distance[of_rank[owner], of_rank[free]], load[free] >= share
+            holder = int(free[np.lexsort((free, load[free], np.where(full, 0, away), full))[0]])
+            holders[owner].append(holder)
+            load[holder] += 1
+    return [tuple(kept) for kept in holders]

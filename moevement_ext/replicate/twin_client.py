@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection to a twin: a peer that captures the same bytes, so that it is sent stubs alone."""
+
+from collections.abc import Callable
+
+from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
+from moevement_ext.memory.window.file import SlotBlob, WindowFile
+from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.memory.window.twin import OwnParts, owner_header, stub_of, stub_window_bytes
+from moevement_ext.replicate.client import ReplicaClient
+
+
+class TwinClient(ReplicaClient):
+    """Speaks to a twin as its base does to a holder. One thread at a time uses it.
+
+    Args:
+        address: host and port of its `ReplicaServer`.
+        secret: secret of this life of the job.
+        own_parts: what the twin need not have alike.
+    """
+
+    takes_all = False
+
+    def __init__(self, address: tuple[str, int], secret: bytes, own_parts: OwnParts) -> None:
+        super().__init__(address, secret)
+        self._own_parts = own_parts
+
+    def put_slot(
+        self,
+        owner: int,
+        file: WindowFile,
+        slot: int,
+        agreed: Agreed = NOTHING_AGREED,
+        before: Callable[[int], object] = lambda nbytes: None,
+    ) -> int:
+        """Send the stub of a sealed slot; what few bytes take says nothing of the link: 0."""
+        super().put_slot(owner, file, slot, agreed, before)
+        return 0
+
+    def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
+        """Headers as the owner has sealed them."""
+        stubs = super().fetch_headers(owner, start)
+        return [owner_header(stub, f'peer {self.address[0]}') for stub in stubs]
+
+    def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
+        return stub_of(file, slot, self._own_parts)
+
+    def _window_bytes(self, file: WindowFile) -> int:
+        """0: as usual; of a window that is sent again, and may be of other flags, it is known."""
+        whole = len(file.slots()) == file.header(file.slots()[0]).window
+        return stub_window_bytes(file, self._own_parts) if whole else 0

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks capture the same, by upstream's groups."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.moevement.state import dp_copy
+
+
+class Groups:
+    """Upstream's groups of rank 2 of 8, as ranks."""
+
+    def __init__(self) -> None:
+        self.dense = [0, 2, 4, 6]
+        self.expert = [0, 2, 4, 6]
+        self.instances: list[int] | None = None
+
+    def get_data_parallel_group(self, with_context_parallel: bool) -> list[int]:
+        assert with_context_parallel
+        return self.dense
+
+    def get_expert_data_parallel_group(self) -> list[int]:
+        return self.expert
+
+    def get_inter_distributed_optimizer_instance_group(
+        self, check_initialized: bool
+    ) -> list[int] | None:
+        assert not check_initialized
+        return self.instances
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    groups = Groups()
+    monkeypatch.setattr(dp_copy, 'parallel_state', groups)
+    monkeypatch.setattr(dp_copy, '_ranks', lambda group: group)
+    return groups
+
+
+def facts(distributed: bool, random_init: bool = False) -> Any:
+    return SimpleNamespace(
+        rank=2, use_distributed_optimizer=distributed, data_parallel_random_init=random_init
+    )
+
+
+def test_without_the_distributed_optimizer_each_captures_another_share(groups: Groups) -> None:
+    """They hold the same state, and none has a window of another."""
+    assert dp_copy.replicas(facts(False)) == [0, 4, 6]
+    assert dp_copy.twins(facts(False)) == []
+    groups.expert = [2, 6]
+    assert dp_copy.replicas(facts(False)) == [6]
+    groups.expert = [1, 2, 3]
+    assert dp_copy.replicas(facts(False)) == [], 'experts are replicated where the rest is not'
+
+
+@pytest.mark.parametrize('distributed', [False, True])
+def test_no_rank_where_each_has_parameters_of_its_own(groups: Groups, distributed: bool) -> None:
+    groups.instances = [2, 6]
+    assert dp_copy.replicas(facts(distributed, random_init=True)) == []
+    assert dp_copy.twins(facts(distributed, random_init=True)) == []
+
+
+def test_with_it_the_same_shard_of_each_instance(groups: Groups) -> None:
+    assert dp_copy.twins(facts(True)) == []
+    groups.instances = [2, 6]
+    assert dp_copy.twins(facts(True)) == [6]
+    assert dp_copy.replicas(facts(True)) == []
+    groups.instances = [2, 4]
+    assert dp_copy.twins(facts(True)) == [], 'these have other shards of what is no expert'

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `moevement`: every program that documents name is one of it, and says so."""
+
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from moevement_ext import __version__, command
+from tests.unit.printed_commands import ROOT, printed
+
+OF_A_CHECKOUT = {
+    'tools.compatibility': 'writes a page of the documents',
+    'tools.plan.table': 'the same',
+    'tools.gpu_check': 'runs tests; scripts/gpu_check.sh',
+    'tools.gpu_check.copy_probe': 'a process of it',
+    'tools.gpu_check.stages': 'the same',
+    'tools.lab.pack_libraries': 'for a checkout that is carried elsewhere',
+    'tools.simulate.paper': 'moevement simulate paper',
+    'moevement_ext.launch.shared_gpu': 'a process of moevement launch',
+    'moevement_ext.store.branch': 'a process of moevement store',
+}
+"""What the command has not, and why."""
+
+
+@pytest.fixture(autouse=True)
+def not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, '_running', [])
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+
+
+def test_every_program_that_documents_name_is_one_of_it() -> None:
+    named = set(re.findall(r'python -m ((?:tools|moevement_ext)[\w.]*)', '\n'.join(printed())))
+    named |= {
+        f'scripts/{script}' for script in re.findall(r'scripts/(\w+\.py)', '\n'.join(printed()))
+    }
+    here = {
+        one for program in command.PROGRAMS.values() for one in (program.module, program.script)
+    }
+    assert named - here == set(OF_A_CHECKOUT) & named
+    assert len(named & here) > 20
+
+
+@pytest.mark.parametrize('name', command.PROGRAMS)
+def test_its_help_is_of_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):  # torchrun's record takes it
+        command.main([name, '--help'])
+    text = capsys.readouterr().out
+    assert text.startswith(f'usage: moevement {name} '), text[:200]
+    named = re.findall(r'python -m ((?:tools|moevement_ext)[\w.]*\w)|(scripts/\w+\.py)', text)
+    assert not [one for pair in named for one in pair if one and one not in OF_A_CHECKOUT]
+
+
+def test_in_a_checkout_the_help_is_of_the_module(capsys: pytest.CaptureFixture[str]) -> None:
+    from tools.plan.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(['--help'])
+    text = capsys.readouterr().out
+    assert text.startswith('usage: python -m tools.plan ') and '  python -m tools.plan --mo' in text
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        ('.venv/bin/python -m tools.plan --json', 'moevement plan --json'),
+        ('.venv/bin/python scripts/local_cluster.py', 'moevement launch'),
+        ('(python -m moevement_ext.store).', '(moevement store).'),
+        ('python -m moevement_ext.store.torchrun', 'moevement torchrun'),
+        ('python -m tools.plan.table', 'python -m tools.plan.table'),
+        ('a line with python -m\n  tools.check', 'a line with moevement\n  check'),
+        ('tools.plan computes it', 'tools.plan computes it'),
+    ],
+)
+def test_how_a_program_is_named(text: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command.shown(text) == text
+    monkeypatch.setattr(command, '_running', ['plan'])
+    assert command.shown(text) == expected
+
+
+def test_a_light_program_does_not_import_torch() -> None:
+    code = (
+        'import sys, moevement_ext.command as command\n'
+        'try: command.main(["plan", "--help"])\n'
+        'finally: assert not {"torch", "megatron"} & sys.modules.keys()'
+    )
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and 'usage: moevement plan ' in done.stdout, done.stderr
+
+
+def test_all_programs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(['--help']) == command.main([]) == 0
+    listed = re.findall(r'^  ([\w-]+)  +\w', capsys.readouterr().out, re.M)
+    assert listed == [*command.PROGRAMS] * 2
+    assert command.main(['--version']) == 0
+    assert capsys.readouterr().out == f'moevement {__version__}\n'
+
+
+def test_what_it_has_not_is_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(['pln', '--help']) == 2
+    assert capsys.readouterr().err == "moevement: error: 'pln' is no program (moevement --help)\n"
+
+
+def test_a_mistake_is_told_by_the_name_that_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(['plan', '--modl', 'x'])
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith('moevement plan: error: ')
+    assert message.endswith('(moevement plan --help: all flags)\n')
+
+
+def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, 'jinja2', None)
+    monkeypatch.delitem(sys.modules, 'tools.report.page', raising=False)
+    with pytest.raises(SystemExit) as ended:
+        command.main(['report', '--help'])
+    message = "moevement report needs jinja2: pip install 'megatron-moevement[tools]'"
+    assert ended.value.code == message
+
+
+def test_a_launcher_finds_the_trainer_where_the_folder_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ['--nodes', '2', '--', 'pretrain_gpt.py', '--load', 'pretrain_gpt.py']
+    assert command._with_trainer(given) == [*given[:3], str(ROOT / 'pretrain_gpt.py'), *given[4:]]
+    (tmp_path / 'pretrain_gpt.py').touch()
+    assert command._with_trainer(given) == given

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `pip install .` brings into an environment that has torch, and that it works from there.
+
+The environment is new. Packages of others are those of this one, seen through links, so that
+nothing is downloaded: pip is told that there is no index.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from moevement_ext import __version__
+from moevement_ext.command import PROGRAMS
+from tests.unit.test_repository import ROOT
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
+NAME = f'megatron_moevement-{__version__}'
+OURS = 'megatron_moevement', '__editable__'
+
+
+def tracked(*folders: str) -> list[str]:
+    listed = subprocess.check_output(['git', 'ls-files', '--', *folders], cwd=ROOT, text=True)
+    return [name for name in listed.split() if (ROOT / name).exists()]
+
+
+def built(what: str, source: Path, target: Path) -> Path:
+    """Path of a wheel or an sdist, built of `source` by setuptools."""
+    target.mkdir()
+    code = f'import setuptools.build_meta as b, sys; print(b.build_{what}(sys.argv[1]))'
+    command = [sys.executable, '-c', code, str(target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files alone, as building writes beside them."""
+    folder = tmp_path_factory.mktemp('source')
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built of the sdist, as pip does where there is no wheel."""
+    folder = tmp_path_factory.mktemp('built')
+    packed = built('sdist', source, folder / 'sdist')
+    with tarfile.open(packed) as archive:
+        archive.extractall(folder, filter='data')
+    return built('wheel', folder / NAME, folder / 'wheel')
+
+
+def test_the_wheel_has_every_file_of_the_programs_and_no_other(wheel: Path) -> None:
+    programs = tracked('tools', 'pretrain_gpt.py', 'scripts/local_cluster.py')
+    expected = [f'moevement_ext/programs/{name}' for name in programs]
+    expected += tracked('moevement_ext', 'megatron')
+    found = [name for name in zipfile.ZipFile(wheel).namelist() if '.dist-info/' not in name]
+    assert sorted(found) == sorted(expected)
+
+
+def test_it_says_what_it_is(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    metadata = archive.read(f'{NAME}.dist-info/METADATA').decode()
+    assert (
+        '\n# MoEvement on Megatron-Core\n' in metadata and '\nRequires-Python: >=3.12' in metadata
+    )
+    assert '\nRequires-Dist: torch>=2.11\n' in metadata
+    assert '\nProject-URL: ' in metadata and '\nClassifier: ' in metadata
+    top = archive.read(f'{NAME}.dist-info/top_level.txt').decode().split()
+    assert top == ['megatron', 'moevement_ext']
+
+
+@pytest.fixture(scope='module')
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the programs of a new environment that has the wheel."""
+    folder = tmp_path_factory.mktemp('environment')
+    others = folder / 'others'
+    others.mkdir()
+    (site,) = {Path(path) for path in sys.path if (Path(path) / 'torch').is_dir()}
+    for entry in site.iterdir():
+        if not entry.name.startswith(OURS):
+            (others / entry.name).symlink_to(entry)
+    venv.create(folder / 'venv', with_pip=True)
+    (packages,) = (folder / 'venv' / 'lib').glob('python*/site-packages')
+    (packages / 'others.pth').write_text(f'{others}\n')
+    pip = [folder / 'venv' / 'bin' / 'python', '-m', 'pip', 'install', '--no-index']
+    done = run(folder, *pip, f'{wheel}[tools]')
+    assert f'Successfully installed {NAME.replace("_", "-")}\n' in done, done  # and no torch
+    assert not (packages / 'tools').exists() and not (packages / 'torch').exists()
+    return folder / 'venv' / 'bin'
+
+
+def run(folder: Path, *command: str | Path, status: int = 0) -> str:
+    """Output of a command in a folder that is no checkout, without a path to one."""
+    foreign = ('PYTHONPATH', 'VIRTUAL_ENV', 'PYTHONSAFEPATH')
+    environment = {name: value for name, value in os.environ.items() if name not in foreign}
+    environment |= {'PYTHONWARNINGS': 'ignore', 'CUDA_VISIBLE_DEVICES': ''}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == status, f'{command}: {done.stdout[-3000:]} {done.stderr[-3000:]}'
+    return done.stdout + done.stderr
+
+
+def test_the_command_has_its_programs(installed: Path, tmp_path: Path) -> None:
+    moevement = installed / 'moevement'
+    assert run(tmp_path, moevement, '--version') == f'moevement {__version__}\n'
+    for name in ('pretrain', 'launch', 'plan', 'simulate', 'bench-regroup'):
+        assert run(tmp_path, moevement, name, '--help').startswith(f'usage: moevement {name} ')
+    assert {'pretrain', 'launch', 'plan', 'simulate', 'bench-regroup'} < PROGRAMS.keys()
+    planned = run(tmp_path, moevement, 'plan', '--model', 'deepseek-moe', '--cluster', 'h100',
+                  '--mfu', '0.3')  # fmt: skip
+    assert 'window' in planned
+    assert 'Figures and text' in run(tmp_path, moevement, 'simulate', 'paper')
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tools_of_others_are_not_met(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / 'tools').mkdir()
+    (tmp_path / 'tools' / '__init__.py').write_text('raise SystemExit("of another")')
+    run(tmp_path, installed / 'moevement', 'check', '--help')
+    said = run(tmp_path, installed / 'python', '-c', 'import moevement_ext, tools', status=1)
+    assert said == 'of another\n'
+
+
+def test_a_job_is_launched_loses_a_worker_and_is_told_about(
+    installed: Path, tmp_path: Path
+) -> None:
+    """The demo: data, launcher, trainer, replay, digests and a picture, all from the wheel."""
+    said = run(tmp_path, installed / 'moevement', 'demo', '--output', 'out')
+    assert '\ndemo: bit_identical=true' in said
+    assert [path.name for path in tmp_path.iterdir()] == ['out']
