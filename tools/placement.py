@@ -57,10 +57,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     experts = commands.add_parser('experts', help='replicas of experts')
     for command in (ranks, experts):
         command.add_argument('--nodes', type=_positive, required=True)
-        command.add_argument('--failed', type=_positive, default=4, help='up to so many at once')
+        command.add_argument('--failed', type=_positive, default=4, help='most failures at once')
         command.add_argument('--json', action='store_true')
     ranks.add_argument('--gpus-per-node', type=_positive, default=8)
-    ranks.add_argument('--nodes-per-switch', type=_positive, help='links below one are cheap')
+    ranks.add_argument('--nodes-per-switch', type=_positive, help='links within a switch are cheap')
     ranks.add_argument(
         '--same-state', type=_positive, default=1, help='data-parallel ranks with the same state'
     )
@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     experts.add_argument('--experts', type=_positive, required=True)
     experts.add_argument('--least', type=_positive, default=2, help='replicas of each expert')
     experts.add_argument(
-        '--skew', type=_power, default=1.0, help='tokens of the i-th expert go with i to this power'
+        '--skew', type=_power, default=1.0, help='tokens of the i-th expert grow as i to this power'
     )
     return parser.parse_args(argv)
 

@@ -362,7 +362,7 @@ def build_parser() -> argparse.ArgumentParser:
         '--append-eod', action='store_true', help='end each document with the end-of-document token'
     )
     parser.add_argument(
-        '--json-key', default='text', metavar='KEY', help='where a JSON line holds its text'
+        '--json-key', default='text', metavar='KEY', help='key of the text in a JSON line'
     )
     parser.add_argument(
         '--limit-mb',

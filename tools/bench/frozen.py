@@ -226,7 +226,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, default in Shape(2, 256, 8, 128, 4, 10)._asdict().items():
         parser.add_argument(f'--{name.replace("_", "-")}', type=int, default=default,
                             help=f'(default: {default})')  # fmt: skip
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     for name in Shape._fields:
         if getattr(args, name) < 1:

@@ -330,7 +330,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help='the number (default: 0.02)',
     )  # fmt: skip
     parser.add_argument('--link-gbit', type=float, help='(default: no limit)')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds {args.rounds}: must be at least 1')

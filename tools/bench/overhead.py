@@ -185,17 +185,17 @@ def parse_arguments(argv: Sequence[str] | None, prog: str = _PROG) -> argparse.N
     """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog=prog, description=__doc__)
     add = parser.add_argument
-    add('--rounds', type=int, default=3, help='turns of all variants (default: 3)')
-    add('--iterations', type=int, default=12, help='per run (default: 12)')
-    add('--warm-up', type=int, default=4, help='to drop of each run (default: 4)')
+    add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
+    add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
+    add('--warm-up', type=int, default=4, help='iterations to drop (default: 4)')
     add('--ranks', type=int, choices=model.RANKS, default=2)
-    add('--window', default=AUTO, help='of sparse checkpointing (default: auto; 4 of formats)')
+    add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with --precision)')
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     add('--against', type=Path, metavar='DIR', help='another checkout to compare')
     add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of '
         f'{",".join(name for name in precisions.FLAGS if name != BF16)}, beside bf16')  # fmt: skip
     precisions.add_stand_ins(parser)
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds {args.rounds}: must be at least 1')

@@ -160,7 +160,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
         '(default: 10)')  # fmt: skip
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add('--json', type=Path, metavar='FILE', help='write the report here')
     add_share_gpu(parser)
     args = parser.parse_args(argv)
     for flag in ('rounds', 'window', 'dense_interval'):

@@ -57,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help='make .venv-gpu around the python3 on the PATH with the wheels in DIR, for a machine '
         'where nothing can be downloaded; read by the script (default: .venv)',
     )
-    add('--stage', choices=list(STAGES), help='only this one, also if it has passed')
+    add('--stage', choices=list(STAGES), help='run only this stage, even if it has passed')
     add('--output', type=Path, default=Path('runs/gpu-check'), help='folder for results and logs')
     add('--memory', type=Path, default=Path('/dev/shm'), help='a tmpfs with 40 GiB free')
     add('--cpu', action='store_true', help='dry run: no GPU, gloo, tiny models')

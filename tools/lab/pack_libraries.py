@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('site', type=Path, help='folder of packages')
     parser.add_argument('target', type=Path, help='file to write, .tar.xz')
-    parser.add_argument('--arch', type=int, required=True, help='such as 90, of an H100')
+    parser.add_argument('--arch', type=int, required=True, help='such as 90, for an H100')
     args = parser.parse_args(arguments)
     try:
         nbytes = pack(args.site, args.target.absolute(), args.arch)

@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ('stop', 'end daemons and jobs'),
     ):
         command = commands.add_parser(name, help=about)
-        command.add_argument('folder', type=Path, metavar='DIR', help='of the cluster')
+        command.add_argument('folder', type=Path, metavar='DIR', help='folder of the cluster')
         if name == 'lose':
             command.add_argument('node', metavar='NODE', choices=NODES, help=', '.join(NODES))
     return parser.parse_args(argv)

@@ -163,15 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add('--need-gib', type=float, default=0.0, metavar='N', help='host memory that a node needs')
-    add('--spare-nodes', type=int, default=0, metavar='N', help='of the allocation (default: 0)')
+    add('--spare-nodes', type=int, default=0, metavar='N', help='spare nodes (default: 0)')
     add(
         '--dir', metavar='DIR',
         help='--sparse-ckpt-dir of the run (default: that of the flags, else its default)',
     )  # fmt: skip
-    add('--mib', type=int, default=256, metavar='N', help='of each transfer (default: 256)')
+    add('--mib', type=int, default=256, metavar='N', help='size of each transfer (default: 256)')
     add(
         '--timeout', type=float, default=300.0, metavar='S',
-        help='seconds for all to come, and for each transfer (default: 300)',
+        help='seconds for the rendezvous, and for each transfer (default: 300)',
     )  # fmt: skip
     return parser
 

@@ -130,7 +130,7 @@ def _add_operator_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group('a list of operators'),
         Flag('--operators', 'JSON list of {"name", "full_bytes", "light_bytes"} in capture order',
              Path, metavar='FILE'),
-        Flag('--budget-bytes', 'that a slot may hold', _bytes, metavar='B'),
+        Flag('--budget-bytes', 'limit of a slot', _bytes, metavar='B'),
         Flag('--algorithm', "'paper': Algorithm 1 as printed, which may exceed the budget "
              '(default: bytes)', default=BY_BYTES, choices=(BY_BYTES, PRINTED)),
     )  # fmt: skip
@@ -172,18 +172,16 @@ def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
         group,
         Flag('--window', 'iterations, or auto: the fewest that fit'),
-        Flag('--max-window', 'the longest of auto', int),
+        Flag('--max-window', 'limit of auto', int),
         Flag('--replicas', 'copies on other nodes', int),
         Flag('--recovery', choices=RECOVERIES),
     )
-    group.add_argument(
-        '--disk', action='store_const', const=True, help='windows are copied to disk'
-    )
+    group.add_argument('--disk', action='store_const', const=True, help='copy windows to disk')
     add_flags(
         group,
         Flag('--hidden-fraction', 'of an iteration that hides a copy', float),
         Flag('--network-share', 'of a node for replication', float),
-        Flag('--log-lag', "that persisting a window takes (default: by the cluster's rates)",
+        Flag('--log-lag', "until a window is persisted (default: by the cluster's rates)",
              float, metavar='ITERATIONS'),
         Flag('--overhead', 'measured seconds an iteration, besides exposed copies (default: 0)',
              float, 0.0, 'S'),
@@ -201,7 +199,7 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_flags(
         group,
-        Flag('--restart-time', 'from a failure until the replay begins (default: %(default)s)',
+        Flag('--restart-time', 'seconds until the replay begins (default: %(default)s)',
              float, FailureRate.restart_s, 'S'),
         *(Flag(f'--{name}-saving', f'of work in a replay, as {why} (default: 0)', float, 0.0,
                'SHARE')

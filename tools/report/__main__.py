@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='python -m tools.report', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='HTML file to write')
-    parser.add_argument('--plan', type=Path, help='what `python -m tools.plan --json` printed')
+    parser.add_argument('--plan', type=Path, help='output of `python -m tools.plan --json`')
     parser.add_argument('--title', help='name of the run (default: the folder)')
     args = parser.parse_args(argv)
     try:

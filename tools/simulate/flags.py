@@ -95,29 +95,29 @@ _MACHINE = [
     Flag('--copy-bandwidth', "GB/s of a rank to host memory, instead of the profile's", float),
     Flag('--network-bandwidth', "GB/s of a rank's share of the network", float),
     Flag('--disk-bandwidth', "GB/s of a rank's share of the storage", float),
-    Flag('--nodes', 'of the job', int),
+    Flag('--nodes', 'nodes of the job', int),
     Flag('--stages', 'pipeline stages', int),
-    Flag('--micro-batches', 'per iteration', int),
+    Flag('--micro-batches', 'micro-batches per iteration', int),
     Flag('--copies', 'nodes of a stage that hold the same state', int),
 ]  # fmt: skip
 _FAILURES = [
     Flag('--mtbf', 'mean seconds between failures of the job (inf: none), or as 0.5x: so '
          'many times what the profile says, which is the default', mtbf),
-    Flag('--gpus', 'of the job; with --gpu-hours-per-failure instead of --mtbf', int),
+    Flag('--gpus', 'GPUs of the job; with --gpu-hours-per-failure instead of --mtbf', int),
     Flag('--gpu-hours-per-failure', 'e.g. 50000 (Llama 3), 30000, 7500 (OPT-175B)', float),
-    Flag('--weibull-shape', 'of the gaps; below 1 failures come in bunches', float, 1.0),
+    Flag('--weibull-shape', 'shape of the gaps; below 1 failures come in bunches', float, 1.0),
     Flag('--neighbours', 'mean number of further nodes lost with a failed one', float, 0.0),
     Flag('--repeat', 'probability that a failed node fails again soon', float, 0.0),
-    Flag('--repeat-after', 'mean seconds until it does (default: 3600)', float, 3600.0),
+    Flag('--repeat-after', 'mean seconds until then (default: 3600)', float, 3600.0),
     Flag('--trace', 'CSV file with the columns time,node,event instead of random failures', Path),
     Flag('--spares', 'nodes in reserve (default: always enough)', int),
     Flag('--repair-time', 'seconds until a failed node is a spare', float, 0.0),
 ]  # fmt: skip
 _SIMULATION = [
-    Flag('--hours', 'to simulate, over all histories together', float),
+    Flag('--hours', 'hours to simulate, over all histories', float),
     Flag('--job-hours', 'length of the job, each history from a fresh start', float),
-    Flag('--histories', 'independent ones', int),
-    Flag('--seed', 'of the random numbers (default: 0)', int, 0),
+    Flag('--histories', 'number of independent histories', int),
+    Flag('--seed', 'seed of the random numbers (default: 0)', int, 0),
 ]
 _CHOICES = [
     Flag('--interval-rule', 'how gemini chooses its interval (default: oracle)',

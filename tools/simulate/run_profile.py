@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, field in (('network', 'network_bytes_per_s'), ('disk', 'disk_bytes_per_s')):
         parser.add_argument(
             f'--{name}-bandwidth', type=float, dest=field, metavar='GB/s',
-            help='of a rank; events may not say it',
+            help='per rank; for events without it',
         )  # fmt: skip
     args = parser.parse_args(argv)
     fields = ('network_bytes_per_s', 'disk_bytes_per_s')

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser = Parser(prog='python -m tools.status', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
-    parser.add_argument('--once', action='store_true', help='print the state of now and end')
+    parser.add_argument('--once', action='store_true', help='print the present state and exit')
     parser.add_argument(
         '--every', type=_seconds, default=2.0, metavar='S', help='seconds (default: %(default)s)'
     )

@@ -75,13 +75,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                 '--keep', type=_count, default=_KEEP, metavar='N',
                 help=f'windows of each run that stay ({_KEEP}); 0: nothing stays',
             )  # fmt: skip
-            command.add_argument('--yes', action='store_true', help='delete, do not only say so')
+            command.add_argument('--yes', action='store_true', help='delete the files')
         else:
             command.add_argument('--json', action='store_true')
     command = commands.add_parser('export', help='make a dense checkpoint of the newest window')
-    command.add_argument('directory', type=Path, metavar='DIR', help='of one run')
+    command.add_argument('directory', type=Path, metavar='DIR', help='directory of one run')
     command.add_argument('--to', choices=[TORCH_DIST], required=True, help='format')
-    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='of --load then')
+    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='for --load')
     given = list(sys.argv[1:] if argv is None else argv)
     own = given[: given.index(_END)] if _END in given else given
     args = parser.parse_args(own)
