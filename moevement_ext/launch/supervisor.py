@@ -391,7 +391,9 @@ class Supervisor:
             self._look_for_store_at = time.monotonic() + _GLANCE.total_seconds()
             if self._bad_ends and time.monotonic() > self._bad_ends[0].at + _WITHOUT_STORE_S:
                 end = self._bad_ends[0]
-                raise LaunchError(f'{end.how}, and nobody can take its place: {error}') from error
+                raise LaunchError(
+                    f'{end.how}, and no worker can take its place: {error}'
+                ) from error
             return False
         self._look_for_store_at = None
         self._report(StoreFound())

@@ -89,7 +89,7 @@ def taken(path: Path) -> HolderLock:
 
 
 def _in_use(path: Path, who: str) -> StoreInUseError:
-    """Error about a locked directory; `who` is "<process id> on <host>", or empty."""
+    """Error about a directory locked by "<process id> on <host>", or by an unknown process."""
     if _dies(who):
         error = StoreInUseError(
             f'{path} is in use by process {who}, which was killed and does not die: it waits in '

@@ -10,8 +10,8 @@ host memory budget already.
 
 Where cores train, hidden work is not free: helper threads take cores from training, in proportion
 to the captured bytes. There the mean over a window must also fit a share of the cores. A longer
-window does not lower the fixed cost of a slot, and makes replays longer, so the last tenth of the bytes is
-not worth a slot (`WORTHWHILE`).
+window does not lower the fixed cost of a slot, and makes replays longer, so the last tenth of the
+bytes is not worth a slot (`WORTHWHILE`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

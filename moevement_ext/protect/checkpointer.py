@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures one slot of the window per iteration, by the plan in force.
 
-What becomes of a window then is the matter of `lifecycle`.
+`lifecycle` handles the window after its capture.
 """
 
 import threading
@@ -28,10 +28,9 @@ from moevement_ext.protect.statistics import CaptureStatistics
 class ScheduledPlan(NamedTuple):
     """A plan and the iteration whose state is the first captured under it.
 
-    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which hear of a plan
-    late fall into step at the next boundary. `digest` covers the plans of all stages: windows of
-    ranks that plan differently never count as one. Of two plans the one of the higher `version` is
-    the later.
+    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which learn of a plan
+    late join at the next boundary. `digest` covers the plans of all stages, so that windows of
+    different plans never count as one. Of two plans, the plan with the higher `version` is later.
     """
 
     origin: int
@@ -53,7 +52,7 @@ class _Writing:
 
     @property
     def complete(self) -> bool:
-        """True when all slots were started; the last ones may still be on their way."""
+        """True when all slots were started; the last copies may still be running."""
         return self.started == self.length
 
 
@@ -67,8 +66,8 @@ class SparseCheckpointer:
     Args:
         identity: run, layout and rank, stamped on every slot.
         operators: slices of every operator on this rank.
-        device: where the state lives.
-        life: of this rank's windows.
+        device: of the training state.
+        life: lifecycle of this rank's windows.
         schedule: the plan to begin with.
 
     Attributes:
@@ -94,12 +93,12 @@ class SparseCheckpointer:
         self._given_up: list[_Writing] = []
         self._captured = -1
         self._upcoming: list[ScheduledPlan] = []
-        self._aligned = schedule.origin  # where all ranks began a window whatever their plan
+        self._aligned = schedule.origin  # where all ranks began a window under any plan
         self._adopt(schedule)
 
     @property
     def statistics(self) -> CaptureStatistics:
-        """Figures of the log line and the metrics."""
+        """Figures for the log line and the metrics."""
         return self._life.statistics
 
     @property
@@ -108,15 +107,15 @@ class SparseCheckpointer:
         return self._schedule
 
     def schedule_next(self, schedule: ScheduledPlan) -> None:
-        """Change to another plan at its origin. Called by any thread."""
+        """Change to another plan at its origin. Any thread."""
         with self._lock:
             self._upcoming.append(schedule)
 
     def begin_window(self, iteration: int) -> None:
-        """Have windows begin at `iteration`, by the plan in force; all ranks do so.
+        """Begin windows at `iteration`, by the plan in force, on all ranks. Training thread.
 
-        Those by a plan that was to begin earlier do, too, if this rank hears of it later than
-        others: else its windows would never be those of the others. Called by the training thread.
+        This applies also to a plan with an earlier origin that this rank learns of late; otherwise
+        its windows would never match those of the other ranks.
         """
         with self._lock:
             self._aligned = iteration
@@ -125,7 +124,7 @@ class SparseCheckpointer:
     def begin(self, iteration: int, state: bytes) -> None:
         """Start capturing the state after `iteration`, which the next iteration will read.
 
-        Called by the training thread when nothing of iteration `iteration + 1` has run.
+        Called by the training thread before any part of iteration `iteration + 1` runs.
 
         Args:
             iteration: number of committed iterations.
@@ -134,7 +133,7 @@ class SparseCheckpointer:
         faults.at_iteration(iteration + 1)
         self.statistics.events.iteration = iteration
         if iteration <= self._captured:
-            return  # the iteration is run again after a failure; its start is captured already
+            return  # a repeated iteration after a failure; its start is captured already
         self._captured = iteration
         self._change_plan(iteration)
         self._release_given_up()
@@ -156,9 +155,9 @@ class SparseCheckpointer:
             self._failed(window, error)
 
     def stop_capturing(self) -> None:
-        """Let captures under way arrive and give up the window they belong to.
+        """Wait for running captures and give up their window.
 
-        Called by the training thread before older state is loaded over what they read.
+        Called by the training thread before it overwrites the captured state with older state.
         """
         self._copier.drain()
         if self._window is not None and not self._window.complete:
@@ -169,13 +168,13 @@ class SparseCheckpointer:
     def roll_back(self, start: int) -> None:
         """Capture again from the window after the one that began at `start`.
 
-        Windows by an earlier plan are not captured again. Called by the training thread.
+        Windows of an earlier plan are not captured again. Training thread.
         """
         self._captured = start
         self._life.give_up(range(start + 1, self._schedule.origin))
 
     def before_update(self) -> None:
-        """Wait until the optimizer may write. Called by the training thread."""
+        """Wait until the optimizer may write. Training thread."""
         waited_s = self._copier.wait()
         self.waited_s += waited_s
         self.statistics.exposed_s += waited_s
@@ -191,12 +190,12 @@ class SparseCheckpointer:
 
     @property
     def window_under_way(self) -> bool:
-        """Slots of the present window are still to be captured. Training thread."""
+        """True if the current window lacks slots. Training thread."""
         window = self._window
         return window is not None and not (window.complete or window.given_up)
 
     def drain(self) -> None:
-        """Return when everything captured so far is sealed."""
+        """Wait until all captured slots are sealed."""
         self._copier.drain()
 
     def stop(self) -> None:
@@ -220,11 +219,11 @@ class SparseCheckpointer:
             self._window = None
             newest = max(due, key=lambda schedule: (schedule.version, schedule.origin))
             self._adopt(newest._replace(origin=max(newest.origin, self._aligned)))
-            # Those who heard of the plan in time have windows by it that this rank has not.
+            # Ranks that learned of the plan in time have windows that this rank lacks.
             self._life.give_up(range(self._schedule.origin, iteration))
 
     def _give_up(self, window: _Writing) -> None:
-        """Drop a window that nobody relies on; its file is reused once its seals have run."""
+        """Drop a window that no rank relies on; its file is reused once its seals have run."""
         with self._lock:
             if not window.given_up:
                 window.given_up = True
@@ -272,7 +271,7 @@ class SparseCheckpointer:
             self._ended(window, error)
 
     def _seal(self, window: _Writing, header: SlotHeader) -> None:
-        """Seal a slot, all copies of which have arrived. Called on the sealing thread."""
+        """Seal a slot after all its copies. Sealing thread."""
         faults.point(Phase.SEAL)
         self.statistics.copy_bytes_per_s = self._copier.bytes_per_s()
         if not window.given_up:
@@ -280,7 +279,7 @@ class SparseCheckpointer:
         self._ended(window)
 
     def _ended(self, window: _Writing, error: Exception | None = None) -> None:
-        """Note that a slot is sealed, or failed. Any thread; nothing writes to it any more."""
+        """Record that a slot is sealed or failed, with no further writes to it. Any thread."""
         try:
             if error is not None:
                 self._failed(window, error)

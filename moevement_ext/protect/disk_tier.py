@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies persisted windows to disk, at a bounded rate, on a thread of its own.
+"""Copies persisted windows to disk, at a limited rate, on a separate thread.
 
     offered -> held -> copied and verified -> reported -> complete (on all ranks), or given up
 
-A window is of use once all ranks have it. So a rank that has its part waits for the others and
-copies nothing meanwhile: the slowest disk sets the pace, and windows are passed over. A rank that
-begins one gives up all before it, as does one whose copy fails; the others drop their part then.
-Training never waits for any of it: a file in memory that is held has a substitute.
+A window is useful once all ranks have it on disk. So a rank with a finished part waits for the
+other ranks before it copies again: the slowest disk sets the pace, and windows are skipped. A rank
+that begins a window, or whose copy fails, gives up all earlier windows, and the other ranks drop
+their parts. Training never waits for the disk: a held file in memory has a substitute.
 """
 
 import threading
@@ -27,35 +27,35 @@ from moevement_ext.token_bucket import TokenBucket
 GIGA = 1e9
 _ROLL_BACK_SECONDS = 10.0
 _STOP_SECONDS = 10.0
-# Without work for the disk, after which is measured what lies on it.
+# Idle seconds before the used disk space is measured.
 _IDLE_SECONDS = 1.0
 
 
 class DiskSettings(NamedTuple):
-    """How often, and how fast."""
+    """Interval and rate of copies to disk."""
 
     every: int
-    """Iterations at least from the start of a window on disk to the start of the next."""
+    """Minimum iterations between the starts of two windows on disk."""
     bytes_per_s: float
-    """At most, of this rank."""
+    """Rate limit of this rank."""
     complete: WindowName | None = None
     """Newest window that all ranks had on disk when the job began."""
 
 
 class _CopyEnds(Exception):
-    """There is no use in this copy any more."""
+    """The current copy has become useless."""
 
 
 class DiskTier:
-    """The disk of one rank in training.
+    """The disk tier of one rank.
 
     Args:
-        disk: where windows go.
-        windows: of this rank, in memory.
+        disk: directory of the copies.
+        windows: this rank's windows in memory.
         identity: of this rank.
-        settings: how often, and how fast.
-        board: makes the board that counts copies, given what it is to call with what all agree on.
-        statistics: told of what goes wrong.
+        settings: interval and rate of copies.
+        board: makes the board that counts copies, given a callback for new agreements.
+        statistics: records failures.
     """
 
     def __init__(
@@ -75,48 +75,48 @@ class DiskTier:
         self._changed = threading.Condition()
         self._offered: WindowName | None = None
         self._tried: WindowName | None = None
-        self._pending: WindowName | None = None  # being copied, or copied and not yet everywhere
+        self._pending: WindowName | None = None  # being copied, or copied on this rank only
         self._agreed = self._settled = NOTHING_AGREED
         self._complete = [] if settings.complete is None else [settings.complete]
         self._newest = max((window.name.start for window in disk.stored()), default=-1)
-        self._back_to: int | None = None  # what is later is still to be set aside
+        self._back_to: int | None = None  # later windows must be set aside
         self._rollbacks: deque[tuple[int, threading.Event]] = deque()
         self._stopping = False
         if settings.complete is not None:
             statistics.on_disk = settings.complete.start
         statistics.disk_bytes = disk.used_bytes()
         self._board = board(self.agreed)
-        self._board.look()  # a new process joins a job that has windows on disk
+        self._board.look()  # for a new process in a job with windows on disk
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-disk', daemon=True)
         self._thread.start()
 
     def persisted(self, window: WindowName) -> None:
-        """All ranks have this window in memory. Called by any thread; never blocks."""
+        """Note that all ranks have this window in memory. Any thread; never blocks."""
         with self._changed:
             self._offered = window
             self._changed.notify()
 
     def agreed(self, agreed: Agreed) -> None:
-        """Note what all ranks have on disk. Called by the board's thread."""
+        """Note the ranks' agreement about windows on disk. Board's thread."""
         with self._changed:
             self._agreed = agreed
             self._changed.notify()
 
     def withdraw_after(self, window: WindowName) -> None:
-        """This rank goes back to `window`: what it has of later ones is not recovered from.
+        """Roll back to `window`: no recovery uses later windows of this rank on disk.
 
-        Called by the training thread, in a recovery. It waits only where something later is on
-        disk, or under way, which is rare: a recovery starts from the newest persisted window.
+        Called by the training thread, in a recovery. Waits only if a later window is on disk or in
+        copy, which is rare, as a recovery starts from the newest persisted window.
         """
         if self._goes_back_to(window.start):
             self._board.withdraw_after(window)
 
     def refuse(self, window: WindowName) -> None:
-        """Nothing recovers from `window` any more, nor from later ones. As `withdraw_after`."""
+        """Exclude `window` and later ones from recoveries; otherwise as `withdraw_after`."""
         self._goes_back_to(window.start - 1)
 
     def _goes_back_to(self, start: int) -> bool:
-        """Have later windows set aside; False if there are none."""
+        """Set later windows aside; False if there are none."""
         with self._changed:
             if self._newest <= start:
                 return False
@@ -130,7 +130,7 @@ class DiskTier:
         return True
 
     def stop(self) -> None:
-        """End the threads; one that waits for a disk that does not answer is left behind."""
+        """End the threads; a thread that waits for a hung disk is abandoned."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -149,7 +149,7 @@ class DiskTier:
             try:
                 if work:
                     self._step()
-                else:  # nobody waits for this thread
+                else:  # no thread waits for this one
                     self._statistics.disk_bytes = self._disk.used_bytes()
             except Exception as error:  # costs protection, never the training (invariant I6)
                 self._statistics.degraded(f'windows on disk: {error}')
@@ -201,7 +201,7 @@ class DiskTier:
         self._set_aside()
 
     def _set_aside(self) -> None:
-        """Before anything is copied; what others captured anew must not meet a part of the past."""
+        """Set windows aside before any copy: new captures must not mix with abandoned history."""
         if self._back_to is not None:
             self._disk.set_aside_after(self._back_to, self._identity)
             self._back_to = None
@@ -210,7 +210,7 @@ class DiskTier:
         self._complete = [window for window in self._complete if window.start <= start]
 
     def _settle(self, agreed: Agreed) -> None:
-        """Act on what all ranks agree on."""
+        """Act on a new agreement of all ranks."""
         self._settled = agreed
         pending = self._pending
         if pending is not None and agreed.is_given_up(pending.start):
@@ -220,8 +220,8 @@ class DiskTier:
             self._pending = None
 
     def _note_complete(self, newest: WindowName) -> None:
-        """All ranks have a window on disk: older ones may go."""
-        if self._complete and newest.start < self._complete[-1].start:  # other ranks went back
+        """Record a window on the disks of all ranks, and delete older ones."""
+        if self._complete and newest.start < self._complete[-1].start:  # other ranks rolled back
             self._forget_complete_after(newest.start)
             self._tried = None
         if newest not in self._complete and self._disk.has(newest):
@@ -259,7 +259,7 @@ class DiskTier:
         self._pending = None
 
     def _pace(self, window: WindowName, file: WindowFile) -> Callable[[int], None]:
-        """Waits as long as the rate demands, and ends a copy that is of no use."""
+        """Return a function that waits to keep the rate, and ends a useless copy."""
 
         def useless() -> bool:
             return (

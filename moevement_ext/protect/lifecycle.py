@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a rank's windows, and the only place that knows all of it.
+"""Lifecycle of a rank's windows: the only place with the whole state machine.
 
     free -> writing -> committed -> replicated -> reported -> persisted -> outdated -> free
 
-The training thread opens a file for a window, the sealing thread commits it, the replicator's
-thread learns that all holders of replicas have it, the board's thread that all ranks and their
-holders have it. After a failure the training thread withdraws, keeps or offers windows again.
+The training thread opens a file for a window. The sealing thread commits the window. The
+replicator's thread learns that all holders of replicas have it, and the board's thread that all
+ranks and their holders have it. After a failure the training thread withdraws, keeps or re-offers
+windows.
 
-There are two files. So a window that begins waits for the one before to be persisted, of which the
-last slot was copied an iteration ago. If that takes longer than training may wait, this window is
-skipped and the one before goes on its way: peers that are slow for ever persist windows less often,
-but do persist them. A window that any rank skips or gives up is given up by all.
+There are two files. So a new window waits until the previous one, whose last slot was copied an
+iteration ago, is persisted. If this takes longer than training may wait, the new window is skipped
+and the previous one continues: permanently slow peers persist windows less often, but do persist
+them. If any rank skips or gives up a window, all ranks give it up.
 
-What is captured in a recovery that is still to be judged goes nowhere before that (`trial`); this
-is the one place where it comes to count, or does not.
+Captures of a recovery that is not judged yet stay private (`trial`); only this module accepts or
+drops them.
 """
 
 import threading
@@ -35,7 +36,7 @@ from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
-# Between two looks at whether a wait of the training thread is in vain.
+# Seconds between checks whether a wait of the training thread is in vain.
 _LOOK_S = 0.01
 
 
@@ -43,16 +44,16 @@ class Board(Protocol):
     """Tells all ranks which windows a rank and its replica holders have."""
 
     def report(self, window: WindowName) -> None:
-        """This rank and its holders have it. Called by the replicator's thread."""
+        """Report that this rank and its holders have `window`. Replicator's thread."""
 
     def withdraw_after(self, window: WindowName) -> None:
-        """What was reported of later ones does not hold any more."""
+        """Take back the reports of later windows."""
 
     def give_up(self, starts: Iterable[int]) -> None:
-        """This rank does not have the windows that begin there. Called by any thread."""
+        """Report that this rank lacks the windows with these starts. Any thread."""
 
     def stop(self) -> None:
-        """End its thread."""
+        """End the board's thread."""
 
 
 class WindowLife:
@@ -62,10 +63,10 @@ class WindowLife:
         owner: this rank.
         windows: its files.
         peers: holders of its replicas.
-        board: makes the board, given what it is to call with what all ranks have agreed on.
+        board: makes the board, given a callback for new agreements.
         on_persisted: called with each newly persisted window, on the board's thread.
-        statistics: told of what goes wrong.
-        max_wait_s: the longest the training thread waits for a free file.
+        statistics: records failures.
+        max_wait_s: longest wait of the training thread for a free file.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class WindowLife:
         self._on_persisted = on_persisted
         self._max_wait_s = max_wait_s
         self.in_vain: Callable[[], bool] = lambda: False
-        """Training leaves its iteration, as a rank is lost: nothing is persisted meanwhile."""
+        """True if training aborts its iteration after a loss, when no window is persisted."""
         self._freed = threading.Event()
         self._stalled = False
         self._newest: WindowName | None = None
@@ -95,7 +96,7 @@ class WindowLife:
         self._board = board(self.agreed)
 
     def share_links(self, limit: float | None, spreads: bool) -> None:
-        """Keep to a rate from now on, as attributes of the `Replicator` say."""
+        """Set the rate limit of replication; see the attributes of `Replicator`."""
         self._replicator.limit, self._replicator.spreads = limit, spreads
 
     def stop(self) -> None:
@@ -104,7 +105,7 @@ class WindowLife:
         self._board.stop()
 
     def send_bytes_per_s(self) -> float | None:
-        """Rate to the holders of replicas, as in the events. Any thread."""
+        """Send rate to the holders of replicas, as in the events. Any thread."""
         return self._replicator.bytes_per_s()
 
     def send_cost(self) -> float:
@@ -114,13 +115,13 @@ class WindowLife:
     # Training thread
 
     def open(self, name: WindowName, length: int) -> WindowFile | None:
-        """Take a file for a window of `length` slots, waiting for one at most `max_wait_s`.
+        """Take a file for a window of `length` slots; waits at most `max_wait_s`.
 
-        After one wait in vain there are no more, until a window is persisted again. None: there is
-        no file, the window is complete already, or another rank has given it up.
+        After a timeout, calls do not wait again until a window is persisted. None: there is no
+        file, the window is complete already, or another rank has given it up.
         """
         if self._windows.file(name) is not None or self._windows.is_persisted(name):
-            return None  # the state just recovered from; it is protected already
+            return None  # the state just recovered, which is protected already
         if self._windows.is_given_up(name):
             return None
         try:
@@ -141,15 +142,14 @@ class WindowLife:
         return file
 
     def give_up(self, starts: Iterable[int]) -> None:
-        """Tell all ranks that this one does not have the windows that begin there.
+        """Report to all ranks that this rank lacks the windows with these starts. Any thread.
 
-        They could not use their part of one, and it would take up the file of the next for ever.
-        Called by any thread.
+        The other ranks' parts would be useless and would block the file of a later window for ever.
         """
         self._board.give_up(starts)
 
     def abandon(self, name: WindowName, file: WindowFile) -> None:
-        """Use the file of a window that was begun, and that nobody relies on, for another."""
+        """Free the file of a begun window that no rank relies on."""
         self._replicator.abandon(name)
         if self._trial is not None:
             self._trial.forget(file)
@@ -173,10 +173,10 @@ class WindowLife:
                 self._freed.wait(min(remaining, _LOOK_S))
 
     def _on_trial(self, name: WindowName, length: int) -> WindowFile | None:
-        """A file for a window that does not count yet.
+        """Take a file for an unjudged window.
 
-        Nobody will free one before the verdict. Of those that are complete by then the newest is
-        kept, which takes the file of the one before.
+        No file becomes free before the verdict. Of the windows complete by then only the newest is
+        kept: each takes the file of the previous one.
         """
         trial = self._trial
         assert trial is not None
@@ -194,7 +194,7 @@ class WindowLife:
     # Other threads, in training
 
     def sealed(self, file: WindowFile, header: SlotHeader) -> None:
-        """Keep and replicate a slot whose bytes have all arrived. Called by the sealing thread."""
+        """Keep and replicate a slot after all its copies. Sealing thread."""
         file.seal_slot(header)
         trial = self._trial
         if trial is None or not trial.seal(file, header):
@@ -223,12 +223,12 @@ class WindowLife:
         )
 
     def replicated(self, window: WindowName) -> None:
-        """Report a window that all holders have. Called by the replicator's thread."""
+        """Report a window that all holders have. Replicator's thread."""
         self._board.report(window)
 
     def agreed(self, agreed: Agreed) -> None:
-        """Note what all ranks agreed on. Called by the board's thread."""
-        self._replicator.agree(agreed)  # before a file is used again for what is sent next
+        """Note an agreement of all ranks. Board's thread."""
+        self._replicator.agree(agreed)  # before a file is reused for the next window to send
         self._windows.agree(agreed)
         self._freed.set()
         window = agreed.persisted
@@ -242,22 +242,22 @@ class WindowLife:
     # Training thread, after a failure
 
     def withdraw_after(self, window: WindowName) -> None:
-        """This rank will go back to `window`: nobody relies on its later ones any more."""
+        """Withdraw windows after `window`, to which this rank will roll back."""
         self._replicator.abandon_after(window.start)
         self._board.withdraw_after(window)
 
     def go_back_to(self, window: WindowName) -> None:
-        """Go on from `window`, which is protected; later ones are captured again."""
+        """Continue from `window`, which is protected; later windows are captured again."""
         self.withdraw_after(window)
         self._windows.persisted(window)
         self._windows.discard_after(window.start)
 
     def begin_trial(self, trial: Trial) -> None:
-        """What is captured from now on does not count before `accept`."""
+        """Keep captures private from now on, until `accept`."""
         self._trial = trial
 
     def accept(self) -> None:
-        """The recovery is right: what was captured in it counts. All of it must be sealed."""
+        """Accept the captures of the recovery, all of which must be sealed."""
         trial, self._trial = self._trial, None
         if trial is None:
             return
@@ -268,34 +268,34 @@ class WindowLife:
                 self._keep(file, header)
 
     def withdraw_captures(self) -> None:
-        """The recovery is refused, or was cut off: nothing that was captured in it is left."""
+        """Drop all captures of a recovery that was refused or cut off."""
         trial, self._trial = self._trial, None
         for file, _ in trial.windows() if trial is not None else ():
             self.abandon(file.required_name(), file)
 
     @property
     def trial(self) -> Trial | None:
-        """The recovery that is still to be judged, if there is one."""
+        """The current unjudged recovery, or None."""
         return self._trial
 
     def forget_the_past(self) -> None:
-        """Drop what is still there: it belongs to a past that is not continued."""
+        """Drop all windows, which belong to an abandoned history."""
         self._windows.discard_after(-1)
         self._replicator.discard_after(-1)
 
     def replicate_again(self, window: WindowName, file: WindowFile) -> None:
-        """Offer the window just recovered from: its replicas may be gone with a node."""
-        if self._trial is None:  # else they have what tells if the recovery is exact
+        """Replicate the window of the recovery again: a lost node may have held its replicas."""
+        if self._trial is None:  # else the peers keep slots that verify the recovery
             self._replicator.discard_after(window.start)
         self._replicator.agree(Agreed(window))
         self._submit(file)
 
     def change_peers(self, peers: dict[int, ReplicaClient], newest: int) -> None:
-        """Offer windows to holders of replicas that have become new processes.
+        """Offer windows to holders of replicas whose process is new.
 
         Args:
             peers: all holders.
-            newest: start of the last window to offer; those after it are to be captured anew.
+            newest: start of the last window to offer; later ones will be captured again.
         """
         names = [window.name for window in self._windows.committed()]
         files = [self._windows.file(name) for name in names if name.start <= newest]

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When is a window persisted? When every rank and all of its replica holders have all of it.
+"""Decides when a window is persisted: when every rank and its replica holders have it.
 
-Ranks tell each other through the launcher's key-value store, on a thread of their own: no training
-communicator is used. The rank that completes the count publishes the window.
+Ranks report through the launcher's key-value store, on a separate thread, without training
+communicators. The rank that completes the count publishes the window.
 
-A rank that rolls back loses later windows, so it takes back what it said of them. A rank that gives
-a window up says so, and the others, which would wait for it, give it up as well. Keys:
+A rank that rolls back loses later windows, so it withdraws its reports of them. A rank that gives
+up a window reports this, and the other ranks, which would wait for it, give it up as well. Keys:
 
-    complete/<start>/<plan>   how many ranks have reported this window
+    complete/<start>/<plan>   number of ranks that have reported this window
     counted/<rank>            the windows this rank has reported, also for the process after it
     persisted                 the newest window on all ranks, those given up since, and a number
                               that changes with every withdrawal
 
-To publish is to compare and set `persisted`, with the count read in between; to withdraw is to
-lower the count and then to change `persisted`. So what was withdrawn is never published, and no
-crash between two steps makes a count too high. To give up is to compare and set `persisted`, too: a
-window is either published or given up, for everybody.
+Publishing is a compare-and-set of `persisted`, with a read of the count in between. Withdrawing
+lowers the count and then changes `persisted`. So a withdrawn window is never published, and a crash
+between two steps never makes a count too high. Giving up is also a compare-and-set of `persisted`,
+so all ranks see a window as either published or given up.
 """
 
 import logging
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _NEWEST = 'persisted'
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
-# What the pause before the next look is of the time for which a window has been awaited.
+# Pause before the next poll, as a part of the time that a window has been awaited.
 _PART = 0.25
 _REMEMBERED = 4
 _WITHDRAW_SECONDS = 10.0
@@ -51,14 +51,14 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PersistenceBoard:
-    """Counts, over all ranks, which windows are complete.
+    """Counts complete windows over all ranks.
 
     Args:
         store: reachable by all ranks; used by this object's thread only.
-        rank: of this process; a window counts once for it, also if it is reported again by the
-            process that takes its place.
+        rank: of this process; a window counts once per rank, also if a replacement process reports
+            the window again.
         world_size: number of ranks that must report a window.
-        on_agreed: called on the board's thread with what all ranks agree on when that changes.
+        on_agreed: called on the board's thread with each new agreement of all ranks.
     """
 
     def __init__(
@@ -78,31 +78,31 @@ class PersistenceBoard:
         self._awaited: WindowName | None = None
         self._reported_at = 0.0
         self._took_s: deque[float] = deque([0.0], _REMEMBERED)
-        """Seconds from this rank's report of a window until it was persisted, of the newest."""
+        """Seconds from this rank's report of a window to persistence, for the newest windows."""
         self._agreed = NOTHING_AGREED
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-board', daemon=True)
         self._thread.start()
 
     def report(self, window: WindowName) -> None:
-        """This rank and its replica holders have all of `window`. Never blocks."""
+        """Report that this rank and its replica holders have `window`. Never blocks."""
         self._enqueue(partial(self._count, window))
 
     def look(self) -> None:
-        """Have `on_agreed` called if anything is agreed already. Never blocks."""
+        """Request a call of `on_agreed` with an existing agreement. Never blocks."""
         self._enqueue(lambda: None)
 
     def give_up(self, starts: Iterable[int]) -> None:
-        """Windows with these starts, unless they are persisted, are of no use. Never blocks."""
+        """Give up windows with these starts, unless they are persisted. Never blocks."""
         newest = sorted(starts)[-MAX_GIVEN_UP:]
         if newest:
             self._enqueue(partial(self._give_up, newest))
 
     def withdraw_after(self, window: WindowName) -> None:
-        """This rank goes back to `window`: what it, or its predecessor, reported later is undone.
+        """Undo the reports of this rank, or its predecessor, about windows after `window`.
 
-        Called before windows of the replay can be reported by anybody. Returns when all ranks can
-        see it, which takes some requests to the store; if that is out of reach, after a while.
+        Called before any rank can report windows of the replay. Returns once the withdrawal is in
+        the store, which takes some requests, or after a timeout if the store does not answer.
         """
         done = threading.Event()
         self._enqueue(partial(self._withdraw, window, done))
@@ -115,7 +115,7 @@ class PersistenceBoard:
             )
 
     def stop(self) -> None:
-        """End the thread; one that waits for a store that is gone is left behind."""
+        """End the thread; a thread that waits for a lost store is abandoned."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -134,7 +134,7 @@ class PersistenceBoard:
         pause = 0.0
         while True:
             with self._changed:
-                if pause:  # after a failure, whatever is to be done; else only to look again
+                if pause:  # a pause after a failure, or before the next poll
                     self._changed.wait_for(lambda: self._stopping, pause)
                 elif not self._tasks and not self._stopping:
                     self._changed.wait(self._until_next_look())
@@ -143,7 +143,7 @@ class PersistenceBoard:
             pause = self._connection.attempt(self._step)
 
     def _until_next_look(self) -> float | None:
-        """Seconds; the first look is not before others are likely to be done: all ask one store."""
+        """Seconds to the next poll; the first poll is late, to spare the store shared by all."""
         if self._awaited is None:
             return None
         waited_s = time.monotonic() - self._reported_at
@@ -151,11 +151,11 @@ class PersistenceBoard:
         return min(pause_s, _LONGEST_PAUSE_S)
 
     def _step(self) -> None:
-        self._look()  # what is persisted already is not counted again
+        self._look()  # a persisted window is not counted again
         if not self._tasks:
             return
         while self._tasks:
-            self._tasks[0]()  # stays until it is done, also over a lost connection
+            self._tasks[0]()  # stays in the queue until done, also after a lost connection
             self._tasks.popleft()
         self._look()
 
@@ -171,7 +171,7 @@ class PersistenceBoard:
             self._publish(window)
 
     def _publish(self, window: WindowName) -> None:
-        """Tell everybody, unless a rank withdraws the window meanwhile."""
+        """Publish the window, unless a rank withdraws it meanwhile."""
         while True:
             found = self._read()
             standing = _decoded(found)
@@ -183,7 +183,7 @@ class PersistenceBoard:
             wanted = _Standing(standing.withdrawals, agreed.with_persisted(window))
             if self._replace(found, wanted):
                 break
-        self._store.delete_key(_key(window))  # everybody has counted; keep the store small
+        self._store.delete_key(_key(window))  # all ranks have counted; keep the store small
 
     def _give_up(self, starts: Sequence[int]) -> None:
         while True:
@@ -211,7 +211,7 @@ class PersistenceBoard:
         done.set()
 
     def _void_publication(self, window: WindowName) -> None:
-        """Void whatever is about to be published; nothing after `window` is persisted any more."""
+        """Invalidate pending publications and set `persisted` back to at most `window`."""
         while True:
             found = self._read()
             standing = _decoded(found)
@@ -221,7 +221,7 @@ class PersistenceBoard:
             if self._replace(found, _Standing(standing.withdrawals + 1, agreed)):
                 return
             if not _decoded(self._read()).agreed.is_outdated(window.start):
-                return  # somebody else has changed it just now, which does as well
+                return  # another rank has just changed the key, which suffices
 
     def _look(self) -> None:
         agreed = _decoded(self._read()).agreed
@@ -245,7 +245,7 @@ class PersistenceBoard:
             logger.exception('all ranks agree on %s, but', agreed)
 
     def _forget_until(self, persisted: WindowName) -> None:
-        """Remove the counts of older windows, which some rank skipped and nobody will complete."""
+        """Remove counts of older windows, which some rank skipped and no rank will complete."""
         counted = self._counted_windows()
         for window in counted:
             if window.start < persisted.start:
@@ -253,7 +253,7 @@ class PersistenceBoard:
         self._counted = [window for window in counted if window.start > persisted.start]
 
     def _counted_windows(self) -> list[WindowName]:
-        """What this rank has reported; the key is this rank's alone."""
+        """Windows that this rank has reported; only this rank writes the key."""
         if self._counted is None:
             found = peek(self._store, f'counted/{self._rank}') or b'[]'
             self._counted = msgspec.json.decode(found, type=list[WindowName])
@@ -264,11 +264,11 @@ class PersistenceBoard:
         self._counted = counted
 
     def _read(self) -> str:
-        """The value of the key as it is, empty if there is none."""
+        """Current value of `persisted`, empty if there is none."""
         return (peek(self._store, _NEWEST) or b'').decode()
 
     def _replace(self, found: str, standing: _Standing) -> bool:
-        """False: it is not what was found any more."""
+        """Compare and set `persisted`; False if its value is no longer `found`."""
         wanted = msgspec.json.encode(standing).decode()
         return bytes(self._store.compare_set(_NEWEST, found, wanted)).decode() == wanted
 

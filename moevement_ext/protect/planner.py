@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the windows of a stage from the bytes of every operator on each of its ranks.
 
-The first rank of a stage plans it, and so does one that joins a running job: the first may be the
-one that was lost. Of other stages little is needed; what all plans are computed from goes into the
-digest of the window.
+The first rank of a stage plans it, and so does a rank that joins a running job, as it may replace
+the first rank. Little data of other stages is necessary; the inputs of all plans enter the digest
+of the window.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,38 +39,38 @@ from moevement_ext.protect.stage_plan import StagePlan, hand_out, handed_out, pu
 
 
 class RankOperators(msgspec.Struct, frozen=True):
-    """What one rank holds: bytes captured of each operator, in full and as compute weights."""
+    """Bytes captured of each operator on one rank, in full and as compute weights."""
 
     sizes: dict[str, tuple[int, int]]
     kinds: dict[str, str]
     tied: list[str]
     always: int
-    """Bytes in every slot besides."""
+    """Further bytes in every slot."""
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """What the ranks of all stages know of one rank; a few bytes, whatever the model."""
+    """Summary of a rank for ranks of all stages: a few bytes for any model."""
 
     stage: int
     operators: str
     """Digest of its `RankOperators`."""
     tied: bool
-    """It holds weights that other stages have, too."""
+    """True if the rank holds weights shared with other stages."""
     family: int
-    """Lowest of the ranks that hold the same state."""
+    """Lowest rank with the same state."""
     names: int
-    """Bytes of the names of all operators of its stage, from the first rank of it."""
+    """Bytes of all operator names of the stage; set by the stage's first rank."""
 
 
 class Planner:
     """Plans the windows of this rank's stage. Collective construction.
 
-    Costs as much as the ranks of one stage have operators, whatever the number of stages.
+    The cost grows with the operators on the ranks of one stage, not with the number of stages.
 
     Args:
         rank: this rank.
-        operators: what it holds.
-        place: where it is in the layout.
+        operators: of this rank.
+        place: of this rank in the layout.
     """
 
     def __init__(self, rank: Rank, operators: Operators, place: Place) -> None:
@@ -91,7 +91,7 @@ class Planner:
         self.is_first = rank.number == place.members[0]
         gathered = rank.exchange.among('operators', encoded, place.members, place.group)
         self._members: list[RankOperators] = []
-        """Those of the stage; empty where others plan it."""
+        """Operators by rank of the stage; empty if another rank plans it."""
         if self.is_first or rank.exchange.joining:
             self._members = [msgspec.msgpack.decode(item, type=RankOperators) for item in gathered]
         summary = RankSummary(
@@ -106,7 +106,7 @@ class Planner:
             for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
         ]
         self._needs: list[list[Need]] = []
-        """What windows take, by stage and length."""
+        """Needs of windows, by stage and length."""
 
     @property
     def stage_of(self) -> list[int]:
@@ -115,7 +115,7 @@ class Planner:
 
     @property
     def replicas(self) -> list[list[int]]:
-        """Ranks that hold the same state, by rank."""
+        """Ranks with the same state, by rank."""
         families: dict[int, list[int]] = {}
         for rank, summary in enumerate(self._ranks):
             families.setdefault(summary.family, []).append(rank)
@@ -126,11 +126,11 @@ class Planner:
 
     @property
     def tied(self) -> frozenset[int]:
-        """Stages that share weights; the embedding's, first and last one."""
+        """Stages that share weights: first and last one, for the embedding."""
         return frozenset(rank.stage for rank in self._ranks if rank.tied)
 
     def first_plan(self, window: int) -> StagePlan:
-        """What a job begins with, from iteration 0 on. Collective, but for who joins.
+        """The plan of a new job, from iteration 0 on. Collective, except in a joining process.
 
         Args:
             window: W, of all stages.
@@ -143,10 +143,10 @@ class Planner:
         return StagePlan.unpacked(self._exchange.from_first(own, place.members, place.group))
 
     def plan(self, parameters: PlanParameters) -> StagePlan:
-        """The plan of this stage. On its first rank, or one that joins.
+        """Compute the plan of this stage. On its first rank, or on a joining rank.
 
-        Its digest is of all that the plans of all stages are computed from, so that windows of
-        ranks that plan differently never count as one. Experts without a share keep their order.
+        The digest covers the inputs of the plans of all stages, so that windows of different plans
+        never count as one. Experts without a share keep their order.
         """
         shares, window = parameters.shares, parameters.window
         table = self._table(shares)
@@ -160,7 +160,7 @@ class Planner:
         )
 
     def announced_plan(self, version: int, store: Store) -> StagePlan:
-        """Make the plan of a version that is or was in force; its stage's first rank hands it out.
+        """Compute a plan that is or was in force; the stage's first rank also hands it out.
 
         Args:
             version: of it.
@@ -172,9 +172,9 @@ class Planner:
         return plan
 
     def next_plan(self, version: int, store: Store) -> StagePlan | None:
-        """One that was announced; None: the first rank of the stage has handed none out as yet.
+        """An announced plan; None if the stage's first rank has not handed it out yet.
 
-        On the replanner's thread.
+        Runs on the replanner's thread.
 
         Args:
             version: of it.
@@ -197,12 +197,12 @@ class Planner:
     def shortest_window(self, budgets: Budgets, longest: int) -> int | None:
         """The fewest slots that the links carry on every rank of every stage.
 
-        The order of the operators is that of the start. None if it takes more than `longest`.
+        Assumes the operators' initial order. None if it takes more than `longest`.
         """
         return shortest(self._needs, budgets, longest)
 
     def capacity(self, window: int, context_bytes: int) -> int:
-        """Bytes of a window file of this rank that suffice for any plan of up to W slots."""
+        """Sufficient bytes of this rank's window file for any plan of up to W slots."""
         operators = operator_table(list(self._own.sizes), [self._own.sizes])
         payload = window_bytes_bound(operators, window)[0] + window * self._own.always
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
@@ -233,7 +233,7 @@ class Planner:
         return min([self._number, *self.place.twins])
 
     def _state_bytes(self, window: int) -> int:
-        """Weights and optimizer state in a window of W slots, as a plan before training counts."""
+        """Weights and optimizer state in a window of W slots, as counted before training."""
         held = self._operators_held.slices.values()
         full = sum(item.nbytes for operator in held for item in operator.full if _is_state(item))
         light = sum(item.nbytes for operator in held for item in operator.light if _is_state(item))
@@ -266,7 +266,7 @@ class Planner:
         return [*tied, *ordered_experts]
 
     def _largest_header(self, window: int, context_bytes: int) -> SlotHeader:
-        """A header with every record of this rank, in full and light."""
+        """A header with all records of this rank, in full and light."""
         records = [
             Record(part.operator, part.tensor, part.part, 'bfloat16', part.start, part.end, 0, 0)
             for item in self._operators_held.slices.values()
@@ -293,5 +293,5 @@ class Planner:
 
 
 def _is_state(item: TensorSlice) -> bool:
-    """False of step counts, router buffers and scales of weights."""
+    """False for step counts, router buffers and weight scales."""
     return item.part not in ('step', 'buffer', 'weight_scale')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the engine together for one rank: host memory, replication, persistence and capture."""
+"""Combines the engine's parts on one rank: host memory, replication, persistence, capture."""
 
 import statistics
 import threading
@@ -45,11 +45,11 @@ class Protection:
     Args:
         rank: this rank.
         planner: plans the windows of its stage.
-        operators: what is captured.
-        tokens: counts the load of the experts.
-        context_bytes: upper bound of the small state that travels with a slot.
-        logged: what this rank logs in an iteration; nothing where no log is to be kept.
-        disk: where windows of this rank are on disk.
+        operators: the captured state.
+        tokens: counts the experts' load.
+        context_bytes: upper bound of the small state in a slot.
+        logged: logged bytes of this rank per iteration; 0 without a log.
+        disk: this rank's windows on disk.
 
     Raises:
         HostMemoryError: this or another rank cannot reserve its host memory.
@@ -109,16 +109,16 @@ class Protection:
         return self.checkpointer.schedule
 
     def first_plan(self, iteration: int) -> StagePlan:
-        """What a job begins with at `iteration`."""
+        """The first plan of a job, from `iteration` on."""
         return msgspec.structs.replace(self._first_plan, origin=iteration)
 
     def agreed_plan(self, version: int, origin: int, store: torch.distributed.Store) -> StagePlan:
-        """The plan that a running job has in force. By a process that joins it.
+        """The plan in force in a running job, for a process that joins it.
 
         Args:
             version: of the plan.
-            origin: where its windows begin.
-            store: the one that the others gave to `start`.
+            origin: where the plan's windows begin.
+            store: the store that the other ranks passed to `start`.
         """
         if version == self._first_plan.version:
             return self.first_plan(origin)
@@ -136,11 +136,11 @@ class Protection:
 
         Args:
             present: the plan to capture by.
-            store: for this life of the job, the same on all ranks; a connection of its own.
+            store: for this start of the job, the same on all ranks, on a separate connection.
             on_disk: the newest window that all ranks have on disk.
-            forget_former_places: free what earlier lives of the job kept on this node for ranks
-                that are elsewhere now, once all have a window where they are. Not by a process that
-                joins: only who begins a life knows all ranks of the node.
+            forget_former_places: free memory that earlier starts of the job kept on this node for
+                ranks that are elsewhere now, once all ranks have a window. Not in a joining
+                process, which does not know all ranks of the node.
         """
         self._former_places = forget_former_places
         rank, memory = self._rank, self.memory
@@ -178,9 +178,9 @@ class Protection:
         rank.events.emit(self._description())
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """What tells if a recovery from the window at `start` is exact: newer slots, if wanted.
+        """Headers of newer slots, which verify a recovery from the window at `start`, if wanted.
 
-        Where it may be refused they are kept for the next one, too.
+        If the recovery may be refused, the headers are kept for the next one, too.
         """
         verify, witness = self._rank.config.verify, self.memory.witness
         found = [] if verify == OFF else self.memory.captured_after(start)
@@ -190,43 +190,43 @@ class Protection:
         return witness.after(start)
 
     def forget_the_past(self) -> None:
-        """This life of the job does not go on from windows of an earlier one."""
+        """Drop windows of earlier starts of the job, which this start does not continue."""
         self.windows.forget_the_past()
         self.memory.witness.forget()
 
     def stop_capturing(self) -> None:
-        """Nothing reads the state of this rank any more, so that it can be loaded anew."""
+        """Stop captures, so that the state of this rank can be overwritten."""
         self.checkpointer.stop_capturing()
 
     def rewind_log(self, iteration: int) -> None:
-        """What this stage sends after `iteration` is logged again."""
+        """Rewind the log to `iteration`: later sends are logged again."""
         if self.memory.log is not None:
             self.memory.log.rewind(iteration)
 
     def roll_back(self, name: WindowName, file: WindowFile) -> None:
-        """Go on from this window, which is protected already; later ones are captured again."""
+        """Continue from this window, which is protected already; later ones are captured again."""
         self._withdraw_on_disk(name)
         self.windows.go_back_to(name)
         self.checkpointer.roll_back(name.start)
         self.windows.replicate_again(name, file)
 
     def begin_trial(self, back_to: WindowName, until: int, of_all: bool) -> None:
-        """A recovery begins that is judged at iteration `until`; with `stop` it may be refused.
+        """Begin a recovery that is judged at iteration `until`; with `stop` it may be refused.
 
-        What is captured in it counts for nothing until `accept`. Training thread.
+        Its captures stay private until `accept`. Training thread.
 
         Args:
-            back_to: the window that it starts from.
-            until: where it ends.
-            of_all: all stages go back together.
+            back_to: the window that the recovery starts from.
+            until: iteration at which the recovery ends.
+            of_all: all stages roll back together.
         """
-        # All of it is logged again, beside what a window takes that is captured after it.
+        # The recovery logs all its iterations, besides those of a window captured after it.
         self._make_room_in_log(until - back_to.start + 1)
         if self._rank.config.verify == STOP:
             self.windows.begin_trial(Trial(back_to, until, of_all))
 
     def accept(self) -> None:
-        """The recovery is right, on all ranks: what was captured in it counts."""
+        """Accept the captures of a recovery that is right on all ranks."""
         if self.unjudged:
             self.drain()
             self.windows.accept()
@@ -234,7 +234,7 @@ class Protection:
 
     @contextmanager
     def on_trial(self, back_to: WindowName, until: int) -> Iterator[None]:
-        """A recovery that is accepted when the context ends well; else nothing is left of it."""
+        """Context of a recovery: accepts it at a normal end, else drops all its captures."""
         self.begin_trial(back_to, until, of_all=False)
         try:
             yield
@@ -246,9 +246,9 @@ class Protection:
         self.accept()
 
     def refuse(self, window: WindowName) -> None:
-        """All ranks have refused what was recovered from `window`: it is of no use to any.
+        """Drop `window`, as all ranks have refused the state recovered from it.
 
-        What was captured before and is newer stays: it may tell more of what is recovered next.
+        Headers of newer earlier captures stay, to verify the next recovery.
         """
         self.checkpointer.stop_capturing()
         self.windows.withdraw_captures()
@@ -258,13 +258,13 @@ class Protection:
 
     @property
     def unjudged(self) -> bool:
-        """A recovery is under way that may still be refused."""
+        """True during a recovery that may still be refused."""
         return self.windows.trial is not None
 
     def begin_window(self, iteration: int) -> None:
-        """Capture by the plan in force from the state after `iteration` on; all ranks do so.
+        """Begin a window with the state after `iteration`, by the plan in force, on all ranks.
 
-        Some have nothing of windows that began before and are not persisted yet.
+        Some ranks lack earlier windows that are not persisted yet.
         """
         self.windows.give_up(range(iteration))
         self.checkpointer.stop_capturing()
@@ -272,15 +272,15 @@ class Protection:
         self.checkpointer.begin_window(iteration)
 
     def withdraw_after(self, window: WindowName) -> None:
-        """This rank will go back to `window`: nobody relies on its later ones any more."""
+        """Withdraw windows after `window`, to which this rank will roll back."""
         self._withdraw_on_disk(window)
         self.windows.withdraw_after(window)
 
     def reach_peers(self, newest: int) -> None:
-        """Offer windows again if holders of this rank's replicas have become new processes.
+        """Offer windows again if holders of this rank's replicas have new processes.
 
         Args:
-            newest: start of the last window to offer; those after it are to be captured anew.
+            newest: start of the last window to offer; later ones will be captured again.
         """
         if self._reached == self.memory.peer_addresses():
             return
@@ -289,7 +289,7 @@ class Protection:
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Counts the time within as time that sparse checkpointing takes from training."""
+        """Context whose duration counts as time taken from training."""
         began = time.perf_counter()
         try:
             yield
@@ -297,7 +297,7 @@ class Protection:
             self._statistics.exposed_s += time.perf_counter() - began
 
     def begin(self, iteration: int, state: bytes) -> None:
-        """The state after `iteration` may be captured. Training thread."""
+        """Start capturing the state after `iteration`. Training thread."""
         self.checkpointer.begin(iteration, state)
         schedule = self.checkpointer.schedule
         self._slot = (iteration - schedule.origin) % schedule.plan.window
@@ -309,7 +309,7 @@ class Protection:
         self._step_began = time.perf_counter()
 
     def end(self, iteration: int, replayed: bool) -> None:
-        """The iteration that led to state `iteration` is over. Training thread.
+        """Note the end of the iteration that led to state `iteration`. Training thread.
 
         Args:
             iteration: number of committed iterations.
@@ -336,11 +336,11 @@ class Protection:
             )
             self._seconds.clear()
             self._windows_seen += 1
-            if self._windows_seen > 1:  # the first has warm-up in it
+            if self._windows_seen > 1:  # the first window contains warm-up
                 self._replanner.observe(load)
 
     def figures(self) -> Figures:
-        """How protection goes now. Any thread, after `start`."""
+        """Current figures of protection. Any thread, after `start`."""
         of_rank = self._statistics
         return Figures(
             iteration=self._rank.events.iteration,
@@ -354,17 +354,17 @@ class Protection:
             slot_bytes=of_rank.slot_bytes,
             skipped_windows=of_rank.skipped_windows,
             copy_bytes_per_s=self.checkpointer.copy_bytes_per_s(),
-            host_memory=self._reserved(),
+            host_memory=self.memory.by_kind(),
             disk_bytes=of_rank.disk_bytes,
         )
 
     @property
     def window_under_way(self) -> bool:
-        """Slots of the present window are still to be captured. Training thread."""
+        """True if the current window lacks slots. Training thread."""
         return self.checkpointer.window_under_way
 
     def drain(self) -> None:
-        """Return when everything captured is sealed; training is over."""
+        """Wait until all captures are sealed, at the end of training."""
         self.checkpointer.drain()
 
     def close(self, remove: bool, keep_disk: bool = False) -> None:
@@ -380,7 +380,7 @@ class Protection:
         self.memory.close(remove)
 
     def _persisted(self, window: WindowName) -> None:
-        """All ranks and holders have a newer window. Called by the board's thread."""
+        """Handle a newly persisted window. Board's thread."""
         self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
@@ -397,9 +397,9 @@ class Protection:
         return (header.run, header.topology, header.owner) == (own.run, own.topology, own.rank)
 
     def _shorten_log(self, iteration: int, window: int) -> None:
-        """In a recovery of all stages nothing is persisted, so nothing else makes room in the log.
+        """Make room in the log in a recovery of all stages, during which no window is persisted.
 
-        A failure then has all go back again; once it is judged, the log is for its newest window.
+        Another failure rolls all stages back again, so the log serves the newest window only.
         """
         trial, log = self.windows.trial, self.memory.log
         if trial is None or log is None or not trial.of_all:
@@ -437,7 +437,7 @@ class Protection:
             copies=1 + len(planner.place.replicas),
             replicas=len(self._reached),
             window=self.checkpointer.schedule.plan.window,
-            host_memory=self._reserved(),
+            host_memory=self.memory.by_kind(),
             operators={
                 name: (held.full_bytes, held.light_bytes)
                 for name, held in self._operators.slices.items()
@@ -445,14 +445,10 @@ class Protection:
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
         )
 
-    def _reserved(self) -> dict[str, int]:
-        """Bytes of host memory of this rank, by kind."""
-        return msgspec.structs.asdict(self.memory.plan.ranks[self._rank.number])
-
     def _decide(
         self, present: PlanParameters, loads: Sequence[WindowLoad]
     ) -> PlanParameters | None:
-        """On rank 0's replanner thread."""
+        """Decide about a new plan. On rank 0's replanner thread."""
         return decide_plan(
             present,
             loads,
@@ -463,7 +459,7 @@ class Protection:
         )
 
     def _shortest_window(self, seen: Measured) -> int | None:
-        """The fewest slots that the links of all ranks carry, and the cores, at these rates."""
+        """The fewest slots that all ranks' links and cores carry at these rates."""
         copies = max(map(len, self.memory.copies.holders))
         carried = budgets(
             seen.iteration_s,
@@ -485,14 +481,14 @@ class Protection:
         return share * self.memory.cores / byte_s if byte_s else None
 
     def _make_room_in_log(self, window: int) -> None:
-        """Any thread. Without it localized recovery is not possible for a while (the log says)."""
+        """Enlarge the log; on failure localized recovery is impossible for a while. Any thread."""
         try:
             self.memory.make_room_in_log(window)
         except (HostMemoryError, OSError) as error:
             self._statistics.degraded(f'the log has no room for windows of {window}: {error}')
 
     def _adopt(self, plan: StagePlan) -> None:
-        """On the replanner's thread, windows before the plan comes into force."""
+        """Take over a plan, windows before it is in force. Replanner's thread."""
         bind_thread(self._device)
         self._make_room_in_log(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())

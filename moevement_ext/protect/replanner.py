@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the load of windows, and carries a new plan to all ranks.
+"""Follows the load of windows, and distributes new plans to all ranks.
 
-Every rank publishes what it saw in a window to the launcher's store; rank 0 decides; the first rank
-of each stage plans it; everybody takes the new plan over at the same, later window boundary. No
-training communicator is used, and ranks that learn of a plan too late only lose that window,
-because windows carry the plan's digest.
+Every rank publishes its measurements of a window to the launcher's store. Rank 0 decides, the first
+rank of each stage plans the stage, and all ranks switch to the new plan at the same, later window
+boundary. This uses no training communicator, and ranks that learn of a plan too late only lose one
+window, because windows carry the plan's digest.
 """
 
 import logging
@@ -29,7 +29,7 @@ _COUNTS_KEPT = 4
 
 
 class Replanner:
-    """Follows the load of the windows on a thread of its own.
+    """Follows the load of the windows on a separate thread.
 
     Args:
         store: reachable by all ranks; used by this object's thread only.
@@ -37,7 +37,7 @@ class Replanner:
         world_size: number of ranks that publish.
         present: the plan to begin with.
         decide: `decide_plan` with the settings of the run; on rank 0.
-        next_plan: of this rank's stage, by its version and the store; None: not there as yet.
+        next_plan: returns the plan of this stage by version and store; None: not available yet.
         adopt: called on the replanner's thread with each new plan.
     """
 
@@ -56,20 +56,20 @@ class Replanner:
         self._world_size = world_size
         self._version = present.version
         self._present = PlanParameters(present.version, present.origin, present.plan.window, {})
-        """On rank 0: what the next plan is compared with; without shares until they are read."""
+        """On rank 0: the plan to compare the next one with; without shares until they are read."""
         self._decide = decide
         self._next_plan = next_plan
         self._adopt = adopt
         self._changed = threading.Condition()
         self._observed: WindowLoad | None = None
         self._counted: deque[int] = deque()
-        """On rank 0: the newest windows, whose counts are still in the store."""
+        """On rank 0: the newest windows, with counts in the store."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-replan', daemon=True)
         self._thread.start()
 
     def observe(self, load: WindowLoad) -> None:
-        """Note the load of a window. Called by the training thread; never blocks."""
+        """Record the load of a window. Training thread; never blocks."""
         with self._changed:
             self._observed = load
             self._changed.notify()
@@ -96,7 +96,7 @@ class Replanner:
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
             self._stopping.wait(self._connection.attempt(step, DistError))
-        except Exception:  # planning must not fail training; the present plan stays
+        except Exception:  # planning must not fail training; the current plan stays
             logger.warning('cannot re-plan', exc_info=True)
 
     def _begin(self) -> None:
@@ -118,11 +118,11 @@ class Replanner:
         self._follow()
 
     def _lead(self, start: int) -> None:
-        """On rank 0: decide once every rank has published this window, unless it is overtaken."""
+        """On rank 0: decide once every rank has published this window, unless it is outdated."""
         pause_s = _FIRST_POLL_SECONDS
         while not self._stopping.is_set() and self._observed is None:
-            # One number says when it is worth while to read them all; a rank that ran the window
-            # again counts twice.
+            # The counter avoids reading all loads too early; a rank that repeats the window counts
+            # twice.
             if self._store.add(_count_key(start), 0) >= self._world_size:
                 loads = self._loads()
                 if all(load.start == start for load in loads):
@@ -132,7 +132,7 @@ class Replanner:
             pause_s = min(2 * pause_s, _LAST_POLL_SECONDS)
 
     def _forget_counts(self, start: int) -> None:
-        """But for the newest: ranks that lag may still count in those."""
+        """Delete old counts; late ranks may still add to the newest."""
         self._counted.append(start)
         while len(self._counted) > _COUNTS_KEPT:
             self._store.delete_key(_count_key(self._counted.popleft()))
@@ -151,7 +151,7 @@ class Replanner:
         if newest <= self._version:
             return
         plan = self._next_plan(newest, self._store)
-        if plan is None:  # asked for again after the next window
+        if plan is None:  # tried again after the next window
             return
         if self._rank == 0:
             self._present = published(self._store, newest)

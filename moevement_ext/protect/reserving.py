@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what host memory has room for, and reserves it: of all ranks, or of one that joins."""
+"""Sizes and reserves host memory, of all ranks or of a joining rank."""
 
 import logging
 from collections.abc import Callable
@@ -25,36 +25,36 @@ logger = logging.getLogger(__name__)
 
 
 class Room(msgspec.Struct, frozen=True):
-    """What a rank tells the others so that all find out how long windows can be."""
+    """A rank's message to the others for the choice of the longest window."""
 
     member: Member
-    """With the shortest windows."""
+    """The member with the shortest windows."""
     capacities: list[int]
-    """Sizes of its window files, for each of the lengths."""
+    """Sizes of the rank's window files, for each length."""
     stubs: list[int]
-    """The same of its stubs."""
+    """Sizes of the rank's stub files, for each length."""
 
 
 class Sizes(NamedTuple):
-    """How large files of a rank are, by W."""
+    """File sizes of a rank as functions of W."""
 
     capacity: Callable[[int], int]
     """Size of a window file."""
     stub: Callable[[int], int]
     """Size of a file for its stubs."""
     family: int
-    """Lowest of the ranks that capture the same."""
+    """Lowest rank with the same captures."""
 
 
 def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
-    """W that host memory of all nodes has room for, of those that are allowed; 1 if none has.
+    """The longest allowed W that fits in the host memory of all nodes; 1 if none fits.
 
-    Collective. With a fixed window it is that one.
+    Collective. Returns a fixed window unchanged.
 
     Args:
         rank: this rank.
-        sizes: of files of this rank.
-        logged: what this rank logs.
+        sizes: file sizes of this rank.
+        logged: logged bytes of this rank.
     """
     config, exchange = rank.config, rank.exchange
     if config.window != AUTO:
@@ -81,7 +81,7 @@ def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
         )
         try:
             plan.check(config.host_memory_gb, Path(config.dir) / rank.run_id / node)
-        except (HostMemoryError, OSError):  # which is said when it is to be reserved
+        except (HostMemoryError, OSError):  # `reserve` reports the error
             return False
         return True
 
@@ -93,10 +93,10 @@ def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
 def reserve(
     rank: Rank, share: Share, device: torch.device, on_degraded: Callable[[str], None]
 ) -> HostMemory:
-    """Host memory of this rank; if any rank fails at the start, all do. Collective.
+    """Reserve host memory of this rank; at the start all ranks fail together. Collective.
 
-    A process that joins a running job, perhaps on another node, does without holding replicas for
-    others if that helps; it is needed more than they are.
+    A process that joins a running job, perhaps on another node, holds no replicas for other ranks
+    if there is no room, as the job needs the process more than the replicas.
 
     Raises:
         HostMemoryError: this or another rank cannot reserve its host memory.

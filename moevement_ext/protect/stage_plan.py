@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage captures when: planned by its first rank, and handed out to the others.
+"""Capture plan of a stage, made by its first rank and handed out to the others.
 
-They find it in the launcher's store, so that nobody else reads the shares of all experts of the
-model, or computes what a thousand ranks would compute alike.
+The other ranks read the plan in the launcher's store, so that they neither read the shares of all
+experts of the model nor repeat the same computation on a thousand ranks.
 """
 
 from datetime import timedelta
@@ -16,8 +16,8 @@ from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.protect.checkpointer import ScheduledPlan
 
 VERSIONS_KEPT = 4
-"""In the store; the one in force is the newest or the one before."""
-# For the first rank of the stage; if it is lost, its replacement hands the plan out.
+"""Plans kept in the store; the plan in force is the newest or the previous one."""
+# Wait for the stage's first rank; if it is lost, its replacement hands the plan out.
 _LONGEST_WAIT = timedelta(seconds=5)
 
 
@@ -28,50 +28,50 @@ class StagePlan(msgspec.Struct, frozen=True):
     origin: int
     plan: WindowPlan
     digest: str
-    """Stands for all that the plans of all stages are computed from."""
+    """Digest of the inputs of the plans of all stages."""
     shares: dict[str, float]
-    """Share of the tokens of its layer, by expert operator of the stage."""
+    """Share of the layer's tokens, by expert operator of the stage."""
 
     def schedule(self) -> ScheduledPlan:
-        """What windows are captured by."""
+        """The plan in the form of the checkpointer."""
         return ScheduledPlan(self.origin, self.plan, self.digest, self.version)
 
     def packed(self) -> bytes:
-        """Compressed, as names of operators repeat."""
+        """Encode and compress the plan, as operator names repeat."""
         return packing.packed(msgspec.msgpack.encode(self))
 
     @classmethod
     def unpacked(cls, packed: bytes) -> 'StagePlan':
-        """What was packed."""
+        """Inverse of `packed`."""
         return msgspec.msgpack.decode(packing.unpacked(packed), type=cls)
 
 
 def publish(store: Store, parameters: PlanParameters) -> None:
-    """What the plans of all stages are computed from, for the first rank of each."""
+    """Publish the inputs of all stages' plans, for the first rank of each stage."""
     packed = packing.packed(msgspec.msgpack.encode(parameters))
     store.set(_parameters_key(parameters.version), packed)  # type: ignore[arg-type]
     store.delete_key(_parameters_key(parameters.version - VERSIONS_KEPT))
 
 
 def published(store: Store, version: int) -> PlanParameters:
-    """The same, by the version; waits for it as long as the store does."""
+    """Read published inputs by version; waits up to the store's timeout."""
     packed = packing.unpacked(store.get(_parameters_key(version)))
     return msgspec.msgpack.decode(packed, type=PlanParameters)
 
 
 def hand_out(store: Store, stage: int, plan: StagePlan) -> None:
-    """Leave the plan for the other ranks of the stage, which ask no more for the oldest."""
+    """Store the plan for the other ranks of the stage, and delete the oldest plan."""
     store.set(_plan_key(plan.version, stage), plan.packed())  # type: ignore[arg-type]
     store.delete_key(_plan_key(plan.version - VERSIONS_KEPT, stage))
 
 
 def handed_out(store: Store, stage: int, version: int) -> StagePlan | None:
-    """The plan of the stage; None if its first rank leaves none for some seconds."""
+    """Read the plan of the stage; None if its first rank hands out none for some seconds."""
     key = _plan_key(version, stage)
     try:
         store.wait([key], _LONGEST_WAIT)
     except DistStoreError:
-        if not store.check([key]):  # raises where the connection is lost
+        if not store.check([key]):  # raises if the connection is lost
             return None
     return StagePlan.unpacked(store.get(key))
 

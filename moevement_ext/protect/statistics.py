@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How protection goes: what the log line and the metrics report."""
+"""Figures of protection for the log line and the metrics."""
 
 import logging
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Figures:
-    """How protection of one rank goes at a moment; counts and seconds since the process began."""
+    """Figures of one rank at one moment; counts and seconds since the start of the process."""
 
     iteration: int = 0
-    """The newest committed one."""
+    """The newest committed iteration."""
     window: int = 0
     """Iterations per window in force."""
     committed: int | None = None
-    """Start of the newest own window that is complete in host memory."""
+    """Start of the newest own window complete in host memory."""
     persisted: int | None = None
     """Start of the newest window that every rank and its holders have."""
     training_s: float = 0.0
@@ -33,7 +33,7 @@ class Figures:
     host_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that this rank reserves, by kind."""
     disk_bytes: int | None = None
-    """That its windows take on disk; None without one."""
+    """Bytes of the rank's windows on disk; None without a disk."""
 
     @property
     def window_age(self) -> int | None:
@@ -48,21 +48,21 @@ class Figures:
     def _after_persisted(self, iteration: int | None) -> int | None:
         if iteration is None or self.persisted is None:
             return None
-        # A rank that joins knows what is persisted before it has come so far.
+        # A joining rank may know a persisted window that is newer than its own iteration.
         return max(iteration - self.persisted, 0)
 
 
 @dataclass
 class CaptureStatistics:
-    """Figures of one rank; no two threads write the same, but `failures`."""
+    """Counters of one rank; each but `failures` is written by one thread only."""
 
     events: EventLog
     training_s: float = 0.0
-    """Seconds in iterations that were committed and are no replays."""
+    """Seconds in committed iterations, without replays."""
     exposed_s: float = 0.0
-    """Seconds by which sparse checkpointing held up training, waits included."""
+    """Seconds by which sparse checkpointing delayed training, including waits."""
     iterations: int = 0
-    """Iterations that came to their update."""
+    """Iterations that reached their update."""
     captured_bytes: int = 0
     """Payload of all slots."""
     slot_bytes: int = 0
@@ -70,28 +70,28 @@ class CaptureStatistics:
     copy_bytes_per_s: float | None = None
     """Measured rate of the copies of all sealed slots; None before the first."""
     skipped_windows: int = 0
-    """Windows for which there was no free file."""
+    """Windows skipped without a free file."""
     failures: int = 0
-    """How often protection was reduced."""
+    """Number of reductions of protection."""
     committed: int | None = None
-    """Start of the newest own window that is complete in host memory."""
+    """Start of the newest own window complete in host memory."""
     persisted: int | None = None
     """Start of the newest window that every rank and its holders have."""
     on_disk: int | None = None
     """Start of the newest window that every rank has on disk."""
     disk_bytes: int | None = None
-    """That windows of this rank take on disk; None without one."""
+    """Bytes of this rank's windows on disk; None without a disk."""
 
     _reported: tuple[float, int] = (0.0, 0)
 
     def exposed_ms(self) -> float:
-        """Milliseconds exposed per iteration since the last call. Called by the training thread."""
+        """Milliseconds exposed per iteration since the last call. Training thread."""
         seconds, iterations = self._reported
         self._reported = self.exposed_s, self.iterations
         return 1000 * (self.exposed_s - seconds) / max(self.iterations - iterations, 1)
 
     def degraded(self, reason: str) -> None:
-        """Note that protection is reduced. Called by any thread."""
+        """Record and log that protection is reduced. Any thread."""
         logger.warning('sparse checkpointing: protection is reduced: %s', reason)
         self.failures += 1
         self.events.emit(ProtectionReduced(reason=reason))

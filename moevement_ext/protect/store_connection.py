@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to the launcher's store that is made anew when it was lost."""
+"""A connection to the launcher's store that reconnects after a loss."""
 
 import logging
 from collections.abc import Callable
@@ -15,11 +15,11 @@ _LAST_RETRY_SECONDS = 30.0
 
 
 class StoreConnection:
-    """One thread uses it. A store does not connect again by itself (torch 2.15).
+    """Reconnecting store, as torch's store does not reconnect (torch 2.15). One thread uses it.
 
     Args:
-        store: a connection of its own; its timeout is shortened.
-        consequence: what the log says does not happen while the store is out of reach.
+        store: a separate connection; its timeout is shortened.
+        consequence: for the log: what does not work while the store is out of reach.
     """
 
     def __init__(self, store: Store, consequence: str) -> None:
@@ -29,14 +29,14 @@ class StoreConnection:
         self._failures = 0
 
     def attempt(self, step: Callable[[], object], losses: type[Exception] = Exception) -> float:
-        """Do `step`, which uses `store`, on a new connection if the last one was lost.
+        """Run `step`, which uses `store`, on a new connection if the last one was lost.
 
         Args:
             step: called once.
-            losses: what says that the connection was lost; anything else is raised.
+            losses: exceptions that mean a lost connection; others are raised.
 
         Returns:
-            Seconds to wait before another attempt; 0: it was done.
+            Seconds to wait before another attempt; 0 if `step` is done.
         """
         try:
             if self._failures:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank captures in a recovery before that recovery is judged: nobody else knows of it.
+"""Private captures of a recovery before its judgement.
 
-With `--sparse-ckpt-verify stop` a recovery is refused if its state differs from what had been
-captured. Until then what it captures on its way may be wrong, so it counts for nothing: it is
-neither committed nor sent, neither recovered from nor compared with. Its files say so by their
-names, also to the process after this one (`memory/window/file_names.py`).
+With `--sparse-ckpt-verify stop` a recovery is refused if its state differs from earlier captures.
+Until then the captures of the recovery may be wrong. So they are neither committed nor sent, and no
+recovery starts from them or compares with them. Their file names show this, also to the next
+process (`memory/window/file_names.py`).
 """
 
 import threading
@@ -18,9 +18,9 @@ class Trial:
     """Windows of one recovery, from their first slot to the verdict. Any thread.
 
     Args:
-        back_to: the window that the recovery starts from, which does count.
-        until: the iteration at which it is judged, before the state after that is captured.
-        of_all: all stages go back together.
+        back_to: the window that the recovery starts from, which is trusted.
+        until: the iteration of the judgement, which precedes the capture of its state.
+        of_all: all stages roll back together.
     """
 
     def __init__(self, back_to: WindowName, until: int, of_all: bool) -> None:
@@ -31,16 +31,16 @@ class Trial:
         self._sealed: list[tuple[WindowFile, list[SlotHeader]]] = []
 
     def is_over_before(self, start: int, length: int) -> bool:
-        """A window that begins at `start` is complete before the verdict."""
+        """True if a window that begins at `start` is complete before the verdict."""
         return start + length <= self.until
 
     def begins(self, file: WindowFile) -> None:
-        """A window is begun in `file`."""
+        """Add a window begun in `file`."""
         with self._changed:
             self._sealed.append((file, []))
 
     def seal(self, file: WindowFile, header: SlotHeader) -> bool:
-        """Keep a sealed slot back; False if its window was begun before."""
+        """Keep a sealed slot private; False if its window began before the trial."""
         with self._changed:
             slots = self._slots(file)
             if slots is None:
@@ -50,18 +50,18 @@ class Trial:
             return True
 
     def forget(self, file: WindowFile) -> None:
-        """Its window is given up."""
+        """Remove the given-up window of `file`."""
         with self._changed:
             self._sealed = [item for item in self._sealed if item[0] is not file]
 
     def oldest(self, timeout_s: float) -> WindowFile | None:
-        """A window that is complete, once it is; None if there is none in that time."""
+        """Wait for a complete window; None after the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._complete() is not None, timeout_s)
             return self._complete()
 
     def windows(self) -> list[tuple[WindowFile, list[SlotHeader]]]:
-        """All of them, with the slots that are sealed, in the order in which they were begun."""
+        """All windows with their sealed slots, in order of their beginning."""
         with self._changed:
             return list(self._sealed)
 

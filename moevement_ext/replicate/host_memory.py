@@ -251,6 +251,10 @@ class HostMemory:
         """True on one rank of each node, the one that speaks for it."""
         return self.rank == min(self.plan.ranks)
 
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of host memory of this rank, by kind."""
+        return msgspec.structs.asdict(self.plan.ranks[self.rank])
+
     def connect(self, exchange: Exchange) -> None:
         """Tell the others where this rank's server listens. Collective."""
         address = msgspec.msgpack.encode(self.server.address)

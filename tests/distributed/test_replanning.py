@@ -41,14 +41,16 @@ def test_recovery_from_a_window_of_any_order(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(('share', 'windows'), [('0', [1]), ('1e-6', [3, 4])])
 def test_auto_window_is_measured(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    share: str, windows: list[int], cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = cluster(*FLAGS, *'--sparse-ckpt-max-window 4 --sparse-ckpt-cpu-share 0'.split())
+    """Copies of a tiny model hide at once; that cores have no time for them makes it longer."""
+    job = cluster(*FLAGS, '--sparse-ckpt-max-window', '4', '--sparse-ckpt-cpu-share', share)
     job.finish()
     assert differences(reference(*FLAGS), read_digest(job)) == []
     replanned = job.events_of(Replanned)
-    assert replanned and replanned[0].window == 1, 'copies of a tiny model hide at once'
+    assert replanned and replanned[0].window in windows
     persisted = [event.start for event in job.events_of(WindowPersisted)]
     assert any(start >= replanned[0].origin for start in persisted)
 

@@ -122,7 +122,9 @@ def test_without_a_store_who_waits_is_given_up(
     job.finish_when = lambda: False
     assert job.run(f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag, nodes=2) == 1
     (failed,) = seen(job, JobFailed)
-    assert f'nobody can take its place: --sparse-ckpt-store 127.0.0.1:{store.port}' in str(failed)
+    assert f'no worker can take its place: --sparse-ckpt-store 127.0.0.1:{store.port}' in str(
+        failed
+    )
     assert len(seen(job, WorkerEnded)) == 2
 
 

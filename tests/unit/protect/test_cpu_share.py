@@ -20,6 +20,7 @@ from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import SECRET, capacity, commit, named, tmpfs_directory
 from tests.unit.replicate.peers import DEADLINE_S, OWNER, put_window, serving
+from tests.unit.test_cpu_cost import burn
 
 pytestmark = pytest.mark.timed
 
@@ -35,7 +36,7 @@ def protection(device: str = 'cpu', share: float = 0.02, holders: int = 2) -> Si
         memory=SimpleNamespace(
             cores=4.0,
             server=SimpleNamespace(cost=SimpleNamespace(s_per_byte=lambda: 3e-9)),
-            holders=[[1] * holders],
+            copies=SimpleNamespace(holders=[[1] * holders]),
         ),
     )
 
@@ -86,11 +87,10 @@ def test_copies_and_seals_are_measured() -> None:
         pieces = in_pieces([Copy(torch.zeros(2**20), torch.ones(2**20))])
         copier.start([], lambda: pieces, lambda: None, errors.put)
         copier.drain()
-        copied = copier.cost.s_per_byte()
-        assert copied > 0
-        copier.start([], lambda: [], lambda: torch.ones(2**20).sum(), errors.put)
+        assert 0 < copier.cost.s_per_byte()
+        copier.start([], lambda: [], lambda: burn(0.3), errors.put)
         copier.drain()
-        assert copier.cost.s_per_byte() > copied, 'the seal counts, too'
+        assert copier.cost.s_per_byte() >= 0.3 / 2**22, 'the seal counts, too'
     finally:
         copier.stop()
 
