@@ -221,10 +221,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog='own_loop', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--data', type=Path, required=True, help='what prepare_data.py wrote')
+    parser.add_argument('--data', type=Path, required=True, help='prefix given to prepare_data.py')
     parser.add_argument('--iterations', type=int, default=100)
     parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='host memory, in a tmpfs')
-    parser.add_argument('--run-id', help='names the run; the same to go on with it')
+    parser.add_argument('--run-id', help='name of the run; give the same one to resume')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
     parser.add_argument('--digest', type=Path, metavar='FILE', help='write digests of the state')
     return parser.parse_args()

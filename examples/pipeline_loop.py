@@ -483,10 +483,10 @@ def write_digest(path: Path, trainer: PipelineTrainer) -> None:
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog='pipeline_loop', description=__doc__)
-    parser.add_argument('--text', type=Path, required=True, help='a file to learn')
+    parser.add_argument('--text', type=Path, required=True, help='file to train on')
     parser.add_argument('--iterations', type=int, default=40)
     parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='host memory, in a tmpfs')
-    parser.add_argument('--run-id', default='pipeline', help='the same to go on with that run')
+    parser.add_argument('--run-id', default='pipeline', help='give the same to resume a run')
     parser.add_argument('--window', type=int, default=3, help='iterations per window')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
     parser.add_argument('--digest', type=Path, metavar='FILE', help='write digests of the state')

@@ -64,7 +64,7 @@ PROGRAMS = {
         'tools.bench.regroup', 'how soon process groups are connected again'
     ),
     'bench-frozen': Subcommand('tools.bench.frozen', 'what a frozen operator spares of a replay'),
-    'bench-ablation': Subcommand('tools.bench.ablation', 'what each part of the method is worth'),
+    'bench-ablation': Subcommand('tools.bench.ablation', 'what each part of the method brings'),
     'bench-link-share': Subcommand(
         'tools.bench.link_share', 'what sending windows costs on a link'
     ),

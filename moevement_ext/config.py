@@ -39,10 +39,13 @@ class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag."""
 
     window: int | str = AUTO
-    """Iterations per window, or 'auto': the fewest that the links can carry."""
+    """Iterations per window, or 'auto': the fewest that the links carry and the cores spare."""
     max_window: int = 8
     """The longest window that 'auto' may choose. Host memory is reserved for this window, or for
     the longest that fits."""
+    cpu_share: float = 0.02
+    """Share of a node's cores that 'auto' leaves to the threads that copy, check, send and receive
+    windows, where these cores also train; 0: no limit. A GPU's host has no such limit."""
     replicas: int = 2
     """Copies of each rank's windows on other failure domains."""
     network_gb_per_s: float | str = AUTO
@@ -117,6 +120,10 @@ class SparseCheckpointConfig:
         else:
             _check_window('--sparse-ckpt-window', self.window)
         _check_window('--sparse-ckpt-max-window', self.max_window)
+        if not 0 <= self.cpu_share <= 1:
+            raise ConfigurationError(
+                f'--sparse-ckpt-cpu-share {self.cpu_share:g} must be in [0, 1]; 0: no limit.'
+            )
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
         _at_least('--sparse-ckpt-verify-replicas', self.verify_replicas, 1)
         if not 0 <= self.log_lag < math.inf:

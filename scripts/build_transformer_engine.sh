@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Builds Transformer Engine against the torch of .venv, on a machine without a GPU: it imports there
-# and shows its rules (tests/transformer_engine), but its kernels need a GPU. Its torch extension
-# comes as source alone, 33 files of plain C++; without optimisation, as here, they take about 45
-# minutes of one core. Needs a CUDA toolkit and g++; wheels and source come from PyPI.
-# A call that was interrupted goes on where it was; one after a complete build is instant.
+# Builds Transformer Engine against the torch of .venv, on a machine without a GPU: Python can
+# import it there for tests of its rules (tests/transformer_engine), but its kernels need a GPU.
+# PyPI has only the source of its torch extension, 33 files of plain C++; without optimisation, as
+# here, compiling takes about 45 minutes on one core. Needs a CUDA toolkit and g++; wheels and
+# source come from PyPI. An interrupted call can be repeated and continues; a call after a complete
+# build is instant.
 #
 #   scripts/build_transformer_engine.sh ~/transformer-engine
 #   . ~/transformer-engine/environment && .venv/bin/python -m pytest -q tests/transformer_engine
@@ -15,10 +16,10 @@
 #   scripts/build_transformer_engine.sh --torch 2.11.0 --arch 90 --pack te.tar.xz ~/te-for-2.11
 #   tar -xf te.tar.xz && PYTHONPATH=$PWD/site scripts/gpu_check.sh    # there
 #
-# --torch VERSION: build against this one, in an environment of its own (default: that of .venv).
-# --arch ARCH: keep device code of this architecture alone, as 90 of an H100; with --pack.
+# --torch VERSION: build against this version, in a separate environment (default: that of .venv).
+# --arch ARCH: keep only device code of this architecture, such as 90 for an H100; with --pack.
 # --pack FILE: write the packages there, without headers and tests (tools/lab/pack_libraries.py).
-# MAX_JOBS: files that are compiled at a time, if there is ninja (default: one for each core).
+# MAX_JOBS: number of files compiled in parallel, with ninja (default: one per core).
 # CUDA_HOME: the CUDA toolkit (default: /usr/local/cuda).
 
 set -euo pipefail
@@ -56,7 +57,7 @@ PYTHON=$OWN
 [[ -z $TORCH ]] || PYTHON=$DIR/venv/bin/python
 readonly PYTHON
 readonly LIBRARIES=$SITE/transformer_engine/wheel_lib
-# What transformer_engine.pytorch imports and .venv does not have.
+# Imports of transformer_engine.pytorch that .venv lacks.
 readonly REQUIRED=(
     pydantic pydantic_core annotated-types typing-inspection nvidia-cudnn-frontend
     importlib_metadata zipp nvdlfw-inspect onnxscript onnx onnx_ir ml_dtypes
@@ -73,7 +74,7 @@ print(':'.join(map(str, sorted(folders))))
 PY
 }
 
-# With --torch: an environment that has this torch and what its extensions are built with.
+# With --torch: an environment with this torch and the build requirements of its extensions.
 make_environment() {
     [[ -z $TORCH || -e $DIR/venv/.whole ]] && return
     log "torch $TORCH: $DIR/venv"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Takes one of two emulated nodes from a training job: only its pipeline stage is replayed, and the
+# Kills one of two emulated nodes of a training job: only its pipeline stage is replayed, and the
 # job ends in the same bits as an undisturbed one. No GPU needed.
 #
 #   scripts/demo.sh [--iterations 40] [--kill-after 28] [--window 6] [--output runs/demo]

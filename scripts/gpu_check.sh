@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Checks on one GPU what cannot be seen without; --help has the stages. Results and hardware go to
+# Runs the checks that need one GPU; --help lists the stages. Results and hardware go to
 # runs/gpu-check/gpu-check.json, which can be kept in docs/measurements.
 #
 #   scripts/gpu_check.sh                   # .venv, everything that has not passed yet
-#   scripts/gpu_check.sh --wheels wheels   # around an installed torch, where nothing is downloaded
+#   scripts/gpu_check.sh --wheels wheels   # with an installed torch, without downloads
 #   scripts/gpu_check.sh --stage nccl      # one stage, again
 
 set -euo pipefail
@@ -23,8 +23,8 @@ for ((i = 0; i < ${#arguments[@]}; i++)); do
     esac
 done
 
-# An environment that sees all that python3 sees, be that one of a virtual environment itself, and
-# has the wheels besides, also where the versions of packages are held (NVIDIA's images do so).
+# An environment with all packages of python3, even those of a virtual environment, plus the wheels;
+# also works where package versions are pinned (as in NVIDIA's images).
 install_wheels() {
     if ! compgen -G "$wheels/*.whl" >/dev/null; then
         echo "gpu_check: --wheels $wheels: there is no wheel in it" >&2
@@ -42,7 +42,7 @@ EOF
         --no-compile --disable-pip-version-check --ignore-installed "$wheels"/*.whl
 }
 
-# What setup.py requires and the check needs, by importing it; upstream's warnings are not shown.
+# Checks requirements of setup.py and of the check by importing them; hides upstream's warnings.
 check_packages() {
     TORCHDYNAMO_DISABLE=1 "$python" - 2>/dev/null <<'EOF' || exit 2
 import importlib, sys

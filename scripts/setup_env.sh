@@ -3,7 +3,7 @@
 #
 # Creates .venv in this checkout with everything the trainer, the tools and the tests need.
 # A second call is instant; a change of setup.py or of the Python version installs again.
-# Safe to call from several processes at once; goes on after a call that was interrupted.
+# Safe to call from several processes at once; continues after an interrupted call.
 #
 #   scripts/setup_env.sh && .venv/bin/python pretrain_gpt.py --help
 #   scripts/setup_env.sh --cpu    # to try it: PyTorch without CUDA, 0.2 GB instead of 5
@@ -31,8 +31,8 @@ step() {
     log "$what: done in $((SECONDS - start)) s"
 }
 
-# By running it: a pyenv shim can be on PATH without a Python behind it, and a distribution's
-# Python can lack venv.
+# Tests Python by running it: a pyenv shim can be on PATH without a Python behind it, and a
+# distribution's Python can lack venv.
 is_usable() {
     "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
 }
@@ -45,7 +45,7 @@ find_python() {
             return
         fi
     done
-    # 3.12 before later ones (the version this is developed on), its newest patch release first.
+    # 3.12 before later versions (development uses it), its newest patch release first.
     while read -r candidate; do
         if is_usable "$candidate"; then
             echo "$candidate"
@@ -80,9 +80,9 @@ create_environment() {
 }
 
 install_packages() {
-    # compat: a plain path entry instead of an import hook, so that what reads paths (mypy,
-    # pkgutil) sees our megatron/ beside the installed one too.
-    # In a log, its bars and 300 lines of what it collects are in the way of what comes after.
+    # compat: a plain path entry instead of an import hook, so that tools that read paths (mypy,
+    # pkgutil) see our megatron/ beside the installed one.
+    # In a log, progress bars and 300 lines of package names would hide later output.
     local quiet=()
     [[ -t 2 ]] || quiet=(--quiet --progress-bar off)
     local pip=("$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}")
@@ -94,8 +94,8 @@ install_packages() {
         --config-settings editable_mode=compat --editable ".[$EXTRAS]"
 }
 
-# An interrupted run has left it: what is installed stays. pip says who installed a package when
-# all of its files are there; those of a part of a package are written again.
+# An interrupted run leaves a partial environment; installed packages stay. pip records INSTALLER
+# once all files of a package exist; files of partly installed packages are written again.
 take_up() {
     local info
     if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then

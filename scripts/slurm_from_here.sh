@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Trains as scripts/slurm_pretrain.sbatch does, but launcher and store run on this host, such as a
-# login or management node: no node that trains holds them, so that any of them may be lost.
+# login or management node: no training node holds them, so any training node may be lost.
 #
 #   scripts/slurm_from_here.sh --nodes=9 --time=24:00:00 -- <flags of pretrain_gpt.py>
 #
-# Flags before -- are those of salloc; without flags after it the example of scripts/slurm_job.sh is
-# trained. SPARE_NODES (1) of --nodes are spare. It ends with the job, which scancel ends. BEFORE_END
-# (120) seconds before the time is up the workers get SIGTERM, and save with --exit-signal-handler.
+# Flags before -- go to salloc; without flags after it the script trains the example of
+# scripts/slurm_job.sh. SPARE_NODES (1) of --nodes are spare. The script ends with the job, which
+# scancel ends. BEFORE_END (120) seconds before the end of the time the workers get SIGTERM, and
+# save with --exit-signal-handler.
 
 set -euo pipefail
 MOEVEMENT_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,7 +20,7 @@ while (($#)) && [[ $1 != -- ]]; do
     allocation+=("$1")
     shift
 done
-# Slurm signals batch scripts and steps, but not what salloc runs.
+# Slurm signals batch scripts and steps, but not programs that salloc runs.
 export BEFORE_END=${BEFORE_END:-120}
 exec salloc --job-name=moevement --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 \
     --cpus-per-task=96 --mem=0 --exclusive --no-kill "${allocation[@]}" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# What the batch scripts have in common: the launcher, and flags for who gives none. Variables:
+# Common part of the batch scripts: the launcher, and default flags of the program. Variables:
 #
 #   MOEVEMENT_HOME  the checkout, on a file system that all nodes see (where sbatch is called)
 #   PYTHON          runs the launcher on the batch host (its .venv/bin/python)
@@ -28,19 +28,19 @@ train() {
     surroundings
     local program=pretrain_gpt.py
     [[ ${MOEVEMENT_HOME:-.} -ef . ]] || program=$MOEVEMENT_HOME/pretrain_gpt.py
-    # The launcher takes the place of this shell, so that signals of Slurm reach it.
+    # The launcher replaces this shell, so that signals of Slurm reach it.
     exec "$PYTHON" -m moevement_ext.slurm --workers-per-node "$(gpus_per_node)" \
         ${STEP_FLAGS:+"--step-flags=$STEP_FLAGS"} ${AGENT_PYTHON:+"--agent-python=$AGENT_PYTHON"} \
         "${launch[@]}" -- "$program" "${flags[@]}"
 }
 
-# The one is set on nodes of the job, the other by salloc where it runs: such as 8, or h100:8.
+# Slurm sets one variable on nodes of the job, salloc the other on its host: such as 8, or h100:8.
 gpus_per_node() {
     local asked=${SLURM_GPUS_PER_NODE:-1}
     echo "${SLURM_GPUS_ON_NODE:-${asked##*:}}"
 }
 
-# What all programs of a job find in their environment.
+# Sets the environment of all programs of a job.
 surroundings() {
     local home=${MOEVEMENT_HOME:-$PWD}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
@@ -111,10 +111,10 @@ example() {
         --split '98,2,0'
     )
 
-    # Sparse checkpoints every iteration in host memory; dense ones on disk, rarely, for the day when
-    # more is lost than memory can bring back, and when the time of the job is up. The next job with
-    # the same CHECKPOINTS goes on from there; or, by the name of the run, from the memory of nodes
-    # that it gets again.
+    # Sparse checkpoints in host memory every iteration; dense ones on disk, rarely, for losses that
+    # host memory cannot recover, and at the end of the job's time. The next job with the same
+    # CHECKPOINTS resumes from disk; or, by the name of the run, from the memory of nodes that it
+    # gets again.
     protection=(
         --sparse-ckpt
         --sparse-ckpt-run-id "$(basename "$checkpoints")"

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says how a job would be protected, by its flags, without starting it.
+"""Reports the protection of a job from its flags, without starting it.
 
     python -m tools.check -- --num-layers 32 --hidden-size 4096 ...
     python -m tools.check --nproc 64 -- --num-layers 32 --hidden-size 4096 ...
 
-After `--` come all flags of pretrain_gpt.py; it is judged as with --sparse-ckpt. Refusals are those
-of the start, in the same words. Files and directories are looked for on this machine. How much host
-memory it takes says tools.plan.
+After `--` come all flags of pretrain_gpt.py; --sparse-ckpt is implied. Refusals are those of the
+start, in the same words. The tool looks for files and directories on this machine. Use tools.plan
+for the host memory of a job.
 
-Exit status: 0 the job would be protected, 2 it would be refused, or a flag is wrong.
+Exit status: 0 the job would be protected, 2 the start would be refused, or a flag is wrong.
 """
 
 import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _END = '--'
 _LOCALIZED = 'a failure is recovered on the stages that lost a worker alone'
-_UNDER = ', under a launcher that keeps the others running (docs/operations.md)'
+_UNDER = ', under a launcher that keeps the others running (docs/start.md)'
 _WHOLE_JOB = 'a failure restarts all workers, which recover together from windows in host memory'
 
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         preflight.check_installation()
     if cpu_device.needed():
         cpu_device.install()
-    with warnings.catch_warnings(action='ignore'):  # of what is not installed: nothing trains
+    with warnings.catch_warnings(action='ignore'):  # of missing packages: no training here
         from megatron.moevement.checking import judge
 
     judgement = judge(flags, args.nproc)

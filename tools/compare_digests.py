@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says whether two runs ended in the same state, bit for bit, and if not where they differ.
+"""Compares the final states of two runs, bit for bit, and lists differences.
 
     python -m tools.compare_digests a.json b.json
 
-The files are those of `--sparse-ckpt-digest`. Exit status: 0 the same, 1 different, 2 a file cannot
-be read.
+The files are those of `--sparse-ckpt-digest`. Exit status: 0 equal, 1 different, 2 a file cannot be
+read.
 """
 
 import sys

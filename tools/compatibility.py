@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/compatibility.md: which flags of Megatron are refused, or leave the whole job only.
+"""Writes docs/compatibility.md: flags of Megatron that exclude protection or localized recovery.
 
     python -m tools.compatibility --write
 
-It is made from the rules in `megatron/moevement/job/compatibility`, and from what setup.py and the
-Dockerfile ask for. Without --write the page is printed. What becomes of the flags of one job says
+The sources are the rules in `megatron/moevement/job/compatibility`, and the requirements in
+setup.py and the Dockerfile. Without --write the page is printed. To check the flags of one job, use
 `tools.check`.
 """
 
@@ -50,7 +50,7 @@ CHECKED = (
     ),
     ('torch 2.12.0a0 of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
 )
-"""PyTorch and backend, megatron-core, Transformer Engine; what checks them together."""
+"""PyTorch and backend, megatron-core, Transformer Engine, and the tests of this combination."""
 
 _HEAD = """# Compatibility
 
@@ -116,7 +116,7 @@ def _versions() -> str:
 
 
 def _rules(rules: Iterable[Rule]) -> str:
-    """A row for each reason, with all flags that have it."""
+    """A row for each reason, with all its flags."""
     rows: dict[str, list[Rule]] = {}
     for rule in rules:
         rows.setdefault(rule.reason, []).append(rule)
@@ -131,7 +131,7 @@ def _condition(rule: Rule) -> str:
 
 
 def _remedies(rules: Sequence[Rule]) -> str:
-    """What to do instead; where rules with one reason differ, with the flags of each."""
+    """The remedies; where rules with one reason differ, with the flags of each remedy."""
     flags: dict[str, list[str]] = {}
     for rule in rules:
         flags.setdefault(rule.remedy, []).append(f'`{rule.flag}`')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the demo, which is `tools.chaos.demo`."""
+"""Entry point of the demo in `tools.chaos.demo`."""
 
 import sys
 

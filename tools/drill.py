@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry of the drill, which is `tools.chaos.drill`."""
+"""Entry point of the drill in `tools.chaos.drill`."""
 
 import sys
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How likely random failures lose nothing: copies of ranks' states, or replicas of experts.
+r"""Computes how likely random failures lose nothing: of copies of ranks, or replicas of experts.
 
     python -m tools.placement ranks --nodes 12 --gpus-per-node 8 --failed 4
     python -m tools.placement ranks --nodes 64 --gpus-per-node 8 --nodes-per-switch 8 --same-state 2
     python -m tools.placement experts --nodes 10 --slots 6 --experts 16 --least 2 --skew 2 \
         --failed 4
 
-`ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as the training does, and
-prints the probability that a random set of failed nodes leaves a copy of everything. `experts`
-compares Lazarus' maximum rank overlap with replicas that are spread out.
+`ranks` places 1, 2 and 3 copies of each rank's state on other nodes, as training does, and prints
+the probability that all state survives a random set of failed nodes. `experts` compares Lazarus'
+maximum rank overlap with evenly distributed replicas.
 
-Exit status: 0 done, 2 the input cannot be.
+Exit status: 0 done, 2 the input is impossible.
 """
 
 import argparse
@@ -50,17 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags of both commands."""
+    """Parse the flags of both commands."""
     parser = Parser(prog='python -m tools.placement', description=__doc__.split('\n')[0])
     commands = parser.add_subparsers(dest='command', required=True)
     ranks = commands.add_parser('ranks', help="copies of ranks' states")
     experts = commands.add_parser('experts', help='replicas of experts')
     for command in (ranks, experts):
         command.add_argument('--nodes', type=_positive, required=True)
-        command.add_argument('--failed', type=_positive, default=4, help='up to so many at once')
+        command.add_argument('--failed', type=_positive, default=4, help='most failures at once')
         command.add_argument('--json', action='store_true')
     ranks.add_argument('--gpus-per-node', type=_positive, default=8)
-    ranks.add_argument('--nodes-per-switch', type=_positive, help='links below one are cheap')
+    ranks.add_argument('--nodes-per-switch', type=_positive, help='links within a switch are cheap')
     ranks.add_argument(
         '--same-state', type=_positive, default=1, help='data-parallel ranks with the same state'
     )
@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     experts.add_argument('--experts', type=_positive, required=True)
     experts.add_argument('--least', type=_positive, default=2, help='replicas of each expert')
     experts.add_argument(
-        '--skew', type=_power, default=1.0, help='tokens of the i-th expert go with i to this power'
+        '--skew', type=_power, default=1.0, help='tokens of the i-th expert grow as i to this power'
     )
     return parser.parse_args(argv)
 
@@ -77,7 +77,7 @@ def ranks_report(args: argparse.Namespace) -> dict[str, Any]:
     """Placements of 1 to 3 copies.
 
     Raises:
-        ValueError: flags that do not go together.
+        ValueError: flags contradict each other.
     """
     ranks = args.nodes * args.gpus_per_node
     if ranks % args.same_state:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Plots a run that failed and recovered beside the fault-free one.
+r"""Plots a run that failed and recovered, and the fault-free run.
 
     python -m tools.plot_run --plain plain.log --sparse sparse.log --dense-bytes 1234567 \
         --output run.png
 
-Above: the loss of both runs over wall-clock time, every restart of the logging rank marked. Below:
-the bytes that this rank (the last) captured in each iteration, and what a dense checkpoint in every
-iteration would take. Everything comes from the logs of the trainer, run with `--log-interval 1`. (A
-failure that the logging rank survives is not in its log; `scripts/demo.sh` draws that one from the
-events, with a strip that shows what each pipeline stage did meanwhile.)
+Above: the loss of both runs over wall-clock time, with every restart of the logging rank marked.
+Below: the bytes that this rank (the last) captured in each iteration, and the size of a dense
+checkpoint. All data come from logs of the trainer with `--log-interval 1`. (The log does not show a
+failure that the logging rank survives; `scripts/demo.sh` draws such a failure from the events, with
+the activity of each pipeline stage.)
 """
 
 import sys

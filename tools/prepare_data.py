@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Turns text into Megatron's indexed dataset: P.bin (tokens) and P.idx (where documents lie).
+r"""Converts text to Megatron's indexed dataset: P.bin (tokens) and P.idx (index of documents).
 
     python -m tools.prepare_data --output-prefix data/stdlib
     python -m tools.prepare_data --input books/ notes.txt --output-prefix data/text --append-eod
     python -m tools.prepare_data --input crawl.jsonl --output-prefix data/gpt2 \
         --tokenizer GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
-A text file is one document, as is each line of a JSON lines file. The default tokens are the bytes
-themselves (ids 0 to 255, end of document 256), which upstream's NullTokenizer serves without
-downloading anything. The last line printed holds the flags the trainer needs.
+A text file is one document, as is each line of a JSON lines file. By default tokens are the bytes
+themselves (ids 0 to 255, end of document 256), which upstream's NullTokenizer serves without a
+download. The last output line has the flags for the trainer.
 
-Memory stays constant: a text file above 1 MiB is cut at line ends into several sequences of its
+Memory stays constant: a text file above 1 MiB is divided at line ends into several sequences of one
 document.
 """
 
@@ -46,14 +46,14 @@ SUPPORTED_BY_TRAINER_ONLY = frozenset(
 
 
 class DataError(Exception):
-    """A mistake the user can mend: the message names the file or flag and what to do."""
+    """A mistake of the user; the message names the file or flag and a remedy."""
 
 
 # ---- tokenizers
 
 
 class Tokenizer(Protocol):
-    """What the writer needs of a tokenizer."""
+    """Interface of a tokenizer."""
 
     vocab_size: int
     eod: int
@@ -77,10 +77,10 @@ class ByteTokenizer:
 
 
 class UpstreamTokenizer:
-    """A text tokenizer of Megatron, chosen by Megatron's own flags."""
+    """A text tokenizer of Megatron, selected by Megatron's own flags."""
 
     def __init__(self, tokenizer_type: str, flags: Sequence[str]) -> None:
-        """Raises DataError where the tokenizer cannot be built; exits on an unknown flag."""
+        """Raises DataError if the tokenizer cannot be built; exits on an unknown flag."""
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
         from megatron.training.argument_utils import ArgumentGroupFactory
         from megatron.training.config import TokenizerConfig
@@ -93,11 +93,11 @@ class UpstreamTokenizer:
         ArgumentGroupFactory(TokenizerConfig).build_group(parser, 'tokenizer')
         args = parser.parse_args(flags)
         args.tokenizer_type = tokenizer_type
-        args.pad_vocab_size = False  # the model's padding is the trainer's affair
+        args.pad_vocab_size = False  # the trainer pads the model's vocabulary
         try:
             self._tokenizer = build_tokenizer(args)
         except (AssertionError, ImportError, NameError, OSError, TypeError, ValueError) as error:
-            # Upstream asserts its flags, and without a tokenizer's package its name is missing.
+            # Upstream asserts its flags; without a tokenizer's package, a name is undefined.
             raise DataError(
                 f'--tokenizer {tokenizer_type}: {error}. Needed: its files (--tokenizer-model or '
                 '--vocab-file and --merge-file) and the package it comes from '
@@ -108,7 +108,7 @@ class UpstreamTokenizer:
         self.trainer_flags = shlex.join(['--tokenizer-type', tokenizer_type, *flags])
 
     def encode(self, text: bytes, name: str) -> np.ndarray:
-        """Ids of UTF-8 text; raises DataError where it is not."""
+        """Ids of UTF-8 text; raises DataError for other encodings."""
         try:
             return np.asarray(self._tokenizer.tokenize(text.decode('utf-8')), dtype=np.int64)
         except UnicodeDecodeError as error:
@@ -123,8 +123,8 @@ class UpstreamTokenizer:
 def find_files(inputs: Sequence[str]) -> list[Path]:
     """All files to read: the inputs in the order given, each folder in sorted order.
 
-    Files given by name may have any suffix, and may be pipes. Raises DataError where an input does
-    not exist or is no text, or nothing is found.
+    Files given by name may have any suffix, and may be pipes. Raises DataError if an input does not
+    exist or is no text, or if no file is found.
     """
     files: list[Path] = []
     for name in inputs:
@@ -156,15 +156,15 @@ def walk(root: Path, suffixes: set[str] | frozenset[str], skipped: frozenset[str
 
 
 def is_binary(path: Path) -> bool:
-    """Whether the beginning of the file holds a NUL byte, which no text does."""
+    """True if the start of the file has a NUL byte, which no text has."""
     with open(path, 'rb') as file:
         return b'\0' in file.read(8192)
 
 
 def read_documents(path: Path, json_key: str) -> Iterator[Iterator[bytes]]:
-    """The documents of a file, each as an iterator over its pieces, to be used up in order."""
+    """Documents of a file, each as an iterator over its pieces; consume them in order."""
     with open(path, 'rb') as file:
-        # A .json file given by name holds JSON lines, as upstream's own preprocessing has it.
+        # A .json file given by name contains JSON lines, as for upstream's preprocessing.
         if path.suffix.lower() in JSON_LINES_SUFFIXES | {'.json'}:
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -174,7 +174,7 @@ def read_documents(path: Path, json_key: str) -> Iterator[Iterator[bytes]]:
 
 
 def read_pieces(file: IO[bytes]) -> Iterator[bytes]:
-    """Pieces of about PIECE_BYTES, cut at a line end, or in an endless line between characters."""
+    """Pieces of about PIECE_BYTES, cut at line ends, or between characters in an endless line."""
     while piece := file.read(PIECE_BYTES):
         piece += file.readline(PIECE_BYTES)
         if not piece.endswith(b'\n'):
@@ -184,7 +184,7 @@ def read_pieces(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def utf8_bytes_missing(piece: bytes) -> int:
-    """How many bytes the last character of a cut UTF-8 text lacks (0 to 3)."""
+    """Number of missing bytes of the last character in cut UTF-8 text (0 to 3)."""
     for back in range(1, min(4, len(piece)) + 1):
         lead = piece[-back]
         if lead >= 0xC0:
@@ -196,7 +196,7 @@ def utf8_bytes_missing(piece: bytes) -> int:
 
 
 def json_text(line: bytes, key: str, where: str) -> bytes:
-    """The text of one JSON line; raises DataError naming `where` (file:line) if it has none."""
+    """Text of one JSON line; raises DataError naming `where` (file:line) if it has none."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -210,7 +210,7 @@ def json_text(line: bytes, key: str, where: str) -> bytes:
 
 
 class Reader:
-    """Documents of many files in order, up to a limit; shows how far it is."""
+    """Documents of many files in order, up to a limit; shows progress."""
 
     def __init__(self, files: Sequence[Path], json_key: str, limit_bytes: int | None) -> None:
         """With `limit_bytes` reading ends after the piece that reaches it."""
@@ -226,7 +226,7 @@ class Reader:
         )
 
     def documents(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """(file name, pieces) of each document; use the pieces up before the next document."""
+        """(file name, pieces) of each document; consume the pieces before the next document."""
         with self._progress:
             for path in self._files:
                 for pieces in read_documents(path, self._json_key):
@@ -250,11 +250,11 @@ class Reader:
 
 
 class Writer:
-    """Builds a dataset in a folder of its own, which `publish` moves into place."""
+    """Builds a dataset in a separate folder; `publish` moves it into place."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, append_eod: bool) -> None:
         """Creates folder/new.bin."""
-        # Here, for it takes seconds: --help and wrong flags should not wait for it.
+        # Imported here, as it takes seconds: --help and wrong flags should be fast.
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         self._folder = folder
@@ -267,7 +267,7 @@ class Writer:
 
     def add(self, name: str, pieces: Iterator[bytes]) -> None:
         """Adds one document, a sequence for each piece; one without tokens is left out."""
-        ready: np.ndarray | None = None  # held back: end of document belongs to the last piece
+        ready: np.ndarray | None = None  # delayed: only the last piece gets the end of document
         for piece in pieces:
             ids = self._tokenizer.encode(piece, name).astype(self._dtype)
             if not ids.size:
@@ -290,13 +290,13 @@ class Writer:
     def publish(self, prefix: Path) -> None:
         """Moves the finished dataset to prefix.bin and prefix.idx, replacing an older one.
 
-        A dataset is there once its index is: the old index goes first, the new one comes last, so
-        that no interruption leaves an index beside the wrong tokens.
+        A dataset exists once its index does: the old index is removed first and the new one moved
+        last, so that no interruption leaves an index with the wrong tokens.
         """
         self._builder.finalize(str(self._folder / 'new.idx'))
         index = Path(f'{prefix}.idx')
         index.unlink(missing_ok=True)
-        # Upstream keeps its shuffles of a dataset here and does not notice that the data changed.
+        # Upstream keeps a dataset's shuffles here and does not detect changed data.
         for shuffles in Path(prefix, 'cache').glob('*_indices'):
             shutil.rmtree(shuffles)
         os.replace(self._folder / 'new.bin', f'{prefix}.bin')
@@ -308,8 +308,8 @@ def write_dataset(
 ) -> Writer:
     """Writes prefix.bin and prefix.idx, both whole or neither; returns the writer's counts.
 
-    Raises DataError where the inputs hold no text or the place cannot be written; an older dataset
-    is then left as it was.
+    Raises DataError if the inputs have no text or the output cannot be written; an older dataset
+    then stays unchanged.
     """
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -334,7 +334,7 @@ def write_dataset(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of this tool; what is not known here goes to the tokenizer."""
+    """Parser of this tool's flags; unknown flags go to the tokenizer."""
     parser = Parser(
         prog='python -m tools.prepare_data',
         description=__doc__,
@@ -362,7 +362,7 @@ def build_parser() -> argparse.ArgumentParser:
         '--append-eod', action='store_true', help='end each document with the end-of-document token'
     )
     parser.add_argument(
-        '--json-key', default='text', metavar='KEY', help='where a JSON line holds its text'
+        '--json-key', default='text', metavar='KEY', help='key of the text in a JSON line'
     )
     parser.add_argument(
         '--limit-mb',
@@ -374,7 +374,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's flags, checked, and those for the tokenizer; exits with a message if wrong."""
+    """Parse this tool's flags and the tokenizer's; exits with a message if they are wrong."""
     parser = build_parser()
     args, tokenizer_flags = parser.parse_known_args(argv)
     if args.tokenizer == BYTES and tokenizer_flags:
@@ -387,7 +387,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
 
 
 def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
-    """Reads, writes and prints what was made; raises DataError."""
+    """Reads, writes and prints the result; raises DataError."""
     files = find_files(args.input)
     tokenizer: Tokenizer = (
         ByteTokenizer()

@@ -50,40 +50,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-window',
         type=_window,
         default=_DEFAULTS.window,
-        help='Iterations per window, or "auto": the fewest that the links carry, as measured.',
+        help='Iterations per window, or "auto": the fewest that the measured links can carry and, '
+        'if cores also train, that the spare cores can handle.',
     )
     group.add_argument(
         '--sparse-ckpt-max-window',
         type=int,
         default=_DEFAULTS.max_window,
-        help='Longest window that "auto" may choose. Host memory is reserved for it, or for '
-        'the longest that fits.',
+        help='Longest window that "auto" may choose. Host memory is reserved for this length, or '
+        'for the longest window that fits.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-cpu-share',
+        type=float,
+        default=_DEFAULTS.cpu_share,
+        metavar='SHARE',
+        help='Share of the cores of a node that "auto" grants to the threads that copy, check, '
+        'send and receive windows if the cores also train (without a GPU); 0: no limit.',
     )
     group.add_argument(
         '--sparse-ckpt-replicas',
         type=int,
         default=_DEFAULTS.replicas,
         help='Copies of the windows of each rank on other failure domains (fewer where there are '
-        'fewer domains). A data-parallel peer there that holds the same state is one.',
+        'fewer domains). A peer there with the same shard of another optimizer instance counts as '
+        'a copy.',
     )
     group.add_argument(
         '--sparse-ckpt-verify-replicas',
         type=int,
         default=_DEFAULTS.verify_replicas,
         metavar='N',
-        help='A holder compares every N-th window that it receives of a rank with its checksums '
-        'before it counts as replicated. What is read for a recovery is compared in any case; with '
-        'more than 1 a replica that is damaged may count until then, and an older window, or none, '
-        'be left where no other copy is.',
+        help='A holder verifies the checksums of every N-th window of a rank before the window '
+        'counts as replicated. A recovery verifies all windows that it reads; with N above 1 a '
+        'damaged replica may count until then, and leave an older window or none if there is no '
+        'other copy.',
     )
     group.add_argument(
         '--sparse-ckpt-network-gb-per-s',
         type=network_rate,
         default=_DEFAULTS.network_gb_per_s,
         metavar='RATE',
-        help='GB a second at which each rank sends windows to their holders, at most. "auto": '
-        'slots are spread over their window; "off" or 0: as fast as the link goes. A recovery is '
-        'never held up.',
+        help='Limit, in GB/s, of the rate at which each rank sends windows to their holders. '
+        '"auto": slots are spread over their window; "off" or 0: no limit. A recovery is never '
+        'limited.',
     )
     group.add_argument(
         '--sparse-ckpt-dir',
@@ -94,22 +104,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-disk',
         default=None,
         metavar='DIR',
-        help='Copy windows to this directory, on a disk of each node or a shared file system, for '
-        'when the memory of all nodes is lost. It takes a third window file in host memory.',
+        help='Copy windows to this directory, on a disk of each node or a shared file system, in '
+        'case all nodes lose their memory. Needs a third window file in host memory.',
     )
     group.add_argument(
         '--sparse-ckpt-disk-every',
         type=int,
         default=_DEFAULTS.disk_every,
         metavar='N',
-        help='Iterations at least between two windows on disk.',
+        help='Minimum number of iterations between two windows on disk.',
     )
     group.add_argument(
         '--sparse-ckpt-disk-gb-per-s',
         type=float,
         default=_DEFAULTS.disk_gb_per_s,
-        help='GB a second at which each rank writes windows to the disk, and reads them back, at '
-        'most.',
+        help='Per-rank disk bandwidth limit in GB/s, for writes and reads of windows.',
     )
     group.add_argument(
         '--sparse-ckpt-run-id',
@@ -121,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-host-memory-gb',
         type=float,
         default=None,
-        help='Host memory per node, in GiB, for windows and replicas. Default: what the tmpfs '
-        'has free.',
+        help='Host memory per node, in GiB, for windows and replicas. Default: the free space of '
+        'the tmpfs.',
     )
     group.add_argument(
         '--sparse-ckpt-interface',
@@ -134,38 +143,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-topology',
         default=None,
-        help='JSON file that maps node names to failure domains, as "rack", or with what is above '
-        'it, near first: ["rack", "pod"]. Default: each node is its own.',
+        help='JSON file that maps node names to failure domains: "rack", or a list with the levels '
+        'above, innermost first: ["rack", "pod"]. Default: each node is its own domain.',
     )
     group.add_argument(
         '--sparse-ckpt-log-lag',
         type=float,
         default=_DEFAULTS.log_lag,
-        help='Iterations that persisting a window takes from the copy of its last slot on, for '
-        'which the log has room; tools.plan computes it.',
+        help='Iterations from the copy of the last slot of a window until the window is '
+        'persisted, which the log has space for; tools.plan computes the number.',
     )
     group.add_argument(
         '--sparse-ckpt-max-wait',
         type=float,
         default=_DEFAULTS.max_wait,
-        help='Seconds that training waits at most for a window to be persisted; then the next one '
-        'is skipped.',
+        help='Longest time, in seconds, that training waits until a window is persisted; then the '
+        'next window is skipped.',
     )
     group.add_argument(
         '--sparse-ckpt-order',
         choices=ORDERS,
         default=_DEFAULTS.order,
-        help='Which experts a window captures last, which a replay then keeps frozen longest. '
-        'popularity: those with the most tokens; soft: with the most weight from their router; '
-        'decayed: with the most tokens, averaged over windows; capacity: that use most of '
-        '--moe-expert-capacity-factor; fixed: as they come in the model.',
+        help='Which experts a window captures last, and a replay keeps frozen longest. popularity: '
+        'experts with the most tokens; soft: with the most weight from their router; decayed: '
+        'with the most tokens, averaged over windows; capacity: with the largest share of '
+        '--moe-expert-capacity-factor in use; fixed: in the order of the model.',
     )
     group.add_argument(
         '--sparse-ckpt-freeze',
         choices=(ON, OFF),
         default=_DEFAULTS.freeze,
-        help='on: a replay leaves out the weight gradients of frozen operators; off: it computes '
-        'and drops them, to measure what that spares.',
+        help='on: a replay does not compute the weight gradients of frozen operators; off: a '
+        'replay computes and drops them, to measure the saving.',
     )
     group.add_argument(
         '--sparse-ckpt-reorder-fraction',
@@ -183,58 +192,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-store',
         default=None,
         metavar='HOST:PORT',
-        help='Where python -m moevement_ext.store serves: the ranks meet there, so that the death '
-        'of no node ends the job. Default: the store of the launcher.',
+        help='Address of python -m moevement_ext.store, for the rendezvous of the ranks: no node '
+        'is then indispensable for the job. Default: the store of the launcher.',
     )
     group.add_argument(
         '--sparse-ckpt-recovery',
         choices=(LOCALIZED, GLOBAL, WHOLE_JOB),
         default=_DEFAULTS.recovery,
-        help='localized: only the pipeline stages that lost a worker go back, the others keep '
+        help='localized: only the pipeline stages that lost a worker roll back, the others keep '
         'their state (needs torchrun with static rendezvous, or scripts/local_cluster.py); '
-        'global: all stages go back together, in the processes that live, and what stages send is '
-        'not logged (needs the same); whole-job: all workers are started again.',
+        'global: all stages roll back together, in the surviving processes, without logs of '
+        'sends between stages (needs the same); whole-job: all workers restart.',
     )
     group.add_argument(
         '--sparse-ckpt-hang-timeout',
         type=float,
         default=_DEFAULTS.hang_timeout,
-        help='Seconds without a sign of life after which a worker counts as hung.',
+        help='Seconds without a heartbeat after which a worker counts as hung.',
     )
     group.add_argument(
         '--sparse-ckpt-verify',
         choices=(OFF, REPORT, STOP),
         default=_DEFAULTS.verify,
-        help='Compare a recovered state, bit for bit, with what was captured before the failure '
-        'and is newer than the window it came from. report: say in the log and the events what '
-        'differs; stop: do not go on from a state that differs, take the next tier. Without '
+        help='Compare a recovered state, bit for bit, with captures from before the failure that '
+        'are newer than the window it came from. report: list differences in the log and the '
+        'events; stop: do not continue from a state that differs, use the next tier. Without '
         'deterministic kernels a replay may differ.',
     )
     group.add_argument(
         '--sparse-ckpt-stuck-timeout',
         type=float,
         default=_DEFAULTS.stuck_timeout,
-        help='Seconds for which the training thread of a worker may stand still, waiting for no '
-        'other worker (a data loader, a file system), before it is replaced; 0: for ever.',
+        help='Seconds for which the training thread of a worker may block without waiting for '
+        'another worker (in a data loader, a file system) before the worker is replaced; 0: no '
+        'limit.',
     )
     group.add_argument(
         '--sparse-ckpt-bind',
         choices=(GPU, OFF),
         default=_DEFAULTS.bind,
-        help='gpu: each worker runs on the CPUs near its GPU, as far as its launcher allows, and '
-        'has its windows there; off: wherever its launcher has it run.',
+        help='gpu: each worker runs on the CPUs near its GPU that its launcher allows, and has its '
+        'windows in their memory; off: on any CPU that its launcher allows.',
     )
     group.add_argument(
         '--sparse-ckpt-forget',
         action='store_true',
-        help='Go on from the dense checkpoint, or the start, where only some ranks still have '
-        'windows that all had; without it the job does not start, and says which ranks have none.',
+        help='Continue from the dense checkpoint, or the start, if some ranks have lost windows '
+        'that all ranks had; without this flag the job refuses to start and names these ranks.',
     )
     group.add_argument(
         '--sparse-ckpt-strict',
         action='store_true',
-        help='Stop when windows or replicas cannot be set up, instead of training unprotected; or '
-        'when windows are found of other flags, files, versions or another environment.',
+        help='Stop if windows or replicas cannot be set up, instead of training unprotected; or if '
+        'there are windows of other flags, files, versions or another environment.',
     )
     group.add_argument(
         '--sparse-ckpt-events',
@@ -247,8 +257,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=int,
         default=None,
         metavar='PORT',
-        help='Show metrics of all ranks of a host to Prometheus at this port. (Metrics go over '
-        'OTLP where OTEL_EXPORTER_OTLP_ENDPOINT is set.)',
+        help='Serve metrics of all ranks of a host to Prometheus at this port. (With '
+        'OTEL_EXPORTER_OTLP_ENDPOINT set, metrics are sent over OTLP.)',
     )
     group.add_argument(
         '--sparse-ckpt-digest',
@@ -259,8 +269,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-fp8-masters',
         action='store_true',
-        help="Keep masters in fp8 in the place of fp16, which Transformer Engine's Adam refuses by "
-        'itself; small updates are lost. Works without --sparse-ckpt too.',
+        help="Keep masters in fp8 instead of fp16, which Transformer Engine's Adam alone refuses; "
+        'small updates are lost. Works without --sparse-ckpt too.',
     )
     _mend_help(parser)
     parser.error = functools.partial(_error, parser)  # type: ignore[method-assign]

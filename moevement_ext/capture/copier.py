@@ -14,6 +14,7 @@ import torch
 
 from moevement_ext import faults
 from moevement_ext.capture.layout import Piece
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
@@ -42,9 +43,13 @@ class Copier:
 
     Args:
         device: of the training state.
+
+    Attributes:
+        cost: counts the CPU time of copies and of sealing, on those threads.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.cost = CpuCost()
         self._device = with_index(device)
         bound = (self._device,)
         self._copying = ThreadPoolExecutor(
@@ -137,10 +142,11 @@ class Copier:
     ) -> None:
         try:
             pieces = stable()
-            if ready is not None:
-                arrive = self._copy_on_stream(pieces, ready)
-            else:
-                arrive = self._copy_on_thread(pieces)
+            with self.cost.of(sum(piece.nbytes for piece in pieces)):
+                if ready is not None:
+                    arrive = self._copy_on_stream(pieces, ready)
+                else:
+                    arrive = self._copy_on_thread(pieces)
             self._sealing.submit(self._seal, arrive, seal, on_error)
         except Exception as error:  # a failed capture must not fail training (invariant I6)
             _let_arrive(self._stream if self._cuda else None)
@@ -220,7 +226,8 @@ class Copier:
     ) -> None:
         try:
             arrive()
-            seal()
+            with self.cost.of(0):
+                seal()
         except Exception as error:
             _tell(on_error, error)
 

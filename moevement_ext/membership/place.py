@@ -20,6 +20,6 @@ class Place(NamedTuple):
     """Other ranks that hold the same state, bit for bit."""
     interleaved: bool
     """The rank has several stages in turn, so that the last stage sends to the first."""
-    twins: Sequence[int] | None = None
+    twins: Sequence[int] = ()
     """Other ranks that capture the same slices, with the same bytes but for volatile ones (see
-    `capture.layout.TensorSlice`); None: those are `replicas`."""
+    `capture.layout.TensorSlice`). `replicas` are none if each captures a share of the state."""

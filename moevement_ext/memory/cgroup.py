@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and processes that a container's limits leave.
+"""Memory, processes and cores that a container's limits leave.
 
 The kernel charges tmpfs pages to the cgroup of the process that made them, like its own memory, and
 cannot write them out. Over the limit the kernel kills processes. Page cache is charged as well, but
 the kernel reclaims it first, so page cache counts as free.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -69,6 +70,17 @@ def processes_left(process: Path = THIS_PROCESS) -> int | None:
     return min(found, default=None)
 
 
+def cores_left(process: Path = THIS_PROCESS) -> float:
+    """Cores that this process may keep busy: those it may run on, within limits as above."""
+    found = [
+        cores
+        for version, lowest, highest in _hierarchies(process, 'cpu')
+        for group in (lowest, *lowest.parents)
+        if group.is_relative_to(highest) and (cores := _cores(group, version)) is not None
+    ]
+    return min([float(len(os.sched_getaffinity(0))), *found])
+
+
 def _hierarchies(
     process: Path, controller: str = 'memory'
 ) -> Iterator[tuple[_Version, Path, Path]]:
@@ -119,5 +131,14 @@ def _threads_left(group: Path) -> int | None:
     try:
         limit = int((group / 'pids.max').read_text())
         return max(limit - int((group / 'pids.current').read_text()), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def _cores(group: Path, version: _Version) -> float | None:
+    names = ['cpu.max'] if version is _V2 else ['cpu.cfs_quota_us', 'cpu.cfs_period_us']
+    try:
+        quota, period = ' '.join((group / name).read_text() for name in names).split()
+        return int(quota) / int(period) if int(quota) > 0 else None  # 'max', or -1: no limit
     except (OSError, ValueError):
         return None

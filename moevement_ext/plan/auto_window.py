@@ -9,7 +9,7 @@ undone unless the rates change.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
@@ -32,14 +32,17 @@ class Measured(NamedTuple):
     copy_bytes_per_s: float
     send_bytes_per_s: float | None
     """Send rate to holders of replicas; None before the first send, or without holders."""
+    cpu_bytes_per_s: float | None = None
+    """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
 
     def faster(self, factor: float) -> 'Measured':
         """All rates multiplied by `factor`."""
-        sent = self.send_bytes_per_s
+        sent, captured = self.send_bytes_per_s, self.cpu_bytes_per_s
         return Measured(
             self.iteration_s,
             factor * self.copy_bytes_per_s,
             None if sent is None else factor * sent,
+            None if captured is None else factor * captured,
         )
 
 
@@ -47,8 +50,8 @@ class AutoWindow:
     """Chooses W. Runs on rank 0's replanner thread.
 
     Args:
-        shortest: returns the fewest slots that links with these rates carry; None: more than
-            `longest`.
+        shortest: returns the fewest slots that links and cores with these rates carry; None: the
+            links carry no window of up to `longest`.
         longest: the W for which host memory is reserved.
     """
 
@@ -103,10 +106,16 @@ def measured(loads: Sequence[WindowLoad]) -> Measured | None:
 
     All ranks wait for the rank whose copies delay its update; only this rank measures that delay.
     """
-    copied = [load.copy_bytes_per_s for load in loads if load.copy_bytes_per_s is not None]
-    sent = [load.send_bytes_per_s for load in loads if load.send_bytes_per_s is not None]
-    if not copied:
+    copied = _least(load.copy_bytes_per_s for load in loads)
+    if copied is None:
         return None
     return Measured(
-        min(load.iteration_s for load in loads), min(copied), min(sent) if sent else None
+        min(load.iteration_s for load in loads),
+        copied,
+        _least(load.send_bytes_per_s for load in loads),
+        _least(load.cpu_bytes_per_s for load in loads),
     )
+
+
+def _least(rates: Iterable[float | None]) -> float | None:
+    return min((rate for rate in rates if rate is not None), default=None)

@@ -60,6 +60,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Send rate to holders of replicas; None before the first send."""
     capacity: float | None = None
     """Capacity of each of these experts in tokens; None without a limit."""
+    cpu_bytes_per_s: float | None = None
+    """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

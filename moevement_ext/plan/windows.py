@@ -7,10 +7,15 @@ file of their window, so sending a large slot may take several iterations. There
 window counts, and the queue must be empty when the next window begins, which needs the file of the
 previous window (`memory.sizing.GENERATIONS`). Hence bytes wait only in files that are part of the
 host memory budget already.
+
+Where cores train, hidden work is not free: helper threads take cores from training, in proportion
+to the captured bytes. There the mean over a window must also fit a share of the cores. A longer
+window does not lower the fixed cost of a slot, and makes replays longer, so the last tenth of the
+bytes is not worth a slot (`WORTHWHILE`).
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +32,8 @@ DEFAULT_NETWORK_SHARE = 0.5
 """Average share of a rank's send rate that replication uses."""
 SPREAD_MARGIN = 1.25
 """Factor on the necessary send rate of slots, as iterations vary in length."""
+WORTHWHILE = 1.1
+"""For the cores' sake a window is only made longer if this saves more than this factor of bytes."""
 
 
 class Need(NamedTuple):
@@ -49,6 +56,8 @@ class Budgets(NamedTuple):
     """Average bytes to each holder of replicas, a share of the link; None without holders."""
     link_bytes: int | None
     """Bytes to each holder over the whole link, at the end of a window."""
+    cpu_bytes: int | None = None
+    """Average bytes within the helper threads' share of the cores; None: no limit."""
 
     @property
     def bytes(self) -> int:
@@ -56,7 +65,10 @@ class Budgets(NamedTuple):
         return min(self.copy_bytes, self.network_bytes or self.copy_bytes)
 
     def carry(self, need: Need) -> bool:
-        """True if a window with this need lengthens no iteration and is never skipped."""
+        """True if a window with this need lengthens no iteration and is never skipped.
+
+        `shortest` looks at the cores.
+        """
         if need.copied > self.copy_bytes:
             return False
         if self.network_bytes is None or self.link_bytes is None:
@@ -72,6 +84,7 @@ def budgets(
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION,
     network_share: float = DEFAULT_NETWORK_SHARE,
     network_bytes_per_s: float | None = None,
+    cpu_bytes_per_s: float | None = None,
 ) -> Budgets:
     """Bytes that the links of a rank carry in an iteration.
 
@@ -85,14 +98,17 @@ def budgets(
         network_share: part of the send rate, in (0, 1], that replication takes on average.
         network_bytes_per_s: fixed rate limit of replication, instead of a share; None: no fixed
             limit.
+        cpu_bytes_per_s: capture rate at which helper threads keep to their share of the cores;
+            None: no limit.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
+    cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)
     whole = held_to(send_bytes_per_s, 1.0, network_bytes_per_s)
     if whole is None or not copies:
-        return Budgets(copy, None, None)
+        return Budgets(copy, None, None, cpu)
     link = hideable_budget(whole / copies, iteration_s, 1.0)
     share = network_share if network_bytes_per_s is None else 1.0
-    return Budgets(copy, max(1, int(link * share)), link)
+    return Budgets(copy, max(1, int(link * share)), link, cpu)
 
 
 def held_to(link: float | None, share: float, limit: float | None) -> float | None:
@@ -134,22 +150,34 @@ def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
     a need by less than an operator.
     """
     table = OperatorTable.of(operators)
-    for window in itertools.count(1):
+    for window in count(1):
         slots = np.array(balanced(table, window).slot_bytes(table), dtype=np.int64)
         yield _need(slots + always)
 
 
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
-    """The fewest slots that the links carry on every stage; None if more than `longest`.
+    """The fewest slots that the links carry on every stage and the cores can spare.
 
     A longer window may need more at its end than a shorter one, so all lengths are tried in turn.
+    The cores never rule out every window: where each window exceeds the share, because the fixed
+    cost of a slot does, the result is the shortest window that has nearly as few bytes as any
+    (`WORTHWHILE`). That bound is the least for any share, so slower cores never shorten a window.
+
+    Returns:
+        None if the links carry no window of up to `longest`.
     """
-    for window, of_stages in enumerate(zip(*stages, strict=True), 1):
-        if all(map(carried.carry, of_stages)):
-            return window
-        if window == longest:
-            break
-    return None
+    windows = enumerate(islice(zip(*stages, strict=True), longest), 1)
+    on_links = (
+        (window, max(need.sent for need in of_stages))
+        for window, of_stages in windows
+        if all(map(carried.carry, of_stages))
+    )
+    if carried.cpu_bytes is None:
+        return next((window for window, _ in on_links), None)
+    found = list(on_links)
+    least = min((captured for _, captured in found), default=0)
+    spared = max(carried.cpu_bytes, WORTHWHILE * least)
+    return next((window for window, captured in found if captured <= spared), None)
 
 
 def _need(slots: np.ndarray) -> Need:

@@ -184,6 +184,10 @@ class SparseCheckpointer:
         """Measured rate of the copies to host memory, bytes/s; None before the first."""
         return self._copier.bytes_per_s()
 
+    def capture_cost(self) -> float:
+        """CPU seconds for a byte that is copied and sealed. Any thread."""
+        return self._copier.cost.s_per_byte()
+
     @property
     def window_under_way(self) -> bool:
         """True if the current window lacks slots. Training thread."""

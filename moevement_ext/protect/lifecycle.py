@@ -108,6 +108,10 @@ class WindowLife:
         """Send rate to the holders of replicas, as in the events. Any thread."""
         return self._replicator.bytes_per_s()
 
+    def send_cost(self) -> float:
+        """CPU seconds for a byte that is sent to a holder. Any thread."""
+        return self._replicator.cost.s_per_byte()
+
     # Training thread
 
     def open(self, name: WindowName, length: int) -> WindowFile | None:

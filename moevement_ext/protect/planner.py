@@ -230,8 +230,7 @@ class Planner:
     @property
     def family(self) -> int:
         """Lowest of the ranks that capture the same as this one."""
-        place = self.place
-        return min([self._number, *(place.replicas if place.twins is None else place.twins)])
+        return min([self._number, *self.place.twins])
 
     def _state_bytes(self, window: int) -> int:
         """Weights and optimizer state in a window of W slots, as counted before training."""

@@ -77,8 +77,7 @@ class Protection:
         self._slot = 0
         self._step_began = 0.0
         self._waited_before = 0.0
-        self._started = False
-        self._former_places = False
+        self._started = self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
@@ -333,6 +332,7 @@ class Protection:
                 self.checkpointer.copy_bytes_per_s(),
                 self.windows.send_bytes_per_s(),
                 capacity,
+                self._cpu_bytes_per_s(),
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -354,7 +354,7 @@ class Protection:
             slot_bytes=of_rank.slot_bytes,
             skipped_windows=of_rank.skipped_windows,
             copy_bytes_per_s=self.checkpointer.copy_bytes_per_s(),
-            host_memory=self._reserved(),
+            host_memory=self.memory.by_kind(),
             disk_bytes=of_rank.disk_bytes,
         )
 
@@ -437,17 +437,13 @@ class Protection:
             copies=1 + len(planner.place.replicas),
             replicas=len(self._reached),
             window=self.checkpointer.schedule.plan.window,
-            host_memory=self._reserved(),
+            host_memory=self.memory.by_kind(),
             operators={
                 name: (held.full_bytes, held.light_bytes)
                 for name, held in self._operators.slices.items()
             },
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
         )
-
-    def _reserved(self) -> dict[str, int]:
-        """Host memory bytes of this rank, by kind."""
-        return msgspec.structs.asdict(self.memory.plan.ranks[self._rank.number])
 
     def _decide(
         self, present: PlanParameters, loads: Sequence[WindowLoad]
@@ -463,7 +459,7 @@ class Protection:
         )
 
     def _shortest_window(self, seen: Measured) -> int | None:
-        """The fewest slots that all ranks' links carry at these rates."""
+        """The fewest slots that all ranks' links and cores carry at these rates."""
         copies = max(map(len, self.memory.copies.holders))
         carried = budgets(
             seen.iteration_s,
@@ -471,8 +467,18 @@ class Protection:
             seen.send_bytes_per_s,
             copies,
             network_bytes_per_s=self._rank.config.network_bytes_per_s,
+            cpu_bytes_per_s=seen.cpu_bytes_per_s,
         )
         return self.planner.shortest_window(carried, self._longest)
+
+    def _cpu_bytes_per_s(self) -> float | None:
+        """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""
+        share = self._rank.config.cpu_share
+        if self._device.type != 'cpu' or not share:
+            return None
+        replica_s = self.windows.send_cost() + self.memory.server.cost.s_per_byte()
+        byte_s = self.checkpointer.capture_cost() + len(self._reached) * replica_s
+        return share * self.memory.cores / byte_s if byte_s else None
 
     def _make_room_in_log(self, window: int) -> None:
         """Enlarge the log; on failure localized recovery is impossible for a while. Any thread."""

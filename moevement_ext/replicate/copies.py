@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of the copies of each rank's windows on twins and holders.
 
-A *twin* holds the same state anyway, as data-parallel peers do, so the owner sends it only the few
+A *twin* captures the same anyway, as peers with the same shard do; the owner sends it only the few
 different bytes (`memory.window.twin`). Holders receive whole windows. The requested copies of a
 rank are in different failure domains, none of them the rank's own, so that the loss of one domain
 never destroys all copies.

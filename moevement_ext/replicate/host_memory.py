@@ -6,6 +6,7 @@ reserved, replica holders are placed and servers started.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan, gib
+from moevement_ext.memory.cgroup import cores_left
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -117,6 +119,7 @@ class HostMemory:
         log: its upstream log, or None.
         disk: its windows on disk, or None.
         server: serves windows and log to the peers.
+        cores: CPU cores of this rank, assuming equal shares of the ranks of a host.
         mark: of the secret of the job.
 
     Raises:
@@ -198,7 +201,8 @@ class HostMemory:
         if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
-        hosts = {member.host for member in self.members}
+        hosts = Counter(member.host for member in self.members)
+        self.cores = cores_left() / hosts[own.host]
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
         keeping = Keeping(Stubs(self._stubs(rank), self.windows), config.verify_replicas)
         address = (host, 0)
@@ -234,7 +238,7 @@ class HostMemory:
             len(self.copies.twins[rank]) * self.members[rank].slot_bytes for rank in self.plan.ranks
         )
         return (
-            f'{said}, {twins} of this node held by data-parallel peers anyway, '
+            f'{said}, {twins} of this node captured by data-parallel peers anyway, '
             f'which spares {gib(spared)} an iteration'
         )
 
@@ -246,6 +250,10 @@ class HostMemory:
     def first_on_node(self) -> bool:
         """True on exactly one rank of each node."""
         return self.rank == min(self.plan.ranks)
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of host memory of this rank, by kind."""
+        return msgspec.structs.asdict(self.plan.ranks[self.rank])
 
     def connect(self, exchange: Exchange) -> None:
         """Exchange the addresses of all ranks' servers. Collective."""

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -33,6 +34,7 @@ class Inbox:
 
     Args:
         windows: files of the replicas.
+        cost: counts the CPU time of receiving and comparing.
         bases: the holder's own windows, if the replicas are stubs for them (see `window.twin`);
             None: the replicas are whole windows.
         verify_every: one of this many windows is verified at its commit; every window is verified
@@ -40,9 +42,14 @@ class Inbox:
     """
 
     def __init__(
-        self, windows: OwnerWindows, bases: OwnerWindows | None = None, verify_every: int = 1
+        self,
+        windows: OwnerWindows,
+        cost: CpuCost,
+        verify_every: int,
+        bases: OwnerWindows | None = None,
     ) -> None:
         self.windows = windows
+        self._cost = cost
         self._bases = bases
         self._verify_every = verify_every
         # Windows committed since the last verified one.
@@ -127,9 +134,10 @@ class Inbox:
         nbytes = request.payload_bytes + request.frame_bytes
         connection.set_deadline(timeout_s, nbytes)
         connection.send(Proceed())
-        file.write_blob(
-            request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
-        )
+        with self._cost.of(nbytes):
+            file.write_blob(
+                request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
+            )
         return Ack()
 
     def _file_for(self, request: PutSlot) -> WindowFile:
@@ -185,7 +193,8 @@ class Inbox:
         due = self._unverified + 1 >= self._verify_every
         headers = file.verify_identity(Expected(owner=self.windows.owner, name=name))
         if due:
-            file.verify_payloads(headers)
+            with self._cost.of(0):
+                file.verify_payloads(headers)
         return due
 
     def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:

@@ -31,8 +31,8 @@ def place_replicas(
     none. Within these rules, ranks get equal loads, exactly equal if all domains have the same
     size.
 
-    Data-parallel replicas count as copies: the number of holders is that of the rank with the
-    fewest replicas in other domains, and holders avoid the domains of the owner's group if
+    Ranks with the same captures count as copies: the number of holders is that of the rank with
+    the fewest such copies in other domains, and holders avoid the domains of the owner's group if
     possible. Of placements with equal loads the one with cheaper links is taken: first the best
     turns of the ring of domains, then exchanges of two holders as long as one helps (a local
     optimum). With `groups` or `distance`, time and memory grow with the square of the ranks.
@@ -40,7 +40,7 @@ def place_replicas(
     Args:
         domains: failure domain of each rank.
         replicas: copies of each rank's state on other ranks.
-        groups: ranks with the same state: data-parallel replicas without a distributed optimizer.
+        groups: ranks that capture the same (see `copies`).
         distance: cost of the link from an owner to a holder.
 
     Raises:

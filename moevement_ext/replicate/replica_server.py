@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.record import LogGap
@@ -109,6 +110,9 @@ class ReplicaServer:
         timeout_s: time for one exchange after its begin, plus time to move its bytes.
         keeping: policy for received windows.
 
+    Attributes:
+        cost: of replicas that it received and compared.
+
     Raises:
         HostMemoryError: the replica files cannot be reserved.
     """
@@ -126,14 +130,17 @@ class ReplicaServer:
         self._store = store
         self._secret = secret
         self._timeout_s = timeout_s
+        self.cost = CpuCost()
         self._inboxes = {
-            owner: Inbox(OwnerWindows(store, rank, owner, capacity), None, keeping.verify_every)
+            owner: Inbox(
+                OwnerWindows(store, rank, owner, capacity), self.cost, keeping.verify_every
+            )
             for owner, capacity in capacities.items()
         }
         if (stubs := keeping.stubs) is not None:
             for owner, capacity in stubs.capacities.items():
                 kept = OwnerWindows(store, rank, owner, capacity, stubs=True)
-                self._inboxes[owner] = Inbox(kept, stubs.bases, keeping.verify_every)
+                self._inboxes[owner] = Inbox(kept, self.cost, keeping.verify_every, stubs.bases)
         self._log: UpstreamLog | None = None
         self._connections: dict[Connection, threading.Thread] = {}
         self._strangers = Strangers()  # are among them

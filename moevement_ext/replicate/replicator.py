@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
@@ -92,6 +93,7 @@ class Replicator:
         limit: rate limit of sends in bytes/s; None: no limit.
         spreads: without a limit, send the slots of a window just fast enough that none waits when
             the last one comes, by the sizes and times of the previous window.
+        cost: CPU time of the sends.
         hurries: ignore all rates, as in a recovery.
     """
 
@@ -104,6 +106,7 @@ class Replicator:
         max_windows: int = 2,
     ) -> None:
         self.owner = owner
+        self.cost = CpuCost()
         self._on_window_replicated = on_window_replicated
         self._on_degraded = on_degraded
         self._max_windows = max_windows
@@ -298,6 +301,7 @@ class Replicator:
 
     def _send(self, job: _Job, slot: int, peer: _Peer) -> None:
         began, held_up = time.perf_counter(), self._bucket.held_up
+        busy = time.thread_time()
         nbytes = peer.client.put_slot(
             self.owner,
             job.file,
@@ -305,6 +309,8 @@ class Replicator:
             self._agreed,
             lambda chunk: self._bucket.take(chunk, self._rate(job)),
         )
+        if nbytes:
+            self.cost.add(nbytes, time.thread_time() - busy)
         if nbytes and held_up == self._bucket.held_up:
             self._count(job.name, nbytes, time.perf_counter() - began)
         with self._changed:

@@ -260,25 +260,6 @@ def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..
     assert copies == [[1], [0]]
 
 
-@pytest.mark.thorough
-def test_peers_on_nodes_of_their_own(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """They are the only copies: rank 1, whose node's memory goes, has its windows from rank 0."""
-    job = strike_all(
-        lambda: cluster(
-            *PEERS, '--sparse-ckpt-window', '3', '--sparse-ckpt-replicas', '1', *SETTLED, nodes=4
-        ),
-        COPIES[:3],
-        reference(*PEERS),
-        wipe=[1],
-    )
-    told = job.output(life=0)
-    assert told.count('replicas: 1, 1 of this node held by data-parallel peers anyway') >= 4
-    assert 'has a copy fewer' not in told
-    assert job.events_of(Recovered, rank=1)[-1].stages == [0]
-
-
 # Flags; strikes.
 LAYOUTS = {
     'tied-tp2-fp16-with-skips': (

@@ -10,11 +10,12 @@ from moevement_ext.events import Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
-DROPOUT = '--bf16 --untie-embeddings-and-output-weights --hidden-dropout 0.1 --train-iters 10'
-PLAIN = DROPOUT.split()
-"""Two peers that hold the same."""
-INSTANCES = f'{DROPOUT} --use-distributed-optimizer --num-distributed-optimizer-instances 2'.split()
+FLAGS = (
+    '--bf16 --untie-embeddings-and-output-weights --hidden-dropout 0.1 --train-iters 10 '
+    '--use-distributed-optimizer --num-distributed-optimizer-instances 2'
+).split()
 """Each shard of the state is in two instances of the optimizer, one on each node."""
+PROTECTED = '--sparse-ckpt-window 3 --sparse-ckpt-replicas 1'.split()
 OWN = 'mutations.upstream_variants:random_numbers_of_each_rank'
 """They draw other random numbers."""
 LOST = 1
@@ -33,28 +34,38 @@ def lose_a_node(job: Cluster, mutation: str = '') -> Cluster:
     return job
 
 
-@pytest.mark.parametrize(
-    ('flags', 'ranks'),
-    [(PLAIN, 2), pytest.param(INSTANCES, 4, marks=pytest.mark.thorough)],
-    ids=['plain', 'instances'],
-)
+@pytest.mark.thorough
 def test_a_peer_is_the_only_source(
-    flags: list[str], ranks: int, cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = lose_a_node(
-        cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-replicas', '1', ranks=ranks)
-    )
-    assert differences(reference(*flags, ranks=ranks, stand_in=OWN), read_digest(job)) == []
-    assert job.events_of(Recovered, ranks - 1)
+    job = lose_a_node(cluster(*FLAGS, *PROTECTED))
+    assert differences(reference(*FLAGS, stand_in=OWN), read_digest(job)) == []
+    assert job.events_of(Recovered, job.ranks - 1)
     output = job.output(life=0)
-    assert f'replicas: 1, {ranks // 2} of this node held by data-parallel peers anyway' in output
-    assert f'from rank {ranks // 2 - 1}' in job.output(life=1), 'what the last rank goes on from'
+    assert 'replicas: 1, 2 of this node captured by data-parallel peers anyway' in output
+    assert 'has a copy fewer' not in output
+    assert 'from: rank 0' in job.output(life=1), 'whose node has what the last rank goes on from'
 
 
+@pytest.mark.mutation
+@pytest.mark.thorough
 def test_what_is_a_peers_own_is_not_taken_for_that_of_the_lost_rank(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """With its random numbers the bits are others."""
-    job = cluster(*PLAIN, '--sparse-ckpt-window', '3', '--sparse-ckpt-replicas', '1', ranks=2)
-    lose_a_node(job, mutation=',mutations.whole_job:part_of_the_twin')
-    assert differences(reference(*PLAIN, ranks=2, stand_in=OWN), read_digest(job)) != []
+    job = lose_a_node(cluster(*FLAGS, *PROTECTED), ',mutations.whole_job:part_of_the_twin')
+    assert differences(reference(*FLAGS, stand_in=OWN), read_digest(job)) != []
+
+
+@pytest.mark.thorough
+def test_a_stage_comes_back_from_a_peer(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    """One worker dies with the memory of its node; its stage replays, with its peer's copy."""
+    flags = [*FLAGS, '--pipeline-model-parallel-size', '2']
+    job = cluster(*flags, *PROTECTED, nodes=4)
+    assert job.survive(fail_at='1:8:forward', wipe=[1]) == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    (recovered,) = job.events_of(Recovered, rank=1)
+    assert (recovered.scope, recovered.stages) == ('localized', [0])
+    assert 'captured by data-parallel peers anyway' in job.output(life=0)

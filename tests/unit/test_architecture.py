@@ -19,7 +19,7 @@ MAX_CONSTRUCTOR_ARGUMENTS = 7
 ENGINE_FLOORS = (
     {'command', 'errors'},
     {'config', 'events'},
-    {'faults', 'token_bucket'},
+    {'faults', 'token_bucket', 'cpu_cost'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
     {'replicate', 'store'},
     {'capture', 'membership'},

@@ -31,7 +31,7 @@ ENGINE: tuple[str, ...] = (
     'moevement_ext/faults.py',
     'moevement_ext/token_bucket.py',
 )
-TOOLS: tuple[str, ...] = ('tools/chaos',)
+TOOLS: tuple[str, ...] = ('tools', 'scripts')
 
 # A process is a rank, a worker, a launcher, a holder: each has a noun.
 PERSONS = re.compile(r'\b(who|whoever|nobody|somebody|everybody)\b', re.IGNORECASE)

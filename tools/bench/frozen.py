@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what a replayed iteration spares while operators are frozen (the paper: a third).
+"""Measures the time that frozen operators save in a replayed iteration (the paper: a third).
 
     python -m tools.bench.frozen --json frozen.json
 
 One process trains one stage of a model on Megatron's schedule, as a replay does. Iterations with
-none, half and all of the experts frozen, and with all operators frozen, take turns; ratios to none
-are taken within a round. What is frozen has neither a weight gradient nor an update. On a GPU if
-there is one; without one what counts is CPU time, so other work on the machine does not.
+none, half and all of the experts frozen, and with all operators frozen, take turns; ratios to
+"none" are taken within a round. Frozen operators have no weight gradient and no update. Uses a GPU
+if there is one; otherwise measures CPU time, which other work on the machine does not affect.
 
 Exit status: 0 done.
 """
@@ -36,7 +36,7 @@ _NONE = 'none'
 
 
 class Shape(NamedTuple):
-    """The model, and what it trains on."""
+    """The model and its batch."""
 
     layers: int
     hidden: int
@@ -47,20 +47,20 @@ class Shape(NamedTuple):
 
 
 class FrozenReport(msgspec.Struct, frozen=True):
-    """What was measured."""
+    """Result of the measurement."""
 
     hardware: Hardware
     shape: dict[str, int]
     iteration_s: Spread
-    """With nothing frozen."""
+    """Seconds per iteration with nothing frozen."""
     over_none: dict[str, Spread]
-    """Seconds of an iteration over that, by what is frozen."""
+    """Ratios of the iteration time to `iteration_s`, by frozen part."""
     expert_share: float
-    """The part of the parameters that is in experts."""
+    """Share of the parameters that belongs to experts."""
 
 
 class Stage:
-    """Model and optimizer of one rank, with what a replay freezes. Single process."""
+    """Model and optimizer of one rank, with the parts that a replay freezes. Single process."""
 
     def __init__(self, shape: Shape) -> None:
         import torch
@@ -113,7 +113,7 @@ class Stage:
         self._torch = torch
 
     def frozen_sets(self) -> dict[str, list[str]]:
-        """Names of operators, by what is to be shown of them."""
+        """Names of operators, by name of the measured case."""
         kinds = self.training.kinds
         experts = [name for name, kind in kinds.items() if kind == 'expert']
         return {
@@ -124,7 +124,7 @@ class Stage:
         }
 
     def expert_share(self) -> float:
-        """Part of the parameters that is in experts."""
+        """Share of the parameters that belongs to experts."""
         sizes = {
             name: sum(parameter.numel() for parameter in operator.parameters.values())
             for name, operator in self.training.operators.items()
@@ -133,7 +133,7 @@ class Stage:
         return experts / sum(sizes.values())
 
     def seconds(self, names: Sequence[str]) -> float:
-        """What an iteration takes with these operators frozen."""
+        """Time of an iteration with these operators frozen."""
         self.training.freeze(names)
         began = self._clock()
         self._iterate()
@@ -179,8 +179,8 @@ class Stage:
 
 
 def measure(shape: Shape) -> FrozenReport:
-    """All rounds, in this process."""
-    logging.disable()  # upstream says that its model class is an old one
+    """Run all rounds in this process."""
+    logging.disable()  # upstream warns that its model class is old
     warnings.simplefilter('ignore')
     gpu = not cpu_device.needed()
     hardware = Hardware.here(gpu=gpu)
@@ -190,7 +190,7 @@ def measure(shape: Shape) -> FrozenReport:
     sets = stage.frozen_sets()
     rounds: list[dict[str, float]] = []
     with stage.training.frozen.replaying():
-        for _ in range(shape.rounds + 1):  # the first has warm-up in it
+        for _ in range(shape.rounds + 1):  # the first round is the warm-up
             rounds.append({name: stage.seconds(names) for name, names in sets.items()})
     return FrozenReport(
         hardware,
@@ -205,7 +205,7 @@ def measure(shape: Shape) -> FrozenReport:
 
 
 def show(report: FrozenReport, console: Console) -> None:
-    """For people."""
+    """Print the result for people."""
     console.print(report.hardware.line(), highlight=False, soft_wrap=True)
     console.print(
         f'{report.expert_share:.0%} of the parameters are in experts; an iteration with nothing '
@@ -221,12 +221,12 @@ def show(report: FrozenReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.frozen', description=__doc__)
     for name, default in Shape(2, 256, 8, 128, 4, 10)._asdict().items():
         parser.add_argument(f'--{name.replace("_", "-")}', type=int, default=default,
                             help=f'(default: {default})')  # fmt: skip
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     for name in Shape._fields:
         if getattr(args, name) < 1:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What replication costs training's own traffic on a link that both use, with a rate and without.
+"""Measures how replication slows training's traffic on a shared link, with and without a rate.
 
     python -m tools.bench.link_share --link-gbit 2 --json link-share.json
 
-Two stages of a pipeline exchange activations and gradients over gloo, and wait in between as if
-they computed; beside it the first one replicates windows to a holder, a slot an iteration. All
-of them are processes of this machine, and the link is loopback; with --link-gbit (root, iproute2)
-it is that of a network of their own, as slow as that.
+Two pipeline stages exchange activations and gradients over gloo, and sleep in between instead of
+computing; meanwhile the first stage replicates windows to a holder, one slot per iteration. All
+processes run on this machine, and the link is loopback; with --link-gbit (root, iproute2) it is the
+loopback of a separate network namespace, limited to that rate.
 
-Exit status: 0 done, 2 there is no result.
+Exit status: 0 done, 2 no result.
 """
 
 import argparse
@@ -61,47 +61,47 @@ _NETWORK = (
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """What is to be run."""
+    """Parameters of the benchmark."""
 
     rounds: int = 5
-    """All kinds of replication in turn, so many times."""
+    """Rounds, in each of which all kinds of replication take a turn."""
     iterations: int = 16
-    """A round of a kind."""
+    """Iterations of a kind per round."""
     micro_batches: int = 8
     message_mib: int = 2
-    """Each way, of a micro-batch."""
+    """Size of a micro-batch's message, each way."""
     compute_s: float = 0.01
-    """What a micro-batch takes."""
+    """Time of a micro-batch."""
     ranks: int = 4
-    """Those of the node, which replicate at the same time, each a flow of its own."""
+    """Ranks of the node, which replicate at the same time, each over its own connection."""
     slot_mib: int = 6
-    """What each rank sends, with windows of 4; of twice as many slots where the rate is held."""
+    """Slot of each rank with windows of 4; with the held rate windows have twice as many slots."""
     held_gb_per_s: float = 0.02
-    """By rank."""
+    """Rate of each rank."""
     link_gbit: float | None = None
-    """None: as fast as this machine copies."""
+    """Rate of the link; None: unlimited loopback."""
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """How windows were replicated meanwhile."""
+    """Result with one kind of replication."""
 
     iteration_s: Spread
     ratio: float
-    """The median over that without replication."""
+    """Median exchange time, divided by that without replication."""
     slow_exchange_s: float
-    """One exchange in twenty takes longer, computing included."""
+    """95th percentile of the exchange time, computing included."""
     slow_ratio: float
-    """The same over that without replication."""
+    """`slow_exchange_s` divided by that without replication."""
     skipped_windows: int
 
 
 class LinkReport(msgspec.Struct, frozen=True):
-    """Everything that was found."""
+    """Results of all kinds."""
 
     hardware: Hardware
     bench: Bench
     kinds: dict[str, Kind]
-    """Without replication, as fast as it goes, spread over windows, and held to a number."""
+    """By kind: no replication, unlimited, spread over windows, and held to a rate."""
 
 
 def _second_stage(bench: Bench, port: int, turns: int) -> None:
@@ -134,7 +134,7 @@ def _header(owner: int, start: int, slot: int, window: int, nbytes: int) -> Slot
 
 
 class _Windows:
-    """Windows of a rank of the first stage's node, and who replicates them."""
+    """Windows of a rank on the first stage's node, and their replicator."""
 
     def __init__(self, folder: Path, owner: int, capacity: int, holder: tuple[str, int]) -> None:
         self._owner = owner
@@ -163,7 +163,7 @@ class _Windows:
         self.replicator.submit(self._file, slot)
 
     def settle(self) -> None:
-        """Wait until all that was captured is replicated."""
+        """Wait until all captured slots are replicated."""
         if self._file is not None and not self._last.wait(120.0):
             raise LabError('windows are not replicated')
 
@@ -181,7 +181,7 @@ def _capacity(bench: Bench) -> int:
 
 
 def _iterate(bench: Bench) -> list[float]:
-    """Seconds of each exchange of one iteration of the first stage."""
+    """Run one iteration of the first stage; returns the seconds of each exchange."""
     message, seconds = torch.zeros(bench.message_mib * _MIB // 4), []
     for _ in range(bench.micro_batches):
         began = time.perf_counter()
@@ -193,7 +193,7 @@ def _iterate(bench: Bench) -> list[float]:
 
 @contextmanager
 def _others(bench: Bench, folder: Path, port: int, turns: int) -> Iterator[tuple[str, int]]:
-    """The processes of the other stage and of the holder; where the holder listens."""
+    """Start the other stage and the holder; yields the holder's address."""
     context = multiprocessing.get_context('spawn')
     ours, theirs = context.Pipe()
     capacity = _capacity(bench)
@@ -214,7 +214,7 @@ def _others(bench: Bench, folder: Path, port: int, turns: int) -> Iterator[tuple
 
 
 def measure(bench: Bench) -> LinkReport:
-    """All kinds of replication in turn.
+    """Run all kinds of replication in turn.
 
     Raises:
         LabError: windows are not replicated.
@@ -232,7 +232,7 @@ def measure(bench: Bench) -> LinkReport:
             for number in range(bench.rounds + 1):
                 for kind, times in seconds.items():
                     found, missed = _turn(bench, node, kind)
-                    if number:  # the first one is for warming up
+                    if number:  # round 0 is the warm-up
                         times += found
                         skipped[kind] += missed
             for rank in node:
@@ -245,7 +245,7 @@ def measure(bench: Bench) -> LinkReport:
 
 
 def _kind(times: list[list[float]], alone: list[list[float]], skipped: int) -> Kind:
-    """The exchanges by iteration."""
+    """Summarise the exchange times, given by iteration."""
     whole, slow = Spread.of([*map(sum, times)]), _slow(times)
     ratio = whole.median / Spread.of([*map(sum, alone)]).median
     return Kind(whole, ratio, slow, slow / _slow(alone), skipped)
@@ -256,7 +256,7 @@ def _slow(times: list[list[float]]) -> float:
 
 
 def _turn(bench: Bench, node: list[_Windows], kind: str) -> tuple[list[list[float]], int]:
-    """Exchanges of iterations, but for those of the first window; and windows that were skipped."""
+    """Exchange times of iterations after the first window; and the number of skipped windows."""
     held = kind == 'held'
     window = 2 * _WINDOW if held else _WINDOW
     nbytes = bench.slot_mib * _MIB * _WINDOW // window
@@ -279,7 +279,7 @@ def _free_port() -> int:
 
 
 def print_report(report: LinkReport, console: Console) -> None:
-    """For people."""
+    """Print the report for people."""
     console.print(report.hardware.line(), highlight=False, soft_wrap=True)
     table = Table()
     for column in (
@@ -306,7 +306,7 @@ def print_report(report: LinkReport, console: Console) -> None:
 
 
 def _in_a_network_of_its_own(gbit: float, argv: Sequence[str]) -> int:
-    """Run this program again, where loopback is as fast as that; returns its exit status."""
+    """Run this program again in a network namespace with this rate; returns its exit status."""
     if os.geteuid() != 0 or not all(map(shutil.which, ('unshare', 'ip', 'tc'))):
         print('link_share: --link-gbit needs root and iproute2', file=sys.stderr)
         return 2
@@ -318,7 +318,7 @@ def _in_a_network_of_its_own(gbit: float, argv: Sequence[str]) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.link_share', description=__doc__)
     default = Bench()
     parser.add_argument('--rounds', type=int, default=default.rounds, help='(default: 5)')
@@ -330,7 +330,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help='the number (default: 0.02)',
     )  # fmt: skip
     parser.add_argument('--link-gbit', type=float, help='(default: no limit)')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds {args.rounds}: must be at least 1')

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that is measured on the CPU: an 8-expert GPT of 7.4 million parameters.
+"""The model for measurements on a CPU: an 8-expert GPT of 7.4 million parameters.
 
-It is larger than that of the demo, so that an iteration is compute and not overhead of the
-interpreter. Two emulated nodes; with 4 ranks there are 2 pipeline stages of 2 expert-parallel
-ranks, with 2 ranks one such stage. Every window has a replica on the other node, as on a cluster;
-here it travels over loopback.
+It is larger than the demo's model, so that computation outweighs the interpreter's overhead. Two
+emulated nodes; 4 ranks form 2 pipeline stages of 2 expert-parallel ranks, 2 ranks form one such
+stage. Every window has a replica on the other node, as on a cluster; here the replica travels over
+loopback.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def training_flags(data: Path, ranks: int, iterations: int, precision: str = 'bf
     Args:
         data: prefix of the text.
         ranks: one of `RANKS`.
-        iterations: to train.
+        iterations: number of iterations to train.
         precision: one of `precisions.FLAGS`.
     """
     return [
@@ -47,5 +47,5 @@ def training_flags(data: Path, ranks: int, iterations: int, precision: str = 'bf
 
 
 def sparse_flags(memory: Path, window: str) -> list[str]:
-    """Sparse checkpointing with windows of `window` iterations, which may be `auto`."""
+    """Flags of sparse checkpointing with windows of `window` iterations, or `auto`."""
     return models.sparse_flags(memory, RUN_ID, window)

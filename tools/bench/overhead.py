@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what protection costs per iteration, as ratios to plain Megatron on the same machine.
+"""Measures the cost of protection per iteration, as ratios to plain Megatron on this machine.
 
     python -m tools.bench.overhead --json overhead.json
     git worktree add ../before HEAD~1 && python -m tools.bench.overhead --against ../before
     python -m tools.bench.overhead --precision all --stand-ins
 
-The ways to protect a run take turns over several rounds, so that a slow phase of the machine hits
-all of them; ratios are taken within a round. The time of an iteration is that between the log lines
-of two iterations and so has every stall of saving in it. All runs must end in the same bits. With
-`--against` the sparse checkpointing of another checkout of this project takes turns as well.
+The ways to protect a run take turns over several rounds, so that a slow phase of the machine
+affects all of them; ratios are taken within a round. The time of an iteration is the time between
+two log lines, so it includes every stall of a save. All runs must end in the same bits. With
+`--against` the sparse checkpointing of another checkout of this project also takes turns.
 
-With `--precision` what takes turns are configurations of the paper's Table 7, each unprotected and
-protected, beside bf16 and bf16 from another seed: what protection costs there, the bytes of a
-window, and the loss. They need Transformer Engine, or stand-ins for it on a CPU.
+With `--precision` configurations of the paper's Table 7 take turns, each unprotected and protected,
+beside bf16 and bf16 with another seed. Results: the cost of protection, the bytes of a window, and
+the loss. These configurations need Transformer Engine, or stand-ins for it on a CPU.
 
 Exit status: 0 done, 1 the final states differ, 2 a run failed.
 """
@@ -62,7 +62,7 @@ _WINDOW_OF_FORMATS = '4'
 
 
 class Bench(NamedTuple):
-    """What is to be run."""
+    """Parameters of the benchmark."""
 
     data: Path
     output: Path
@@ -75,11 +75,11 @@ class Bench(NamedTuple):
     precision: str = BF16
     """One of `FORMATS`."""
     stand_ins: bool | None = None
-    """False: all ranks on the first GPU, with Transformer Engine. None: neither is needed."""
+    """False: all ranks use the first GPU and Transformer Engine. None: only bf16 is measured."""
 
     @property
     def variants(self) -> list[str]:
-        """In the order of their turns."""
+        """Variants in the order of their turns."""
         if self.stand_ins is not None:
             return [PLAIN, SPARSE]
         return [name for name in TITLES if self.against is not None or name != AGAINST]
@@ -88,7 +88,7 @@ class Bench(NamedTuple):
         """Run one variant to its end.
 
         Raises:
-            LabError: it failed.
+            LabError: the run failed.
         """
         folder = self.output / f'{round_number}-{variant}'
         clocks: list[CpuClock] = []
@@ -142,19 +142,19 @@ class Bench(NamedTuple):
         return launch
 
     def training_flags(self) -> list[str]:
-        """Flags of plain Megatron; the last of a flag counts."""
+        """Flags of plain Megatron; the last value of a flag counts."""
         precision = BF16 if self.precision == AGAIN else self.precision
         flags = model.training_flags(self.data, self.ranks, self.iterations, precision)
         flags += ['--seed', '4321'] if self.precision == AGAIN else []
         return [*flags, *(precisions.ENGINE if self.stand_ins is False else ())]
 
     def protection(self, variant: str, memory: Path, checkpoints: Path) -> list[str]:
-        """Flags of a way to protect a run, but where its events go."""
+        """Flags of a way to protect a run, except the folder of events."""
         match variant:
             case 'sparse' | 'sparse-against':
                 return model.sparse_flags(memory, self.window)
             case 'sparse-disk':
-                # The next window goes there as soon as all ranks have the one before there.
+                # The next window is copied as soon as all ranks have copied the one before.
                 disk = ['--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1']
                 return [*model.sparse_flags(memory, self.window), *disk]
             case 'dense-in-memory':
@@ -167,7 +167,7 @@ class Bench(NamedTuple):
 def summarize(
     bench: Bench, hardware: Hardware, rounds: dict[str, list[list[Run]]]
 ) -> OverheadReport:
-    """Ratios within each round, then over the rounds."""
+    """Compute ratios within each round, then over the rounds."""
     return OverheadReport(
         hardware=hardware,
         ranks=bench.ranks,
@@ -182,20 +182,20 @@ def summarize(
 
 
 def parse_arguments(argv: Sequence[str] | None, prog: str = _PROG) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog=prog, description=__doc__)
     add = parser.add_argument
-    add('--rounds', type=int, default=3, help='turns of all variants (default: 3)')
-    add('--iterations', type=int, default=12, help='per run (default: 12)')
-    add('--warm-up', type=int, default=4, help='to drop of each run (default: 4)')
+    add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
+    add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
+    add('--warm-up', type=int, default=4, help='iterations to drop (default: 4)')
     add('--ranks', type=int, choices=model.RANKS, default=2)
-    add('--window', default=AUTO, help='of sparse checkpointing (default: auto; 4 of formats)')
+    add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with --precision)')
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     add('--against', type=Path, metavar='DIR', help='another checkout to compare')
     add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of '
         f'{",".join(name for name in precisions.FLAGS if name != BF16)}, beside bf16')  # fmt: skip
     precisions.add_stand_ins(parser)
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f'--rounds {args.rounds}: must be at least 1')
@@ -214,7 +214,7 @@ def parse_arguments(argv: Sequence[str] | None, prog: str = _PROG) -> argparse.N
 
 
 def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Turn names into those of `FORMATS`, in place."""
+    """Convert names to those of `FORMATS`, in place."""
     if args.precision is None:
         if args.stand_ins:
             parser.error('--stand-ins is for --precision: give both')
@@ -232,7 +232,7 @@ def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 
 def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
-    """All rounds.
+    """Run all rounds.
 
     Raises:
         LabError: a run failed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench.overhead` finds: of ways to protect a run, or of formats; ratios and tables."""
+"""Results of `bench.overhead`, by way to protect a run or by format: ratios and tables."""
 
 import math
 import statistics
@@ -26,39 +26,39 @@ TITLES = {
     SYNC: 'torch_dist each time',
     ASYNC: 'torch_dist each time, asynchronous',
 }
+# The loss is averaged over the last iterations, one in this many.
 _SHARE = 10
-"""The losses of the last tenth of the iterations are averaged."""
 _MIB = 1 << 20
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One run of one variant, warm-up dropped."""
+    """One run of one variant, without its warm-up."""
 
     variant: str
     iteration_s: float
-    """Median."""
+    """Median seconds of an iteration."""
     all_iterations_s: list[float]
     cpu_s: float
     """CPU seconds of an iteration, per rank."""
     exposed_ms: float | None
-    """Mean exposed time of an iteration, from the log of sparse checkpointing on the last rank."""
+    """Mean exposed time of an iteration, as the last rank logs it."""
     windows: list[int]
     """W of each iteration."""
     slot_bytes: list[int]
     """Bytes of each slot in the last window of the last rank."""
     digest: str
     on_disk: int = 0
-    """Windows that all ranks had on disk."""
+    """Number of windows that all ranks had on disk."""
     loss: float | None = None
-    """Mean over the last tenth of the iterations; None: it became NaN."""
+    """Mean over the last tenth of the iterations; None after a NaN."""
 
 
 def final_loss(log: RunLog, iterations: int) -> float | None:
-    """Mean over the last iterations; None if one of them is no number, which is not logged as one.
+    """Mean over the last iterations; None if one of them has no loss in the log, which is a NaN.
 
     Args:
-        log: of the run.
-        iterations: that it was to train.
+        log: log of the run.
+        iterations: number of iterations of the run.
     """
     count = max(iterations // _SHARE, 1)
     last = [item.loss for item in log.iterations if item.number > iterations - count]
@@ -72,19 +72,19 @@ class Variant(msgspec.Struct, frozen=True):
     title: str
     iteration_ms: Spread
     ratio: Spread
-    """Iteration time over that of plain Megatron in the same round."""
+    """Iteration time divided by that of plain Megatron in the same round."""
     cpu_s: Spread
     cpu_ratio: Spread
     exposed_ms: Spread | None
     windows: list[int]
-    """That were in force."""
+    """Values of W during the run."""
     slot_bytes: list[int]
     """Bytes of each slot in the last window of the last rank."""
     loss: float | None
 
 
 class OverheadReport(msgspec.Struct, frozen=True):
-    """Everything that was found; by precision where that is a key."""
+    """Results of all variants; mappings are keyed by precision."""
 
     hardware: Hardware
     ranks: int
@@ -92,20 +92,20 @@ class OverheadReport(msgspec.Struct, frozen=True):
     warm_up: int
     window: str
     stand_ins: bool | None
-    """Formats are emulated; None: there are none."""
+    """True if formats are emulated; None without formats."""
     identical: dict[str, bool]
-    """Whether all runs ended in the same bits."""
+    """True if all runs ended in the same bits."""
     variants: dict[str, dict[str, Variant]]
     rounds: dict[str, list[list[Run]]]
 
     @property
     def exact(self) -> bool:
-        """Whether all runs of each precision ended in the same bits."""
+        """True if all runs of each precision ended in the same bits."""
         return all(self.identical.values())
 
 
 def variants_of(rounds: Sequence[Sequence[Run]]) -> dict[str, Variant]:
-    """Ratios within each round, then over the rounds."""
+    """Compute ratios within each round, then over the rounds."""
     by_round = [{run.variant: run for run in runs} for runs in rounds]
     return {name: _variant(name, by_round) for name in by_round[0]}
 
@@ -127,12 +127,12 @@ def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
 
 
 def identical(rounds: Sequence[Sequence[Run]]) -> bool:
-    """Whether all runs ended in the same bits."""
+    """True if all runs ended in the same bits."""
     return len({run.digest for runs in rounds for run in runs}) == 1
 
 
 def print_report(report: OverheadReport, console: Console) -> None:
-    """For people."""
+    """Print the report for people."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)

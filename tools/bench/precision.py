@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What narrow formats cost in accuracy: `tools.bench.overhead --precision all`, with longer runs.
+"""Measures the accuracy of narrow formats: `tools.bench.overhead --precision all`, longer runs.
 
     python -m tools.bench.precision --json precision.json      # a GPU with Transformer Engine
     python -m tools.bench.precision --stand-ins                # a CPU, with stand-ins for it
@@ -17,7 +17,7 @@ _LONGER = '--precision all --rounds 1 --iterations 300'.split()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status. The last of a flag counts."""
+    """Run the tool; returns the exit status. The last value of a flag counts."""
     given = sys.argv[1:] if argv is None else argv
     return overhead.main([*_LONGER, *given], prog='python -m tools.bench.precision')
 

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long a job takes to come back: localized, as a whole, and from its own checkpoints.
+"""Measures the time of a recovery: localized, as a whole job, and from torch_dist checkpoints.
 
     python -m tools.bench.recovery --json recovery.json
     python -m tools.bench.recovery --lose all
 
-A GPT on 4 pipeline stages, each on an emulated node of its own. One worker is killed, or all are;
-measured is the time until the last rank has logged an iteration that was not committed at the kill:
+A GPT on 4 pipeline stages, each on its own emulated node. The benchmark kills one worker, or all,
+and measures the time until the last rank logs an iteration that was not committed before the kill:
 
-  localized, hot spare   only that worker is replaced, by a process that has imported the program
-  localized              only that worker is replaced, by a new process
-  whole job              all workers are killed and started again, as torchrun does; they recover
+  localized, hot spare   a process that has imported the program replaces the worker
+  localized              a new process replaces the worker
+  whole job              all workers are killed and restarted, as torchrun does; they recover
                          from windows in host memory
   torch_dist             the same, from the last torch_dist checkpoint
 
-The last two are all there is where all workers are killed. The kill comes half way between two
-checkpoints.
+If all workers are killed, only the last two exist. The kill comes half way between two checkpoints.
 
-Exit status: 0 done, 1 a state that must be equal differs, 2 a run failed or did not recover.
+Exit status: 0 done, 1 states that must be equal differ, 2 a run failed or did not recover.
 """
 
 import argparse
@@ -65,7 +64,7 @@ _MAX_RESTARTS = 1000
 
 
 class Bench(NamedTuple):
-    """What is to be run."""
+    """Parameters of the benchmark."""
 
     data: Path
     output: Path
@@ -75,11 +74,11 @@ class Bench(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """In the order of their turns."""
+        """Ways to recover in the order of their turns."""
         return [name for name in TITLES if self.lose == WORKER or name not in (SPARE, COLD)]
 
     def undisturbed(self, iterations: int) -> Trained:
-        """Plain Megatron when nothing happens to it."""
+        """Run plain Megatron without a failure."""
         return train(self._launch(self.output / 'undisturbed', self.training_flags(iterations)))
 
     def localized(self, method: str, number: int, kill_at: int, reference: Trained) -> Comeback:
@@ -105,10 +104,10 @@ class Bench(NamedTuple):
     def restarted(
         self, method: str, number: int, kill_at: int, interval: int, reference: Trained
     ) -> Comeback:
-        """Kill workers, upon which the launcher kills the others; start all again.
+        """Kill workers, so that the launcher kills the others and restarts all.
 
         Raises:
-            LabError: the job failed, or did not recover in the way that is measured.
+            LabError: the job failed, or recovered in another way than the measured one.
         """
         folder = self.output / f'{number}-{method}'
         with memory_directory() as memory, self._checkpoints() as checkpoints:
@@ -132,7 +131,7 @@ class Bench(NamedTuple):
         return sparse_recovery(log, killed_at, read_events(folder / 'events'), different)
 
     def training_flags(self, iterations: int) -> list[str]:
-        """Those of the other benchmarks, with another layout: the last of a flag counts."""
+        """Flags of the other benchmarks with another layout: the last value of a flag counts."""
         layout = ['--pipeline-model-parallel-size', str(STAGES)]
         layout += ['--expert-model-parallel-size', '1']
         return model.training_flags(self.data, 2, iterations) + layout
@@ -152,16 +151,16 @@ class Bench(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.recovery', description=__doc__)
     add = parser.add_argument
-    add('--lose', choices=(WORKER, ALL), default=WORKER, help='who is killed (default: worker)')
+    add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
     add('--rounds', type=int, default=2, help='turns of everything (default: 2)')
     add('--window', type=int, default=4, help='iterations per window (default: 4)')
     add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
         '(default: 10)')  # fmt: skip
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add('--json', type=Path, metavar='FILE', help='write the report here')
     add_share_gpu(parser)
     args = parser.parse_args(argv)
     for flag in ('rounds', 'window', 'dense_interval'):
@@ -172,7 +171,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
-    """All rounds.
+    """Run all rounds.
 
     Raises:
         LabError: a run failed.
@@ -184,7 +183,7 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
     data = prepare_text(args.output.resolve() / 'data')
     bench = Bench(data, output, args.window, args.lose, args.share_gpu)
     interval = args.dense_interval
-    # Half way between two checkpoints, when at least two windows are complete.
+    # Half way between two checkpoints, once at least two windows are complete.
     kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2
     reference = bench.undisturbed(kill_at + _ITERATIONS_AFTER)
     rounds: list[dict[str, Comeback]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `bench.recovery` finds: phases of a recovery, ratios over the rounds, a table."""
+"""Results of `bench.recovery`: phases of a recovery, ratios over the rounds, a table."""
 
 import statistics
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from tools.lab.run_log import Iteration, RunLog
 
 STAGES = 4
 VICTIM = 2
-"""A stage with neighbours on both sides."""
+"""A rank whose stage has neighbours on both sides."""
 WORKER, ALL = 'worker', 'all'
 SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
 TITLES = {
@@ -34,16 +34,16 @@ TITLES = {
 
 
 class Comeback(msgspec.Struct, frozen=True):
-    """One job that lost workers and came back."""
+    """The recovery of one job that lost workers."""
 
     seconds: float
-    """From the kill to the first new iteration."""
+    """Seconds from the kill to the first new iteration."""
     phases: dict[str, float]
-    """Seconds, in order; they add up to `seconds`."""
+    """Seconds by phase, in order; their sum is `seconds`."""
     stage_iterations: int
-    """Iterations computed a second time, times the stages that did."""
+    """Number of repeated iterations, times the number of stages that repeated them."""
     different: list[str]
-    """Kinds of state that do not equal those of the undisturbed run."""
+    """Kinds of state that differ from the undisturbed run."""
 
 
 class MethodResult(msgspec.Struct, frozen=True):
@@ -52,19 +52,19 @@ class MethodResult(msgspec.Struct, frozen=True):
     title: str
     seconds: Spread
     ratio: Spread
-    """Seconds over those of the first way in the same round."""
+    """Seconds divided by those of the first way in the same round."""
     phases: dict[str, float]
-    """Medians."""
+    """Median seconds by phase."""
     stage_iterations: float
     different: list[str]
 
 
 class RecoveryReport(msgspec.Struct, frozen=True):
-    """Everything that was found."""
+    """Results of all ways to recover."""
 
     hardware: Hardware
     lose: str
-    """Who was killed: a worker, or all."""
+    """The killed workers: one worker, or all."""
     stages: int
     window: int
     kill_after: int
@@ -74,7 +74,7 @@ class RecoveryReport(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """Sparse checkpointing always led to the bits of an undisturbed run."""
+        """True if sparse checkpointing always led to the bits of an undisturbed run."""
         return not any(one.different for name, one in self.methods.items() if name != DISK)
 
 
@@ -84,16 +84,16 @@ class RecoveryReport(msgspec.Struct, frozen=True):
 def sparse_recovery(
     log: RunLog, killed_at: float, events: Sequence[Event], different: list[str]
 ) -> Comeback:
-    """Phases out of the events of the rank that computed most again, the slowest of these.
+    """Phases in the events of the slowest of the ranks that repeated most iterations.
 
     Args:
-        log: of the last rank, in all its lives.
-        killed_at: when the signal was sent (seconds since the epoch).
-        events: of all ranks, in the order of time.
-        different: kinds of state that do not equal those of the undisturbed run.
+        log: log of the last rank, over all its processes.
+        killed_at: time of the signal (seconds since the epoch).
+        events: events of all ranks, in the order of time.
+        different: kinds of state that differ from the undisturbed run.
 
     Raises:
-        LabError: a rank did not recover from host memory, or there was no new iteration.
+        LabError: a rank did not recover from host memory, or no new iteration followed.
     """
     after = [event for event in events if event.time > killed_at]
     for event in kind_of(after, NextTier):
@@ -105,7 +105,7 @@ def sparse_recovery(
     started = [event for event in kind_of(after, WorkerStarted) if event.rank == slowest.rank]
     before = [item.number for item in log.lives[0] if item.time <= killed_at]
     committed = slowest.target if slowest.localized else before[-1]
-    assert isinstance(committed, int)  # of a localized recovery it is always set
+    assert isinstance(committed, int)  # a localized recovery always sets it
     new = first_new_iteration(log, committed)
     last = max(event.time for event in back.values())
     phases = {
@@ -119,10 +119,10 @@ def sparse_recovery(
 
 
 def first_new_iteration(log: RunLog, before: int) -> Iteration:
-    """The first iteration beyond one that was committed before.
+    """The first iteration after those that were committed before.
 
     Raises:
-        LabError: there is none.
+        LabError: no such iteration is in the log.
     """
     new = log.first_after(before)
     if new is None:
@@ -131,7 +131,7 @@ def first_new_iteration(log: RunLog, before: int) -> Iteration:
 
 
 def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeback:
-    """Phases out of the log: the restart with the load, recomputation, the first new iteration."""
+    """Phases in the log: restart with load, repeated iterations, first new iteration."""
     first, died_after = log.lives[1][0], log.lives[0][-1].number
     new = first_new_iteration(log, died_after)
     training_at = first.time - first.elapsed_ms / 1000
@@ -152,13 +152,14 @@ def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeba
 def summarize(
     hardware: Hardware, window: int, what: tuple[str, int, int], rounds: list[dict[str, Comeback]]
 ) -> RecoveryReport:
-    """Ratios within each round, then over the rounds.
+    """Compute ratios within each round, then over the rounds.
 
     Args:
-        hardware: of this machine.
+        hardware: hardware of this machine.
         window: W.
-        what: who was killed, after which iteration, and the interval of torch_dist checkpoints.
-        rounds: of each way to recover.
+        what: the killed workers, the iteration of the kill, and the interval of torch_dist
+            checkpoints.
+        rounds: results by way to recover.
     """
     methods = {name: _method(name, rounds) for name in rounds[0]}
     return RecoveryReport(hardware, what[0], STAGES, window, *what[1:], methods, rounds)
@@ -179,7 +180,7 @@ def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
 
 
 def print_report(report: RecoveryReport, console: Console) -> None:
-    """For people."""
+    """Print the report for people."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)

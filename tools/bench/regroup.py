@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how fast process groups are unblocked and connected anew, and what that leaves behind.
+"""Measures how fast process groups unblock and reconnect, and which resources they leak.
 
     python -m tools.bench.regroup --json regroup.json
 
-Each cycle: all groups are used, every rank but one waits in an all-reduce, all unblock, and all
-groups are renewed in place. Resources are taken after a warm-up and again at the end.
+Each cycle: all groups are used, every rank but one waits in an all-reduce, all ranks unblock, and
+all groups are renewed in place. Resources are counted after a warm-up and at the end.
 
-Exit status: 0 done, 1 what is counted (all but memory) grew, 2 a process failed.
+Exit status: 0 done, 1 a counted resource (all but memory) grew, 2 a process failed.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _MIB = 1 << 20
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """What is to be run."""
+    """Parameters of the benchmark."""
 
     processes: int
     cycles: int
@@ -50,7 +50,7 @@ class Bench(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one process measured."""
+    """Results of one process."""
 
     groups: int
     unblock_s: list[float]
@@ -59,7 +59,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class RegroupReport(msgspec.Struct, frozen=True):
-    """Everything that was found."""
+    """Results of all processes."""
 
     hardware: Hardware
     processes: int
@@ -67,14 +67,14 @@ class RegroupReport(msgspec.Struct, frozen=True):
     cycles: int
     warm_up: int
     unblock_s: Spread
-    """Over the cycles, of the slowest process in each."""
+    """Over the cycles; seconds of the slowest process in each."""
     renew_s: Spread
     growth: dict[str, float]
-    """From the end of the warm-up to the last cycle, of the process where it is largest."""
+    """Growth from the end of the warm-up to the last cycle, on the process with the most."""
 
 
 def _group_ranks(processes: int) -> list[list[int]]:
-    """Besides the world: 19 groups for each process, of the kinds that parallel training makes."""
+    """The world, and for each process 19 groups of the kinds that parallel training creates."""
     ranks = list(range(processes))
     half = processes // 2
     lists = 7 * [ranks]
@@ -100,7 +100,7 @@ class _Rank:
         self._process_groups = ProcessGroups('gloo')
 
     def run(self) -> RankReport:
-        """All cycles."""
+        """Run all cycles."""
         for cycle in range(self._bench.warm_up):
             self._cycle(cycle)
         before = self._resources()
@@ -111,7 +111,7 @@ class _Rank:
         return RankReport(len(self._groups), unblock, renew, growth)
 
     def _cycle(self, cycle: int) -> tuple[float, float]:
-        """Seconds to get out of the all-reduce, and to connect all groups."""
+        """Run one cycle; returns the seconds to leave the all-reduce, and to connect all groups."""
         tensor = torch.ones(1)
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
@@ -128,9 +128,9 @@ class _Rank:
         return unblocked - start, time.monotonic() - renewing
 
     def _resources(self) -> dict[str, float]:
-        """What is in use by the process; memory is resident, files of /dev/shm are mapped."""
+        """Resources of this process; memory is resident, files of /dev/shm are mapped."""
         process = psutil.Process()
-        # Nobody is connecting: the counts of all ranks are of the same state.
+        # No process is connecting: the counts of all ranks describe the same state.
         self._together.wait(_TIMEOUT.total_seconds())
         taken = {
             'file_descriptors': process.num_fds(),
@@ -152,7 +152,7 @@ def _expect_error(work: dist.Work) -> None:
 
 
 def _serve(bench: Bench, rank: int, port: int, barrier: Any, pipe: Connection) -> None:
-    """In a process of its own."""
+    """Entry point of a process of the benchmark."""
     try:
         pipe.send(_Rank(bench, rank, port, barrier).run())
     except Exception:
@@ -164,7 +164,7 @@ def measure(bench: Bench) -> list[RankReport]:
     """Run all processes to their end.
 
     Raises:
-        LabError: one failed; its traceback.
+        LabError: a process failed; the error has its traceback.
     """
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context('forkserver')
@@ -191,7 +191,7 @@ def _received(rank: int, pipe: Connection) -> RankReport:
 
 
 def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> RegroupReport:
-    """Over all ranks."""
+    """Combine the results of all ranks."""
     unblock, renew = (
         [max(times) for times in zip(*(getattr(rank, name) for rank in ranks), strict=True)]
         for name in ('unblock_s', 'renew_s')
@@ -209,7 +209,7 @@ def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> 
 
 
 def print_report(report: RegroupReport, console: Console) -> None:
-    """For people."""
+    """Print the report for people."""
     console.print(report.hardware.line(), highlight=False, soft_wrap=True)
     console.print(
         f'{report.processes} processes with {report.groups_per_process} groups each, '
@@ -229,12 +229,12 @@ def print_report(report: RegroupReport, console: Console) -> None:
 
 
 def grew(report: RegroupReport) -> bool:
-    """Whether something that is counted exactly did."""
+    """True if a counted resource grew."""
     return any(report.growth[name] > 0 for name in _COUNTED)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(
         prog='python -m tools.bench.regroup',
         description=__doc__,
@@ -242,7 +242,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
     parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
     parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')
-    parser.add_argument('--json', type=Path, metavar='FILE', help='write everything here')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
     if args.processes < 2 or args.processes % 2:
         parser.error(f'--processes {args.processes}: must be even and at least 2')

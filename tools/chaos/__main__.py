@@ -72,9 +72,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.chaos', description=__doc__)
     add = parser.add_argument
-    add('--faults', type=int, default=20, help='how many (default: 20)')
-    add('--seed', type=int, help='of everything that is drawn (default: the time)')
-    add('--configurations', type=int, help='how many to draw; without it, one, of the next flags')
+    add('--faults', type=int, default=20, help='number of faults (default: 20)')
+    add('--seed', type=int, help='seed of all draws (default: the time)')
+    add('--configurations', type=int, help='number to draw; without it, one, from the next flags')
     add('--layout', default='pp2-ep2', help='pp2-ep2 (default), pp4, pp2-dp2, pp2-vp2, pp2-tp2 ...')
     add('--nodes', type=int, help='emulated nodes (default: one for each rank, up to 4)')
     add('--workers-per-node', type=int, help='default: what the layout needs')
@@ -91,21 +91,21 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--kinds', help=f'of {",".join(Kind)} (default: {",".join(_ALWAYS)}; all of them with '
         '--configurations)')  # fmt: skip
     add('--cover', default='', metavar='PHASES:KINDS',
-        help='aim second strikes of these kinds at these phases of a recovery (lists with commas, '
+        help='aim second faults of these kinds at these phases of a recovery (lists with commas, '
         'or all), and fail if none landed there')  # fmt: skip
-    add('--aimed', type=float, default=0.5, help='share of faults to aim after (default: 0.5)')
+    add('--aimed', type=float, default=0.5, help='share with an aimed second fault (default: 0.5)')
     add('--faults-per-job', type=int, default=10, help='at most (default: 10)')
     add('--hang-timeout', type=int, default=HANG_TIMEOUT_S, metavar='SECONDS',
-        help='after which a worker that is not heard of is replaced; on a machine with other work '
-        'one that starts may be silent for longer (default: %(default)s)')  # fmt: skip
+        help='time without a heartbeat after which a worker is replaced; on a busy machine a '
+        'starting worker may need longer (default: %(default)s)')  # fmt: skip
     add('--max-stall', type=float, metavar='SECONDS', help='fail if a recovery takes longer, '
-        'without the time to declare a worker hung and to start processes')  # fmt: skip
+        'not counting hang detection and the start of processes')  # fmt: skip
     add('--output', type=Path, default=Path('runs/chaos'), help='folder for data and logs')
     add_share_gpu(parser)
     add('--stand-ins', action='store_true', help='with --configurations: draw state of 16 and 8 '
         'bits as well, on stand-ins for Transformer Engine that are part of the tests (with '
         '--share-gpu it is drawn where Transformer Engine is installed)')  # fmt: skip
-    add('--resume', type=Path, metavar='DIR', help='go on with the campaign in this folder')
+    add('--resume', type=Path, metavar='DIR', help='continue the campaign in this folder')
     args = parser.parse_args(argv)
     try:
         if args.resume is not None:

@@ -149,12 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add('--nodes', type=int, default=2, metavar='N', help='emulated nodes, without Slurm (2)')
-    add('--spare-nodes', type=int, default=1, metavar='N', help='of the allocation (1)')
+    add('--spare-nodes', type=int, default=1, metavar='N', help='spare nodes of the allocation (1)')
     add('--workers-per-node', type=int, default=1, metavar='N', help='ranks on each node (1)')
-    add('--first', type=int, default=20, metavar='N', help='iteration that kills a worker (20)')
-    add('--second', type=int, default=40, metavar='N', help='iteration that kills a node (40)')
-    add('--iterations', type=int, default=60, metavar='N', help='that are trained (60)')
-    add('--output', type=Path, metavar='DIR', help='for logs and events, seen by all nodes '
+    add('--first', type=int, default=20, metavar='N', help='iteration to kill a worker at (20)')
+    add('--second', type=int, default=40, metavar='N', help='iteration to kill a node at (40)')
+    add('--iterations', type=int, default=60, metavar='N', help='iterations to train (60)')
+    add('--output', type=Path, metavar='DIR', help='folder of logs and events, on all nodes '
         '(runs/drill-...)')  # fmt: skip
     return parser
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks on one GPU what has only run without: copies, NCCL after a death, whole jobs."""
+"""Checks on one GPU what tests on a CPU cannot show: copies, NCCL after a death, whole jobs."""

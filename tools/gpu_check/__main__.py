@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks on one GPU, in stages, what the tests of this repository cannot show without.
+"""Checks on one GPU, in stages, what the tests of this repository cannot show on a CPU.
 
     scripts/gpu_check.sh                    # all stages that have not passed yet
     scripts/gpu_check.sh --stage nccl       # this one, also if it has passed
     scripts/gpu_check.sh --cpu              # a dry run without a GPU
 
-Each stage takes less than ten minutes. After each, what was found is in OUTPUT/gpu-check.json with
-the hardware it was found on; the next call goes on from there. A stage that is ended on the way has
-failed, but what it had found by then is there, too. At the end there is a line for each stage: PASS
-or FAIL with its figures; then whether localized recovery is exact, what windows cost and how fast
-captures are; last, what was not run. Let OUTPUT outlive the machine if that is lent.
+Each stage takes less than ten minutes. After each, OUTPUT/gpu-check.json has the findings and the
+hardware; the next call continues from there. A stage that is interrupted counts as failed, but its
+findings so far are kept, too. At the end the tool prints a line for each stage (PASS or FAIL with
+figures); then whether localized recovery is exact, the cost of windows and the speed of captures;
+last, the stages that did not run. On a borrowed machine, copy OUTPUT before the machine is
+returned.
 
-Exit status: 0 all that was to run has passed, 1 a stage failed, 2 there is no GPU, or the output
-folder is of another machine.
+Exit status: 0 all stages to run have passed, 1 a stage failed, 2 there is no GPU, or the output
+folder belongs to another machine.
 """
 
 import argparse
@@ -36,12 +37,12 @@ from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 from tools.lab.launch import GRACE_S, ROOT, family
 
+# Time limit of a stage.
 _LIMIT_S = 570
-"""For a stage."""
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags; exits with a message if they are wrong."""
+    """Parse the flags; exits with a message if they are wrong."""
     stages = '\n'.join(f'  {name:18} {stage.proves}' for name, stage in STAGES.items())
     parser = Parser(
         prog='scripts/gpu_check.sh',
@@ -56,7 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help='make .venv-gpu around the python3 on the PATH with the wheels in DIR, for a machine '
         'where nothing can be downloaded; read by the script (default: .venv)',
     )
-    add('--stage', choices=list(STAGES), help='only this one, also if it has passed')
+    add('--stage', choices=list(STAGES), help='run only this stage, even if it has passed')
     add('--output', type=Path, default=Path('runs/gpu-check'), help='folder for results and logs')
     add('--memory', type=Path, default=Path('/dev/shm'), help='a tmpfs with 40 GiB free')
     add('--cpu', action='store_true', help='dry run: no GPU, gloo, tiny models')
@@ -67,9 +68,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_apart(name: str, settings: Settings) -> StageResult:
-    """Run a stage in a process of its own; nothing of it is left afterwards.
+    """Run a stage in a new process, and end all processes that the stage leaves.
 
-    What it finds lies beside the report meanwhile, and stays there should this process end, too.
+    Findings are written beside the report at once, so they survive the end of this process.
     """
     print(f'\n== {name}: {STAGES[name].proves}', flush=True)
     began = time.monotonic()
@@ -92,7 +93,7 @@ def run_apart(name: str, settings: Settings) -> StageResult:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
-    """Wait for a stage; what to say if it is not done with its findings."""
+    """Wait for a stage; returns a problem if the stage ended without all findings."""
     try:
         return f'it ended with exit status {process.wait(_LIMIT_S)}; its last lines say why'
     except subprocess.TimeoutExpired:
@@ -100,7 +101,7 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Politely first: a stage ends the jobs that it has started."""
+    """End a stage, by SIGTERM first, so that it ends its own jobs."""
     if process.poll() is None:
         left = family([psutil.Process(process.pid)])
         process.terminate()
@@ -111,10 +112,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def check(settings: Settings, only: str | None) -> Report:
-    """Run what has not passed yet, or one stage.
+    """Run all stages that have not passed yet, or one stage.
 
     Raises:
-        LabError: the output folder is of another machine.
+        LabError: the output folder belongs to another machine.
     """
     report = load(settings.output, Hardware.here(settings.gpu), not settings.gpu)
     for name in [only] if only else possible(settings.gpu):
@@ -125,12 +126,12 @@ def check(settings: Settings, only: str | None) -> Report:
         save(settings.output, report)
         print('\n'.join(report.stages[name].lines(name)), flush=True)
         if name == 'environment' and not report.passed(name):
-            break  # nothing else could be believed
+            break  # later stages would prove nothing
     return report
 
 
 def summary(report: Report) -> str:
-    """A line for each stage, on what it ran; what they answer; last, what was not run."""
+    """A line for each stage, with the hardware; the three answers; stages that did not run."""
     head = 'a DRY RUN, without a GPU, on ' if report.dry_run else ''
     lines = [f'gpu_check on {head}{report.hardware.line()}']
     for name in STAGES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader wants to know of a check, in three lines, each with what was measured."""
+"""The three main results of a check, one line each, with the measured figures."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ NOT_SHOWN = 'not shown'
 
 
 def answers(report: Report) -> list[str]:
-    """Whether localized recovery is exact, what windows cost, and how fast captures are."""
+    """Whether localized recovery is exact, the cost of windows, and the speed of captures."""
     over = 'gloo' if report.dry_run else 'NCCL'
     return [
         f'localized recovery over {over}: {_exact(report.stages.get("four-rank"))}',

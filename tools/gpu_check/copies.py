@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: how fast are captures to host memory, and what do they hold up?
+"""Stage: the speed of captures to host memory, and the delay of other work.
 
-The probe runs with one connection of the device, as jobs are launched with tensor parallelism, and
-with torch's own number.
+The probe runs with one connection of the device, as jobs with tensor parallelism do, and with
+torch's default number.
 """
 
 import os
@@ -20,15 +20,15 @@ from tools.lab.errors import LabError
 from tools.lab.launch import ROOT
 
 _CONNECTIONS = ('1', '8')
+# Bandwidth into registered pages of a tmpfs, and of captures, divided by that into pinned memory.
 _LEAST_OF_PINNED = 0.95
-"""Bandwidth into registered pages of a tmpfs, and of captures, over that into pinned memory."""
+# 99th percentile of small copies beside a capture: the time of two 32 MiB pieces, and a margin.
 _SLOWEST_SMALL_MS = 3.0
-"""99 of 100 small copies beside a capture: two pieces of 32 MiB and some."""
 _SHOWN = ('pinned_gb_s', 'registered_gb_s', 'register_gib_s', 'busy_over_limit')
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Measure with each number of connections; what fails costs its figures."""
+    """Measure with each number of connections; a failure loses only the figures of its number."""
     folder = settings.folder('copies')
     for connections in _CONNECTIONS:
         try:
@@ -45,7 +45,7 @@ def run(settings: Settings) -> Iterator[Findings]:
 
 
 def judge(probed: dict[str, Any]) -> list[str]:
-    """What is wrong with the figures of a probe."""
+    """Problems in the figures of a probe."""
     problems = []
     if not probed['identical']:
         problems.append('what was captured is not the state at its iteration')
@@ -63,7 +63,7 @@ def judge(probed: dict[str, Any]) -> list[str]:
 
 
 def _probe(settings: Settings, connections: str, target: Path) -> dict[str, Any]:
-    """Figures of one process; what it says of errors is shown, and stays beside `target`."""
+    """Figures of one process; its error output is shown, and stays beside `target`."""
     device = 'gpu' if settings.gpu else 'cpu'
     command = [sys.executable, '-m', 'tools.gpu_check.copy_probe']
     command += [str(settings.memory), device, str(target)]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the capture path of one GPU, and what it holds up, with one number of connections.
+"""Measures the capture path of one GPU, and its effect on other work, with one connection count.
 
     python -m tools.gpu_check.copy_probe <directory in a tmpfs> gpu|cpu <file for figures>
 
 The state is that of a MoE stage: many experts, each with master weights, two moments and bf16
-weights. It is captured as in training: a window file in a tmpfs, registered as pinned; copies on a
-side stream while bf16 matrix products run; checksums on another thread. On the CPU the same code
-runs, only nothing is pinned and nothing overlaps. It must be a process of its own: CUDA reads the
-number of connections (`CUDA_DEVICE_MAX_CONNECTIONS`) when it begins.
+weights. Captures work as in training: into a window file in a tmpfs, registered as pinned; copies
+on a side stream while bf16 matrix products run; checksums on another thread. On the CPU the same
+code runs without pinned memory and without overlap. The probe needs its own process: CUDA reads the
+number of connections (`CUDA_DEVICE_MAX_CONNECTIONS`) at start.
 
 Exit status: 0 done, 1 a capture failed.
 """
@@ -49,23 +49,23 @@ _BYTES_PER_ELEMENT = 14  # three of float32, one of bfloat16
 
 
 class Sizes(NamedTuple):
-    """What is measured."""
+    """Sizes of the measurement."""
 
     state_bytes: int
-    """Size of the training state, about."""
+    """Approximate size of the training state."""
     hidden: int
-    """Matrices of an expert are (ffn, hidden)."""
+    """Matrices of an expert have shape (ffn, hidden)."""
     ffn: int
     matmul: int
-    """Compute is products of square matrices of this size."""
+    """Size of the square matrices whose products are the compute load."""
     iteration_s: float
-    """Compute time of an iteration, about."""
+    """Approximate compute time of an iteration."""
     windows: int
-    """With capture, and as many iterations without."""
+    """Number of windows with capture; as many iterations run without."""
     small_calls: int
-    """Small copies with nothing else to do."""
+    """Number of small copies on an idle device."""
     window: int | None = None
-    """W; None: the shortest that hides, as `--sparse-ckpt-window auto` chooses it."""
+    """W; None: the shortest window that hides copies, as `--sparse-ckpt-window auto` chooses."""
 
 
 ON_GPU = Sizes(10 * _GIB, 4096, 1536, 8192, 0.3, windows=3, small_calls=2000)
@@ -73,11 +73,11 @@ ON_CPU = Sizes(1 << 23, 64, 32, 64, 0.01, windows=2, small_calls=20, window=2)
 
 
 class Stage:
-    """The training state of experts on one device, and compute that takes about a given time.
+    """Training state of experts on one device, and compute of a given duration.
 
     Args:
-        device: where it lives.
-        sizes: of it; at least two experts are made.
+        device: device of the state.
+        sizes: sizes of the state; at least two experts are created.
     """
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
@@ -108,7 +108,7 @@ class Stage:
         return OperatorSlices(tuple(full), tuple(light))
 
     def set(self, value: int) -> None:
-        """Overwrite everything, as an update does; small integers are exact in bfloat16."""
+        """Overwrite the whole state, as an update does; small integers are exact in bfloat16."""
         torch._foreach_zero_(self.tensors)
         torch._foreach_add_(self.tensors, float(value))
 
@@ -118,7 +118,7 @@ class Stage:
             torch.mm(self._factor, self._factor, out=self._product)
 
     def plan(self, bytes_per_s: float, iteration_s: float, window: int | None) -> WindowPlan:
-        """A window of so many slots; None: the shortest that hides."""
+        """Plan a window of `window` slots; None: the shortest window that hides its copies."""
         sizes = {name: (item.full_bytes, item.light_bytes) for name, item in self.operators.items()}
         table = operator_table(list(sizes), [sizes])
         budget = hideable_budget(bytes_per_s, iteration_s)
@@ -126,12 +126,12 @@ class Stage:
 
 
 class Window:
-    """One window file, filled again and again by the capture path of training.
+    """One window file, filled repeatedly by the capture path of training.
 
     Args:
-        path: of the file.
-        operators: what is captured.
-        plan: of the window.
+        path: path of the file.
+        operators: operators to capture.
+        plan: plan of the window.
     """
 
     def __init__(self, path: Path, operators: dict[str, OperatorSlices], plan: WindowPlan) -> None:
@@ -144,11 +144,11 @@ class Window:
         self.file = WindowFile.create(path, window_capacity(zip(sizes, frames, strict=True)))
 
     def begin(self) -> None:
-        """Forget all slots."""
+        """Discard all slots."""
         self.file.begin(WindowName(0, _NAME))
 
     def capture(self, slot: int, copier: Copier) -> None:
-        """Begin to capture one slot."""
+        """Start the capture of one slot."""
         layout, header = self._layouts[slot], self._header(slot)
         payload = self.file.reserve_slot(slot, layout.payload_bytes)
         self.arrived.clear()
@@ -160,7 +160,7 @@ class Window:
         )
 
     def contents_are(self, values: Sequence[int]) -> bool:
-        """Whether slot i is whole and holds nothing but the i-th value."""
+        """True if slot i is complete and contains only the i-th value."""
         headers = self.file.verify(Expected())
         return all(
             _filled_with(torch.from_numpy(self.file.payload(header.slot)), header, value)
@@ -169,7 +169,7 @@ class Window:
 
     @contextmanager
     def copier(self, device: torch.device) -> Iterator[Copier]:
-        """A copier with rates of its own; a failed capture is raised at the end."""
+        """A copier with rates of its own; raises the error of a failed capture at the end."""
         copier = Copier(device)
         try:
             yield copier
@@ -211,11 +211,11 @@ def _filled_with(payload: torch.Tensor, header: SlotHeader, value: int) -> bool:
     )
 
 
-# ---- measuring
+# ---- measurements
 
 
 def timed(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds from an idle device until `work` and all it queued is done."""
+    """Seconds from an idle device until `work` and all work that it queued are done."""
     _synchronize(device)
     began = time.perf_counter()
     work()
@@ -229,17 +229,17 @@ def _synchronize(device: torch.device) -> None:
 
 
 def bandwidth(device: torch.device, target: torch.Tensor) -> float:
-    """GB/s of one large copy to host memory, the best of five; the first does not count."""
+    """GB/s of one large copy to host memory, the best of five; a first copy is the warm-up."""
     source = torch.ones(target.numel(), dtype=torch.uint8, device=device)
     times = [timed(device, lambda: target.copy_(source, non_blocking=True)) for _ in range(6)]
     return target.numel() / min(times[1:]) / 1e9
 
 
 def busy(device: torch.device, stage: Stage, window: Window, windows: int) -> dict[str, Any]:
-    """Captures beside compute: their bandwidth, the time of an iteration, and if all is right.
+    """Captures beside compute: bandwidth, iteration time, and whether contents are right.
 
-    The state at a slot is the index of the slot. Not timed are the update, which is the same
-    without capture, and checksums that outlast the iteration.
+    The state at each slot is the slot's index. Not timed: the update, which is equal without
+    capture, and checksums that outlast the iteration.
     """
     seconds = []
     with window.copier(device) as copier:
@@ -254,9 +254,9 @@ def busy(device: torch.device, stage: Stage, window: Window, windows: int) -> di
                 copier.wait()
 
             seconds.append(timed(device, iteration))
-            stage.set(-1)  # in stream order after the copies: what `wait` is for
+            stage.set(-1)  # in stream order after the copies, which `wait` guarantees
             copier.drain()
-        rate = copier.bytes_per_s() or 0.0  # of nothing if a capture failed, as is then said
+        rate = copier.bytes_per_s() or 0.0  # a failed capture has no rate, and raises later
     return {
         'captured_iteration_ms': 1000 * statistics.median(seconds),
         'busy_gb_s': rate / 1e9,
@@ -265,7 +265,7 @@ def busy(device: torch.device, stage: Stage, window: Window, windows: int) -> di
 
 
 def small_copy(device: torch.device) -> Callable[[], None]:
-    """Token counts to the host on a stream of their own, as a dispatcher without drops does."""
+    """Copy token counts to the host on a separate stream, as a dispatcher without drops does."""
     counts = torch.ones(64, device=device)
     stream = torch.cuda.Stream(device) if device.type == 'cuda' else None
 
@@ -285,9 +285,9 @@ def small_copy(device: torch.device) -> Callable[[], None]:
 def beside(
     device: torch.device, window: Window, work: Callable[[], None], calls: int
 ) -> dict[str, dict[str, float]]:
-    """Latencies of `work` with nothing else to do, and while the copies of a window are under way.
+    """Latencies of `work` on an idle device, and during the copies of a window.
 
-    A slot is under way until its copies have arrived.
+    The copies of a slot last until they have arrived.
     """
     left = iter(range(calls - 1))
     alone = _latencies(work, lambda: next(left, None) is not None)
@@ -304,7 +304,7 @@ def beside(
 
 
 def _latencies(work: Callable[[], None], goes_on: Callable[[], bool]) -> list[float]:
-    """Seconds of each call, one at least, as long as `goes_on`."""
+    """Seconds of each call, at least one, while `goes_on`."""
     seconds: list[float] = []
     while not seconds or goes_on():
         began = time.perf_counter()
@@ -322,12 +322,12 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Everything, figure by figure.
+    """Measure all figures, one by one.
 
     Args:
-        device: where the state lives.
-        folder: in a tmpfs.
-        sizes: of what is measured.
+        device: device of the state.
+        folder: folder in a tmpfs.
+        sizes: sizes of the measurement.
 
     Raises:
         LabError: a capture failed.
@@ -354,7 +354,7 @@ def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[s
         'window': plan.window,
         'iteration_ms': 1000 * iteration_s,
     }
-    busy(device, stage, window, 1)  # to warm up
+    busy(device, stage, window, 1)  # warm-up
     found = busy(device, stage, window, sizes.windows)
     yield {**found, 'busy_over_limit': found['busy_gb_s'] / pinned}
     work = small_copy(device)
@@ -362,7 +362,7 @@ def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[s
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, and write what there is after each figure."""
+    """Measure, and write all figures so far after each."""
     memory, device, target = argv
     sizes = ON_GPU if device == 'gpu' else ON_CPU
     figures: dict[str, Any] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: are the packages, the private parts of torch, NCCL and the memory as they must be?"""
+"""Stage: checks packages, private parts of torch, NCCL and memory."""
 
 import os
 import platform
@@ -20,13 +20,13 @@ from tools.gpu_check.settings import Settings
 from tools.lab.launch import ROOT
 
 GIB = 1 << 30
+# Space in the tmpfs that the largest stage needs.
 _MEMORY_GIB = 40
-"""That the largest stage takes of the tmpfs."""
 _HUGE_PAGES = Path('/sys/kernel/mm/transparent_hugepage/shmem_enabled')
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Look, change nothing."""
+    """Check without changing anything."""
     free = shutil.disk_usage(settings.memory).free / GIB
     figures: dict[str, Any] = {
         'python': platform.python_version(),
@@ -59,7 +59,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def _foreign_packages() -> list[str]:
-    """Problems: other packages with the names of ours, that would be run instead."""
+    """Problems: foreign packages with the names of ours, which Python would import instead."""
     found = (find_spec(name) for name in ('tools.lab', 'tests.unit.memory.samples'))
     origins = (Path(spec.origin or '') for spec in found if spec is not None)
     return [
@@ -70,13 +70,13 @@ def _foreign_packages() -> list[str]:
 
 
 def _private_parts(settings: Settings) -> list[str]:
-    """What connecting process groups anew needs of torch."""
+    """Missing parts of torch that reconnecting process groups needs."""
     try:
         internals.check(internals.PARTS)
         internals.check(gloo.PARTS)
         internals.Releaser()
         if settings.gpu:
-            from moevement_ext.regroup import nccl  # not every build of torch has NCCL
+            from moevement_ext.regroup import nccl  # some builds of torch have no NCCL
 
             internals.check(nccl.PARTS)
             nccl_environment.prepare()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: two pipeline stages of two expert-parallel ranks; does a lost one come back alone?"""
+"""Stage: two pipeline stages of two expert-parallel ranks; a lost stage must recover alone."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ _LOST_STAGE = 1
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Train the model of the demo plain, with windows, and with a rank killed on the way."""
+    """Train the demo's model without windows, with windows, and with a killed rank."""
     folder = settings.folder('four-rank')
     data = models.prepare_text(settings.output / 'data', megabytes=1)
     flags = training_flags(data, ITERATIONS)
@@ -39,7 +39,7 @@ def run(settings: Settings) -> Iterator[Findings]:
 
 
 def not_localized(killed: Trained) -> list[str]:
-    """What went back besides the stage that lost a rank."""
+    """Stages that went back, other than the stage that lost a rank."""
     found = killed.recovery
     if found is None or found.tier is not Tier.LOCALIZED:
         return [f'killed: it came back from {found.tier if found else "nothing"}, not localized']
@@ -55,7 +55,7 @@ def not_localized(killed: Trained) -> list[str]:
 
 
 def _slowest(killed: Trained) -> dict[str, float]:
-    """Seconds of each phase of the recovery, on the rank where it took longest."""
+    """Seconds of each phase of the recovery, on the slowest rank."""
     slowest: dict[str, float] = {}
     for event in kind_of(killed.events, Recovered):
         for phase, seconds in event.seconds.items():

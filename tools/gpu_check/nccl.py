@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: is a rank that is killed made up for, with NCCL's own kernels hanging and aborted?
+"""Stage: replaces killed ranks, with NCCL's own kernels hanging and aborted.
 
-Each rank is a process; all share one GPU. Again and again one is killed while the others wait for
-it; they are unblocked, a new process takes its place, and all groups are connected anew.
+Each rank is a process; all share one GPU. In each cycle one rank is killed while the others wait
+for it in a collective; they are unblocked, a new process replaces the killed one, and all groups
+are reconnected.
 """
 
 import os
@@ -24,20 +25,20 @@ from tools.gpu_check.settings import Settings
 from tools.lab.errors import LabError
 from tools.lab.launch import ENVIRONMENT, ROOT
 
+# Time limit of a trial; the whole stage has three.
 _LIMIT_S = 160
-"""For a trial; the whole stage has three."""
+# Time limit to reconnect all groups, once all ranks have begun, where a group stays open on
+# purpose.
 _OPEN_LIMIT_S = 60
-"""For all to be connected anew, once all have begun, where a group was left open on purpose."""
+# Limits of the growth from the second to the last time that a process has reconnected.
+#
+# At first, libraries take memory that they keep (76 MiB on an H200 with NCCL 2.28). Leaking groups
+# add more, as each rank has five or six. But NCCL's own watch (RAS) tries to reach the dead process
+# once a second for a minute, each time by a new socket.
 _DRIFT = {'descriptors': 4, 'threads': 0, 'memory_mib': 100, 'gpu_used_mib': 64}
-"""Most that may be added from the second to the last time a process has connected anew.
-
-The first times libraries take what they keep (76 MiB on an H200 with NCCL 2.28). Groups that leave
-something behind add more, for each rank has five or six. But a watch of NCCL's own (RAS) tries for
-a minute, once a second, to reach the process that has died, each time by another socket.
-"""
 _POLL_S = 0.02
+# Time from the order to kill a rank to its death: the others have entered their operation by then.
 _PARTING_S = 0.3
-"""From the word that a rank is to die to its death: the others are in their operation by then."""
 
 
 class Case(NamedTuple):
@@ -45,13 +46,13 @@ class Case(NamedTuple):
 
     ranks: int
     victims: tuple[int, ...]
-    """One is killed in each cycle."""
+    """The rank killed in each cycle."""
     mend: bool = True
-    """What closes an NCCL group that an exception has left open is in place."""
+    """Close NCCL groups that an exception has left open."""
 
 
 class NotRenewed(LabError):
-    """All had begun to connect their groups anew, and that failed."""
+    """All ranks had begun to reconnect their groups, and failed."""
 
 
 _CASES = {
@@ -61,7 +62,7 @@ _CASES = {
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """All trials; on a GPU also the one that must fail."""
+    """Run all trials; on a GPU also the one that must fail."""
     for name, case in _CASES.items():
         try:
             measured = run_case(case, settings)
@@ -88,10 +89,10 @@ def _shown(ranks: int, measured: list[Measured]) -> dict[str, Any]:
 
 
 def control(settings: Settings) -> tuple[str, list[str]]:
-    """The trial in which an NCCL group stays open, whose groups must not be connected anew.
+    """Run the trial in which an NCCL group stays open, so that reconnecting must fail.
 
     Returns:
-        What went wrong with that, and what is wrong if the trial does not show it.
+        The error of the trial, and problems if the trial did not fail as expected.
     """
     try:
         run_case(Case(2, (1,), mend=False), settings)
@@ -107,7 +108,7 @@ def control(settings: Settings) -> tuple[str, list[str]]:
 
 
 def worst_drift(measured: list[Measured]) -> dict[str, float]:
-    """What the process that grew most has more than after its second cycle."""
+    """Growth since the second cycle, on the process that grew most."""
     worst = dict.fromkeys(_DRIFT, 0.0)
     for pid in {cycle.pid for cycle in measured}:
         life = [cycle for cycle in measured if cycle.pid == pid]
@@ -118,19 +119,19 @@ def worst_drift(measured: list[Measured]) -> dict[str, float]:
 
 
 def judge(drift: Mapping[str, float]) -> list[str]:
-    """What has grown too much."""
+    """Quantities that grew too much."""
     return [f'{what} grew by {by:g}' for what, by in drift.items() if by > _DRIFT[what]]
 
 
 def run_case(case: Case, settings: Settings) -> list[Measured]:
-    """One trial to its end.
+    """Run one trial to its end.
 
     Returns:
-        What survivors measured in each cycle, in order of cycle and rank.
+        Measurements of survivors in each cycle, in order of cycle and rank.
 
     Raises:
-        NotRenewed: groups were not connected anew, or a sum in them was wrong.
-        LabError: a rank failed otherwise, or did not come.
+        NotRenewed: groups were not reconnected, or a sum in them was wrong.
+        LabError: a rank failed in another way, or did not start.
     """
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     with _processes(case, store, settings) as processes:
@@ -152,7 +153,7 @@ def _processes(case: Case, store: TCPStore, settings: Settings) -> Iterator['_Ra
 
 
 class _Ranks:
-    """The processes of a trial; tells through the store who dies when."""
+    """The processes of a trial; announces through the store which rank dies when."""
 
     def __init__(self, case: Case, store: TCPStore, settings: Settings) -> None:
         self._case = case
@@ -162,11 +163,11 @@ class _Ranks:
         self._running = {rank: self._start(rank, 0) for rank in range(case.ranks)}
 
     def conduct(self) -> None:
-        """Kill and replace until all cycles are done."""
+        """Kill and replace ranks until all cycles are done."""
         for cycle, victim in enumerate(self._case.victims):
             self._await(f'ready/{cycle}')
             self._store.set(f'victim/{cycle}', str(victim))
-            time.sleep(_PARTING_S)  # the moment to strike, not a synchronisation
+            time.sleep(_PARTING_S)  # the time of the kill, no synchronisation
             self._running[victim].send_signal(signal.SIGKILL)
             self._running[victim].wait()
             self._store.set(f'killed/{cycle}', '')
@@ -185,7 +186,7 @@ class _Ranks:
 
     def _await_renewal(self, cycle: int) -> None:
         self._await(f'renewing/{cycle}')
-        if not self._case.mend:  # the time of the starts is no part of it
+        if not self._case.mend:  # the limit excludes the start of processes
             self._allow(_OPEN_LIMIT_S)
         try:
             self._await(f'renewed/{cycle}')
@@ -193,7 +194,7 @@ class _Ranks:
             raise NotRenewed(str(error)) from error
 
     def end(self) -> None:
-        """Leave nothing."""
+        """End all processes."""
         for process in self._running.values():
             process.kill()
             process.wait()
@@ -217,7 +218,7 @@ class _Ranks:
         return environment
 
     def _await(self, what: str) -> None:
-        """Wait until all ranks have said so."""
+        """Wait until all ranks have announced `what`."""
         missing = set(range(self._case.ranks))
         while missing := {rank for rank in missing if not self._store.check([f'{what}/{rank}'])}:
             self._raise_if_failed(what)
@@ -233,7 +234,7 @@ class _Ranks:
             raise LabError(f'not all were {what} within {self._limit_s:g} s')
 
     def _allow(self, seconds: float) -> None:
-        """All that is to come must be done by then."""
+        """Limit the time of all remaining steps."""
         self._limit_s = seconds
         self._deadline = time.monotonic() + seconds
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the trials of `tools.gpu_check.nccl`: a process that is killed, or survives.
 
-It is started as `python -m tools.gpu_check.nccl_rank <a Trial as JSON>`.
+Started as `python -m tools.gpu_check.nccl_rank <a Trial as JSON>`.
 """
 
 import os
@@ -23,19 +23,19 @@ from moevement_ext.regroup import nccl_environment
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 
 _WAIT = timedelta(seconds=60)
+# Limit of a collective.
 _TIMEOUT = timedelta(minutes=3)
-"""How long a collective may take."""
+# Time for which survivors wait for the dead rank before they are unblocked.
 _BLOCKED_S = 1.0
-"""For which survivors wait for the dead before they are unblocked."""
+# Time within which NCCL notices a closed connection.
 _NOTICED_S = 5.0
-"""In which NCCL has noticed a closed connection."""
 _POLL_S = 0.05
 _ELEMENTS = 1 << 20
 _MIB = 1 << 20
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """What this process is."""
+    """Parameters of this process."""
 
     backend: str
     rank: int
@@ -43,35 +43,35 @@ class Trial(msgspec.Struct, frozen=True):
     port: int
     """TCP port of the store."""
     cycle: int
-    """Cycle in which it begins; above 0 it takes the place of a process that was killed."""
+    """First cycle of the process; above 0 it replaces a killed process."""
     mend: bool
-    """False: the groups of calls that an exception has left open stay so."""
+    """False: groups of calls that an exception has left open stay open."""
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One cycle of a survivor."""
+    """Measurements of a survivor in one cycle."""
 
     cycle: int
     rank: int
     pid: int
     ended_by: str
-    """How the operation ended for which it waited."""
+    """Error that ended the operation in which the survivor waited."""
     first_send: str
-    """What a send to a neighbour did once NCCL had noticed the death, before all were unblocked."""
+    """Result of a send to a neighbour after NCCL noticed the death, before ranks were unblocked."""
     next_send: str
-    """What the next one did before groups were connected anew."""
+    """Result of the next send, before groups were reconnected."""
     left_open: int
-    """Coalescing regions that this had left open."""
+    """Number of coalescing regions that the sends left open."""
     unblock_s: float
     renew_s: float
     resources: dict[str, float]
 
 
 class Rank:
-    """The groups of a rank, as parallel training makes them, and what it does with them.
+    """The groups of a rank, as parallel training creates them, and their use.
 
     Args:
-        trial: what it is.
+        trial: parameters of the process.
     """
 
     def __init__(self, trial: Trial) -> None:
@@ -102,7 +102,7 @@ class Rank:
         self._data_parallel, self._pipeline = groups[0][1], groups[1][1]
 
     def run(self) -> None:
-        """All cycles from the first of this process on."""
+        """Run all cycles from the first one of this process."""
         cycle = self._trial.cycle
         if cycle:
             self._renew(cycle - 1)
@@ -111,7 +111,7 @@ class Rank:
             self._check()
         while (victim := self._next_victim(cycle)) >= 0:
             if victim == self._trial.rank:
-                time.sleep(_TIMEOUT.total_seconds())  # to be killed
+                time.sleep(_TIMEOUT.total_seconds())  # until the parent kills it
             self._survive(cycle, victim)
             cycle += 1
 
@@ -126,7 +126,7 @@ class Rank:
         ended_by, unblock_s = self._wait_for_the_dead()
         next_send = self._outcome(self._ring)
         left_open = len(_world.pg_coalesce_state)
-        # The time that its successor takes to start is no part of ours.
+        # The measured time excludes the start of the replacement.
         self._store.wait([f'renewing/{cycle}/{victim}'], _WAIT)
         measured = Measured(
             cycle=cycle,
@@ -144,18 +144,18 @@ class Rank:
         self._store.set(f'renewed/{cycle}/{self._trial.rank}', '')
 
     def _send_until_refused(self) -> str:
-        """How a send ends when NCCL knows of the death; until then sends are queued."""
+        """Result of a send once NCCL knows of the death; until then sends are queued."""
         deadline = time.monotonic() + _NOTICED_S
         while time.monotonic() < deadline:
             try:
                 self._ring()
-            except Exception as error:  # of torch or NCCL
+            except Exception as error:  # from torch or NCCL
                 return _one_line(error)
             time.sleep(_POLL_S)
         return 'queued'
 
     def _wait_for_the_dead(self) -> tuple[str, float]:
-        """How two operations in different groups ended, and how long it took to end them."""
+        """Errors that ended two operations in different groups, and the time to end them."""
         taken = []
 
         def unblock() -> None:
@@ -182,12 +182,12 @@ class Rank:
         try:
             work()
             self._synchronize()
-        except Exception as error:  # whatever torch raises of a connection that was ended
+        except Exception as error:  # torch raises various errors for an ended connection
             return _one_line(error)
         return 'returned'
 
     def _renew(self, cycle: int) -> float:
-        """Seconds to connect all groups anew; they must work then."""
+        """Reconnect all groups and check them; returns the seconds."""
         self._store.set(f'renewing/{cycle}/{self._trial.rank}', '')
         began = time.monotonic()
         self._process_groups.renew(PrefixStore(f'epoch{cycle}', self._store), None, _WAIT)
@@ -197,10 +197,10 @@ class Rank:
         return seconds
 
     def _check(self) -> None:
-        """All groups reduce and pass on what they should.
+        """Check the reductions and sends of all groups.
 
         Raises:
-            ValueError: one did not.
+            ValueError: a group returned a wrong result.
         """
         for number, group in enumerate(self._groups):
             ranks = dist.get_process_group_ranks(group)
@@ -215,7 +215,7 @@ class Rank:
             raise ValueError(f'received {received[0].item()} instead of {expected}')
 
     def _ring(self) -> torch.Tensor:
-        """What the rank before sends, at once with a send to the next: as a pipeline does."""
+        """Receive from the previous rank while sending to the next one, as a pipeline does."""
         trial = self._trial
         sent = torch.full((_ELEMENTS,), float(trial.rank), device=self._device)
         received = torch.zeros(_ELEMENTS, device=self._device)
@@ -239,11 +239,11 @@ class Rank:
             'descriptors': process.num_fds(),
             'threads': process.num_threads(),
             'memory_mib': process.memory_info().rss / _MIB,
-            'gpu_used_mib': (total - free) / _MIB,  # by all ranks
+            'gpu_used_mib': (total - free) / _MIB,  # used by all ranks
         }
 
     def failed(self, error: Exception) -> None:
-        """Tell the parent."""
+        """Report an error to the parent process."""
         text = f'{type(error).__name__}: {error}'
         self._store.set(f'failed/{self._trial.rank}', text)
 
@@ -257,14 +257,14 @@ def _encoded(measured: Measured) -> str:
 
 
 def leave_calls_open() -> None:
-    """Leave out what closes the groups of calls that an error has left open."""
+    """Disable the code that closes groups of calls left open by an error."""
     from moevement_ext.regroup.nccl import Nccl
 
     Nccl.end_calls = lambda self: None  # type: ignore[method-assign]
 
 
 def main(text: str) -> None:
-    """Body of the process."""
+    """Run the process."""
     trial = msgspec.json.decode(text, type=Trial)
     if trial.backend == nccl_environment.BACKEND:
         nccl_environment.prepare()

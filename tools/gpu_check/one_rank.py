@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages: one rank, a model that fills some of the GPU: what windows cost, if bits return."""
+"""Stages: one rank and a model that fills some of the GPU: cost of windows, exact recovery."""
 
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from tools.lab.trained import Trained
 WINDOW = 4
 ITERATIONS = 20
 KILL = Kill(rank=0, after=11)
+# Share of an iteration, with the window that `auto` chooses.
 _MOST_EXPOSED = 0.01
-"""Share of an iteration, with the window that the job chooses for itself."""
 
 _LARGE = models.ToyModel(hidden=1024, heads=16, sequence=1024, experts=8)
+# 0.3 G parameters.
 _LARGE_LAYERS = 10
-"""0.3 G parameters."""
 _TINY = models.ToyModel(hidden=32, heads=2, sequence=32, experts=4)
 _TINY_LAYERS = 1
 _TRAINING = (
@@ -31,18 +31,18 @@ _TRAINING = (
 
 _TRANSFORMER_ENGINE = ['--transformer-impl', 'transformer_engine', '--moe-grouped-gemm']
 
+# With experts of a fixed size, so that the host reads nothing from the device in between.
 _RECORDED = (
     '--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --rerun-mode disabled '
     '--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity'
 ).split()
-"""With experts of a fixed size, so that nothing has to be read from the device on the way."""
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Train plain, again, with windows, killed, with one queue for copies, and window `auto`."""
+    """Train plain, again, with windows, a kill, one queue for copies, and window `auto`."""
     trials = _trials(settings, 'one-rank', [])
     plain = yield from _same_bits(trials)
-    # As tensor parallelism takes it on Hopper; torch's own number is 8.
+    # As tensor parallelism requires on Hopper; torch's default is 8.
     one_queue = trials._replace(variables={'CUDA_DEVICE_MAX_CONNECTIONS': '1'})
     queued = one_queue.protected('one-connection')
     yield Findings(
@@ -60,18 +60,18 @@ def run(settings: Settings) -> Iterator[Findings]:
 
 
 def run_recorded(settings: Settings) -> Iterator[Findings]:
-    """The same with forward and backward passes of an iteration recorded as one CUDA graph."""
+    """Run the trials with all passes of an iteration recorded as one CUDA graph."""
     yield from _same_bits(_trials(settings, 'recorded', _RECORDED))
 
 
 def run_transformer_engine(settings: Settings) -> Iterator[Findings]:
-    """The same with the layers and the optimizer of Transformer Engine, experts in one module."""
+    """Run the trials with Transformer Engine's layers and optimizer, experts in one module."""
     yield from _same_bits(_trials(settings, 'transformer-engine', _TRANSFORMER_ENGINE))
 
 
 def run_precision(name: str, settings: Settings) -> Iterator[Findings]:
-    """One of `precisions.FLAGS`: plain, and killed on the way. On a CPU on stand-ins."""
-    own = [flag for flag in _flags(settings) if flag != '--bf16']  # the configuration says it
+    """Train one of `precisions.FLAGS` plain, and with a kill. On a CPU with stand-ins."""
+    own = [flag for flag in _flags(settings) if flag != '--bf16']  # the precision has its own flag
     engine = _TRANSFORMER_ENGINE if settings.gpu else []
     flags = [*own, *precisions.FLAGS[name].split(), *engine]
     folder = settings.folder(f'precision-{name}')
@@ -83,7 +83,7 @@ def run_precision(name: str, settings: Settings) -> Iterator[Findings]:
 
 
 def judge_costs(figures: dict[str, Any]) -> list[str]:
-    """What is wrong with the costs of windows, as `costs` gives them."""
+    """Problems in the costs of windows, from the figures of `costs`."""
     share = figures['exposed_ms'] / figures['plain_ms']
     if share <= _MOST_EXPOSED:
         return []
@@ -91,12 +91,12 @@ def judge_costs(figures: dict[str, Any]) -> list[str]:
 
 
 def _trials(settings: Settings, name: str, more: Sequence[str]) -> Trials:
-    flags = [*_flags(settings), *more]  # the last of a flag counts
+    flags = [*_flags(settings), *more]  # the last value of a flag counts
     return Trials(settings, settings.folder(name), flags, nodes=1, window=WINDOW)
 
 
 def _same_bits(trials: Trials) -> Generator[Findings, None, Trained]:
-    """Compare final states with that of plain Megatron, which comes first and is returned."""
+    """Compare final states with that of plain Megatron, which runs first and is returned."""
     plain = trials.plain('plain')
     yield Findings({'plain_ms': iteration_ms(plain)}, [])
     problems = compare(plain, trials.plain('plain-again'), 'again')
@@ -112,7 +112,7 @@ def _same_bits(trials: Trials) -> Generator[Findings, None, Trained]:
 
 
 def _killed(trials: Trials, plain: Trained) -> Findings:
-    """What a job shows that loses its rank on the way."""
+    """Findings of a job that loses its rank."""
     killed = trials.protected('killed', KILL)
     problems = compare(plain, killed, 'killed') + reduced(killed) + _not_back(killed)
     return Findings(_return(plain, killed), problems)
@@ -126,7 +126,7 @@ def _not_back(killed: Trained) -> list[str]:
 
 
 def _return(plain: Trained, killed: Trained) -> dict[str, Any]:
-    """What was captured, compared and computed again."""
+    """Figures of captured, compared and recomputed state."""
     found = killed.recovery
     return {
         'slot_mib': max(captured.nbytes for captured in killed.log.captured) / (1 << 20),

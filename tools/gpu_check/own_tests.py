@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage: do the tests that need a GPU pass?"""
+"""Stage: runs the tests that need a GPU."""
 
 import importlib.util
 import os
@@ -15,14 +15,14 @@ from tools.gpu_check.report import Findings
 from tools.gpu_check.settings import Settings
 from tools.lab.launch import ROOT
 
+# CUDA_DEVICE_MAX_CONNECTIONS, with tensor parallelism and torch's default.
 _CONNECTIONS = ('1', '8')
-"""CUDA_DEVICE_MAX_CONNECTIONS: as with tensor parallelism, and torch's own."""
+# Time limit of a test; each takes a few seconds.
 _LONGEST_S = 100
-"""For a test, which takes a few seconds."""
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Run them once for each number of connections; without a GPU they are all skipped."""
+    """Run the tests once for each number of connections; without a GPU all are skipped."""
     folder = settings.folder('tests')
     left_out = deselected(torch.cuda.device_count(), _installed)
     yield Findings({'left_out': ' '.join(left_out) or 'none'}, [])
@@ -42,7 +42,7 @@ def run(settings: Settings) -> Iterator[Findings]:
 
 
 def _tests(left_out: Sequence[str]) -> list[Path]:
-    """Those that need a GPU, and those of Transformer Engine's rules that run its kernels there."""
+    """Tests that need a GPU, and tests of Transformer Engine's rules that run its kernels there."""
     rules = ROOT / 'tests' / 'transformer_engine' / 'test_rules.py'
     return [ROOT / 'tests' / 'gpu', *([] if 'transformer_engine' in left_out else [rules])]
 
@@ -50,16 +50,16 @@ def _tests(left_out: Sequence[str]) -> list[Path]:
 def command(
     tests: Sequence[Path], results: Path, left_out: Sequence[str], longest_s: int = _LONGEST_S
 ) -> list[str]:
-    """What runs the tests.
+    """Command line that runs the tests.
 
-    One that hangs ends the run, and its stack is shown: it may wait in CUDA, where no signal
-    reaches it, and the stage would end without a word.
+    A hanging test ends the run, and its stack is printed: the test may block in CUDA, where no
+    signal reaches it, and the stage would otherwise end without a message.
 
     Args:
         tests: folders and files.
         results: JUnit file.
-        left_out: markers of tests that are not run.
-        longest_s: seconds that a test may take.
+        left_out: markers of tests to leave out.
+        longest_s: time limit of a test.
     """
     arguments = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider']
     arguments += [
@@ -74,11 +74,11 @@ def command(
 
 
 def deselected(gpus: int, has: Callable[[str], bool]) -> list[str]:
-    """Markers of tests that cannot run here; whatever else is skipped on a GPU is a failure.
+    """Markers of tests that cannot run here; any other skipped test on a GPU is a failure.
 
     Args:
-        gpus: CUDA devices of this machine.
-        has: whether a module can be imported.
+        gpus: number of CUDA devices of this machine.
+        has: tells whether a module can be imported.
     """
     runs = {
         'nvml': has('pynvml'),
@@ -93,7 +93,7 @@ def _installed(module: str) -> bool:
 
 
 def counts(results: str) -> dict[str, int]:
-    """Number of tests, failures, errors and skipped ones in a JUnit file, by these names."""
+    """Numbers of tests, failures, errors and skipped tests in a JUnit file, by these names."""
     suites = ElementTree.fromstring(results).iter('testsuite')
     total = dict.fromkeys(('tests', 'failures', 'errors', 'skipped'), 0)
     for suite in suites:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages have found so far: one file, kept from one call to the next."""
+"""The findings of all stages so far: one file, kept between calls."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,17 +15,17 @@ NAME = 'gpu-check.json'
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What one stage, or a part of it, measured, and what is wrong."""
+    """Measurements and problems of a stage, or of a part of it."""
 
     figures: dict[str, Any]
-    """Numbers, texts and tables of them; the summary shows those that are no tables."""
+    """Numbers, texts and tables of them; the summary shows all but tables."""
     problems: list[str]
-    """One line each; none: the stage has passed."""
+    """One line each; empty if the stage has passed."""
     done: bool = False
-    """The stage, whose process may not live to finish, has nothing to add."""
+    """The stage has nothing to add, even if its process dies before it finishes."""
 
     def and_then(self, more: 'Findings') -> 'Findings':
-        """These, and what was found after them."""
+        """Findings of this part and of the next one."""
         return Findings({**self.figures, **more.figures}, self.problems + more.problems)
 
 
@@ -33,7 +33,7 @@ NOTHING = Findings({}, [])
 
 
 def together(parts: Iterable[Findings]) -> Findings:
-    """All that a stage has found, when it is done."""
+    """Combine all findings of a stage."""
     found = NOTHING
     for part in parts:
         found = found.and_then(part)
@@ -41,7 +41,7 @@ def together(parts: Iterable[Findings]) -> Findings:
 
 
 class StageResult(msgspec.Struct, frozen=True):
-    """The newest run of one stage."""
+    """Result of the newest run of one stage."""
 
     passed: bool
     seconds: float
@@ -49,7 +49,7 @@ class StageResult(msgspec.Struct, frozen=True):
     problems: list[str]
 
     def lines(self, name: str) -> list[str]:
-        """For people: PASS or FAIL with the figures, and what is wrong."""
+        """Lines for people: PASS or FAIL with the figures, and the problems."""
         shown = ' '.join(
             f'{key}={value:.4g}' if isinstance(value, float) else f'{key}={value}'
             for key, value in self.figures.items()
@@ -63,32 +63,32 @@ class StageResult(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything that was found on one machine."""
+    """All findings on one machine."""
 
     hardware: Hardware
     dry_run: bool
-    """On the CPU, over gloo, with a tiny model: it says nothing about a GPU."""
+    """On the CPU, over gloo, with a tiny model: proves nothing about a GPU."""
     stages: dict[str, StageResult]
 
     def with_stage(self, name: str, result: StageResult) -> 'Report':
-        """This and the newest run of a stage."""
+        """This report with the newest result of a stage."""
         return Report(self.hardware, self.dry_run, {**self.stages, name: result})
 
     def passed(self, name: str) -> bool:
-        """Whether a stage has run and passed."""
+        """True if the stage ran and passed."""
         return name in self.stages and self.stages[name].passed
 
 
 def load(output: Path, hardware: Hardware, dry_run: bool) -> Report:
-    """What earlier calls have left in a folder, or nothing yet.
+    """Load the report of earlier calls from a folder, or an empty one.
 
     Args:
         output: the folder.
-        hardware: of this machine.
-        dry_run: whether this is one.
+        hardware: hardware of this machine.
+        dry_run: this call is a dry run.
 
     Raises:
-        LabError: the file is damaged, or of another machine.
+        LabError: the file is damaged, or belongs to another machine.
     """
     path = output / NAME
     if not path.exists():
@@ -110,5 +110,5 @@ def load(output: Path, hardware: Hardware, dry_run: bool) -> Report:
 
 
 def save(output: Path, report: Report) -> None:
-    """Write it for the next call, and for people."""
+    """Write the report, for people and for the next call."""
     write_json(output / NAME, report)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all stages are told."""
+"""Settings of all stages."""
 
 import shutil
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Settings(NamedTuple):
-    """Where one check of a GPU writes, and on which device it runs."""
+    """Output folders and device of a check."""
 
     output: Path
-    """Folder for the results and everything the stages write."""
+    """Folder of the results and all other output."""
     memory: Path
-    """Directory in a tmpfs, for windows."""
+    """Directory in a tmpfs for windows."""
     gpu: bool
     """False: a dry run on the CPU, over gloo, with tiny models."""
 
@@ -22,7 +22,7 @@ class Settings(NamedTuple):
         return 'nccl' if self.gpu else 'gloo'
 
     def folder(self, stage: str) -> Path:
-        """For logs and states of a stage; what an earlier run left there is removed."""
+        """Empty folder for logs and states of a stage; removes those of an earlier run."""
         folder = self.output / stage
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)

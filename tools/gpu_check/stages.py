@@ -3,8 +3,8 @@
 
     python -m tools.gpu_check.stages NAME <output> <memory> gpu|cpu <file for the findings>
 
-Each stage has a process of its own: what it does to its CUDA context, the next one does not see.
-What it finds is written as it comes, and stays if the process is ended on the way.
+Each stage runs in its own process, so its changes to the CUDA context do not affect the next stage.
+Findings are written at once, so they survive the end of the process.
 """
 
 import importlib.util
@@ -32,11 +32,11 @@ class Stage(NamedTuple):
     """One part of the check; it takes less than ten minutes."""
 
     run: Callable[[Settings], Iterator[Findings]]
-    """What it finds, part by part."""
+    """Yields findings, part by part."""
     proves: str
-    """In a few words."""
+    """The proven property, in a few words."""
     needs: str = ''
-    """`GPU`, or a module without which, or without a GPU, it is not run."""
+    """`GPU`, or a module: the stage needs a GPU, and the module, to run."""
 
 
 STAGES = {
@@ -72,7 +72,7 @@ def possible(gpu: bool) -> list[str]:
     """Names of the stages that this machine can run.
 
     Args:
-        gpu: whether it is not a dry run.
+        gpu: this is not a dry run.
     """
     return [
         name
@@ -86,7 +86,7 @@ def _is_there(needed: str) -> bool:
 
 
 def run_stage(name: str, settings: Settings) -> Iterator[Findings]:
-    """Run one in this process; what keeps it from ending is a problem, too."""
+    """Run a stage in this process; an exception becomes a problem."""
     try:
         yield from STAGES[name].run(settings)
     except LabError as error:
@@ -95,7 +95,7 @@ def run_stage(name: str, settings: Settings) -> Iterator[Findings]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run one and write what it finds, as it comes."""
+    """Run a stage and write its findings at once."""
     name, output, memory, device, target = argv
     found = NOTHING
     for part in run_stage(name, Settings(Path(output), Path(memory), device == 'gpu')):

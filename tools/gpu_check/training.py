@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that train the same model in several ways, and the comparison of their final states."""
+"""Jobs that train the same model in several ways, and comparisons of their final states."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from tools.lab.models import sparse_flags
 from tools.lab.trained import Trained, train
 
 _MAX_RESTARTS = 3
+# Iterations at the start that are not timed.
 _WARM_UP = 3
-"""Iterations that are not timed."""
 
 
 class Kill(NamedTuple):
-    """A worker that is lost on the way."""
+    """A worker to kill during the job."""
 
     rank: int
     after: int
-    """Iteration."""
+    """Iteration after which the worker is killed."""
 
 
 class Trials(NamedTuple):
-    """Jobs of one model.
+    """Jobs with the same model.
 
     Raises:
         LabError: (all methods) a job failed.
@@ -36,24 +36,24 @@ class Trials(NamedTuple):
 
     settings: Settings
     folder: Path
-    """For logs and states."""
+    """Folder of logs and states."""
     flags: Sequence[str]
     """Megatron's flags for the model and its training."""
     nodes: int
-    """Emulated, of one rank each."""
+    """Number of emulated nodes, with one rank each."""
     window: int | str
     """W, or `auto`."""
     program_file: str = PROGRAM
-    """Path of the program that trains."""
+    """Path of the training program."""
     variables: Mapping[str, str] = {}
-    """Environment of the jobs besides their own."""
+    """Additional environment variables of the jobs."""
 
     def plain(self, name: str) -> Trained:
-        """Upstream's trainer alone."""
+        """Run upstream's trainer alone."""
         return self._train(name, [], None)
 
     def protected(self, name: str, kill: Kill | None = None) -> Trained:
-        """With windows; one worker is killed and replaced, if so asked."""
+        """Run with windows; with `kill`, one worker is killed and replaced."""
         with memory_directory('moevement-check-', self.settings.memory) as memory:
             events = self.folder / name / 'events'
             return self._train(name, sparse_flags(memory, name, self.window, events), kill)
@@ -77,7 +77,7 @@ class Trials(NamedTuple):
 def compare(
     expected: Trained, other: Trained, what: str, from_what: str = 'plain Megatron'
 ) -> list[str]:
-    """What is wrong with the final state of another job, if anything."""
+    """Problems in the final state of another job; empty if states are equal."""
     kinds = other.different(expected)
     if not kinds:
         return []
@@ -85,19 +85,19 @@ def compare(
 
 
 def reduced(trained: Trained) -> list[str]:
-    """Why a job was protected less than it was meant to be."""
+    """Reasons for reduced protection of a job."""
     found = evidence.kind_of(trained.events, ProtectionReduced)
     return sorted({f'protection was reduced: {event.reason}' for event in found})
 
 
 def iteration_ms(trained: Trained) -> float:
-    """Median, of the last life."""
+    """Median over the last life of the job."""
     times = [iteration.elapsed_ms for iteration in trained.log.lives[-1]]
     return statistics.median(times[_WARM_UP:] or times)
 
 
 def costs(plain: Trained, windows: Trained) -> dict[str, Any]:
-    """What windows cost in each iteration, by the log; medians."""
+    """Median costs of windows per iteration, from the log."""
     exposed = [captured.exposed_ms for captured in windows.log.captured]
     plain_ms, windows_ms = iteration_ms(plain), iteration_ms(windows)
     return {

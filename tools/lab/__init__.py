@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every tool rests on: jobs, their logs and events, models, statistics, reports."""
+"""Common base of the tools: jobs, their logs and events, models, statistics, reports."""

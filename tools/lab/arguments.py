@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tool reads its command line."""
+"""Command line parser of the tools."""
 
 import argparse
 from typing import Any, NoReturn
@@ -10,11 +10,11 @@ from moevement_ext.process.user_errors import usage_error
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows its help as it is written, and an error without all flags before it.
+    """Prints help without reformatting, and errors without the usage text.
 
     Args:
-        prog: as a user types it.
-        others: of `ArgumentParser`.
+        prog: program name as typed by a user.
+        others: arguments of `ArgumentParser`.
     """
 
     def __init__(self, prog: str, **others: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs that run jobs have in common around them."""
+"""Common frame of the programs that run jobs."""
 
 import signal
 import sys
@@ -19,14 +19,14 @@ def run_benchmark[R](
     target: Path | None,
     passed: Callable[[R], bool],
 ) -> int:
-    """Measure, show, write; returns the exit status: 0 passed, 1 not, 2 there is no result.
+    """Measure, show, write; returns the exit status: 0 passed, 1 not passed, 2 no result.
 
     Args:
-        name: of the tool, in front of what went wrong.
+        name: name of the tool, shown before an error.
         measure: returns the report; raises `LabError` if there is none.
         show: prints the report for people.
-        target: file for the report as JSON, if it is asked for.
-        passed: whether the report is as it must be.
+        target: file for the report as JSON; None: no file.
+        passed: tells whether the report meets its requirements.
     """
     console = Console()
     try:
@@ -45,12 +45,12 @@ def run_benchmark[R](
 
 
 def exit_on_sigterm() -> None:
-    """End by an exception, so that jobs are stopped and memory is freed. Main thread only."""
+    """Turn SIGTERM into an exception, so that jobs stop and memory is freed. Main thread only."""
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
 
 
 def print_failure(console: Console, tool: str, error: LabError) -> None:
-    """Say what went wrong, with the end of the log."""
+    """Print an error, and the end of the log."""
     if error.tail:
         console.print(error.tail, markup=False, highlight=False, soft_wrap=True)
     console.print(f'{tool}: {error}', style='bold red', markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from tools.lab.run_log import RunLog
 
 
 class CpuClock:
-    """CPU seconds that the workers of a job and their children have used, sampled over time."""
+    """CPU seconds of a job's workers and their children, sampled over time."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -21,7 +21,7 @@ class CpuClock:
         self._seconds: list[float] = []
 
     def sample(self, log: RunLog) -> None:
-        """Take one sample once the job trains; call it often."""
+        """Take one sample if the job trains; call it often."""
         if not log.iterations:
             return
         if not self._workers:
@@ -30,13 +30,13 @@ class CpuClock:
         self._seconds.append(sum(_with_children(worker) for worker in self._workers))
 
     def seconds(self, begin: float, end: float) -> float:
-        """Used between two times (seconds since the epoch), interpolated between samples."""
+        """CPU seconds between two times (seconds since the epoch), interpolated between samples."""
         used = np.interp([begin, end], self._times, np.maximum.accumulate(self._seconds))
         return float(used[1] - used[0])
 
 
 def _with_children(process: psutil.Process) -> float:
-    """CPU seconds of a process, its living children and those it has waited for."""
+    """CPU seconds of a process, its living children and the children it has reaped."""
     try:
         family = [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of final states, as `--sparse-ckpt-digest` writes them, and what differs between two."""
+"""Digests of final states, as `--sparse-ckpt-digest` writes them, and their differences."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,14 @@ from tools.lab.errors import LabError
 
 
 class DigestFileError(LabError):
-    """A file that is no digest file; the message names it and says what is wrong."""
+    """A file is no digest file; the message names the file and the problem."""
 
 
 class StateDigest(msgspec.Struct, frozen=True):
     """The final training state of a job, as `--sparse-ckpt-digest` wrote it."""
 
     digest: str
-    """SHA-256 of everything below."""
+    """SHA-256 of all further fields."""
     iteration: int
     """Number of committed iterations."""
     ranks: dict[str, dict[str, str]]
@@ -28,7 +28,7 @@ class StateDigest(msgspec.Struct, frozen=True):
 
 
 class Difference(NamedTuple):
-    """One entry that is not the same in both files."""
+    """One entry that differs between two files."""
 
     rank: str
     kind: str
@@ -39,7 +39,7 @@ def read_digest(path: Path) -> StateDigest:
     """Read one file.
 
     Raises:
-        DigestFileError: it cannot be read or is no digest file.
+        DigestFileError: the file cannot be read, or is no digest file.
     """
     try:
         state = msgspec.json.decode(path.read_bytes(), type=StateDigest)
@@ -56,7 +56,7 @@ def read_digest(path: Path) -> StateDigest:
 
 
 def differences(first: StateDigest, second: StateDigest) -> list[Difference]:
-    """Everything that is not the same; empty if the states are equal bit for bit."""
+    """All entries that differ; empty if the states are equal, bit for bit."""
     found = list(_entry_differences(first, second))
     if first.iteration != second.iteration:
         found.insert(0, Difference('all', 'iteration', f'{first.iteration}, {second.iteration}'))
@@ -66,7 +66,7 @@ def differences(first: StateDigest, second: StateDigest) -> list[Difference]:
 
 
 def kinds_of_difference(first: StateDigest, second: StateDigest) -> list[str]:
-    """Kinds of state that are not the same in both, sorted."""
+    """Kinds of state that differ, sorted."""
     return sorted({difference.kind for difference in differences(first, second)})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one look of all pictures of this project."""
+"""The common style of all pictures of this project."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from tools.lab.figures import replacing
 
 OWN, OTHER, MUTED, FAILURE = '#0b6e99', '#7a869a', '#5e6c84', '#c8102e'
 PALETTE = (OTHER, '#7a5cc0', '#e89b00', '#3f8f8a', '#b7791f', '#c4cad3')
-"""Lines that are compared with `OWN`."""
+"""Colours of lines that are compared with `OWN`."""
 _STYLE = {
     'font.size': 10,
     'axes.spines.top': False,
@@ -29,17 +29,17 @@ _STYLE = {
 
 @contextmanager
 def picture(target: Path, **subplots: Any) -> Iterator[Any]:
-    """Axes to draw on, as `pyplot.subplots` makes them; then they are written as an image.
+    """Yield axes, as from `pyplot.subplots`, and write them as an image at the end.
 
     Args:
-        target: file to write; its folder is made.
+        target: file to write; its folder is created.
         subplots: arguments of `pyplot.subplots`.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: its name ends like no format.
+        OSError: the file cannot be written.
+        ValueError: the suffix of its name is no image format.
     """
-    # Here, for it takes a second: readers of logs and wrong flags should not wait for it.
+    # Imported here, as it takes a second: reading logs and refusing flags should be fast.
     import matplotlib
 
     matplotlib.use('Agg')
@@ -56,7 +56,7 @@ def picture(target: Path, **subplots: Any) -> Iterator[Any]:
 
 
 def subtitle(axes: Any, text: str) -> None:
-    """A line between the title on the left, which moves up, and the axes."""
+    """Add a line between the axes and the title, which moves up."""
     axes.set_title(axes.get_title(loc='left'), loc='left', pad=22)
     axes.annotate(
         text, (0, 1), xycoords='axes fraction', xytext=(0, 6), textcoords='offset points',

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a tool says that something went wrong."""
+"""The error class of the tools."""
 
 
 class LabError(Exception):
-    """A tool cannot go on.
+    """A tool cannot continue.
 
     Args:
-        message: what happened and what to do.
-        tail: last lines of the log that tells more, if there is one.
+        message: the problem and its remedy.
+        tail: last lines of the log with the most detail, if any.
     """
 
     def __init__(self, message: str, tail: str = '') -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job left behind after a fault, from its events and its log: is it back, how, and where?"""
+"""Evaluates a recovery from a job's events and log: whether, how and when the job recovered."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -38,50 +38,50 @@ def kind_of[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:
 
 
 def ranks_with(events: Iterable[Event], kind: type[Event]) -> set[int]:
-    """Ranks that wrote an event of a kind."""
+    """Ranks with at least one event of a kind."""
     return {event.rank for event in kind_of(events, kind)}
 
 
 def recovers_locally(events: Iterable[Event]) -> bool:
-    """Whether a stage of the job can replay alone: only then does it log what it sends."""
+    """True if a stage of the job can replay alone: only then does it log the tensors it sends."""
     return any(event.host_memory['log_ring'] for event in kind_of(events, Protected))
 
 
 class Tier(enum.StrEnum):
-    """How a job came back."""
+    """Kind of a recovery."""
 
     LOCALIZED = 'localized'
     """Survivors kept their state."""
     WHOLE_JOB = 'whole_job'
-    """All workers were started again and recovered from host memory."""
+    """All workers restarted and recovered from host memory."""
     DISK = 'disk'
-    """Host memory did not help: from a dense checkpoint, or from the start."""
+    """Host memory was not enough: from a dense checkpoint, or from the start."""
 
 
 class Recovery(NamedTuple):
-    """A job that is back after a fault."""
+    """A completed recovery."""
 
     tier: Tier
     at: float
-    """Seconds since the epoch at which the last rank was back."""
+    """Time when the last rank had recovered, in seconds since the epoch."""
     target: int
-    """Committed iteration from which it goes on."""
+    """Committed iteration that training continues from."""
     replayed: int
-    """Iterations that were computed again, on the ranks that did."""
+    """Iterations computed again, on the ranks that replayed."""
     died: int
-    """Workers that were started since the fault."""
+    """Number of workers started since the fault."""
 
 
 def recovery(
     events: Sequence[Event], pids: Sequence[int], since: float, iterations: Sequence[Iteration]
 ) -> Recovery | None:
-    """How the job came back, None if it is not back yet.
+    """The completed recovery; None if the job has not recovered yet.
 
     Args:
-        events: of all ranks, in the order of time.
-        pids: of the present workers, by rank.
-        since: seconds since the epoch of the last fault.
-        iterations: that the last rank has logged in all its lives.
+        events: events of all ranks, in the order of time.
+        pids: process ids of the present workers, by rank.
+        since: time of the last fault, in seconds since the epoch.
+        iterations: all iterations in the log of the last rank, over all its processes.
     """
     recent = [event for event in events if event.time > since]
     newest = {event.rank: event for event in recent if isinstance(event, _LIFE)}
@@ -95,7 +95,7 @@ def recovery(
     if any(isinstance(event, (Recovered, RecoveryStarted)) for event in newest.values()):
         return None
     later = [iteration for iteration in iterations if iteration.time > last.time]
-    if died < len(pids) or not later:  # whoever lives on will report its recovery
+    if died < len(pids) or not later:  # any survivor would report its recovery
         return None
     return Recovery(Tier.DISK, later[0].time, later[0].number - 1, 0, died)
 
@@ -103,7 +103,7 @@ def recovery(
 def _recovered(
     events: Sequence[Event], recent: Sequence[Event], back: Sequence[Recovered], died: int
 ) -> Recovery:
-    """The recovery that the newest report of each rank tells of, after so many deaths."""
+    """The recovery in the newest reports of all ranks."""
     last = max(back, key=lambda event: event.time)
     localized = all(event.localized for event in back)
     tiers = {event.tier for event in kind_of(recent, NextTier)}
@@ -112,25 +112,25 @@ def _recovered(
         tier = Tier.WHOLE_JOB
     replayed = max(event.replayed for event in back)
     target = last.target if localized else _caught_up_to(events, last)
-    assert isinstance(target, int)  # of a localized recovery it is always set
+    assert isinstance(target, int)  # a localized recovery always sets it
     return Recovery(tier, last.time, target, replayed, died)
 
 
 def _caught_up_to(events: Sequence[Event], last: Recovered) -> int:
-    """Where the replay of a restarted worker ended."""
+    """Iteration at which the replay of a restarted worker ended."""
     starts = [event.start for event in kind_of(events, RecoveryStarted) if event.pid == last.pid]
     return starts[-1] + last.replayed
 
 
 def start_up_s(events: Iterable[Event], since: float) -> float:
-    """Seconds that the slowest process created since a time took until its program ran."""
+    """Seconds until the program ran, on the slowest process created since a time."""
     started = (event for event in kind_of(events, WorkerStarted) if event.time > since)
-    new = (event for event in started if event.time - event.start_up_s > since)  # not a spare
+    new = (event for event in started if event.time - event.start_up_s > since)  # no hot spare
     return max((event.start_up_s for event in new), default=0.0)
 
 
 def done_again_s(events: Iterable[Event], since: float) -> float:
-    """Seconds of the evaluations and dense saves that a failure cut off, on the slowest rank."""
+    """Seconds of the interrupted evaluations and dense saves, on the slowest rank."""
     began: dict[int, float] = {}
     longest = 0.0
     for event in (event for event in events if event.time > since):
@@ -148,7 +148,7 @@ def launch_s(events: Iterable[Event], iterations: Sequence[Iteration]) -> float:
 
 
 def persisted(events: Iterable[Event], pids: Sequence[int], since: float) -> bool:
-    """Whether all ranks know of a window that was persisted since a time."""
+    """True if all ranks know of a window that was persisted since a time."""
     known = {event.pid for event in kind_of(events, WindowPersisted) if event.time > since}
     return bool(pids) and known.issuperset(pids)
 
@@ -156,17 +156,17 @@ def persisted(events: Iterable[Event], pids: Sequence[int], since: float) -> boo
 def lost_iterations(
     found: Recovery, iterations: Sequence[Iteration], events: Iterable[Event]
 ) -> int:
-    """Iterations that the job had committed before a recovery and trains again after it.
+    """Number of iterations that were committed before a recovery and are trained again after it.
 
-    An iteration counts as committed when the last rank has logged it. What is replayed to come back
-    to `found.target` is not lost: a replay is part of the recovery, over before training goes on.
-    Nor is what is trained again after a dense checkpoint that was newer than the newest window:
-    from that window it would have been replayed.
+    An iteration counts as committed once the last rank has logged it. Iterations replayed to reach
+    `found.target` are not lost: the replay is a part of the recovery and ends before training
+    continues. Nor are iterations after a dense checkpoint newer than the newest window: a recovery
+    from that window would have replayed them.
 
     Args:
         found: the recovery.
-        iterations: that the last rank has logged in all its lives.
-        events: of all ranks.
+        iterations: all iterations in the log of the last rank, over all its processes.
+        events: events of all ranks.
     """
     windows = [event for event in kind_of(events, WindowPersisted) if event.time <= found.at]
     if found.tier is Tier.DISK and found.target > 0 and windows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small statistics, and the files that tools write."""
+"""Simple statistics, and output files."""
 
 import os
 import statistics
@@ -12,7 +12,7 @@ import msgspec
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """The same figure of several rounds."""
+    """A figure over several rounds."""
 
     min: float
     median: float
@@ -20,11 +20,11 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> 'Spread':
-        """The spread of at least one value."""
+        """Spread of one or more values."""
         return cls(min(values), statistics.median(values), max(values))
 
     def text(self, digits: int = 2) -> str:
-        """Median, and the range where there is one."""
+        """Median, and the range if values differ."""
         if self.min == self.max:
             return f'{self.median:.{digits}f}'
         return f'{self.median:.{digits}f}  ({self.min:.{digits}f} to {self.max:.{digits}f})'
@@ -32,9 +32,10 @@ class Spread(msgspec.Struct, frozen=True):
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `target` once all is written.
+    """Yield a path to write to, which replaces `target` at the end.
 
-    Its folder is made. What is there and no file (a device, a pipe) is written to as it is.
+    The folder is created. If `target` exists and is no file (a device, a pipe), it is written
+    directly.
     """
     if target.exists() and not target.is_file():
         yield target
@@ -50,14 +51,14 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def write_json(target: Path, report: Any) -> None:
-    """Write `report` (anything msgspec encodes), indented, as a whole; its folder is made."""
+    """Write `report` (any type of msgspec) as indented JSON, atomically; the folder is created."""
     content = msgspec.json.format(msgspec.json.encode(_rounded(report)), indent=2) + b'\n'
     with replacing(target) as partial:
         partial.write_bytes(content)
 
 
 def _rounded(value: Any) -> Any:
-    """With 5 significant digits; a benchmark has no more."""
+    """Round floats to 5 significant digits; a benchmark is no more precise."""
     plain = msgspec.to_builtins(value)
     if isinstance(plain, dict):
         return {key: _rounded(item) for key, item in plain.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a job that goes on writing them."""
+"""Reads the events of a running job incrementally."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from tools.lab.errors import LabError
 
 
 class FollowedFile:
-    """Reads the whole lines that were appended to a file of events since it last looked.
+    """Reads the complete lines appended to a file of events since the last look.
 
     Args:
-        path: need not exist yet.
+        path: path of the file, which may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -21,7 +21,7 @@ class FollowedFile:
         self._read = 0  # bytes of complete lines
 
     def look(self) -> list[Event]:
-        """Read on; returns what was new."""
+        """Read on; returns the new events."""
         if not self._path.exists():
             return []
         with self._path.open('rb') as file:
@@ -33,13 +33,13 @@ class FollowedFile:
 
 
 class Follower:
-    """Reads what was appended since it last looked.
+    """Reads the events appended in a folder since the last look.
 
     Args:
-        folder: of `--sparse-ckpt-events`.
+        folder: folder of `--sparse-ckpt-events`.
 
     Attributes:
-        events: all so far, in the order of time.
+        events: all events so far, in the order of time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,10 +48,10 @@ class Follower:
         self.events: list[Event] = []
 
     def look(self) -> list[Event]:
-        """Read on; returns what was new, in the order of time.
+        """Read on; returns the new events in the order of time.
 
         Raises:
-            LabError: the folder is not there, or holds something else.
+            LabError: the folder is missing, or has files of another kind.
         """
         if not self._folder.is_dir():
             raise LabError(f'{self._folder}: no such folder; give that of --sparse-ckpt-events')

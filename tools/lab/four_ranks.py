@@ -25,7 +25,7 @@ def training_flags(data: Path, iterations: int) -> list[str]:
 
     Args:
         data: prefix that `prepare_data` wrote.
-        iterations: to train.
+        iterations: number of iterations to train.
     """
     return [
         *_MODEL.flags(),

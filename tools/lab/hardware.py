@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark ran on; figures without it say nothing."""
+"""The machine of a benchmark, without which its figures mean nothing."""
 
 import os
 import platform
@@ -14,24 +14,24 @@ _GIB = 1 << 30
 
 
 class Hardware(msgspec.Struct, frozen=True):
-    """The machine and the versions; no names of hosts or folders."""
+    """Machine and software versions; no names of hosts or folders."""
 
     processor: str
     cores: int
-    """That this process may use."""
+    """Number of cores that this process may use."""
     memory_gib: float
     gpu: str | None
     load_average: float
-    """Over the last minute, when the benchmark began: what else kept the cores busy."""
+    """Load of the last minute at the start of the benchmark: other work on the cores."""
     torch: str
     megatron_core: str
 
     @classmethod
     def here(cls, gpu: bool) -> 'Hardware':
-        """The hardware and software of this machine, now.
+        """Hardware and software of this machine at present.
 
         Args:
-            gpu: whether the benchmark uses a CUDA device.
+            gpu: the benchmark uses a CUDA device.
         """
         return cls(
             processor=_processor(),
@@ -44,7 +44,7 @@ class Hardware(msgspec.Struct, frozen=True):
         )
 
     def line(self) -> str:
-        """For people."""
+        """Summary for people."""
         device = f'{self.gpu}, ' if self.gpu else ''
         return (
             f'{device}{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB, load '

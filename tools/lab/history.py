@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of a run over time, from its events: what ranks did, failures, where time went."""
+"""The history of a run, from its events: activity of ranks, failures, use of time."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -33,18 +33,18 @@ from tools.lab.evidence import kind_of, read_events
 from tools.lab.plots import Doing, Span
 
 PROCESS_START = 'process_start'
-"""Phase from the failure until the program of the new process runs."""
+"""Phase from the failure until the new process runs the program."""
 
 
 class Progress(NamedTuple):
     """Undisturbed iterations of one rank, from one committed window to the next."""
 
     time: float
-    """Seconds since the epoch at which the later window was committed."""
+    """Commit time of the later window, in seconds since the epoch."""
     iterations: int
     training_s: float
     exposed_s: float
-    """Seconds by which sparse checkpointing held them up."""
+    """Seconds that sparse checkpointing added to them."""
 
 
 class Pace(NamedTuple):
@@ -52,45 +52,45 @@ class Pace(NamedTuple):
 
     iteration_s: float
     exposed_s: float
-    """Seconds, of those, by which sparse checkpointing held the iteration up."""
+    """Part of these seconds that sparse checkpointing added."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """From a failure until all ranks train again; one that was struck again is one episode."""
+    """From a failure until all ranks train again; later failures meanwhile are included."""
 
     start: float
-    """Seconds since the epoch at which the first rank stopped training."""
+    """Time when the first rank stopped training, in seconds since the epoch."""
     end: float | None
-    """When the last one was back; None: not all are."""
+    """Time when the last rank had recovered; None: some have not."""
     events: Sequence[Event]
-    """Within it, of all ranks."""
+    """Events of all ranks during the episode."""
 
     @property
     def reasons(self) -> list[str]:
-        """What survivors noticed, each once."""
+        """Reasons that survivors detected, each once."""
         found = (event.reason for event in kind_of(self.events, FailureDetected))
         return list(dict.fromkeys(reason for reason in found if isinstance(reason, str)))
 
     @property
     def replaced(self) -> list[int]:
-        """Ranks that got a new process."""
+        """Ranks with a new process."""
         return sorted({event.rank for event in kind_of(self.events, WorkerStarted)})
 
     @property
     def recovered(self) -> list[Recovered]:
-        """The newest report of each rank."""
+        """Newest report of each rank."""
         return list({event.rank: event for event in kind_of(self.events, Recovered)}.values())
 
     @property
     def gave_up(self) -> list[NextTier]:
-        """What did not work on the way, each once."""
+        """Ways to recover that failed, each once."""
         found = {(event.tier, event.reason): event for event in kind_of(self.events, NextTier)}
         return list(found.values())
 
     @property
     def scope(self) -> str:
-        """How the job came back."""
+        """Kind of the recovery, for people."""
         if self.end is None:
             return 'not over'
         if not self.recovered:
@@ -99,34 +99,34 @@ class Episode:
 
     @property
     def stages(self) -> list[int]:
-        """Pipeline stages that went back, of a localized recovery."""
+        """Pipeline stages that went back in a localized recovery."""
         found = (event.stages for event in self.recovered if event.stages is not UNSET)
         return sorted({stage for stages in found for stage in stages})
 
     @property
     def replayed(self) -> int:
-        """Iterations computed again, on the rank with most of them."""
+        """Number of iterations computed again, on the rank with the most."""
         return max((event.replayed for event in self.recovered), default=0)
 
     @property
     def verified(self) -> int:
-        """Operators compared with captures, over all ranks."""
+        """Number of operators compared with captures, over all ranks."""
         return sum(event.verified for event in self.recovered)
 
     @property
     def differing(self) -> list[tuple[int, str]]:
-        """Rank and operator of each recovered state that was another."""
+        """Rank and operator of each recovered state that differed."""
         return [(event.rank, name) for event in self.recovered for name in event.differing]
 
     @property
     def slowest(self) -> Recovered | None:
-        """The rank whose phases take longest together, of those that computed most again."""
+        """Report with the longest phases in total, of those with the most repeated iterations."""
         found = self.recovered
         return max(found, key=lambda one: (one.replayed, sum(one.seconds.values())), default=None)
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase on that rank; where it has a new process, with the start of that."""
+        """Seconds by phase on the slowest rank; includes the start of its process if it is new."""
         slowest = self.slowest
         if slowest is None:
             return {}
@@ -137,10 +137,10 @@ class Episode:
 
 
 class History:
-    """A run in the order of time.
+    """A run, in the order of time.
 
     Args:
-        events: of all ranks, at least one, in the order of time.
+        events: events of all ranks, at least one, in the order of time.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -151,23 +151,23 @@ class History:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that wrote something."""
+        """Ranks with at least one event."""
         return sorted(self.by_rank)
 
     @cached_property
     def begun(self) -> float:
-        """When the first process was created, in seconds since the epoch."""
+        """Creation time of the first process, in seconds since the epoch."""
         created = (event.time - event.start_up_s for event in kind_of(self.events, WorkerStarted))
         return min(created, default=self.events[0].time)
 
     @property
     def end(self) -> float:
-        """The newest event."""
+        """Time of the newest event."""
         return self.events[-1].time
 
     @property
     def finished(self) -> bool:
-        """All ranks ended well."""
+        """True if all ranks ended normally."""
         return all(isinstance(events[-1], Finished) for events in self.by_rank.values())
 
     @cached_property
@@ -177,17 +177,17 @@ class History:
 
     @property
     def about(self) -> JobDescribed | None:
-        """What is trained; None where an older version wrote the events."""
+        """Description of the job; None if an older version wrote the events."""
         return next(reversed(kind_of(self.events, JobDescribed)), None)
 
     @property
     def losses(self) -> list[LossLogged]:
-        """All that were logged, in the order of time."""
+        """All logged losses, in the order of time."""
         return kind_of(self.events, LossLogged)
 
     @cached_property
     def spans(self) -> dict[int, list[Span]]:
-        """What each rank did, from its first process on."""
+        """Activity of each rank, from its first process on."""
         ends = {
             rank: events[-1].time if isinstance(events[-1], Finished) else self.end
             for rank, events in self.by_rank.items()
@@ -201,7 +201,7 @@ class History:
 
     @cached_property
     def doing(self) -> dict[int, Doing]:
-        """What each rank does now; one that has not noticed a failure is the one that failed."""
+        """Present activity of each rank; a rank that did not notice a failure has itself failed."""
         found = {rank: turns[-1][1] for rank, turns in self._turns.items()}
         last = self.episodes[-1] if self.episodes else None
         if last is not None and last.end is None:
@@ -211,14 +211,14 @@ class History:
 
     @cached_property
     def trained_from(self) -> float:
-        """When the last rank was set up for the first time."""
+        """Time when the last rank was set up for the first time."""
         first = (next((s.start for s in spans if s.doing is Doing.TRAINING), self.end)
                  for spans in self.spans.values())  # fmt: skip
         return max(first)
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        """All failures, the first one first."""
+        """All failures, the oldest first."""
         stops = sorted(
             (span.start, span.end)
             for spans in self.spans.values()
@@ -244,7 +244,7 @@ class History:
 
     @cached_property
     def pace(self) -> Pace | None:
-        """Over all ranks; None where the events do not say."""
+        """Pace over all ranks; None if the events do not have it."""
         pieces = [piece for pieces in self.progress.values() for piece in pieces]
         iterations = sum(piece.iterations for piece in pieces)
         if not iterations:
@@ -256,47 +256,47 @@ class History:
 
     @cached_property
     def window_s(self) -> float:
-        """Seconds from one window to the next, undisturbed; 0 where that is not known."""
+        """Undisturbed seconds from one window to the next; 0 if unknown."""
         window = max(map(len, self.slots.values()), default=0)
         return 0.0 if self.pace is None else window * self.pace.iteration_s
 
     @property
     def iteration(self) -> int:
-        """The newest one that a rank has committed, of those that a job going back has not lost."""
+        """Newest committed iteration that a job going back has not lost."""
         newest = {event.rank: event.iteration for event in self.events if event.iteration}
-        return max(newest.values(), default=0)  # a new process says 0 until it is back
+        return max(newest.values(), default=0)  # a new process reports 0 until it has recovered
 
     @property
     def of_iterations(self) -> str:
-        """The newest one, of how many where that is known."""
+        """Newest iteration, and the total number of iterations if known."""
         target = self.about.train_iterations if self.about else None
         return str(self.iteration) if target is None else f'{self.iteration} of {target}'
 
     @cached_property
     def kept(self) -> int:
-        """Iterations trained since the run began, each counted once."""
+        """Number of different iterations trained since the run began."""
         starts = (event.start for event in kind_of(self.events, WindowCommitted))
         return self.iteration - min(starts, default=self.iteration)
 
     @property
     def mtbf_s(self) -> float | None:
-        """Mean seconds from a failure to the next; None without one."""
+        """Mean seconds between failures; None without a failure."""
         count = len(self.episodes)
         return (self.end - self.trained_from) / count if count else None
 
     def newest[E: Event](self, kind: type[E]) -> dict[int, E]:
-        """The newest event of a kind of each rank that has one."""
+        """Newest event of a kind, by rank."""
         return {event.rank: event for event in kind_of(self.events, kind)}
 
     @cached_property
     def slots(self) -> dict[int, list[int]]:
-        """Bytes of each slot of the newest window of each rank that says so."""
+        """Bytes of each slot of the newest window, by rank, if reported."""
         newest = self.newest(WindowCommitted)
         return {rank: event.slots for rank, event in newest.items() if event.slots is not UNSET}
 
     @cached_property
     def persisting_s(self) -> list[float]:
-        """Seconds from a window's last slot until all ranks and holders have it, of each rank."""
+        """Seconds from a window's last slot until all ranks and holders have it, for all ranks."""
         committed: dict[tuple[int, int, str], float] = {}
         found = []
         for event in self.events:
@@ -309,35 +309,35 @@ class History:
 
     @property
     def newest_window(self) -> int | None:
-        """Start of the newest window that all ranks know to be persisted; None: there is none."""
+        """Start of the newest window that all ranks know to be persisted; None without one."""
         known = self.newest(WindowPersisted)
         if known.keys() != self.by_rank.keys():
             return None
         start = min(event.start for event in known.values())
-        return start if start <= self.iteration else None  # the job has started over before it
+        return start if start <= self.iteration else None  # the job has restarted before the window
 
     def reduced(self) -> list[ProtectionReduced]:
-        """All that protection lacked, in the order of time."""
+        """All reductions of protection, in the order of time."""
         return kind_of(self.events, ProtectionReduced)
 
 
 class Shares(NamedTuple):
-    """Where the wall time of a run went, in seconds."""
+    """Use of the wall time of a run, in seconds."""
 
     useful: float
-    """In iterations that were kept, without what held them up."""
+    """Kept iterations, without the delays by sparse checkpointing."""
     exposed: float
-    """Added to these by sparse checkpointing."""
+    """Delays of kept iterations by sparse checkpointing."""
     recovering: float
-    """From each failure until all trained again."""
+    """From each failure until all ranks trained again."""
     starting: float
     """Until all ranks were set up."""
     other: float
-    """All else: evaluation, dense saves, iterations that were not kept."""
+    """The rest: evaluation, dense saves, iterations that were not kept."""
 
     @property
     def wall(self) -> float:
-        """All together."""
+        """Sum of all."""
         return sum(self)
 
     @property
@@ -347,7 +347,7 @@ class Shares(NamedTuple):
 
 
 def shares(history: History) -> Shares | None:
-    """Where time went; None where the events do not say how long iterations take."""
+    """Shares of the wall time; None if the events have no iteration times."""
     pace = history.pace
     if pace is None:
         return None
@@ -360,7 +360,7 @@ def shares(history: History) -> Shares | None:
 
 
 def together(lanes: Sequence[Sequence[Span]]) -> list[Span]:
-    """What several ranks do as one: at any time what keeps most of the job waiting."""
+    """Combine ranks: at each time, the activity that most of the job waits for."""
     changes: dict[float, Counter[Doing]] = defaultdict(Counter)
     for span in itertools.chain.from_iterable(lanes):
         changes[span.start][span.doing] += 1
@@ -382,7 +382,7 @@ _GRAVEST_FIRST = (Doing.STARTING, Doing.REPLAYING, Doing.WAITING, Doing.TRAINING
 
 
 def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
-    """From turn to turn, the last one up to `end`."""
+    """Spans between turns, the last one up to `end`."""
     ends = [*(time for time, _ in turns[1:]), end]
     spans = [
         Span(doing, start, stop)
@@ -395,30 +395,30 @@ def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
 def _turns(
     events: Sequence[Event], noticed: Sequence[float], window_s: float
 ) -> list[tuple[float, Doing]]:
-    """When a rank began to do what.
+    """Times at which a rank changed its activity, with the new activity.
 
     Args:
-        events: of the rank.
-        noticed: when any rank noticed a failure.
+        events: events of the rank.
+        noticed: times at which any rank noticed a failure.
         window_s: seconds from one window to the next.
     """
     turns: list[tuple[float, Doing]] = []
-    fresh = False  # set up, and nothing trained since
+    fresh = False  # set up, but not trained since
     before = 0.0
     for event in events:
         match event:
             case WorkerStarted():
                 created = event.time - event.start_up_s
                 gone = (time for time in noticed if before < time < event.time)
-                # Where all died nobody noticed; who lived on would have written of a window. A hot
-                # spare was created long before the rank was lost.
+                # If all workers died, no rank noticed; a survivor would have reported a window by
+                # now. A hot spare was created long before the rank was lost.
                 alone = max(min(created, before + window_s), before)
                 turns.append((min(gone, default=alone) if before else created, Doing.STARTING))
             case Protected() if turns and turns[-1][1] is Doing.STARTING:
                 turns.append((event.time, Doing.TRAINING))
                 fresh = True
             case RecoveryPhase() | RecoveryStarted() | FailureDetected() if fresh:
-                turns.pop()  # it was set up for a recovery
+                turns.pop()  # the process was set up for a recovery
                 fresh = False
             case FailureDetected() if event.reason is not UNSET:
                 turns.append((event.time, Doing.WAITING))
@@ -435,7 +435,7 @@ def _turns(
 
 
 def _progress(events: Iterable[Event]) -> Iterator[Progress]:
-    """Progress of one rank between two windows with nothing else in between."""
+    """Progress of one rank between consecutive windows without other events."""
     before: WindowCommitted | None = None
     for event in events:
         if isinstance(event, WindowCommitted):
@@ -463,10 +463,10 @@ def _piece(before: WindowCommitted, after: WindowCommitted) -> Iterator[Progress
 
 
 def read_history(folder: Path) -> History:
-    """The run whose events lie in a folder.
+    """Read the history from a folder of events.
 
     Raises:
-        LabError: there are none, or a file holds something else.
+        LabError: there are no events, or a file has another format.
     """
     try:
         events = read_events(folder)

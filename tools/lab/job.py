@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training job on emulated nodes, to be followed, and to be hurt in every way."""
+"""A training job on emulated nodes, with faults of all kinds."""
 
 import contextlib
 import enum
@@ -30,52 +30,52 @@ _STALL = 'stall'
 
 
 class Kind(enum.StrEnum):
-    """What a fault does."""
+    """Kinds of faults."""
 
     KILL = 'kill'
     """SIGKILL of one worker."""
     STOP = 'stop'
-    """SIGSTOP of one worker, which the others must find hung."""
+    """SIGSTOP of one worker, which the others must detect as hung."""
     NODE = 'node'
     """SIGKILL of all workers of a node, whose host memory is deleted."""
     DOUBLE = 'double'
-    """SIGKILL of two workers, at once or the second a little later, while the first recovers."""
+    """SIGKILL of two workers, together, or the second during the recovery from the first."""
     STUCK = 'stuck'
-    """The loader of one worker waits for ever; the process is alive otherwise."""
+    """The data loader of one worker blocks for ever; the process is alive otherwise."""
     WHOLE = 'whole'
-    """SIGKILL of all workers; the launcher lives on."""
+    """SIGKILL of all workers; the launcher survives."""
     JOB = 'job'
-    """SIGKILL of the launcher and all workers; the same job is launched again."""
+    """SIGKILL of the launcher and all workers; then a new launch of the same job."""
     AGENT = 'agent'
-    """SIGKILL of the agent of a node with its worker; it is started again."""
+    """SIGKILL of a node's agent and its worker; then a restart of the agent."""
 
 
 class Injection(NamedTuple):
-    """A fault as it was put on the job."""
+    """A fault that was injected."""
 
     kind: Kind
     time: float
     """Seconds since the epoch."""
     pid: int
-    """Process id of the worker that the fault was aimed at."""
+    """Process id of the targeted worker."""
 
 
 class LostNode(NamedTuple):
-    """A node that was lost on purpose."""
+    """A node that was killed."""
 
     at: float
-    """Seconds since the epoch."""
+    """Time in seconds since the epoch."""
     nbytes: int
-    """That it had in host memory."""
+    """Bytes of its host memory."""
 
 
 class Job:
-    """A running job; leaving the `with` block ends all its processes. One thread uses it.
+    """A running job; leaving the `with` block ends all its processes. Used from one thread.
 
     Args:
-        launch: what runs.
-        launcher: starts the workers.
-        memory: host memory of the run, all nodes; None: no node is lost, and no loader sticks.
+        launch: parameters of the job.
+        launcher: the program that starts the workers.
+        memory: host memory of the run, all nodes; without it `NODE` and `STUCK` are impossible.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Job:
         self._faulted.update(pid for pid in self.pids() if pid not in ended)
         self._launcher.end()
 
-    # What it does
+    # Progress
 
     def running(self) -> bool:
-        """Whether the job still runs.
+        """True while the job runs.
 
         Raises:
-            LabError: it was given up, with the end of the log that tells most.
+            LabError: the launcher gave up; the error has the end of the most detailed log.
         """
         code = self._launcher.exit_status()
         if code:
@@ -129,19 +129,19 @@ class Job:
         return code is None
 
     def wait(self) -> None:
-        """Wait until all of the job is gone, however it ended."""
+        """Wait until all processes of the job have ended, for whatever reason."""
         while self._launcher.exit_status() is None:
             time.sleep(_POLL_S)
 
     def follow(self, what: str, poll_s: float = _POLL_S) -> Iterator[RunLog]:
-        """What is logged so far, again and again while the job runs.
+        """Yield the log repeatedly while the job runs.
 
         Args:
-            what: is waited for; part of the message if the job stands still.
-            poll_s: seconds between two looks.
+            what: the awaited event, for the message if the job makes no progress.
+            poll_s: seconds between two reads.
 
         Raises:
-            LabError: the job failed or stands still.
+            LabError: the job failed or makes no progress.
         """
         lines, changed = 0, time.monotonic()
         while self.running():
@@ -155,10 +155,10 @@ class Job:
             time.sleep(poll_s)
 
     def finish(self) -> RunLog:
-        """Let the job come to its end; returns all that it logged.
+        """Let the job end; returns its whole log.
 
         Raises:
-            LabError: the job failed or stands still.
+            LabError: the job failed or makes no progress.
         """
         for _ in self.follow('the end'):
             pass
@@ -166,20 +166,20 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """Where the last rank writes, which logs the iterations."""
+        """Log file of the last rank, which logs the iterations."""
         return self._launcher.log_of(self.world_size - 1)
 
     def text(self) -> str:
-        """Everything that is in `log`, empty before there is one."""
+        """Contents of `log`, empty if the file does not exist yet."""
         return self.log.read_text('utf-8', errors='replace') if self.log.exists() else ''
 
     def read_log(self) -> RunLog:
-        """What the last rank has logged in all its lives."""
+        """Parsed log of the last rank, over all its processes."""
         return parse_log(self.text())
 
     @property
     def events_folder(self) -> Path:
-        """Where the workers write their events, if their flags say so."""
+        """Folder of the workers' events, if their flags name one."""
         return self.folder / 'events'
 
     def events(self) -> list[Event]:
@@ -189,28 +189,28 @@ class Job:
         return self._events.events
 
     def tail(self) -> str:
-        """The end of the log that tells most of what went wrong."""
+        """End of the log with the most detail on a failure."""
         return self._launcher.tail()
 
     # Its processes
 
     def pids(self) -> list[int]:
-        """Process ids of the present workers, by rank; 0 where there is none."""
+        """Process ids of the present workers, by rank; 0 if missing."""
         pids = self._launcher.pids()
         return [pids.get(rank, 0) for rank in range(self.world_size)]
 
     @property
     def ended_at(self) -> dict[int, float]:
-        """When the launcher saw a process end (seconds since the epoch), by process id."""
+        """End time of processes that the launcher saw (seconds since the epoch), by process id."""
         return {death.pid: death.time for death in self._launcher.deaths}
 
     @property
     def unexpected(self) -> list[Death]:
-        """Workers that ended otherwise than well, though no fault was put on them.
+        """Workers that failed without a fault of their own.
 
-        Those that ended so that the launcher starts the whole job again did as they should. Where
-        any loss restarts the whole job no worker survives another: under torchrun they end by the
-        error of the connection.
+        Leaves out workers that ended in order that the launcher restarts the whole job. Where any
+        loss restarts the whole job, no worker survives another: under torchrun all end with a
+        connection error.
         """
         if not recovers_locally(self.events()):
             return []
@@ -221,22 +221,22 @@ class Job:
         ]
 
     def ranks_of_node(self, rank: int) -> range:
-        """All ranks on the node of a rank."""
+        """All ranks on the node of `rank`."""
         first = rank // self.workers_per_node * self.workers_per_node
         return range(first, first + self.workers_per_node)
 
     # Faults
 
     def hurt(self, kind: Kind, victims: Sequence[int], pid: int | None = None) -> Injection:
-        """Put a fault on ranks.
+        """Inject a fault.
 
         Args:
-            kind: what it does; a node is that of the first victim.
+            kind: kind of the fault; for a node, the node of the first victim.
             victims: ranks.
-            pid: of the first victim, if that is known, and held still.
+            pid: process id of the first victim, if known and stopped.
 
         Raises:
-            LabError: a node has no memory, or the job no agents.
+            LabError: the node has no memory, or the job no agents.
         """
         pid = pid or self.pids()[victims[0]]
         match kind:
@@ -256,7 +256,7 @@ class Job:
         return Injection(kind, at, pid)
 
     def kill_after(self, iteration: int, victims: Collection[int]) -> float:
-        """SIGKILL workers once an iteration is logged; returns when (seconds since the epoch).
+        """SIGKILL workers once an iteration is logged; returns the time (seconds since the epoch).
 
         Raises:
             LabError: the job ended before.
@@ -267,24 +267,24 @@ class Job:
         raise LabError(f'the job ended before iteration {iteration}', self.tail())
 
     def send(self, ranks: Collection[int], number: signal.Signals) -> float:
-        """Signal workers and all that they have started; returns when (seconds since the epoch)."""
+        """Signal workers and their descendants; returns the time (seconds since the epoch)."""
         pids = self._launcher.pids()
         signalled_at = time.time()
         for pid in (pids[rank] for rank in ranks if rank in pids):
             self._faulted.add(pid)
-            with contextlib.suppress(ProcessLookupError):  # it may have died this moment
+            with contextlib.suppress(ProcessLookupError):  # it may have just died
                 os.killpg(pid, number)
         return signalled_at
 
     def release(self, pid: int) -> None:
-        """Let a worker run on that was only held."""
+        """Continue a stopped worker."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
     def lose_node(self, rank: int) -> LostNode:
-        """Kill all workers of the node of a rank and delete its memory.
+        """Kill all workers on the node of a rank and delete the node's memory.
 
-        They stand still first: nobody may write what is deleted, and no successor may find it.
+        The workers are stopped first: none may write deleted files, and no successor may find them.
 
         Raises:
             LabError: the node has no memory.
@@ -298,7 +298,7 @@ class Job:
         return LostNode(self.send(ranks, signal.SIGKILL), nbytes)
 
     def _lose_agent(self, rank: int) -> float:
-        """Kill the agent of a rank with its worker, and start it again; returns when."""
+        """Kill the agent of a rank with its worker, and restart it; returns the time."""
         if not isinstance(self._launcher, Agents):
             raise LabError('only a job under torchrun has agents to lose')
         self._faulted.add(self.pids()[rank])
@@ -308,7 +308,7 @@ class Job:
         return lost_at
 
     def _launch_again(self) -> float:
-        """Kill launcher and workers, and launch the same job again; returns when."""
+        """Kill launcher and workers, and launch the same job again; returns the time."""
         self._faulted.update(self._launcher.pids().values())
         killed_at = time.time()
         self._launcher.kill()
@@ -316,7 +316,7 @@ class Job:
         return killed_at
 
     def _stick(self, rank: int) -> float:
-        """Let the loader of a worker wait for ever; returns when."""
+        """Block the data loader of a worker for ever; returns the time."""
         pid = self.pids()[rank]
         self._faulted.add(pid)
         stuck_at = time.time()
@@ -328,14 +328,14 @@ class Job:
 def memory_directory(
     prefix: str = 'moevement-bench-', shm: Path = Path('/dev/shm')
 ) -> Iterator[Path]:
-    """A directory in a tmpfs that is gone afterwards.
+    """Yield a directory in a tmpfs, deleted afterwards.
 
     Args:
-        prefix: of its name.
-        shm: where the tmpfs is mounted, or a directory in it.
+        prefix: prefix of its name.
+        shm: mount point of the tmpfs, or a directory in it.
 
     Raises:
-        LabError: there is none.
+        LabError: there is no tmpfs.
     """
     if not shm.is_dir():
         raise LabError(f'{shm} is missing; windows are kept in this tmpfs of Linux')

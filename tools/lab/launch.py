@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job as it is launched, whatever launches it, and the processes that it consists of."""
+"""Launch parameters of a job under any launcher, and helpers for its processes."""
 
 import argparse
 import contextlib
@@ -20,28 +20,28 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = 'pretrain_gpt.py'
 _PORTS = 20_000, 32_000
 GRACE_S = 15
-"""Between a polite end and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 ENVIRONMENT = {
-    # One thread a process keeps the order of summation, hence the bits, the same everywhere.
+    # One thread per process keeps the order of summation, hence the bits, equal everywhere.
     'OMP_NUM_THREADS': '1',
     'GLOO_SOCKET_IFNAME': 'lo',
     'PYTHONUNBUFFERED': '1',
     'PYTHONWARNINGS': 'ignore',
 }
+# For equal conditions on machines with and without a GPU.
 _NO_GPU = {'CUDA_VISIBLE_DEVICES': ''}
-"""The same on a machine with and without a GPU."""
+# Flags of the program; the last value of a flag counts.
 _ON_GPU = '--distributed-backend nccl --disable-gloo-process-groups --deterministic-mode'.split()
-"""Flags of the program; the last of a flag counts."""
+# Flags against upstream's compiled functions; left out on a GPU, where jobs run as for users.
 _FUSIONS = {'--no-bias-swiglu-fusion', '--no-bias-gelu-fusion', '--no-bias-dropout-fusion'}
-"""Switches of what upstream compiles; left out on a GPU, where jobs run as a user runs them."""
 
 
 class Launcher(enum.StrEnum):
-    """What starts the workers, and starts them again."""
+    """The program that starts and restarts the workers."""
 
     LOCAL = 'local'
-    """`scripts/local_cluster.py`, one for all emulated nodes."""
+    """`scripts/local_cluster.py`, one process for all emulated nodes."""
     TORCHRUN = 'torchrun'
     """One agent for each emulated node, static rendezvous."""
 
@@ -50,23 +50,23 @@ class Launch(NamedTuple):
     """A job of `pretrain_gpt.py` on emulated nodes."""
 
     folder: Path
-    """For the logs; the job makes it, and it must not exist."""
+    """Folder of the logs, which the job creates; must not exist."""
     flags: Sequence[str]
     """Flags of the program."""
     nodes: int
     workers_per_node: int
     max_restarts: int = 0
-    """Deaths of workers that are made up for: of all, or under torchrun of each node."""
+    """Limit of replaced workers: over the job, or under torchrun per node."""
     spares: int = 0
-    """Hot spares; torchrun has none."""
+    """Number of hot spares; torchrun has none."""
     fork: bool = False
-    """All workers are forked from one process that has imported the program; not under torchrun."""
+    """Fork all workers from one process that has imported the program; not under torchrun."""
     variables: Mapping[str, str] = {}
-    """Environment of the workers besides `ENVIRONMENT`."""
+    """Environment variables of the workers, beside `ENVIRONMENT`."""
     share_gpu: bool = False
-    """All ranks on the first GPU, over NCCL, rather than on the CPU, over gloo."""
+    """All ranks use the first GPU, over NCCL, instead of the CPU, over gloo."""
     checkout: Path = ROOT
-    """Whose program runs; another than this tool's own only under torchrun."""
+    """Checkout of the program; one other than this tool's requires torchrun."""
     program_file: str = PROGRAM
     """Path of the program in the checkout."""
 
@@ -76,7 +76,7 @@ class Launch(NamedTuple):
         return self.nodes * self.workers_per_node
 
     def environment(self) -> dict[str, str]:
-        """All of it; a fault that is armed in this process is none of the job."""
+        """Whole environment of the workers; faults armed in this process are left out."""
         inherited = {name: os.environ[name] for name in os.environ if name != 'MOEVEMENT_FAIL_AT'}
         inherited = {**connections(self.flags), **inherited}
         device = {} if self.share_gpu else _NO_GPU
@@ -85,7 +85,7 @@ class Launch(NamedTuple):
         return {**inherited, **ENVIRONMENT, **checkout, **device, **self.variables}
 
     def program(self) -> list[str]:
-        """The program with all its flags."""
+        """Command line of the program, with all flags."""
         program = str(self.checkout / self.program_file)
         if not self.share_gpu:
             return [program, *self.flags]
@@ -93,7 +93,7 @@ class Launch(NamedTuple):
 
 
 def add_share_gpu(parser: argparse.ArgumentParser) -> None:
-    """Give a tool that launches jobs the flag that puts them on a GPU."""
+    """Add the flag that runs jobs on a GPU."""
     parser.add_argument(
         '--share-gpu',
         action='store_true',
@@ -102,14 +102,14 @@ def add_share_gpu(parser: argparse.ArgumentParser) -> None:
 
 
 class Death(NamedTuple):
-    """A worker is gone."""
+    """The end of a worker."""
 
     rank: int
     pid: int
     code: int | None
     """Exit status; None: killed by a signal."""
     time: float
-    """Seconds since the epoch at which the launcher said so."""
+    """Time of the launcher's report, in seconds since the epoch."""
 
     def __str__(self) -> str:
         how = 'was killed' if self.code is None else f'ended with exit status {self.code}'
@@ -117,12 +117,12 @@ class Death(NamedTuple):
 
 
 def node_name(node: int) -> str:
-    """Name of an emulated node, as in the folder of its host memory."""
+    """Name of an emulated node, as used for the folder of its host memory."""
     return f'node{node}'
 
 
 def family(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Processes with everything that they have started and that still runs."""
+    """The processes that still run, with all their descendants."""
     found = list(processes)
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -131,16 +131,16 @@ def family(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_groups(pids: Sequence[int]) -> None:
-    """SIGKILL the process groups of processes, if they are still there."""
+    """SIGKILL the process groups of processes, if they exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(os.getpgid(pid), signal.SIGKILL)
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on.
+    """A TCP port of the loopback interface without a listener.
 
-    None of those that Linux gives to outgoing connections: an agent takes seconds to listen on it.
+    Not one that Linux may assign to outgoing connections: an agent takes seconds to listen on it.
     """
     while True:
         port = random.randrange(*_PORTS)

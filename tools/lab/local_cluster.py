@@ -13,15 +13,15 @@ _TAIL_LINES = 12
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """What a rank printed in a job whose folder this is."""
+    """Log file of a rank in a job's folder."""
     return folder / 'logs' / f'rank{rank}.log'
 
 
 class LocalCluster:
-    """The launcher as a process, that can be lost like any other. One thread uses it.
+    """The launcher as a process that can be killed like any other. Used from one thread.
 
     Args:
-        launch: what it runs.
+        launch: parameters of the job.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -40,7 +40,7 @@ class LocalCluster:
         self._given_up = ''
 
     def start(self) -> None:
-        """Launch the job, or launch it again."""
+        """Launch the job, initially or again."""
         self._pids.clear()
         with (self._launch.folder / 'launcher.log').open('ab') as log:
             self._process = subprocess.Popen(
@@ -54,23 +54,23 @@ class LocalCluster:
             )
 
     def log_of(self, rank: int) -> Path:
-        """What a rank prints in all its lives."""
+        """Log file of a rank, over all its processes."""
         return log_file(self._launch.folder, rank)
 
     def pids(self) -> dict[int, int]:
-        """Present workers by rank, also those that still import."""
+        """Present workers by rank, including those that still import."""
         self._note_events()
         return dict(self._pids)
 
     @property
     def deaths(self) -> list[Death]:
-        """Workers that the launcher has seen end, in their order."""
+        """Ended workers that the launcher has seen, in order."""
         self._note_events()
         return list(self._deaths)
 
     @property
     def given_up(self) -> str:
-        """Why the launcher ended the job."""
+        """The launcher's reason to end the job; empty if none."""
         self._note_events()
         return self._given_up
 
@@ -88,12 +88,12 @@ class LocalCluster:
         return '\n'.join(lines)
 
     def kill(self) -> None:
-        """SIGKILL the launcher; its workers go with it."""
+        """SIGKILL the launcher; its workers end with it."""
         self._process.kill()
         self._bury()
 
     def end(self) -> None:
-        """Leave nothing of the job, politely first."""
+        """End all processes of the job, first by SIGTERM."""
         self._process.terminate()
         try:
             self._process.wait(GRACE_S)
@@ -107,7 +107,7 @@ class LocalCluster:
         kill_groups([pid for pid in self._pids.values() if pid not in ended])
 
     def _note_events(self) -> None:
-        """Take in what the launcher has written since the last call."""
+        """Read the launcher's events since the last call."""
         for event in self._events.look():
             match event:
                 case WorkerLaunched(rank, pid):

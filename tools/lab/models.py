@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models for the CPU, flags of each way to protect them, and the text that they train on."""
+"""Small models for the CPU, flags to protect them, and text to train them."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ CPU = (
     '--no-bias-gelu-fusion --no-bias-dropout-fusion'
 ).split()
 TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
-"""Flags for a text of bytes, such as `prepare_data` writes."""
+"""Flags for text as bytes, as `prepare_data` writes it."""
 NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
 
 TRAINING = (
@@ -31,7 +31,7 @@ _KIND = (
 
 
 class ToyModel(NamedTuple):
-    """A GPT with a Mixture of Experts in every layer; an expert is as wide as the model."""
+    """A GPT with a Mixture of Experts in every layer; experts are as wide as the model."""
 
     hidden: int
     heads: int
@@ -39,7 +39,7 @@ class ToyModel(NamedTuple):
     experts: int
 
     def flags(self) -> list[str]:
-        """Flags of Megatron for the model, but for its depth, on the CPU."""
+        """Flags of Megatron for the model on the CPU, except its depth."""
         return [
             *CPU,
             *_KIND,
@@ -50,20 +50,20 @@ class ToyModel(NamedTuple):
 
 
 def data_flags(data: Path) -> list[str]:
-    """Flags for the text with a prefix."""
+    """Flags for text with a prefix."""
     return ['--data-path', str(data), '--data-cache-path', str(data.parent / 'cache')]
 
 
 def sparse_flags(
     memory: Path, run_id: str, window: int | str, events: Path | None = None
 ) -> list[str]:
-    """Sparse checkpointing.
+    """Flags of sparse checkpointing.
 
     Args:
         memory: directory in a tmpfs.
         run_id: name of the run within it.
         window: W, or `auto`.
-        events: folder for the events, if there are to be any.
+        events: folder of the events; None: no events.
     """
     return [
         *('--sparse-ckpt', '--sparse-ckpt-strict', '--sparse-ckpt-window', str(window)),
@@ -73,26 +73,26 @@ def sparse_flags(
 
 
 def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[str]:
-    """Megatron's own checkpoints on disk, resumed from if there are any."""
+    """Flags of Megatron's dense checkpoints, resumed from if there are any."""
     flags = ['--save', str(checkpoints), '--load', str(checkpoints), '--ckpt-format', 'torch_dist']
     flags += ['--save-interval', str(interval)]
     if asynchronous:
-        # Upstream saves asynchronously only with its persistent worker; its default strategy
-        # needs another package.
+        # Asynchronous saves of upstream need its persistent worker here; its default strategy needs
+        # another package.
         flags += ['--async-save', '--async-strategy', 'mcore', '--use-persistent-ckpt-worker']
     return flags
 
 
 def prepare_text(folder: Path, megabytes: int = 4, quiet: bool = True) -> Path:
-    """Text of the standard library as byte tokens, written once; returns its prefix.
+    """Write text of the standard library as byte tokens, once; returns its prefix.
 
     Args:
-        folder: for the text.
-        megabytes: of text, at most.
-        quiet: show nothing of it.
+        folder: folder of the text.
+        megabytes: limit of its size.
+        quiet: print nothing.
 
     Raises:
-        LabError: it cannot be written.
+        LabError: the text cannot be written.
     """
     prefix = folder / 'stdlib'
     if not prefix.with_suffix('.idx').exists():

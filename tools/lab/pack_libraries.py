@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs a folder of Python packages with device code of one architecture, small enough to send.
+"""Packs a folder of Python packages with device code of one GPU architecture, small enough to send.
 
     python -m tools.lab.pack_libraries SITE FILE.tar.xz --arch 90
 
-The libraries of Transformer Engine have device code of eight architectures. That of others than
-`--arch`, and PTX, is overwritten with zeros in a copy, which leaves all offsets as they are and
-takes no room when it is packed. (`nvprune` of the CUDA toolkit does not take shared libraries.)
-What is only compiled against, or tests something, is left out. `cuobjdump --list-elf` shows what
-a library has.
+The libraries of Transformer Engine have device code of eight architectures. This tool copies them
+and overwrites PTX and all code of other architectures than `--arch` with zeros, which keeps all
+offsets and takes no space in the packed file. (`nvprune` of the CUDA toolkit refuses shared
+libraries.) Files for compilation and tests are left out. `cuobjdump --list-elf` shows the device
+code of a library.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MOST_BYTES = 64 << 20
-"""A packed file has no more."""
+"""Size limit of a packed file."""
 _LEFT_OUT = ('include', '__pycache__', 'onnx/backend/test')
 _CONTAINER = struct.Struct('<IHHQ')  # magic, version, header bytes, content bytes
 _MAGIC = 0xBA55ED50
@@ -35,7 +35,7 @@ def keep_one(library: Path, arch: int) -> Counter[int]:
     """Overwrite device code of other architectures, and PTX, in place.
 
     Returns:
-        Bytes that are left, by architecture; none where there is no device code.
+        Bytes of the remaining device code, by architecture; empty without device code.
     """
     kept: Counter[int] = Counter()
     with library.open('r+b') as file, mmap.mmap(file.fileno(), 0) as content:
@@ -51,7 +51,7 @@ def keep_one(library: Path, arch: int) -> Counter[int]:
 
 
 def _container_end(content: mmap.mmap, at: int) -> int | None:
-    """Where a container that may begin at `at` ends; None: none begins there."""
+    """End of the container that begins at `at`; None if none begins there."""
     if at + _CONTAINER.size > len(content):
         return None
     _, version, header, nbytes = _CONTAINER.unpack_from(content, at)
@@ -64,7 +64,7 @@ def _keep_one_of(content: mmap.mmap, at: int, end: int, arch: int, kept: Counter
         kind, _, header, nbytes, found = _ENTRY.unpack_from(content, at)
         first, after = at + header, at + header + nbytes
         if kind not in _KINDS or header < _ENTRY.size or after > end:
-            return  # not what this knows: it stays as it is
+            return  # an unknown format: the file stays unchanged
         if kind == _ELF and found == arch:
             kept[found] += nbytes
         else:
@@ -73,7 +73,7 @@ def _keep_one_of(content: mmap.mmap, at: int, end: int, arch: int, kept: Counter
 
 
 def pack(site: Path, target: Path, arch: int) -> int:
-    """Pack what lies in `site` for one architecture; returns the bytes of the file.
+    """Pack the folder `site` for one architecture; returns the size of the file in bytes.
 
     Raises:
         ValueError: no library has code of that architecture, or the file is too large.
@@ -110,11 +110,11 @@ def _ignored(site: Path) -> Callable[[str, list[str]], set[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('site', type=Path, help='folder of packages')
     parser.add_argument('target', type=Path, help='file to write, .tar.xz')
-    parser.add_argument('--arch', type=int, required=True, help='such as 90, of an H100')
+    parser.add_argument('--arch', type=int, required=True, help='such as 90, for an H100')
     args = parser.parse_args(arguments)
     try:
         nbytes = pack(args.site, args.target.absolute(), args.arch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a run that failed and recovered, beside the fault-free one."""
+"""The picture of a run that failed and recovered, and the fault-free run."""
 
 import enum
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ MIB = 1 << 20
 
 
 class Failure(NamedTuple):
-    """Something was killed and the job came back."""
+    """A failure and the recovery from it."""
 
     what: str
-    """What was lost, as a label."""
+    """Label of the lost part."""
     time: float
-    """Seconds since the epoch."""
+    """Time in seconds since the epoch."""
     before: Iteration
-    """The last one logged before."""
+    """Last iteration in the log before the failure."""
     after: Iteration
-    """The first one logged when the job was back."""
+    """First iteration in the log after the recovery."""
 
 
 class Doing(enum.StrEnum):
-    """What a pipeline stage does."""
+    """Activity of a pipeline stage."""
 
     TRAINING = 'training'
     WAITING = 'waiting (state kept)'
@@ -35,7 +35,7 @@ class Doing(enum.StrEnum):
 
 
 class Span(NamedTuple):
-    """A stretch of time, in seconds since the epoch."""
+    """A period, in seconds since the epoch."""
 
     doing: Doing
     start: float
@@ -43,22 +43,22 @@ class Span(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What one pipeline stage did over time."""
+    """Activity of one pipeline stage over time."""
 
     title: str
     spans: list[Span]
 
 
 class LocalizedFailure(NamedTuple):
-    """A failure that cost one pipeline stage its state while the others kept theirs."""
+    """A failure that lost the state of one pipeline stage only."""
 
     failure: Failure
     lanes: list[Lane]
-    """Lanes of all stages, the first one first."""
+    """Lanes of all stages, in order."""
 
 
 def restarts(log: RunLog) -> list[Failure]:
-    """The failures after which the logging rank began a new life."""
+    """Failures after which the logging rank restarted."""
     return [
         Failure('all workers killed', before[-1].time, before[-1], after[0])
         for before, after in zip(log.lives, log.lives[1:], strict=False)
@@ -85,10 +85,10 @@ def plot(
     Args:
         plain: the fault-free run.
         sparse: the run that failed and recovered.
-        dense_bytes: of the logging rank; None draws no comparison.
-        target: file to write; its folder is made.
-        localized: a failure that the logging rank survived; adds the strip of the stages. None
-            marks the restarts of that rank.
+        dense_bytes: size of a dense checkpoint of the logging rank; None: no comparison.
+        target: file to write; its folder is created.
+        localized: a failure that the logging rank survived; adds a strip with the stages. None:
+            restarts of that rank are marked.
     """
     heights = (3, 2) if localized is None else (3, 2, 1.3)
     size = (9, 1.4 * sum(heights))
@@ -118,7 +118,7 @@ def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Fail
 def without_outages(
     lives: Sequence[Sequence[Iteration]], failures: Sequence[Failure]
 ) -> list[list[Iteration]]:
-    """Stretches in which training went on; a survivor's log has no gap of its own."""
+    """Periods of training; a survivor's log has no gap of its own at a failure."""
     backs = {failure.after for failure in failures}
     pieces: list[list[Iteration]] = []
     for life in lives:
@@ -169,7 +169,7 @@ def _draw_lives(
 
 
 def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
-    """Say where a run ends, beside the axes, where neither lines nor failures are."""
+    """Label the end of a run beside the axes, apart from lines and failures."""
     last = log.lives[-1][-1]
     axes.annotate(
         f'iteration {last.number}\nloss {last.loss:.6f}',
@@ -181,13 +181,13 @@ def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
 
 
 def _origin(lives: Sequence[Sequence[Iteration]]) -> float:
-    """When the first iteration began."""
+    """Time at which the first iteration began."""
     return lives[0][0].time - lives[0][0].elapsed_ms / 1000
 
 
 def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
     axes.set_title('Bytes captured per iteration, last rank')
-    # An iteration that ran again is drawn once.
+    # An iteration that ran twice is drawn once.
     newest = {slot.iteration: slot.nbytes for slot in sparse.captured}
     axes.bar(
         list(newest),
@@ -217,7 +217,7 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
 
 
 def _draw_stages(axes: Any, localized: LocalizedFailure, origin: float) -> None:
-    """Lanes around the failure, on the clock of the loss."""
+    """Draw lanes around the failure, on the time axis of the loss."""
     failure, lanes = localized
     axes.set_title('What each pipeline stage did around the failure')
     for place, lane in enumerate(lanes):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of the five configurations of the paper's Table 7, and what they run on.
+"""Flags of the five configurations of the paper's Table 7, and the programs to run them.
 
-They need Transformer Engine; on a CPU stand-ins with its rules run them, if a tool is told to.
+They need Transformer Engine; on a CPU, a tool may run them on stand-ins with the same rules.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import importlib.util
 from tools.lab.launch import PROGRAM, ROOT
 
 STAND_INS = 'tests/stand_ins/program.py'
-"""A program that is `PROGRAM` with the stand-ins."""
+"""A program equal to `PROGRAM`, with the stand-ins."""
 BASE = '--use-distributed-optimizer'
 _AWARE = '--use-precision-aware-optimizer'
 _IN_FP8 = '--bf16 --fp8-format hybrid --fp8-param-gather'
@@ -26,13 +26,13 @@ FLAGS = {
     'c4': f'{BASE} {_C3} {_MOMENTS}',
     'c5': f'{BASE} {_C3} --sparse-ckpt-fp8-masters {_MOMENTS}',
 }
-"""Flags of Megatron, by the names that `tools.plan --precision` has."""
+"""Flags of Megatron, by name of the precision as in `tools.plan --precision`."""
 ENGINE = ('--transformer-impl', 'transformer_engine')
-"""Where it is not a stand-in."""
+"""Additional flags with the real Transformer Engine."""
 
 
 def add_stand_ins(parser: argparse.ArgumentParser) -> None:
-    """Give a tool the flag that has jobs run on stand-ins."""
+    """Add the flag that runs jobs on stand-ins."""
     parser.add_argument(
         '--stand-ins',
         action='store_true',
@@ -42,7 +42,7 @@ def add_stand_ins(parser: argparse.ArgumentParser) -> None:
 
 
 def check_stand_ins(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with a message if what is to be measured cannot run here."""
+    """Exit with a message if this machine cannot run the precisions."""
     try:
         program(args.stand_ins)
     except ValueError as error:
@@ -50,10 +50,10 @@ def check_stand_ins(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def program(stand_ins: bool) -> str:
-    """What runs such a configuration.
+    """Path of the program for narrow precisions.
 
     Raises:
-        ValueError: Transformer Engine is needed, or the tests are, and not there.
+        ValueError: Transformer Engine is required but not installed, or the stand-ins are missing.
     """
     if stand_ins:
         if not (ROOT / STAND_INS).is_file():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one reader of what training logs: upstream's lines and those of sparse checkpointing."""
+"""The only parser of training logs: upstream's lines and those of sparse checkpointing."""
 
 import re
 from dataclasses import dataclass, field
@@ -23,63 +23,63 @@ _SAVED = re.compile(r'save-checkpoint \.+: \([\d.]+, (?P<ms>[\d.]+)\)')
 
 
 class LogError(LabError):
-    """A log that is of no use; the message names it and says what to do."""
+    """A log is unusable; the message names the file and a remedy."""
 
 
 class Iteration(NamedTuple):
     """One trained iteration, as the trainer logged it."""
 
     time: float
-    """Seconds since the epoch at which it was logged."""
+    """Time of the log line, in seconds since the epoch."""
     number: int
     elapsed_ms: float
     loss: float
 
 
 class Captured(NamedTuple):
-    """What the logging rank captured in one iteration."""
+    """Capture of the logging rank in one iteration."""
 
     iteration: int
     window: int
-    """Iterations per window at that time."""
+    """Iterations per window at the time."""
     nbytes: int
     exposed_ms: float
-    """Milliseconds for which training stood still for it."""
+    """Milliseconds for which training waited for the capture."""
 
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a log says; a job that was restarted has several lives."""
+    """Contents of a log; a job that was restarted has several lives."""
 
     lives: list[list[Iteration]]
     captured: list[Captured]
     saved_ms: list[float] = field(default_factory=list)
-    """Milliseconds of each dense checkpoint, on the rank that was slowest."""
+    """Milliseconds of each dense checkpoint, on the slowest rank."""
 
     @property
     def iterations(self) -> list[Iteration]:
-        """All trained iterations in the order of the log."""
+        """All trained iterations, in the order of the log."""
         return [iteration for life in self.lives for iteration in life]
 
     def wall_seconds(self, warm_up: int) -> list[float]:
-        """Seconds between the lines of consecutive iterations, hence with every stall of saving.
+        """Seconds between the lines of consecutive iterations, including every stall of a save.
 
-        Args:
-            warm_up: how many of the first to drop; at least 1, for the first has no predecessor.
+        Args: warm_up: number of first iterations to drop; at least 1, as the first has no
+            predecessor.
         """
         times = [iteration.time for iteration in self.iterations]
         seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
         return seconds[warm_up - 1 :]
 
     def first_after(self, number: int) -> Iteration | None:
-        """The first logged iteration beyond `number`; None if the job never got there."""
+        """First logged iteration beyond `number`; None if there is none."""
         return next((item for item in self.iterations if item.number > number), None)
 
 
 def parse_log(text: str) -> RunLog:
-    """Read the lines of upstream's training log and those of sparse checkpointing.
+    """Parse upstream's lines and those of sparse checkpointing.
 
-    A new life of the job begins after a conversion, and where the iteration number falls back.
+    A new life of the job begins after a conversion, and where the iteration number decreases.
     """
     lives: list[list[Iteration]] = []
     captured: list[Captured] = []
@@ -117,7 +117,7 @@ def read_log(path: Path) -> RunLog:
     """Read a log file.
 
     Raises:
-        LogError: it cannot be read or holds no trained iteration.
+        LogError: the file cannot be read, or has no trained iteration.
     """
     try:
         log = parse_log(path.read_text('utf-8', errors='replace'))

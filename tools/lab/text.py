@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures as people read them."""
+"""Figures formatted for people."""
 
 import math
 import re
@@ -8,7 +8,7 @@ _UNITS = ('KiB', 'MiB', 'GiB', 'TiB')
 
 
 def duration(seconds: float) -> str:
-    """`3 ms`, `4.2 s`, `3 min 05 s`, `2 h 07 min`, `5 d 04 h`."""
+    """Format a duration: `3 ms`, `4.2 s`, `3 min 05 s`, `2 h 07 min`, `5 d 04 h`."""
     if seconds < 1:
         return f'{1000 * seconds:.3g} ms' if seconds else '0 s'
     if seconds < 60:
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def tick(seconds: float) -> str:
-    """A round duration beside an axis: `5 min`, `1.5 h`."""
+    """Format a round duration for an axis: `5 min`, `1.5 h`."""
     if seconds < 1:
         return f'{1000 * seconds:.3g} ms' if seconds else '0'
     units = ((86400, 'd'), (3600, 'h'), (60, 'min'), (1, 's'))
@@ -31,7 +31,7 @@ def tick(seconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes with three digits and a binary unit."""
+    """Format bytes with three digits and a binary unit."""
     if nbytes < 1024:
         return f'{nbytes:.0f} bytes'
     power = min(int(math.log(nbytes, 1024)), len(_UNITS))
@@ -42,7 +42,7 @@ def size(nbytes: float) -> str:
 
 
 def readable(reason: str) -> str:
-    """What a survivor noticed, without gloo's place in its source and its good wishes."""
+    """A survivor's reason, without gloo's source location and advice."""
     text = re.sub(r'\[[^\]]*\.(cc|h):\d+\]\s*', '', reason)
     text = re.sub(r'\s*GLHF!.*', '', text, flags=re.DOTALL)
     return ''.join(letter for letter in text if letter.isprintable() and ord(letter) < 0xE000)

@@ -22,36 +22,36 @@ from tools.lab.launch import (
     node_name,
 )
 
+# A module that selects the first GPU, then becomes the program.
 _SHARING = ('-m', 'moevement_ext.launch.shared_gpu')
-"""Becomes the program, on the first GPU."""
 _TAIL_LINES = 30
 _FAILED = re.compile(r'failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)')
 _TRACEBACK = re.compile(r'^\[rank(\d+)\]: ?(Traceback|\w*Error|.*error: )', re.MULTILINE)
 
 
 class Agents:
-    """The agents of one job and their workers. One thread uses it.
+    """The agents of one job and their workers. Used from one thread.
 
     Args:
-        launch: what they run.
+        launch: parameters of the job.
     """
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._logs = launch.folder / 'logs'
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
-        # As a user sets it on all nodes: without it the successor of a lost node is not let in.
+        # A user sets it on all nodes: without it the job refuses the successor of a lost node.
         self._secret = secrets.token_hex(16)
 
     def start(self) -> None:
-        """Launch the job, or launch it again."""
+        """Launch the job, initially or again."""
         self._port = free_port()
         self._logs.mkdir(exist_ok=True)
         for node in range(self._launch.nodes):
             self.start_agent(node)
 
     def start_agent(self, node: int) -> None:
-        """Start the agent of a node, or start it again."""
+        """Start or restart the agent of a node."""
         launch = self._launch
         command = [
             sys.executable, '-m', 'torch.distributed.run',
@@ -78,11 +78,11 @@ class Agents:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the tool alone, which then ends the job
+                start_new_session=True,  # Ctrl-C reaches only this tool, which then ends the job
             )
 
     def log_of(self, rank: int) -> Path:
-        """What the workers on a rank's node and their agent print in all their lives."""
+        """Log file of the workers on a rank's node and their agent, over all their processes."""
         return self._log(rank // self._launch.workers_per_node)
 
     def pids(self) -> dict[int, int]:
@@ -92,7 +92,7 @@ class Agents:
 
     @property
     def deaths(self) -> list[Death]:
-        """Workers whose failure their agents have reported, in no certain order."""
+        """Workers whose failure the agents have reported, unordered."""
         found = []
         for node in range(self._launch.nodes):
             for code, local_rank, pid in _FAILED.findall(self._text(node)):
@@ -103,19 +103,19 @@ class Agents:
 
     @property
     def given_up(self) -> str:
-        """Why the job ended, if an agent gave it up."""
+        """Reason why the job ended, if an agent gave up."""
         for node, agent in self._agents.items():
             if agent.poll():
                 return f'the job failed on {node_name(node)} (exit status {agent.returncode})'
         return ''
 
     def exit_status(self) -> int | None:
-        """Exit status of the job: of an agent that failed, else 0; None while it runs."""
+        """Exit status of a failed agent, else 0; None while the job runs."""
         codes = [agent.poll() for agent in self._agents.values()]
         return next((code for code in codes if code), None if None in codes else 0)
 
     def tail(self) -> str:
-        """The last lines of the worker that failed first, else of the agents."""
+        """Last lines of the worker that failed first, else of the agents."""
         text = '\n'.join(self._text(node) for node in range(self._launch.nodes))
         failed = _TRACEBACK.search(text)
         lines = text.splitlines()
@@ -138,7 +138,7 @@ class Agents:
         return workers
 
     def end(self) -> None:
-        """Leave nothing of the job, politely first."""
+        """End all processes of the job, first by SIGTERM."""
         running = [agent for agent in self._agents.values() if agent.poll() is None]
         everybody = family([psutil.Process(agent.pid) for agent in running])
         for agent in running:
@@ -158,7 +158,7 @@ class Agents:
 
 
 def _workers(agent: int) -> dict[int, int]:
-    """Process ids by rank of what an agent has started to train."""
+    """Process ids by rank of the workers that an agent has started."""
     try:
         children = psutil.Process(agent).children()
     except psutil.NoSuchProcess:
@@ -173,7 +173,7 @@ def _workers(agent: int) -> dict[int, int]:
 
 
 def _rank(environment: Mapping[str, str]) -> int | None:
-    """Rank of a worker; other children of an agent (and one just being made) have none."""
+    """Rank of a worker; other children of an agent (or one just being created) have none."""
     if 'TORCHELASTIC_RUN_ID' not in environment:
         return None
     return int(environment['RANK'])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job from its launch to the comparison of its final state: undisturbed, or hurt on the way."""
+"""Runs a job to its end, with or without faults, and compares its final state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +13,22 @@ from tools.lab.launch import Launch, Launcher
 from tools.lab.run_log import RunLog
 
 DIGEST = 'digest.json'
-"""File of the final state, in the folder of a job."""
+"""Name of the file with the digest of the final state, in the folder of a job."""
 
 
 class Trained(NamedTuple):
-    """A job that came to its end."""
+    """A finished job."""
 
     log: RunLog
     state: StateDigest
     events: list[Event]
     hurt_at: float | None = None
-    """When the last fault was put on it (seconds since the epoch), if any."""
+    """Time of the last fault (seconds since the epoch), if any."""
     recovery: Recovery | None = None
-    """From that."""
+    """The recovery from the last fault."""
 
     def different(self, reference: 'Trained') -> list[str]:
-        """Kinds of state that are not the same, bit for bit, in another job."""
+        """Kinds of state that differ from another job's."""
         return kinds_of_difference(reference.state, self.state)
 
 
@@ -41,13 +41,13 @@ def train(
     """Run a job to its end.
 
     Args:
-        launch: what runs; where the digest goes is added to its flags.
-        hurt: called once it has been started; returns when the last fault came.
-        launcher: starts the workers.
-        memory: host memory of the run, all nodes, if one may be lost.
+        launch: parameters of the job; the flag for the digest is added.
+        hurt: called after the start; returns the time of the last fault.
+        launcher: the program that starts the workers.
+        memory: host memory of the run, all nodes; required for faults that lose memory.
 
     Raises:
-        LabError: it failed or stands still.
+        LabError: the job failed or makes no progress.
     """
     digest = launch.folder / DIGEST
     flags = [*launch.flags, '--sparse-ckpt-digest', str(digest)]

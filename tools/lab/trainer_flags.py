@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pretrain_gpt.py` makes of its flags, without starting it."""
+"""Parses flags of `pretrain_gpt.py` without starting it."""
 
 import argparse
 import warnings
@@ -9,10 +9,10 @@ from megatron.moevement.seams import cpu_device
 
 
 def trainer_parser() -> argparse.ArgumentParser:
-    """Takes all flags of Megatron and of sparse checkpointing. Importing Megatron takes seconds."""
+    """Parser of all flags of Megatron and sparse checkpointing. Imports Megatron, which is slow."""
     if cpu_device.needed():
         cpu_device.install()
-    with warnings.catch_warnings(action='ignore'):  # of what is not installed: nothing trains
+    with warnings.catch_warnings(action='ignore'):  # of missing packages: no training here
         from megatron.training.arguments import add_megatron_arguments
 
         from megatron.moevement.arguments import add_arguments
@@ -22,5 +22,5 @@ def trainer_parser() -> argparse.ArgumentParser:
 
 
 def parse_trainer_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """The settings, as parsed; exits with a line and status 2 if a flag is wrong."""
+    """Parse settings; exits with a line and status 2 if a flag is wrong."""
     return trainer_parser().parse_args(list(flags))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Slurm cluster whose nodes are all this machine."""
+"""A real Slurm cluster whose nodes all run on this machine."""

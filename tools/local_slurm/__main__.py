@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A real Slurm cluster of five nodes, n1 to n5, that are all this machine: to try failures.
+r"""Runs a real Slurm cluster of five nodes, n1 to n5, on this machine: to try failures.
 
     python -m tools.local_slurm start runs/slurm
     export SLURM_CONF=$PWD/runs/slurm/slurm.conf
@@ -7,11 +7,11 @@ r"""A real Slurm cluster of five nodes, n1 to n5, that are all this machine: to 
     python -m tools.local_slurm lose runs/slurm n2
     python -m tools.local_slurm stop runs/slurm
 
-Each node has two CPUs and a GPU that is none. It takes root, and the packages slurm-wlm and munge
-of Debian or Ubuntu; its daemons listen on loopback and on free ports, beside any other Slurm.
-`lose` kills all that runs on a node, as when its power fails; what it has in /dev/shm you delete.
+Each node has two CPUs and a fake GPU. The tool needs root, and the packages slurm-wlm and munge of
+Debian or Ubuntu; its daemons listen on loopback and on free ports, beside any other Slurm. `lose`
+kills all processes of a node, as a power failure does; delete its files in /dev/shm yourself.
 
-Exit status: 0 done, 2 that is not possible; the message says why.
+Exit status: 0 done, 2 the command is impossible; the message says why.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags of all commands."""
+    """Parse the flags of all commands."""
     parser = Parser(
         prog='python -m tools.local_slurm',
         description=__doc__,
@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ('stop', 'end daemons and jobs'),
     ):
         command = commands.add_parser(name, help=about)
-        command.add_argument('folder', type=Path, metavar='DIR', help='of the cluster')
+        command.add_argument('folder', type=Path, metavar='DIR', help='folder of the cluster')
         if name == 'lose':
             command.add_argument('node', metavar='NODE', choices=NODES, help=', '.join(NODES))
     return parser.parse_args(argv)

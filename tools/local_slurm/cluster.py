@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One controller, and node daemons that listen on loopback, in a folder of their own.
+"""One controller, and node daemons that listen on loopback, with their files in one folder.
 
-Nothing is remembered but in that folder and in the processes, all of which have its configuration
-in their environment; so another process can lose a node of the cluster, or end it. A node is lost
-as by a power failure: everything that runs on it is killed at once.
+All state is in the folder and in the processes, all of which have the cluster's configuration in
+their environment; so another process can lose a node of the cluster, or stop it. Losing a node acts
+like a power failure: all its processes are killed at once.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import psutil
 from tools.lab.errors import LabError
 
 PACKAGES = ('slurm-wlm', 'munge')
-"""Their names in Debian and Ubuntu."""
+"""Names of the packages in Debian and Ubuntu."""
 NODES = tuple(f'n{number}' for number in range(1, 6))
 _MUNGE, _CONTROLLER, _NODE_DAEMON = _PROGRAMS = 'munged', 'slurmctld', 'slurmd'
 _STEP_DAEMON = 'slurmstepd'
@@ -57,15 +57,15 @@ MpiDefault=none
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 _NODE = 'NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 Gres=gpu:1\n'
-# A device that is none: the jobs train on the CPU, but count it as they do on a real cluster.
+# A fake device: the jobs train on the CPU, but count GPUs as on a real cluster.
 _DEVICES = 'Name=gpu File=/dev/null\n'
 
 
 class LocalSlurm:
-    """The cluster in a folder, whoever started it.
+    """The cluster in a folder, started by this process or another one.
 
     Args:
-        folder: for configuration, logs and state; its path is short, as there is a socket in it.
+        folder: configuration, logs and state; its path must be short, as it holds a socket.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,19 +74,19 @@ class LocalSlurm:
 
     @property
     def configuration(self) -> Path:
-        """The file that everything of Slurm finds through its environment."""
+        """The configuration file, which all Slurm programs find through their environment."""
         return self.folder / 'slurm.conf'
 
     @property
     def environment(self) -> dict[str, str]:
-        """That of this process, in which commands of Slurm speak to this cluster."""
+        """Environment in which Slurm's commands use this cluster."""
         return {**os.environ, 'SLURM_CONF': str(self.configuration)}
 
     def start(self) -> None:
-        """Start it, where `check` finds nothing amiss, and wait until all nodes are idle.
+        """Start the cluster if `check` allows it, and wait until all nodes are idle.
 
         Raises:
-            LabError: it cannot be started, or does not come up.
+            LabError: the cluster cannot start.
         """
         try:
             for name in ('state', 'spool', 'log'):
@@ -110,19 +110,19 @@ class LocalSlurm:
         self._wait(lambda: self.states() == ['idle'] * len(NODES))
 
     def restart_controller(self) -> None:
-        """It dies, and goes on with what it has written down.
+        """Kill the controller and start it again with its saved state.
 
         Raises:
-            LabError: it does not come up again.
+            LabError: the controller does not start again.
         """
         _kill([process for process in self.processes() if _program(process) == _CONTROLLER])
         self._start_daemon(_CONTROLLER, '-D')
         self._wait(lambda: len(self.states()) == len(NODES))
 
     def lose_node(self, name: str) -> int:
-        """Kill all that runs on a node, at once; returns the number of processes.
+        """Kill all processes of a node at once; returns their number.
 
-        Daemon, steps, agent of the launcher, workers. What they have in `/dev/shm` stays.
+        These are daemon, steps, agent of the launcher and workers. Their files in `/dev/shm` stay.
 
         Raises:
             LabError: there is no such node.
@@ -136,7 +136,7 @@ class LocalSlurm:
         return len(daemon) + len(doomed)
 
     def states(self) -> list[str]:
-        """State of each node that answers."""
+        """State of each node that responds."""
         return self.query('sinfo', '--noheader', '--Node', '--format=%T').stdout.split()
 
     def query(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -144,7 +144,7 @@ class LocalSlurm:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True)
 
     def processes(self) -> list[psutil.Process]:
-        """Daemons of this cluster, and all of its jobs; not what else was started beside them."""
+        """Daemons of this cluster, and processes of its jobs; no others with its environment."""
         return [
             process
             for process in psutil.process_iter()
@@ -153,9 +153,9 @@ class LocalSlurm:
         ]
 
     def stop(self) -> int:
-        """End everything, by process id; daemons first, which might start more.
+        """End all processes, daemons first, as they might start more.
 
-        Returns how many processes there were.
+        Returns the number of processes.
         """
         found = len(self.processes())
         _kill([process for process in self.processes() if _program(process) in _PROGRAMS])
@@ -165,10 +165,10 @@ class LocalSlurm:
         return found
 
     def check(self) -> None:
-        """See whether one may be started.
+        """Check that a cluster can start.
 
         Raises:
-            LabError: not here, or not in this folder.
+            LabError: it cannot on this machine, or not in this folder.
         """
         if os.geteuid() != 0:
             raise LabError('a Slurm cluster on this machine takes root: its daemons start jobs')
@@ -212,7 +212,7 @@ class LocalSlurm:
 
 
 def _variables(process: psutil.Process) -> dict[str, str]:
-    """Its environment; as psutil has it, but also of slurmstepd, which writes its title into it."""
+    """Environment of a process, also of slurmstepd, which overwrites it with its title."""
     try:
         text = Path(f'/proc/{process.pid}/environ').read_text(errors='replace')
     except OSError:
@@ -228,13 +228,13 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def _program(process: psutil.Process) -> str:
-    """What runs there; slurmstepd has a title in its place, such as `slurmstepd: [7.1]`."""
+    """Program of a process; slurmstepd has a title instead, such as `slurmstepd: [7.1]`."""
     name = ''.join(_command(process)[:1]).partition(':')[0]
     return Path(name).name
 
 
 def _step_daemons(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Parents of what Slurm has started, in whose environment no node is named."""
+    """Parents of processes started by Slurm; their environment does not name a node."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -245,7 +245,7 @@ def _step_daemons(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
-    """Return when all are dead; what nobody reaps is."""
+    """Kill processes and wait for their death; zombies count as dead."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before a long run: does every node of the allocation do what the others do?"""
+"""Before a long run: checks that all nodes of the allocation are alike."""

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Checks all nodes of an allocation before a long run: is one unlike the others?
+r"""Checks all nodes of an allocation before a long run: are all alike?
 
     sbatch scripts/slurm_nccl_check.sbatch <flags of pretrain_gpt.py>
     torchrun --nproc-per-node 8 -m tools.node_check --need-gib 300
     torchrun --nproc-per-node 8 -m tools.node_check -- --num-layers 32 --hidden-size 4096 ...
 
-One process for each GPU, or of any number without GPUs. Compared is what decides bits: versions of
-all that computes, Transformer Engine and Apex among it, or that it is not there, GPUs and their
-driver, variables of the environment; and the memory that is free for windows. With flags of
-Megatron after `--`, the memory that their plan needs on a node is computed, as
-`python -m tools.plan` has it; where they do not tell enough, a line says what is missing. The rates
-that a plan asks for are measured, and shown as its flags.
+One process for each GPU, or any number without GPUs. The tool compares all that decides bits:
+versions of software (Transformer Engine and Apex included, or their absence), GPUs and driver,
+environment variables; and the free memory for windows. With flags of Megatron after `--`, the tool
+computes the memory that their plan needs on a node, as `python -m tools.plan` does; if the flags
+are not sufficient, a line lists the missing values. It also measures the rates that a plan needs,
+and prints them as flags of `tools.plan`.
 
-Exit status: 0 nothing is wrong, 1 something is, 2 it could not be checked.
+Exit status: 0 no problem, 1 problems, 2 the check failed.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool on one rank; returns the exit status."""
     own, flags = _split(list(sys.argv[1:] if argv is None else argv))
     args = _parser().parse_args(own)
-    parse_megatron_flags(flags)  # exits where a value is wrong
+    parse_megatron_flags(flags)  # exits if a value is wrong
     try:
         place = Place.of(environ)
         directory = args.dir or value_of(flags, _DIRECTORY) or SparseCheckpointConfig.dir
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Own flags and those of Megatron; `torchrun` drops a `--` right behind the module."""
+    """Split own flags and those of Megatron; `torchrun` drops a `--` right after the module."""
     known = [flag for action in _parser()._actions for flag in action.option_strings]
     if given and _END not in given and given[0].partition('=')[0] not in known:
         return [], given
@@ -76,7 +76,7 @@ def _split(given: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _check(place: Place, args: argparse.Namespace, directory: Path) -> list[RankReport]:
-    """Measure with all others; what all found, by rank."""
+    """Measure together with all ranks; returns the reports of all, by rank."""
     gpu = torch.cuda.is_available()
     device = torch.device('cuda', place.local_rank) if gpu else torch.device('cpu')
     if gpu:
@@ -114,7 +114,7 @@ def _check(place: Place, args: argparse.Namespace, directory: Path) -> list[Rank
 def _needed_bytes(
     args: argparse.Namespace, flags: Sequence[str], reports: Sequence[RankReport]
 ) -> tuple[int, str | None]:
-    """Bytes of host memory that each node needs, and why the plan's are not known, if so."""
+    """Bytes of host memory that each node needs, and the reason if the plan's are unknown."""
     given = int(args.need_gib * GIB)
     if not flags:
         return given, None
@@ -125,13 +125,13 @@ def _needed_bytes(
 
 
 def _planned_bytes(spare_nodes: int, flags: Sequence[str], reports: Sequence[RankReport]) -> int:
-    """Raises ValueError for flags that cannot be planned."""
+    """Bytes that the plan needs on a node. Raises ValueError if the flags cannot be planned."""
     nodes = len({report.node for report in reports})
     if spare_nodes >= nodes:
         raise ValueError(f'--spare-nodes {spare_nodes} leaves no node to train on')
     on_each = len(reports) // nodes
     ranks = (nodes - spare_nodes) * on_each
-    # Memory is reserved for the longest window, whatever the time of an iteration.
+    # Memory is reserved for the longest window, regardless of the time of an iteration.
     lag = [] if any(_LAG in flag for flag in flags) else ['--log-lag', '1']
     own = ['--gpus', str(ranks), '--iteration-time', '60', *lag]
     job = job_from(*parse_plan([*own, _END, *flags]))
@@ -163,15 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add('--need-gib', type=float, default=0.0, metavar='N', help='host memory that a node needs')
-    add('--spare-nodes', type=int, default=0, metavar='N', help='of the allocation (default: 0)')
+    add('--spare-nodes', type=int, default=0, metavar='N', help='spare nodes (default: 0)')
     add(
         '--dir', metavar='DIR',
         help='--sparse-ckpt-dir of the run (default: that of the flags, else its default)',
     )  # fmt: skip
-    add('--mib', type=int, default=256, metavar='N', help='of each transfer (default: 256)')
+    add('--mib', type=int, default=256, metavar='N', help='size of each transfer (default: 256)')
     add(
         '--timeout', type=float, default=300.0, metavar='S',
-        help='seconds for all to come, and for each transfer (default: 300)',
+        help='seconds for the rendezvous, and for each transfer (default: 300)',
     )  # fmt: skip
     return parser
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node has for windows: memory, and the rates at which they are copied and sent."""
+"""Resources of a node for windows: memory, and the rates of copies and sends."""
 
 import shutil
 import time
@@ -16,10 +16,10 @@ _REPEATS = 5
 
 
 def memory(directory: Path) -> tuple[int, bool]:
-    """Bytes that are free for windows, and whether they are in memory.
+    """Bytes that are free for windows, and whether the file system is in memory.
 
     Args:
-        directory: `--sparse-ckpt-dir`, which need not exist yet.
+        directory: `--sparse-ckpt-dir`, which may not exist yet.
     """
     there = next(path for path in (directory, *directory.parents) if path.exists())
     free, left = shutil.disk_usage(there).free, memory_left()
@@ -28,12 +28,12 @@ def memory(directory: Path) -> tuple[int, bool]:
 
 
 class Meter:
-    """Measures on one rank of a process group of all, as windows will use the links.
+    """Measures rates on one rank, with all ranks at once, as windows will use the links.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         size: bytes of each transfer.
-        nodes: of each rank, by rank.
+        nodes: node of each rank, by rank.
     """
 
     def __init__(self, device: torch.device, size: int, nodes: list[str]) -> None:
@@ -49,7 +49,7 @@ class Meter:
         return self._rate(lambda: host.copy_(self._tensor, non_blocking=True))
 
     def neighbour(self) -> float | None:
-        """GB/s from this rank to the same place on the next node; None: there is one node only."""
+        """GB/s from this rank to the same place on the next node; None with one node only."""
         places: dict[str, list[int]] = {}
         for rank, node in enumerate(self._nodes):
             places.setdefault(node, []).append(rank)
@@ -73,7 +73,7 @@ class Meter:
         return self._rate(exchange)
 
     def _rate(self, act: Callable[[], object]) -> float:
-        """GB/s in the median of some times; the first ones, which connect, do not count."""
+        """GB/s, median of several transfers; the first ones, which connect, are dropped."""
         act()
         seconds = []
         for _ in range(_REPEATS):

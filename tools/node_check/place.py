@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this process is among all that check, as torchrun or a step of Slurm says; they meet."""
+"""Rank and rendezvous of this process, from the variables of torchrun or of a Slurm step."""
 
 import os
 import time
@@ -17,21 +17,21 @@ _SLURM = ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID')
 
 
 class Place(NamedTuple):
-    """Rank of a process, and where all processes meet."""
+    """Rank of a process, and the rendezvous of all processes."""
 
     rank: int
     ranks: int
     local_rank: int
     host: str
-    """Where all meet."""
+    """Host of the rendezvous."""
     port: int
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> 'Place':
-        """The place that an environment names.
+        """Read the place from environment variables.
 
         Raises:
-            LabError: it names none.
+            LabError: the variables are missing.
         """
         for names in (_TORCHRUN, _SLURM):
             if all(name in environment for name in (*names, 'MASTER_ADDR', 'MASTER_PORT')):
@@ -45,10 +45,10 @@ class Place(NamedTuple):
 
 
 def meet(place: Place, timeout_s: float) -> tuple[TCPStore, list[str]]:
-    """A store in which all have met, and the node of each rank.
+    """Join the rendezvous; returns its store, and the node of each rank.
 
     Raises:
-        LabError: some did not come in time; names them.
+        LabError: ranks did not join in time; the message names them.
     """
     try:
         store = TCPStore(
@@ -71,12 +71,12 @@ def meet(place: Place, timeout_s: float) -> tuple[TCPStore, list[str]]:
 
 
 def _node() -> str:
-    """Name that the run has for this node."""
+    """Name of this node in the run."""
     return os.environ.get('SLURMD_NODENAME') or node_name()
 
 
 def _agent_has_it() -> bool:
-    """The agent of torchrun has the store at that port."""
+    """True if torchrun's agent serves the store at that port."""
     return os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
 
 

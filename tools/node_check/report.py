@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank found on its node, and what is wrong with that beside all others: no I/O here."""
+"""Findings of each rank, and problems in comparison with other ranks. No I/O."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,30 +12,30 @@ _NONE = 'none'
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What one rank found; of the node it is on where that is said."""
+    """Findings of one rank; some fields describe its node."""
 
     rank: int
     node: str
     versions: dict[str, str]
-    """Versions by name of what computes, and of what it runs on."""
+    """Versions by name, of software and hardware that compute."""
     variables: dict[str, str]
-    """Variables of the environment that may decide bits."""
+    """Environment variables that may decide bits."""
     memory_free_bytes: int
-    """Bytes free in the node's file system of windows."""
+    """Bytes free in the node's file system for windows."""
     in_memory: bool
-    """Whether the node's file system of windows is a tmpfs."""
+    """True if the node's file system for windows is a tmpfs."""
     copy_gb_s: float
-    """To host memory: from the GPU of the rank, or within host memory without one."""
+    """Rate to host memory: from the rank's GPU, or within host memory without a GPU."""
     neighbour_gb_s: float | None
-    """To the same place on the next node, all ranks at once; None: there is one node only."""
+    """Rate to the same place on the next node, all ranks at once; None with one node only."""
 
 
 def problems(reports: Sequence[RankReport], needed_bytes: int) -> list[str]:
-    """One line for each thing that is wrong, by node.
+    """Problems, one line each, by node.
 
     Args:
-        reports: of all ranks.
-        needed_bytes: host memory that a node must have; 0: any.
+        reports: reports of all ranks.
+        needed_bytes: host memory that a node needs; 0: no requirement.
     """
     nodes = first_of_each_node(reports)
     return [
@@ -54,9 +54,9 @@ def first_of_each_node(reports: Iterable[RankReport]) -> list[RankReport]:
 
 
 def rates(reports: Sequence[RankReport]) -> dict[str, float]:
-    """GB/s by the flag of `tools.plan` that takes it; the slowest counts.
+    """Slowest rates in GB/s, by flag of `tools.plan`.
 
-    Copies are those of a GPU, sends those of all ranks of a node together.
+    Copies are those of one GPU, sends those of all ranks of a node together.
     """
     found = {'--copy-bandwidth': min(report.copy_gb_s for report in reports)}
     sent: dict[str, float] = {}
@@ -67,7 +67,7 @@ def rates(reports: Sequence[RankReport]) -> dict[str, float]:
 
 
 def table(reports: Sequence[RankReport]) -> Table:
-    """For people: the slowest of each node."""
+    """Table for people, with the slowest rank of each node."""
     shown = Table(title='Slowest of each node', title_justify='left')
     for column in ('node', 'ranks', 'free GiB', 'copy GB/s', 'next node GB/s'):
         shown.add_column(column, justify='left' if column == 'node' else 'right')
@@ -97,7 +97,7 @@ def _of_a_node(report: RankReport, needed_bytes: int) -> list[str]:
 
 
 def _unlike_others(by_node: dict[str, dict[str, str]]) -> list[str]:
-    """Problems: what few nodes have, where not all nodes have the same."""
+    """Problems: values of a minority of nodes, if nodes differ."""
     found = []
     for name in sorted({name for values in by_node.values() for name in values}):
         own = {node: values.get(name, _NONE) for node, values in by_node.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Plans sparse checkpointing for a model on a cluster: what it costs and what it saves.
+r"""Plans sparse checkpointing for a model on a cluster: its costs and its benefit.
 
     python -m tools.plan --model deepseek-v3 --cluster h100 --mfu 0.35 --window 1
     python -m tools.plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
@@ -7,10 +7,10 @@ r"""Plans sparse checkpointing for a model on a cluster: what it costs and what 
         --num-layers 32 --hidden-size 4096 ...
     python -m tools.plan --operators operators.json --budget-bytes 4e9 --json
 
-After `--` come flags of Megatron and of sparse checkpointing, as the training takes them. With
---operators, only a list of operators is cut into slots. See docs/planning.md.
+After `--` follow flags of Megatron and of sparse checkpointing, as for training. With --operators
+the tool only divides a list of operators into slots. See docs/planning.md.
 
-Exit status: 0 there is a plan, 2 there is none; the reason is on stderr.
+Exit status: 0 there is a plan, 2 there is none; stderr has the reason.
 """
 
 import argparse
@@ -52,17 +52,17 @@ PRINTED = 'paper'
 BY_BYTES = 'bytes'
 _FORMATS = 'compute', 'master', 'first_moment', 'second_moment'
 _DEFAULT_FAILURES = 'projection-131k'
+# Destination of a flag, if it differs from the name of the field.
 _FLAG_OF_FIELD = {
     'ranks': 'gpus', 'overhead_s': 'overhead', 'restart_s': 'restart_time',
     'copy_bytes_per_s': 'copy_bandwidth', 'network_bytes_per_s': 'network_bandwidth',
     'host_memory_bytes': 'host_memory', 'gpu_memory_bytes': 'gpu_memory',
 }  # fmt: skip
-"""Destination of the flag, where it is not the field's name."""
 _IN_GIGA = 'copy_bytes_per_s network_bytes_per_s host_memory_bytes gpu_memory_bytes'.split()
 
 
 def plan_operators(operators: Sequence[OperatorBytes], budget: int, algorithm: str) -> WindowPlan:
-    """Cut a list of operators into slots.
+    """Divide a list of operators into slots.
 
     Raises InfeasiblePlan (algorithm `bytes`) if one operator alone exceeds the budget; ValueError
     for a budget below 1 or names that occur twice.
@@ -73,9 +73,9 @@ def plan_operators(operators: Sequence[OperatorBytes], budget: int, algorithm: s
 
 
 def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
-    """What is to be planned.
+    """The job to plan.
 
-    Raises DescriptionError or FieldError (both ValueError), which name the flag or field.
+    Raises DescriptionError or FieldError (both ValueError); the message names the flag or field.
     """
     training = megatron.training(_training(args.model) if args.model else None, args.gpus)
     of = training.model, training.layout, training.batch, _cluster(args)
@@ -98,7 +98,7 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
 
 
 def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: Console) -> None:
-    """For people."""
+    """Print the slots for people."""
     slots = zip(plan.slots, _sizes(plan, operators), strict=True)
     rows = [(str(index), gib(size), ' '.join(names)) for index, (names, size) in enumerate(slots)]
     columns = 'slot', 'bytes', 'captured in full'
@@ -106,7 +106,7 @@ def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: C
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, MegatronFlags]:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index('--') if '--' in given else len(given)
     parser = Parser(prog='python -m tools.plan', description=__doc__)
@@ -130,7 +130,7 @@ def _add_operator_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group('a list of operators'),
         Flag('--operators', 'JSON list of {"name", "full_bytes", "light_bytes"} in capture order',
              Path, metavar='FILE'),
-        Flag('--budget-bytes', 'that a slot may hold', _bytes, metavar='B'),
+        Flag('--budget-bytes', 'limit of a slot', _bytes, metavar='B'),
         Flag('--algorithm', "'paper': Algorithm 1 as printed, which may exceed the budget "
              '(default: bytes)', default=BY_BYTES, choices=(BY_BYTES, PRINTED)),
     )  # fmt: skip
@@ -172,18 +172,16 @@ def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
         group,
         Flag('--window', 'iterations, or auto: the fewest that fit'),
-        Flag('--max-window', 'the longest of auto', int),
+        Flag('--max-window', 'limit of auto', int),
         Flag('--replicas', 'copies on other nodes', int),
         Flag('--recovery', choices=RECOVERIES),
     )
-    group.add_argument(
-        '--disk', action='store_const', const=True, help='windows are copied to disk'
-    )
+    group.add_argument('--disk', action='store_const', const=True, help='copy windows to disk')
     add_flags(
         group,
         Flag('--hidden-fraction', 'of an iteration that hides a copy', float),
         Flag('--network-share', 'of a node for replication', float),
-        Flag('--log-lag', "that persisting a window takes (default: by the cluster's rates)",
+        Flag('--log-lag', "until a window is persisted (default: by the cluster's rates)",
              float, metavar='ITERATIONS'),
         Flag('--overhead', 'measured seconds an iteration, besides exposed copies (default: 0)',
              float, 0.0, 'S'),
@@ -201,7 +199,7 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_flags(
         group,
-        Flag('--restart-time', 'from a failure until the replay begins (default: %(default)s)',
+        Flag('--restart-time', 'seconds until the replay begins (default: %(default)s)',
              float, FailureRate.restart_s, 'S'),
         *(Flag(f'--{name}-saving', f'of work in a replay, as {why} (default: 0)', float, 0.0,
                'SHARE')
@@ -249,7 +247,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(plan: WindowPlan, operators: Sequence[OperatorBytes]) -> list[int]:
-    """Bytes of each slot on the only rank."""
+    """Bytes of each slot, on the only rank."""
     return [sum(sizes) for sizes in plan.slot_bytes(operators)]
 
 
@@ -305,7 +303,7 @@ def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console
 
 
 def _flag_error(error: FieldError, args: argparse.Namespace, megatron: MegatronFlags) -> str:
-    """The message, with the flag that was given in the field's place."""
+    """The message, with the given flag instead of the field."""
     name = _FLAG_OF_FIELD.get(error.field, error.field)
     own = None if getattr(args, name, None) is None else '--' + name.replace('_', '-')
     flag = own or megatron.named(error.field)

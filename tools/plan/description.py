@@ -13,7 +13,7 @@ from tools.plan.model import ModelShape
 
 
 class DescriptionError(ValueError):
-    """A file that cannot be used; the message names it, the field and the rule."""
+    """A file is unusable; the message names the file, the field and the rule."""
 
 
 _Bytes = Annotated[int, msgspec.Meta(le=2**50)]  # sums of them stay within 64 bits
@@ -31,7 +31,7 @@ def read_operators(path: Path) -> list[OperatorBytes]:
     """Operators of a JSON list of `{"name", "full_bytes", "light_bytes"}`, in its order.
 
     Raises:
-        DescriptionError: something is wrong with the list; names entry and field.
+        DescriptionError: the list is invalid; the message names entry and field.
     """
     found = read(path)
     try:
@@ -47,7 +47,7 @@ def read_as[Description](path: Path, kind: type[Description]) -> Description:
     """The dataclass `kind` with the fields of the file.
 
     Raises:
-        DescriptionError: a field that is missing, unknown or wrong.
+        DescriptionError: a field is missing, unknown or wrong.
     """
     return build(str(path), read(path), kind)
 
@@ -56,7 +56,7 @@ def build[Description](source: str, data: Any, kind: type[Description]) -> Descr
     """The dataclass `kind` with the fields of a decoded file; see `read_as`.
 
     Args:
-        source: where `data` came from, for messages.
+        source: origin of `data`, for messages.
         data: decoded content.
         kind: a dataclass.
 
@@ -100,7 +100,7 @@ def read(path: Path) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A model and how it is trained; a file has one section for each field."""
+    """A model and its training; a file has one section for each field."""
 
     model: ModelShape
     layout: Layout
@@ -109,10 +109,10 @@ class Training:
 
 
 def read_training(path: Path) -> Training:
-    """The sections `model`, `layout` and, if there, `batch` and `precision` of a file.
+    """Read the sections `model`, `layout` and, if present, `batch` and `precision` of a file.
 
     Raises:
-        DescriptionError: a section or field that is missing, unknown or wrong.
+        DescriptionError: a section or field is missing, unknown or wrong.
     """
     kinds: dict[str, type] = {
         'model': ModelShape,

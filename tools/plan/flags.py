@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's flags, as far as a plan depends on them: model, layout, batch and precision.
+"""Megatron's flags that a plan depends on: model, layout, batch and precision.
 
-Only what is given counts: a flag replaces that value of a preset, and without a preset what is not
-given has Megatron's default. Checked against megatron-core 0.19.2.
+Only given flags count: a flag replaces the value of a preset; without a preset, missing flags have
+Megatron's defaults. Checked against megatron-core 0.19.2.
 """
 
 import argparse
@@ -71,16 +71,16 @@ _MODEL_TEXTS = ('position_embedding_type', 'normalization', 'moe_layer_freq')
 
 @dataclasses.dataclass(frozen=True)
 class MegatronFlags:
-    """What was given, by the name of the flag with underscores."""
+    """Given values, by name of the flag with underscores."""
 
     given: dict[str, Any]
     unused: list[str]
-    """Flags that do not enter a plan."""
+    """Flags that do not affect a plan."""
 
     def training(self, base: Training | None, ranks: int | None) -> Training:
-        """Model and layout, those of `base` where no flag is given.
+        """Model and layout, taken from `base` where no flag is given.
 
-        Raises DescriptionError if there is neither a flag nor a base for something needed.
+        Raises DescriptionError if a required value has neither a flag nor a base.
         """
         model = self._model(base)
         layout = self._layout(base, model, ranks)
@@ -89,11 +89,11 @@ class MegatronFlags:
         return Training(model, layout, batch, self._precision(base))
 
     def protection(self) -> dict[str, Any]:
-        """Settings of sparse checkpointing that were given, by field."""
+        """Given settings of sparse checkpointing, by field."""
         return self._renamed(_PROTECTION)
 
     def named(self, field: str) -> str | None:
-        """The flag that gave a field its value, None if none did."""
+        """The flag that set a field; None if no flag did."""
         names = {**_LAYOUT, **_BATCH, **_PRECISION, **_PROTECTION}
         found = (_flag(old) for old, new in names.items() if new == field and old in self.given)
         return next(found, None)
@@ -169,7 +169,7 @@ class MegatronFlags:
 
 
 def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
-    """Sort flags into those a plan depends on and others. Exits with a message on a wrong value."""
+    """Separate flags that a plan depends on from others. Exits with a message on a wrong value."""
     parser = Parser(
         prog='python -m tools.plan ... --',
         allow_abbrev=False,
@@ -194,7 +194,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
 
 
 def layers_with_experts(text: str, layers: int) -> tuple[int, ...]:
-    """Value of --moe-layer-freq: every n-th layer, or a sum of lists as in `([0]*3+[1]*58)`.
+    """Parse --moe-layer-freq: every n-th layer, or a sum of lists as in `([0]*3+[1]*58)`.
 
     Raises DescriptionError for anything else.
     """

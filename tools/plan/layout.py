@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a training job is laid out over its GPUs: parallelism, batch and precisions.
+"""Layout of a training job over its GPUs: parallelism, batch and precisions.
 
-Ranks are numbered as Megatron's default order does: tensor, context, data, pipeline, from the
-innermost; for experts: expert tensor, expert, expert data, pipeline. So the ranks of a stage are
-consecutive.
+Ranks are numbered in Megatron's default order: tensor, context, data, pipeline, from the innermost;
+for experts: expert tensor, expert, expert data, pipeline. So the ranks of a stage are consecutive.
 """
 
 from dataclasses import dataclass
@@ -13,26 +12,26 @@ from tools.simulate import fields
 _BYTES = {'fp8': 1, 'fp16': 2, 'bf16': 2, 'fp32': 4}
 _SCALED = ('fp8', 'fp16')
 _SCALE_BYTES = 4
-_TENSORS_OF_PRODUCT = 5  # what goes in, the weight, what comes out, and two gradients
+_TENSORS_OF_PRODUCT = 5  # input, weight, output, and two gradients
 
 
 @dataclass(frozen=True)
 class Precision:
     """Number formats of the training state: fp8, fp16, bf16 or fp32.
 
-    Bytes are those that an exact recovery needs; those of a parameter are without the scales.
+    Byte counts are those of an exact recovery; those of a parameter exclude the scales.
     """
 
     compute: str = 'bf16'
-    """Weights that forward and backward read: the light capture."""
+    """Weights that forward and backward read; a light capture has only these."""
     master: str = 'fp32'
     first_moment: str = 'fp32'
     second_moment: str = 'fp32'
-    """The second moment of Adam; `first_moment` is its first."""
+    """Adam's second moment; `first_moment` is its first."""
     boundary: str = 'bf16'
     """Activations and gradients between pipeline stages."""
     amax_history: int = 0
-    """Passes that delayed scaling remembers; 0: another scaling, which remembers nothing."""
+    """Passes that delayed scaling remembers; 0: another kind of scaling, which remembers none."""
 
     def __post_init__(self) -> None:
         formats = dict(vars(self))
@@ -45,51 +44,51 @@ class Precision:
 
     @property
     def weight_beside_master(self) -> bool:
-        """True if the weight cannot be made from the master as it is stored.
+        """True if the stored master does not determine the weight.
 
-        A weight is rounded from what the update computes: that is an fp32 master, but a narrower
-        one is rounded itself. An fp8 weight is rounded with a scale of its own.
+        A weight is rounded from the result of the update. An fp32 master equals that result; a
+        narrower master is rounded itself. An fp8 weight is also rounded with a scale of its own.
         """
         return self.master != 'fp32' or self.compute == 'fp8'
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes per parameter of the master and two moments."""
+        """Bytes of the master and two moments, per parameter."""
         return sum(_BYTES[name] for name in (self.master, self.first_moment, self.second_moment))
 
     @property
     def full_bytes(self) -> int:
-        """Bytes per parameter of a full capture: the optimizer's, and the weight if need be."""
+        """Bytes of a full capture per parameter: optimizer state, and the weight if required."""
         return self.optimizer_bytes + (self.light_bytes if self.weight_beside_master else 0)
 
     @property
     def light_bytes(self) -> int:
-        """Bytes per parameter of a light capture: the compute weight."""
+        """Bytes of a light capture per parameter: the compute weight."""
         return _BYTES[self.compute]
 
     @property
     def weight_scale_bytes(self) -> int:
-        """Bytes of the scale of each matrix in a capture, full or light."""
+        """Bytes of each matrix's scale in a capture, full or light."""
         return _SCALE_BYTES if self.compute == 'fp8' else 0
 
     @property
     def state_scale_bytes(self) -> int:
-        """Bytes of the scales of each tensor in a full capture: one for each state of fp8 or fp16.
+        """Bytes of each tensor's scales in a full capture: one scale for each state of fp8 or fp16.
 
-        Fewer where Megatron holds the masters, which takes fp32 ones.
+        Fewer where Megatron holds the masters, which requires fp32 masters.
         """
         states = (self.master, self.first_moment, self.second_moment)
         return _SCALE_BYTES * sum(name in _SCALED for name in states)
 
     @property
     def scaling_bytes(self) -> int:
-        """Bytes of each matrix in every slot: scales and largest values of delayed scaling."""
+        """Bytes of each matrix in every slot: scales and amax history of delayed scaling."""
         rows = 1 + self.amax_history
         return _SCALE_BYTES * _TENSORS_OF_PRODUCT * rows if self.amax_history else 0
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes per element that passes between stages."""
+        """Bytes of each element sent between stages."""
         return _BYTES[self.boundary]
 
 
@@ -101,35 +100,35 @@ PRECISIONS = {
     'c4': Precision('fp8', 'fp16', 'fp8', 'fp16', amax_history=1),
     'c5': Precision('fp8', 'fp8', 'fp8', 'fp16', amax_history=1),
 }
-"""By name; C1 to C5 are those of the paper's Table 7.
+"""Precisions by name; C1 to C5 are those of the paper's Table 7.
 
-Upstream has weights in fp8 beside narrow masters with delayed scaling only.
+Upstream supports fp8 weights beside narrow masters only with delayed scaling.
 """
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one iteration trains on."""
+    """The samples of an iteration."""
 
     sequence_length: int = 4096
     micro_batch_size: int = 1
-    """Sequences."""
+    """Sequences per micro-batch."""
     global_batch_size: int = 512
-    """Sequences of one iteration."""
+    """Sequences per iteration."""
 
     def __post_init__(self) -> None:
         fields.check(self, whole='sequence_length micro_batch_size global_batch_size')
 
     @property
     def tokens(self) -> int:
-        """Tokens of one iteration."""
+        """Tokens per iteration."""
         return self.sequence_length * self.global_batch_size
 
     def micro_batches(self, data: int) -> int:
-        """Micro-batches of one iteration on each of `data` data-parallel ranks.
+        """Micro-batches per iteration on each of `data` data-parallel ranks.
 
         Raises:
-            FieldError: they do not come out even.
+            FieldError: the global batch is not a multiple.
         """
         at_once = self.micro_batch_size * data
         rule = f'give a multiple of micro_batch_size x data parallelism = {at_once}'
@@ -147,22 +146,22 @@ class Layout:
     """
 
     ranks: int
-    """GPUs of the job."""
+    """Number of GPUs of the job."""
     pipeline: int = 1
     expert: int = 1
     tensor: int = 1
     context: int = 1
     expert_tensor: int | None = None
-    """Tensor parallelism inside of an expert; None: as `tensor`."""
+    """Tensor parallelism within an expert; None: equal to `tensor`."""
     chunks: int = 1
     """Model chunks (virtual stages) per pipeline rank."""
     layers_per_stage: tuple[int, ...] | None = None
-    """None: as equal as possible, the first and last stage (which also hold embedding and head)
-    take no more than any other."""
+    """None: as equal as possible; the first and last stage (which also hold embedding and head)
+    have no more layers than any other."""
     distributed_optimizer: bool = True
     """Masters and moments are sharded over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Gradients are reduced in buckets, of which each rank owns a shard."""
+    """Gradients are reduced in buckets; each rank owns a shard of each bucket."""
     sequence_parallel: bool = False
     """Activations between stages are sharded over the tensor-parallel ranks."""
 
@@ -185,34 +184,23 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage, all of which roll back together."""
+        """Number of ranks of one pipeline stage, all of which roll back together."""
         return self.ranks // self.pipeline
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks, as Megatron counts them (context parallelism apart)."""
+        """Number of data-parallel ranks, as Megatron counts them (without context parallelism)."""
         return self.stage_ranks // (self.tensor * self.context)
 
     @property
     def tensor_of_experts(self) -> int:
-        """Ranks over which one expert is split."""
+        """Number of ranks that share one expert."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
     def expert_data(self) -> int:
-        """Ranks of a stage that compute with the same part of the same experts."""
+        """Number of ranks of a stage that compute with the same part of the same experts."""
         return self.stage_ranks // (self.expert * self.tensor_of_experts)
-
-    def family_of(self, rank: int) -> int:
-        """Lowest of the ranks that capture the same as a global rank, itself if there is none.
-
-        Those of a data-parallel group without the distributed optimizer, with the same experts.
-        """
-        apart = self.expert * self.tensor_of_experts
-        if self.distributed_optimizer or apart % self.tensor:
-            return rank
-        first = rank - rank % self.stage_ranks
-        return first + (rank - first) % apart
 
     def stage_of(self, rank: int) -> int:
         """Pipeline stage of a global rank."""
@@ -222,7 +210,7 @@ class Layout:
         """Numbers (from 1) of the layers of each chunk of `stage`, for a model of `layers`.
 
         Raises:
-            FieldError: the layers cannot be spread as described.
+            FieldError: the layers cannot be distributed as described.
         """
         if self.chunks > 1:
             slots = self.pipeline * self.chunks
@@ -241,7 +229,7 @@ class Layout:
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as equal as possible; what is left over goes to the middle."""
+    """Layers of each stage, as equal as possible; the remainder goes to the middle stages."""
     least, left = divmod(layers, stages)
     first = (stages - left) // 2
     return tuple(least + (first <= stage < first + left) for stage in range(stages))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a Mixture-of-Experts GPT: enough to count parameters and FLOPs, operator by operator.
+"""Shape of a Mixture-of-Experts GPT, to count parameters and FLOPs per operator.
 
-Names of dimensions follow Megatron's flags. Counted are weights, norms and biases; what is smaller
-than a millionth of a model (router buffers, step counters) is left out.
+Names of dimensions follow Megatron's flags. Weights, norms and biases are counted; tensors below a
+millionth of a model (router buffers, step counters) are left out.
 """
 
 from dataclasses import dataclass
 
 from tools.simulate import fields
 
+# Limit of any dimension; sums of bytes stay within 64 bits.
 _MOST = 2**24
-"""Size of anything in a model; sums of bytes stay within 64 bits."""
 _MOST_PARTS = 10_000
 _MOST_PARAMETERS = 2**50
 
@@ -20,7 +20,7 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2): keys and values from a low-rank latent."""
 
     kv_rank: int
-    """Size of the latent that keys and values come from."""
+    """Size of the latent for keys and values."""
     query_key_size: int
     """Elements per head of the part of query and key without position."""
     position_size: int
@@ -28,7 +28,7 @@ class LatentAttention:
     value_size: int
     """Elements of a value per head."""
     query_rank: int = 0
-    """Size of the latent that queries come from; 0: straight from the hidden state."""
+    """Size of the latent for queries; 0: queries come directly from the hidden state."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -37,14 +37,14 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Weights:
-    """Elements of a group of tensors: what tensor parallelism splits, and what it repeats."""
+    """Elements of a group of tensors, split by tensor parallelism (`split`) or not (`whole`)."""
 
     split: int = 0
     whole: int = 0
     matrices: int = 0
-    """Tensors that products are computed with; in fp8 each has a scale."""
+    """Number of tensors used in products; in fp8 each has a scale."""
     vectors: int = 0
-    """Norms and biases."""
+    """Number of norms and biases."""
 
     def __add__(self, other: 'Weights') -> 'Weights':
         split, whole = self.split + other.split, self.whole + other.whole
@@ -52,22 +52,22 @@ class Weights:
 
     @property
     def tensors(self) -> int:
-        """How many there are."""
+        """Number of tensors."""
         return self.matrices + self.vectors
 
     @property
     def total(self) -> int:
-        """Elements without tensor parallelism."""
+        """Number of elements without tensor parallelism."""
         return self.split + self.whole
 
     def per_rank(self, tensor: int) -> int:
-        """Elements on each of `tensor` tensor-parallel ranks, rounded up."""
+        """Number of elements on each of `tensor` tensor-parallel ranks, rounded up."""
         return -(-self.split // tensor) + self.whole
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer, some or all layers of which have experts.
+    """A decoder-only transformer with experts in some or all layers.
 
     Raises:
         FieldError: a field breaks its rule.
@@ -80,22 +80,22 @@ class ModelShape:
     attention_heads: int
     vocab_size: int
     ffn_hidden_size: int = 0
-    """Width of the layers without experts; 0 if there are none."""
+    """Width of the layers without experts; 0 if all layers have experts."""
     query_groups: int | None = None
-    """Heads of keys and values; None: as many as of queries."""
+    """Number of key and value heads; None: equal to the number of query heads."""
     head_size: int | None = None
     """None: hidden_size / attention_heads."""
     latent: LatentAttention | None = None
-    """Latent attention in the place of grouped-query attention; None: the latter."""
+    """Latent attention; None: grouped-query attention."""
     experts: int = 0
-    """Experts per layer; 0: a dense model."""
+    """Number of experts per layer; 0: a dense model."""
     top_k: int = 0
-    """Experts a token is routed to."""
+    """Number of experts per token."""
     expert_hidden_size: int = 0
     shared_hidden_size: int = 0
-    """Width of all shared experts together; they are part of the rest of the layer."""
+    """Total width of all shared experts; they belong to the rest of the layer."""
     moe_layers: tuple[int, ...] | None = None
-    """1 for each layer with experts, 0 for each other; None: all alike."""
+    """1 for each layer with experts, 0 for others; None: all layers are alike."""
     gated: bool = True
     """SwiGLU: a third matrix in each feed-forward part."""
     tied_embeddings: bool = False
@@ -144,16 +144,16 @@ class ModelShape:
 
     @property
     def total_parameters(self) -> int:
-        """All of them, each counted once."""
+        """Number of all parameters, each counted once."""
         return self._parameters(self.experts)
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token meets, embedding and head included."""
+        """Number of parameters that one token uses, embedding and head included."""
         return self._parameters(self.top_k)
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Forward and backward, FLOPs: 6 per active weight, and causal attention."""
+        """FLOPs of forward and backward: 6 per active weight, and causal attention."""
         heads = self.attention_heads * (self._key_size + self._value_size)
         attention = 3 * self.layers * sequence_length * heads
         looked_up = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
@@ -161,14 +161,14 @@ class ModelShape:
         return 6.0 * (self.active_parameters - looked_up) + attention
 
     def words(self, vocab_size: int | None = None) -> Weights:
-        """Word embedding of `vocab_size` (None: unpadded), or the output matrix."""
+        """Word embedding of `vocab_size` rows (None: unpadded), or the output matrix."""
         words = self.vocab_size if vocab_size is None else vocab_size
-        # One is looked up, not multiplied with; the other stays in 16 bits.
+        # The embedding is a lookup without a product; the output matrix stays in 16 bits.
         return Weights(split=words * self.hidden_size, vectors=1)
 
     @property
     def positions(self) -> Weights:
-        """The learned embedding of positions, if there is one."""
+        """The learned position embedding, if any."""
         size = self.learned_positions * self.hidden_size
         return Weights(whole=size, vectors=1) if size else Weights()
 
@@ -178,7 +178,7 @@ class ModelShape:
 
     def router(self) -> Weights:
         """The gate of one layer."""
-        return Weights(whole=self.hidden_size * self.experts, vectors=1)  # in 16 bits
+        return Weights(whole=self.hidden_size * self.experts, vectors=1)  # always in 16 bits
 
     def rest(self, layer: int) -> Weights:
         """Layer number `layer` (from 1) without router and routed experts."""
@@ -230,7 +230,7 @@ class ModelShape:
         return Weights(self.hidden_size * (all_heads + queries) + bias, whole, 2, vectors)
 
     def _latent_attention(self, latent: LatentAttention) -> Weights:
-        """Down-projections and their norms are repeated on tensor-parallel ranks."""
+        """Latent attention; each tensor-parallel rank has whole down-projections and norms."""
         down = self.hidden_size * (latent.kv_rank + latent.position_size) + latent.kv_rank
         up = latent.kv_rank * (latent.query_key_size + latent.value_size)
         output = latent.value_size * self.hidden_size

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole plan of a job: window, exposed time, traffic, memory, recovery and ETTR.
+"""The complete plan of a job: window, exposed time, traffic, memory, recovery and ETTR.
 
-Windows come from the planner that the training uses; stages that hold equal bytes are planned once.
+Windows come from the planner that training uses; stages with equal bytes are planned once.
 """
 
 import itertools
@@ -39,7 +39,6 @@ from moevement_ext.plan.windows import (
     needs,
     shortest,
 )
-from moevement_ext.replicate.copies import Copies
 from tools.plan import memory
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
@@ -48,8 +47,8 @@ from tools.plan.sizes import held_elements, operator_sizes, scaling_bytes, stage
 from tools.simulate import fields
 from tools.simulate.closed_form import Sparse
 
+# Limit of the search for windows beyond the allowed ones, to report a feasible length.
 _LONGEST_SOUGHT = 64
-"""Windows beyond those that are allowed, to say how long one would have to be."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,23 @@ class ProtectionSettings:
     """Settings of sparse checkpointing; defaults are those of the training's flags."""
 
     window: int | None = None
-    """Iterations; None: the fewest that the links carry."""
+    """Iterations; None: the fewest that the links can carry."""
     max_window: int = 8
-    """The longest window that None may lead to; host memory is reserved for it."""
+    """Longest window that None may lead to; host memory is reserved for it."""
     replicas: int = 2
     localized: bool = True
-    """Log what stages send, so that a lost one replays alone."""
+    """Log all sends between stages, so that a lost stage replays alone."""
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
     """Share of an iteration that can hide a copy."""
     network_share: float = DEFAULT_NETWORK_SHARE
-    """Share of a node's network that replication may take; the rest is training's."""
+    """Share of a node's network for replication; training uses the rest."""
     network_gb_per_s: float | str = AUTO
-    """The flag of that name: a number, for a rank, takes the place of the share."""
+    """The flag `--sparse-ckpt-network-gb-per-s`: a rate per rank, which replaces the share."""
     log_lag: float | None = None
-    """Iterations that persisting a window takes, which the log has room for; None: from the rates
-    of the cluster."""
+    """Iterations until a window is persisted, which the log has space for; None: from the cluster's
+    rates."""
     disk: bool = False
-    """Windows are copied to disk, which takes one more window file of each rank's own."""
+    """Windows are also copied to disk, which takes one more window file per rank."""
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -90,25 +89,25 @@ class ProtectionSettings:
 
     @property
     def network_bytes_per_s(self) -> float | None:
-        """What replication of a rank is held to; None: to a share of the link."""
+        """Limit of a rank's replication; None: a share of the link."""
         return SparseCheckpointConfig(network_gb_per_s=self.network_gb_per_s).network_bytes_per_s
 
     @property
     def longest_window(self) -> int:
-        """Iterations that host memory is reserved for, if so much fits."""
+        """Iterations that host memory is reserved for, if available."""
         return self.max_window if self.window is None else self.window
 
 
 @dataclass(frozen=True)
 class FailureRate:
-    """How often the job fails, and what a recovery takes besides the replay."""
+    """Failures of the job, and the duration of a recovery without its replay."""
 
     mtbf_s: float = math.inf
     """Mean seconds between failures of the job."""
     restart_s: float = 30.0
     """Seconds from a failure until the replay begins."""
     local_saving: float = 0.0
-    """Share of a replayed iteration that is saved as only the lost stage computes."""
+    """Share of a replayed iteration that is saved because only the lost stage computes."""
     frozen_saving: float = 0.0
     """Share of an operator's work that is saved while it is frozen."""
 
@@ -119,7 +118,7 @@ class FailureRate:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a plan depends on.
+    """All inputs of a plan.
 
     Raises:
         FieldError: a field breaks its rule or fields do not fit together.
@@ -135,7 +134,7 @@ class Job:
     protection: ProtectionSettings = field(default_factory=ProtectionSettings)
     failures: FailureRate = field(default_factory=FailureRate)
     overhead_s: float = 0.0
-    """Measured seconds added to each iteration, besides the exposed time that is computed."""
+    """Measured seconds added to each iteration, beside the computed exposed time."""
 
     def __post_init__(self) -> None:
         fields.check(self, positive='iteration_s', not_negative='overhead_s')
@@ -148,53 +147,43 @@ class Job:
 
     @property
     def send_bytes_per_s(self) -> float:
-        """What replication of a rank takes of the network, on average at most."""
+        """Average limit of a rank's replication traffic."""
         link, settings = self.cluster.network_bytes_per_s / self.ranks_per_node, self.protection
         return held_to(link, settings.network_share, settings.network_bytes_per_s) or link
 
     @property
     def nodes(self) -> int:
-        """Nodes in use."""
+        """Number of nodes in use."""
         return -(-self.layout.ranks // self.ranks_per_node)
 
     @property
     def copies(self) -> int:
-        """Replicas that there are other nodes for."""
+        """Number of replicas, limited by the number of other nodes."""
         return min(self.protection.replicas, self.nodes - 1)
-
-    @property
-    def placed(self) -> Copies:
-        """Where they are."""
-        return memory.copies(self.layout, self.ranks_per_node, self.protection.replicas)
-
-    @property
-    def sent(self) -> int:
-        """Those of them that are sent; of the others data-parallel peers capture the same."""
-        return max(map(len, self.placed.holders))
 
 
 @dataclass(frozen=True)
 class StageKind:
-    """Stages that hold equal bytes, and their window. Slots are those of the first of them."""
+    """Stages with equal bytes, and their window. Slots are those of the first such stage."""
 
     stages: list[int]
     operators: list[OperatorBytes]
     plan: WindowPlan
     held_parameters: int
-    """Parameters that a rank computes with."""
+    """Number of parameters that a rank computes with."""
     logged: Logged
-    """What each rank logs per iteration."""
+    """Log of each rank per iteration."""
     always: int = 0
-    """Bytes of each rank that are in every slot, whatever it captures."""
+    """Bytes of each rank in every slot, independent of the captured operators."""
 
     def slot_bytes(self) -> np.ndarray:
-        """int64 (window, ranks of a stage)."""
+        """Bytes, int64 (window, ranks of a stage)."""
         return np.array(self.plan.slot_bytes(self.operators), dtype=np.int64) + self.always
 
 
 @dataclass(frozen=True)
 class PaperPlan:
-    """What the paper's Algorithm 1 says to the same operators and budget."""
+    """Plan of the paper's Algorithm 1 for the same operators and budget."""
 
     window: int
     bytes_over_budget: int
@@ -209,16 +198,16 @@ class JobPlan:
     budgets: Budgets
     kinds: list[StageKind]
     fewest: int | None
-    """The shortest window that the links carry; None: there is none, or a very long one."""
+    """Shortest window that the links can carry; None: none, or an extremely long one."""
     fewest_by_copy: int | None
-    """The same if the network were no limit."""
+    """Shortest window with an unlimited network."""
     paper: PaperPlan
     longest: int
-    """W that host memory is reserved for."""
+    """Longest W that host memory is reserved for."""
 
     @property
     def limited_by(self) -> str:
-        """`copy` or `network`: what makes the window as long as it is."""
+        """`copy` or `network`: the link that determines the window."""
         return 'copy' if self.fewest == self.fewest_by_copy else 'network'
 
     @property
@@ -227,28 +216,28 @@ class JobPlan:
         return self.kinds[0].plan.window
 
     def exposed_s(self) -> np.ndarray:
-        """Seconds by which each slot's copy lengthens its iteration, float64 (window,)."""
+        """Seconds that each slot's copy adds to its iteration, float64 (window,)."""
         largest = np.max([kind.slot_bytes().max(axis=1) for kind in self.kinds], axis=0)
         over = np.maximum(largest - self.budgets.copy_bytes, 0)
         seconds: np.ndarray = over / self.job.cluster.copy_bytes_per_s
         return seconds
 
     def _busiest_node(self, values: Sequence[np.ndarray]) -> np.float64:
-        """The greatest sum over the ranks of a node, of values (ranks of a stage,) of each kind."""
+        """Largest sum over the ranks of a node, given values (ranks of a stage,) of each kind."""
         of_ranks = per_rank(self.job.layout, self.kinds, values)
         nodes = np.arange(len(of_ranks)) // self.job.ranks_per_node
         return np.bincount(nodes, weights=of_ranks).max()
 
     def replicated_bytes(self) -> float:
-        """Bytes that leave the busiest node per iteration, mean over the window."""
+        """Bytes that the busiest node sends per iteration, mean over the window."""
         means = [kind.slot_bytes().mean(axis=0) for kind in self.kinds]
-        return float(self.job.sent * self._busiest_node(means))
+        return float(self.job.copies * self._busiest_node(means))
 
     def queued(self, kind: StageKind) -> np.ndarray:
-        """Bytes that wait to be sent to a holder after each slot, int64 (window, ranks of a stage).
+        """Bytes that wait for transmission after each slot, int64 (window, ranks of a stage).
 
-        At the pace that replication takes of the network on average. They wait in the file of their
-        window, which host memory has room for.
+        Assumes the average pace of replication. The bytes wait in the file of their window, which
+        is part of the reserved host memory.
         """
         slots = kind.slot_bytes()
         offered = self.budgets.network_bytes
@@ -259,11 +248,11 @@ class JobPlan:
         return slots
 
     def queue_bytes(self) -> int:
-        """The most of them, on any rank."""
+        """Maximum of `queued` over all ranks."""
         return max(int(self.queued(kind).max()) for kind in self.kinds)
 
     def network_bytes(self) -> float:
-        """Bytes per iteration that a node's network has for replication."""
+        """Bytes per iteration that a node's network can carry for replication."""
         return self.job.send_bytes_per_s * self.job.ranks_per_node * self.job.iteration_s
 
     def log_bytes_of_node(self) -> int:
@@ -274,14 +263,14 @@ class JobPlan:
         """Memory of the node that needs most.
 
         Args:
-            longest_window: iterations to reserve memory for; None: as the training does.
+            longest_window: iterations to reserve memory for; None: as training does.
         """
         return _host_memory(self.job, self.kinds, longest_window or self.longest, self.log_lag())
 
     def taken_bytes(self) -> int:
-        """Bytes that this node takes of it with this window; a longer one takes more for the log.
+        """Bytes of the reservation that this node uses; with a longer window the log uses more.
 
-        Windows of any length take what the longest does.
+        Windows of any length use as much as the longest window.
         """
         longest, window = self.longest, self.window
         if self.job.protection.window is None:
@@ -290,25 +279,25 @@ class JobPlan:
         return whole.node_total
 
     def persist_s(self) -> float:
-        """Seconds from the beginning of the copy of a window's last slot until it is persisted.
+        """Seconds from the start of the copy of a window's last slot until the window is persisted.
 
-        The slot is copied, summed and sent to the holders after what waits before it; they sum the
-        whole window; then that is announced.
+        The slot is copied, summed and sent to the holders behind the queue; holders verify the sums
+        of the whole window; then that is announced.
         """
         cluster = self.job.cluster
         last = max(int(kind.slot_bytes()[-1].max()) for kind in self.kinds)
         seconds = last / cluster.copy_bytes_per_s + last / memory.CHECKSUM_BYTES_PER_S
-        if self.job.sent:
+        if self.job.copies:
             share = self.job.send_bytes_per_s
             whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in self.kinds)
             queued = max(int(self.queued(kind)[-1].max()) for kind in self.kinds)
-            seconds += self.job.sent * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
+            seconds += self.job.copies * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
         return seconds + memory.ANNOUNCEMENT_S
 
     def log_lag(self) -> float:
         """Iterations of its log that are written until a window is persisted, at most 1.
 
-        The next window does not begin before that.
+        The next window does not begin earlier.
         """
         job = self.job
         if job.protection.log_lag is not None:
@@ -316,7 +305,7 @@ class JobPlan:
         return min(1.0, memory.log_lag(job.layout, job.batch, self.persist_s(), job.iteration_s))
 
     def effectiveness(self) -> Sparse:
-        """Recovery and ETTR in closed form."""
+        """Recovery and ETTR by closed formulas."""
         failures = self.job.failures
         return Sparse(
             iteration_s=self.job.iteration_s,
@@ -332,20 +321,20 @@ class JobPlan:
 def iteration_seconds(
     model: ModelShape, layout: Layout, batch: Batch, cluster: Cluster, mfu: float
 ) -> float:
-    """Seconds of an iteration at a model FLOPs utilization in (0, 1]."""
+    """Seconds of an iteration, given the model FLOPs utilization in (0, 1]."""
     fields.part('mfu', mfu)
     flops = model.flops_per_token(batch.sequence_length) * batch.tokens
     return flops / (layout.ranks * cluster.peak_flops * mfu)
 
 
 def hidden_budgets(job: Job) -> Budgets:
-    """What the links of a rank move while an iteration computes."""
+    """Bytes that the links of a rank carry during the computation of an iteration."""
     settings = job.protection
     return budgets(
         job.iteration_s,
         job.cluster.copy_bytes_per_s,
         job.cluster.network_bytes_per_s / job.ranks_per_node,
-        job.sent,
+        job.copies,
         settings.hidden_fraction,
         settings.network_share,
         settings.network_bytes_per_s,
@@ -356,7 +345,7 @@ def plan_job(job: Job) -> JobPlan:
     """Plan all stages with one window.
 
     Raises:
-        InfeasiblePlan: the window is left to the planner, and the copy of one operator alone takes
+        InfeasiblePlan: the planner chooses the window, and the copy of a single operator takes
             too long; a note names the stage.
         FieldError: model and layout do not fit together.
     """
@@ -388,7 +377,7 @@ def plan_job(job: Job) -> JobPlan:
 def per_rank(
     layout: Layout, kinds: Sequence[StageKind], values: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Values of every global rank from those (ranks of a stage,) of each kind of stage."""
+    """Values of every global rank, from values (ranks of a stage,) of each kind of stage."""
     by_stage = [np.empty(0)] * layout.pipeline
     for kind, value in zip(kinds, values, strict=True):
         for stage in kind.stages:
@@ -403,22 +392,20 @@ def _host_memory(
     log_lag: float,
     logged_window: int | None = None,
 ) -> HostMemoryPlan:
-    """With windows and logs for the longest, or with logs for a shorter window."""
+    """Host memory with windows of the longest length, and logs for that or a shorter length."""
     files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
-    stubs = [np.array(memory.stub_files(kind.operators, longest, kind.always)) for kind in kinds]
     rings = memory.log_rings([kind.logged for kind in kinds], logged_window or longest, log_lag)
     return memory.fullest_node(
         per_rank(job.layout, kinds, files).astype(np.int64),
         per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),
         job.ranks_per_node,
-        job.placed,
+        job.protection.replicas,
         job.protection.disk,
-        per_rank(job.layout, kinds, stubs).astype(np.int64),
     )
 
 
 def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
-    """W that host memory has room for, as the training finds it before iteration 1."""
+    """Longest W that fits into host memory, by the rule of training before iteration 1."""
     settings = job.protection
     if settings.window is not None:
         return settings.window
@@ -432,7 +419,7 @@ def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
 
 
 def _with_always(operators: Sequence[OperatorBytes], always: int) -> list[OperatorBytes]:
-    """Operators of which the last carries what is in every slot: so does it, in full or light."""
+    """Operators with the bytes of every slot added to the last operator, which every slot has."""
     *others, last = operators
     full, light = (tuple(size + always for size in sizes) for sizes in (last.full, last.light))
     return [*others, OperatorBytes(last.name, full, light)]
@@ -446,7 +433,7 @@ def _equal_stages(job: Job) -> list[list[int]]:
 
 
 def _fewest(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> int | None:
-    """The shortest window within budget on all stages; None: there is none."""
+    """The shortest window within budget on all stages; None without one."""
     try:
         return max(fewest_slots(operators, budget).window for operators in stages)
     except InfeasiblePlan:
@@ -456,7 +443,7 @@ def _fewest(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> int | Non
 def _reason(
     stages: Sequence[Sequence[OperatorBytes]], groups: Sequence[Sequence[int]], budget: int
 ) -> InfeasiblePlan:
-    """The error of the first stage that no window is within budget on."""
+    """The error of the first stage without a window within budget."""
     for operators, group in zip(stages, groups, strict=True):
         try:
             fewest_slots(operators, budget)

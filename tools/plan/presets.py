@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a cluster offers; the models, clusters and rates of failures that `presets.toml` lists."""
+"""The resources of a cluster; the models, clusters and failure rates in `presets.toml`."""
 
 import tomllib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs. Bytes, seconds; rates are those achieved, not nominal ones.
+    """Equal nodes of equal GPUs. Units are bytes and seconds; rates are achieved, not nominal.
 
     Raises:
         FieldError: a field breaks its rule.
@@ -29,13 +29,13 @@ class Cluster:
     gpus_per_node: int
     gpu_memory_bytes: float
     copy_bytes_per_s: float
-    """GPU to host memory, per GPU, all GPUs of a node at once."""
+    """Rate from GPU to host memory, per GPU, with all GPUs of a node active."""
     network_bytes_per_s: float
-    """Rate out of a node, over all links together."""
+    """Rate out of a node, over all links."""
     host_memory_bytes: float
-    """Memory of a node, for everything."""
+    """Total memory of a node."""
     peak_flops: float
-    """Operations per second of a GPU in bf16, dense; for iteration times from MFU."""
+    """Dense bf16 operations per second of a GPU; to derive iteration times from MFU."""
 
     def __post_init__(self) -> None:
         rates = 'copy_bytes_per_s network_bytes_per_s peak_flops'
@@ -56,14 +56,14 @@ _KNOWN = tomllib.loads(files(__package__).joinpath('presets.toml').read_text('ut
 PUBLISHED: dict[str, dict[str, float]] = {
     name: sections['published'] for name, sections in _KNOWN['models'].items()
 }
-"""By name: 1e9 parameters, `total` and, where they follow from the shape, `active`."""
+"""Published parameters by name, in 1e9: `total` and, if the shape determines it, `active`."""
 PRESETS = {name: _training(**sections) for name, sections in _KNOWN['models'].items()}
-"""Models by name; the first four are those of the paper's evaluation."""
+"""Models by name; the first four belong to the paper's evaluation."""
 CLUSTERS = {name: Cluster(name, **figures) for name, figures in _KNOWN['clusters'].items()}
 GPU_HOURS_PER_FAILURE: dict[str, float] = _KNOWN['gpu_hours_per_failure']
-"""GPU-hours from one failure of a job to the next."""
+"""GPU-hours between failures of a job."""
 
 
 def mtbf_s(gpu_hours_per_failure: float, gpus: int) -> float:
-    """Mean seconds between failures of a job on `gpus` GPUs that fail independently."""
+    """Mean seconds between failures of a job on `gpus` GPUs with independent failures."""
     return gpu_hours_per_failure * 3600 / gpus

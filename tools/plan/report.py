@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a table for people and as JSON for programs, and what a user should know about it.
+"""A plan as a table for people and as JSON for programs, with reasons and warnings.
 
-That is why it cannot work, and what it would cost unnoticed.
+These say why a plan cannot work, and costs that a user might overlook.
 """
 
 from collections.abc import Iterator
@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from moevement_ext.command import shown
 from moevement_ext.memory.budget import GIB, gib
 from tools.plan.planning import JobPlan, StageKind
 from tools.simulate.terminal import table
 
+# Megatron's main gradients are fp32.
 _GRADIENT_BYTES = 4
-"""Megatron's main gradients are fp32."""
 
 
 def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
-    """Everything a plan says; bytes, seconds and shares."""
+    """All results of a plan; bytes, seconds and shares."""
     job, effect = plan.job, plan.effectiveness()
     exposed, memory = plan.exposed_s(), plan.host_memory()
     return {
@@ -77,7 +78,7 @@ def _stage_json(kind: StageKind) -> dict[str, Any]:
 
 
 def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None:
-    """For people."""
+    """Print the plan for people."""
     job = plan.job
     text = (
         f'{job.model.name}: {job.model.total_parameters / 1e9:.1f}e9 parameters, '
@@ -121,7 +122,7 @@ def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
                                           f'{network}'),
         ('exposed per iteration', f'{exposed.mean():.4f} s, worst {exposed.max():.4f} s'),
         ('replication per node and iteration', f'{plan.replicated_bytes() / 1e9:.2f} GB in '
-         f'{job.sent} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),
+         f'{job.copies} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),
         ('log per node and iteration', gib(plan.log_bytes_of_node())),
         ('persisting a window takes', f'{plan.persist_s():.2f} s; the log is for '
                                       f'--sparse-ckpt-log-lag {plan.log_lag():g}'),
@@ -144,14 +145,14 @@ def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
 
 
 def _rank_bytes(kind: StageKind) -> tuple[int, int]:
-    """Bytes of the largest rank of the stage, all in full and all light."""
+    """Bytes of the largest rank of the stage, with all operators full and all light."""
     full = np.sum([operator.full for operator in kind.operators], axis=0)
     light = np.sum([operator.light for operator in kind.operators], axis=0)
     return int(full.max()), int(light.max())
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`0-3 5` for [0, 1, 2, 3, 5]."""
+    """Format numbers as ranges: `0-3 5` for [0, 1, 2, 3, 5]."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
@@ -165,11 +166,11 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-# ---- what to know about it
+# ---- reasons and warnings
 
 
 def infeasible(plan: JobPlan) -> str | None:
-    """Why training by this plan would be refused, and what to do; None if it would not."""
+    """Reason why training would refuse the plan, with a remedy; None if training accepts it."""
     available = plan.job.cluster.host_memory_bytes
     needed = plan.host_memory()
     if needed.node_total <= available:
@@ -184,7 +185,7 @@ def infeasible(plan: JobPlan) -> str | None:
 
 
 def warnings(plan: JobPlan) -> list[str]:
-    """One sentence or two each, with the numbers and what to do."""
+    """Warnings of one or two sentences, with numbers and remedies."""
     checks = (_window, _network, _exposed, _memory, _domains, _recovery, _hardware)
     return [text for check in checks for text in check(plan)]
 
@@ -201,7 +202,7 @@ def _window(plan: JobPlan) -> Iterator[str]:
 def _network(plan: JobPlan) -> Iterator[str]:
     if plan.limited_by == 'network':
         yield (
-            f'the network makes the window longer ({plan.job.sent} replicas leave each node); by '
+            f'the network makes the window longer ({plan.job.copies} replicas leave each node); by '
             f'the copy to host memory alone it would be {plan.fewest_by_copy}'
         )
     needed, offered = plan.replicated_bytes(), plan.network_bytes()
@@ -281,7 +282,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     if precision.master == 'fp8':
         yield (
             'masters in fp8 lose updates that are small beside a weight; compare the losses '
-            '(python -m tools.bench.precision)'
+            f'({shown("python -m tools.bench.precision")})'
         )
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes of each operator on each rank of a stage, from a model's shape and a layout.
 
-Operators, their names and their order are those of the training (embedding, `layer3.expert5`,
+Operators, their names and their order equal those of training (embedding, `layer3.expert5`,
 `layer3.router`, `layer3.rest`, head; experts first, turn by turn over the expert-parallel ranks).
 With the distributed optimizer a rank captures its shard of each gradient bucket: a contiguous range
-of the parameters in backward order, so that it holds much of few operators rather than a little of
-all; weights that the ends of the pipeline share have a bucket of their own. Left out: alignment of
-tensors, padding of buckets, router buffers and step counters. Scales are counted on every rank that
-has a part of an operator, as if of all its tensors.
+of the parameters in backward order, so that a rank holds much of few operators instead of a little
+of all; weights that both ends of the pipeline share have their own bucket. Left out: alignment of
+tensors, padding of buckets, router buffers and step counters. Every rank with a part of an operator
+counts the scales of all tensors of the operator.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ _BUCKET_ELEMENTS_PER_RANK = 1_000_000
 
 
 class Piece(NamedTuple):
-    """Elements of one operator on one rank, before sharding, where they lie together."""
+    """Contiguous elements of one operator on one rank, before sharding."""
 
     operator: str
     elements: int
     weights: Weights
-    """What it is a rank's part of."""
+    """The operator's weights, of which this is a rank's part."""
     alone: bool = False
-    """In a bucket of its own: weights that the first and the last stage share."""
+    """True if the piece has its own bucket: weights shared by the first and the last stage."""
 
 
 class ChunkPieces(NamedTuple):
@@ -43,11 +43,11 @@ class ChunkPieces(NamedTuple):
 
     dense: list[Piece]
     experts: list[list[Piece]]
-    """Pieces by expert-parallel rank; all alike but for the names."""
+    """Pieces by expert-parallel rank; they differ only in names."""
 
 
 def stage_kind(model: ModelShape, layout: Layout, stage: int) -> tuple[object, ...]:
-    """Stages of equal kind hold equal bytes, under other layer numbers."""
+    """A key that is equal for stages with equal bytes, whatever their layer numbers."""
     chunks = layout.layers_of(stage, model.layers)
     kinds = tuple(tuple(model.has_experts(layer) for layer in chunk) for chunk in chunks)
     return kinds, stage == 0, stage == layout.pipeline - 1
@@ -74,12 +74,12 @@ def operator_sizes(
 
 
 def held_elements(model: ModelShape, layout: Layout, stage: int) -> int:
-    """Parameters that a rank of `stage` computes with, whatever it owns of their masters."""
+    """Number of parameters that a rank of `stage` computes with, regardless of ownership."""
     return sum(piece.elements for piece in _held(model, layout, stage))
 
 
 def scaling_bytes(model: ModelShape, layout: Layout, precision: Precision, stage: int) -> int:
-    """Bytes of delayed scaling's state on a rank of `stage`, which are in every slot."""
+    """Bytes of delayed scaling's state on a rank of `stage`, which every slot has."""
     matrices = sum(piece.weights.matrices for piece in _held(model, layout, stage))
     return matrices * precision.scaling_bytes
 
@@ -90,7 +90,7 @@ def _held(model: ModelShape, layout: Layout, stage: int) -> list[Piece]:
 
 
 def capture_order(model: ModelShape, chunks: Sequence[ChunkPieces]) -> list[str]:
-    """Tied embedding and head, then experts turn by turn over the ranks, then all others."""
+    """Operators in order: tied embedding and head, experts turn by turn over ranks, all others."""
     dense = list(dict.fromkeys(piece.operator for chunk in chunks for piece in chunk.dense))
     turns = zip(
         *(
@@ -110,8 +110,8 @@ def capture_order(model: ModelShape, chunks: Sequence[ChunkPieces]) -> list[str]
 def shard(elements: Sequence[int], shards: int, bucket: int | None) -> np.ndarray:
     """Elements of each piece that each shard owns, int64 (pieces, shards).
 
-    The pieces lie in a buffer in reverse order; it is cut into buckets at the first piece that
-    makes one reach `bucket` elements (None: one bucket), and every bucket into equal shards.
+    The buffer has the pieces in reverse order; a bucket ends with the first piece that makes it
+    reach `bucket` elements (None: one bucket), and every bucket is divided into equal shards.
     """
     sizes = np.array(elements, dtype=np.int64)[::-1]
     owned = np.zeros((len(sizes), shards), dtype=np.int64)
@@ -164,13 +164,13 @@ def _owned(
 ) -> np.ndarray:
     """Elements of each piece that each rank of a group owns, int64 [pieces, group].
 
-    Those of `shard`; without the distributed optimizer every rank of the group owns all.
+    Computed by `shard`; without the distributed optimizer every rank of the group owns all.
     """
     elements = [piece.elements for piece in pieces]
     if not layout.distributed_optimizer:
         return np.tile(np.array(elements, dtype=np.int64)[:, None], (1, group))
     bucket = None
-    if layout.overlap_grad_reduce and stage == 0 and chunk == 0:  # upstream makes no others
+    if layout.overlap_grad_reduce and stage == 0 and chunk == 0:  # upstream limits no other buckets
         ranks = layout.data * layout.context
         bucket = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * ranks)
     owned = np.empty((len(pieces), group), dtype=np.int64)

@@ -15,7 +15,7 @@ UTILIZATION = 0.35
 
 
 def preset_job(name: str, cluster: str) -> Job:
-    """A preset with the settings that a training without flags has."""
+    """A preset with the settings of a training without flags."""
     preset, machine = PRESETS[name], CLUSTERS[cluster]
     seconds = iteration_seconds(preset.model, preset.layout, preset.batch, machine, UTILIZATION)
     settings = ProtectionSettings(log_lag=SparseCheckpointConfig.log_lag)
@@ -23,7 +23,7 @@ def preset_job(name: str, cluster: str) -> Job:
 
 
 def cell(job: Job) -> str:
-    """W of the longest that fits, GiB taken of those needed by a node, or why there is no plan."""
+    """W of the longest window that fits, GiB used and needed per node; or why there is no plan."""
     try:
         plan = plan_job(job)
     except InfeasiblePlan as error:
@@ -37,7 +37,7 @@ def cell(job: Job) -> str:
 
 
 def table() -> str:
-    """In Markdown."""
+    """The table in Markdown."""
     head = ['Model', *(f'`{name}`' for name in CLUSTERS)]
     rows = [
         [f'`{model}`', *(cell(preset_job(model, cluster)) for cluster in CLUSTERS)]

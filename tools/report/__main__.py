@@ -5,12 +5,12 @@ r"""Writes one page about a run, from its events (`--sparse-ckpt-events`).
     python -m tools.plan --json ... > plan.json
     python -m tools.report runs/events -o report.html --plan plan.json
 
-What each rank did when, where the time went (effective training time ratio), each failure with the
-phases of its recovery and what was verified, host memory and slots. With a plan, its forecast
-beside what was measured. The page needs nothing but itself: no network, no script. Of a run that is
-not over it shows the state of now.
+The page has the activity of each rank, the use of time (effective training time ratio), each
+failure with the phases and verification of its recovery, host memory and slots. With a plan, it
+compares the forecast with measurements. The page is self-contained: no network, no script. For a
+running job it shows the present state.
 
-Exit status: 0 done, 2 there is nothing to report on, or the page cannot be written.
+Exit status: 0 done, 2 there is nothing to report, or the page cannot be written.
 """
 
 import sys
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='python -m tools.report', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='HTML file to write')
-    parser.add_argument('--plan', type=Path, help='what `python -m tools.plan --json` printed')
+    parser.add_argument('--plan', type=Path, help='output of `python -m tools.plan --json`')
     parser.add_argument('--title', help='name of the run (default: the folder)')
     args = parser.parse_args(argv)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan said beside what was measured."""
+"""Comparison of a plan with measurements."""
 
 import statistics
 from collections import Counter
@@ -8,30 +8,31 @@ from typing import NamedTuple
 
 import msgspec
 
+from moevement_ext.command import shown
 from tools.lab.errors import LabError
 from tools.lab.history import History, Shares
 from tools.lab.text import duration, size
 
 
 class Plan(msgspec.Struct):
-    """What is used of the JSON of `tools.plan`; seconds and bytes."""
+    """The used part of the JSON of `tools.plan`; seconds and bytes."""
 
     iteration_s: float
     window: int
     overhead_s: float
     host_memory_bytes_per_node: dict[str, int]
     mtbf_s: float | None
-    """None: without failures."""
+    """None: no failures."""
     expected_recovery_s: float
 
     def ettr(self, mtbf_s: float | None) -> float:
-        """Effective training time ratio at another failure rate, to first order (None: never)."""
+        """Effective training time ratio at another MTBF, by first order (None: no failures)."""
         ratio = self.iteration_s / (self.iteration_s + self.overhead_s)
         return ratio if mtbf_s is None else ratio / (1 + self.expected_recovery_s / mtbf_s)
 
 
 class Row(NamedTuple):
-    """One figure of both."""
+    """One figure, planned and measured."""
 
     what: str
     planned: str
@@ -42,7 +43,7 @@ def read_plan(path: Path) -> Plan:
     """Read a plan.
 
     Raises:
-        LabError: it is none.
+        LabError: the file is no plan.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Plan)
@@ -50,12 +51,12 @@ def read_plan(path: Path) -> Plan:
         raise LabError(f'--plan {path}: {error.strerror}') from error
     except msgspec.MsgspecError as error:
         raise LabError(
-            f'--plan {path}: {error}; give what `python -m tools.plan --json` printed'
+            f'--plan {path}: {error}; give what `{shown("python -m tools.plan")} --json` printed'
         ) from error
 
 
 def compare(plan: Plan, history: History, shares: Shares | None) -> list[Row]:
-    """Figures that both have; a dash where the run has none yet."""
+    """Figures of both; a dash where the run has none yet."""
     pace = history.pace
     windows = [len(slots) for slots in history.slots.values()]
     downs = [episode.end - episode.start for episode in history.episodes if episode.end]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who did what when, as places in a drawing of some width."""
+"""Activity of ranks over time, as positions in a drawing of some width."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,42 +8,42 @@ from tools.lab.history import History, together
 from tools.lab.plots import Doing, Span
 from tools.lab.text import duration
 
-_MOST_RANKS = 64  # beyond it a lane is a stage
+_MOST_RANKS = 64  # with more ranks, a lane is a stage
 _TICKS = 4
 
 
 class Lanes(NamedTuple):
-    """A stage of the pipeline, or all ranks where stages are not known."""
+    """A stage of the pipeline, or all ranks if stages are unknown."""
 
     title: str
     lanes: list[tuple[str, list[Span]]]
-    """Names and what they did."""
+    """Names and activity of the lanes."""
 
 
 class Piece(NamedTuple):
-    """A span of a lane that is drawn."""
+    """A drawn span of a lane."""
 
     style: str
-    """Class in the template."""
+    """CSS class in the template."""
     left: float
     width: float
-    """Both in percent."""
+    """Position and width in percent."""
     text: str
 
 
 class Track(NamedTuple):
-    """A lane that is drawn."""
+    """A drawn lane."""
 
     name: str
     pieces: list[Piece]
 
 
 class Timeline(NamedTuple):
-    """Lanes over a stretch of time."""
+    """Lanes over a period."""
 
     groups: list[tuple[str, list[Track]]]
     ticks: list[tuple[float, str]]
-    """Percent and what stands there."""
+    """Position in percent, and label."""
 
 
 _STYLES = {
@@ -55,7 +55,7 @@ _STYLES = {
 
 
 def of_run(history: History) -> list[Lanes]:
-    """Lanes by stage: of its ranks, or of all of them as one if the job has many."""
+    """Lanes by stage: one per rank, or one for the whole stage in a large job."""
     stages: dict[int | None, list[int]] = {}
     for rank in history.ranks:
         place = history.places.get(rank)
@@ -73,7 +73,7 @@ def of_run(history: History) -> list[Lanes]:
 
 
 def timeline(groups: Sequence[Lanes], start: float, end: float) -> Timeline:
-    """What is seen of the lanes from `start` to `end`, in seconds since the epoch."""
+    """Visible part of the lanes from `start` to `end`, in seconds since the epoch."""
     length = max(end - start, 1e-3)
 
     def track(name: str, spans: Sequence[Span]) -> Track:
@@ -95,7 +95,7 @@ def timeline(groups: Sequence[Lanes], start: float, end: float) -> Timeline:
 
 
 def marks(history: History) -> list[tuple[int, float]]:
-    """Number and place in percent of each failure, over the whole run."""
+    """Number and position in percent of each failure, over the whole run."""
     length = max(history.end - history.begun, 1e-3)
     return [
         (number, 100 * (episode.start - history.begun) / length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: what a history says, put into the template."""
+"""The page: fills the template from a history."""
 
 import shlex
 import statistics
@@ -16,17 +16,17 @@ from tools.lab.text import duration, readable, size
 from tools.report import lanes, protection
 from tools.report.forecast import Plan, compare
 
-_DETAILED = 40  # recoveries that are drawn; the table has all
+_DETAILED = 40  # limit of drawn recoveries; the table has all
+# Colour in the template, by phase of a localized recovery or of a whole-job one.
 _PHASES = {
     'detect': 0, 'find': 0, 'unblock': 1, PROCESS_START: 2, 'respawn': 1, 'load': 3, 'regroup': 3,
     'fetch': 4, 'obtain': 4, 'convert': 5, 'catch_up': 6,
 }  # fmt: skip
-"""Colour in the template, by phase of a localized recovery or of one of the whole job."""
 _NOTES = 20
 
 
 class Tile(NamedTuple):
-    """A figure above all others."""
+    """A figure at the top of the page."""
 
     name: str
     value: str
@@ -34,23 +34,23 @@ class Tile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of a bar."""
+    """A part of a bar."""
 
     name: str
     share: float
     """Share of the bar, 0 to 1."""
     text: str
     style: str
-    """Class in the template."""
+    """CSS class in the template."""
 
 
 def render(history: History, title: str, plan: Plan | None) -> str:
     """HTML of the whole page.
 
     Args:
-        history: of the run.
-        title: its name.
-        plan: a forecast to compare with.
+        history: history of the run.
+        title: name of the run.
+        plan: forecast for comparison, if any.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -86,7 +86,7 @@ def _moment(time: float) -> str:
 
 
 def _about(history: History) -> dict[str, str]:
-    """What was trained, where and by what, for those to whom the page is sent."""
+    """Model, machine and software of the run, for readers outside the team."""
     about = history.about
     nodes = sorted({place.node for place in history.places.values()})
     found = {'hosts': ', '.join(nodes)} if nodes else {}
@@ -103,7 +103,7 @@ def _numbered(history: History) -> list[tuple[int, Episode]]:
 
 
 def _verdict(history: History) -> str:
-    """The state of the run in a sentence or two."""
+    """State of the run in a sentence or two."""
     found = history.episodes
     differing = sum(len(episode.differing) for episode in found)
     verified = sum(episode.verified for episode in found)
@@ -193,11 +193,11 @@ def _recovery(
 
 
 def _headline(episode: Episode, history: History) -> str:
-    """What was lost, before what survivors noticed of it."""
+    """The lost workers, or else the reasons that survivors detected."""
     if not episode.reasons:
         return 'all workers were started again'
     named = [reason for reason in episode.reasons if reason.startswith('rank ')]
-    if named or not episode.replaced:  # the launcher's words, which saw it
+    if named or not episode.replaced:  # the launcher saw the failure, and named it
         return '; '.join(readable(reason) for reason in named or episode.reasons)
     nodes: dict[str, list[int]] = {}
     for rank in episode.replaced:
@@ -212,7 +212,7 @@ def _headline(episode: Episode, history: History) -> str:
 
 
 def _notes(history: History) -> list[str]:
-    """What reduced protection, the newest last; a thing tried again and again is counted."""
+    """Reductions of protection, the newest last; repeated ones are counted."""
     reasons = (event.reason.partition('; next attempt')[0] for event in history.reduced())
     counts = Counter(reasons)
     found = [reason if n == 1 else f'{reason} ({n} times)' for reason, n in counts.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What protection is like: pace, slots, host memory, how long windows take to be safe."""
+"""Figures of protection: pace, slots, host memory, time until windows are safe."""
 
 import math
 import statistics
@@ -14,20 +14,20 @@ _BINS = 120
 
 
 class Chart(NamedTuple):
-    """A line over the time of the run, in a box of 100 by 100 whose origin is above left."""
+    """A line over the time of the run, in a box of 100 by 100 with its origin at the top left."""
 
     points: str
-    """An SVG path, of a piece for each stretch without a failure."""
+    """An SVG path, with a piece for each period without a failure."""
     ticks: list[tuple[float, str]]
-    """Percent from below, and what stands there."""
+    """Percent from the bottom, and label."""
 
 
 class Bar(NamedTuple):
-    """One of several bars of the same scale."""
+    """A bar in a group with one scale."""
 
     name: str
     percent: float
-    """Length in per cent of the longest bar."""
+    """Length in percent of the longest bar."""
     text: str
 
 
@@ -45,7 +45,7 @@ class MemoryRow(NamedTuple):
 
 
 def pace_chart(history: History) -> Chart | None:
-    """Seconds per undisturbed iteration, mean over ranks; gaps where a failure struck."""
+    """Seconds per undisturbed iteration, mean over ranks; failures leave gaps."""
     length = max(history.end - history.begun, 1e-3)
     bins: dict[int, list[Progress]] = defaultdict(list)
     for pieces in history.progress.values():
@@ -67,7 +67,7 @@ def pace_chart(history: History) -> Chart | None:
             stretches.append([])
         stretches[-1].append(f'{100 * middle:.2f},{100 - 100 * seconds / highest:.2f}')
         before = middle
-    # A piece of one point alone is drawn as a dot, by a line of no length.
+    # A piece of a single point becomes a dot: a line of no length.
     path = ' '.join('M' + ' L'.join(one if one[1:] else one * 2) for one in stretches)
     step = _round_step(highest)
     ticks = [(100 * step * n / highest, tick(step * n)) for n in range(int(highest / step) + 1)]
@@ -75,7 +75,7 @@ def pace_chart(history: History) -> Chart | None:
 
 
 def _failed_between(history: History, before: float, after: float) -> bool:
-    """Whether a failure struck, or lasted, between two places of the run, from 0 to 1."""
+    """True if a failure began or lasted between two positions of the run, from 0 to 1."""
     length = max(history.end - history.begun, 1e-3)
     start, end = (history.begun + length * place for place in (before, after))
     return any(
@@ -85,13 +85,13 @@ def _failed_between(history: History, before: float, after: float) -> bool:
 
 
 def _round_step(highest: float) -> float:
-    """Distance of three ticks or so: 1, 2 or 5 times a power of ten."""
+    """Distance of about three ticks: 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(highest / 3))
     return next(power * many for many in (1, 2, 5, 10) if power * many >= highest / 4)
 
 
 def slot_bars(history: History) -> list[Bar]:
-    """The newest window of the rank that captures most, and its whole state."""
+    """The newest window and the whole state of the rank that captures most."""
     if not history.slots:
         return []
     rank, slots = max(history.slots.items(), key=lambda item: max(item[1]))
@@ -104,7 +104,7 @@ def slot_bars(history: History) -> list[Bar]:
 
 
 def memory_rows(history: History) -> list[MemoryRow]:
-    """Host memory of each node, as its ranks reserved it."""
+    """Host memory of each node, as reserved by its ranks."""
     kinds: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     ranks: dict[str, int] = defaultdict(int)
     for place in history.places.values():
@@ -115,7 +115,7 @@ def memory_rows(history: History) -> list[MemoryRow]:
 
 
 def figures(history: History) -> dict[str, str]:
-    """Names and values."""
+    """Names and values of further figures."""
     found: dict[str, str] = {}
     if history.slots:
         found['iterations per window'] = str(max(len(slots) for slots in history.slots.values()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""What a fault-tolerance system costs and saves: in closed form, and simulated.
+r"""Computes costs and benefits of fault-tolerance systems, by closed formulas and simulation.
 
     python -m tools.simulate --system moevement --window 6 --iteration-time 2.9 --overhead 0.06 \
         --mtbf 600
@@ -13,11 +13,10 @@ r"""What a fault-tolerance system costs and saves: in closed form, and simulated
     python -m tools.simulate iteration --profile train.log
     python -m tools.simulate paper
 
-ETTR is the share of wall-clock time that goes into iterations which are kept. Semantics, formulas
-and systems: docs/simulator.md. `sweep`, `timeline`, `profile`, `iteration` and `paper` have their
-own --help.
+ETTR is the share of wall-clock time in iterations that are kept. Semantics, formulas and systems:
+docs/simulator.md. `sweep`, `timeline`, `profile`, `iteration` and `paper` have their own --help.
 
-Exit status: 0 done, 2 a flag or file that breaks a rule, or a plan that is not feasible.
+Exit status: 0 done, 2 a flag or file breaks a rule, or a plan is infeasible.
 """
 
 import argparse
@@ -44,7 +43,7 @@ SUBCOMMANDS = {
 
 
 def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
-    """Both answers for one system: the closed form and the simulation; seconds, bytes, shares.
+    """Results for one system, by closed formula and by simulation; seconds, bytes, shares.
 
     Raises FieldError, InfeasiblePlan.
     """
@@ -76,7 +75,7 @@ def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
 
 
 def lost_tokens(run: Run | None) -> dict[str, object]:
-    """PLT, MLT and the experts saved in the end, of systems that lose tokens."""
+    """PLT, MLT and the final number of saved experts, for systems that lose tokens."""
     if not isinstance(run, PartialRun):
         return {}
     return {
@@ -107,7 +106,7 @@ def optimal_interval(system: System) -> dict[str, object]:
 
 
 def print_answer(found: dict[str, object], console: Console) -> None:
-    """For people."""
+    """Print the results for people."""
     rows = [(name.replace('_', ' '), _text(value)) for name, value in found.items()]
     console.print(terminal.table(('', ''), rows, show_header=False))
 
@@ -125,7 +124,7 @@ def _text(value: object) -> str:
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """The parser, for its errors, and the flags."""
+    """Return the parser, for its errors, and the parsed flags."""
     parser = Parser(prog='python -m tools.simulate', description=__doc__)
     parser.add_argument('--system', choices=SYSTEMS, required=True)
     parser.add_argument(
@@ -139,7 +138,7 @@ def parse_arguments(
 
 
 def compute(args: argparse.Namespace) -> dict[str, object]:
-    """Everything the flags ask for. Raises what `flags.errors` knows."""
+    """Compute what the flags ask for. Raises the errors that `flags.errors` handles."""
     scenario = flags.scenario(args)
     if not args.optimal_interval:
         return answer(scenario, args.system)

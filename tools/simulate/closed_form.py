@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected effective training time of dense and of sparse checkpointing, in closed form.
+"""Expected effective training time of dense and sparse checkpointing, by closed formulas.
 
-ETTR is useful iteration seconds (T for each iteration that is kept in the end) over wall seconds.
-Failures come one by one with exponential gaps of mean M, on the wall clock: they strike iterations,
-stalls, restarts and recoveries alike, and a recovery that is struck starts over, restart included.
+ETTR is useful iteration seconds (T for each iteration that is kept) divided by wall seconds.
+Failures come one at a time with exponential gaps of mean M, on the wall clock: they hit iterations,
+stalls, restarts and recoveries alike; a recovery that is hit starts over, restart included.
 
-What takes s seconds undisturbed and starts over when struck takes M (e^(s/M) - 1) on average.
-Both exact forms follow from that by renewal: let an attempt of a seconds, when struck, be followed
-by a repair of q seconds (which itself starts over when struck) before it is tried again. Its mean
-time E solves E = (1 - e^(-a/M)) (M + M (e^(q/M) - 1) + E), that is E = M e^(q/M) (e^(a/M) - 1).
-For dense checkpointing the attempt is a whole period, for sparse checkpointing one iteration.
+An operation of s undisturbed seconds that starts over after a failure takes M (e^(s/M) - 1) on
+average. Both exact forms follow by renewal: let a failed attempt of a seconds be followed by a
+repair of q seconds (which itself starts over after a failure) and another attempt. Its mean time E
+solves E = (1 - e^(-a/M)) (M + M (e^(q/M) - 1) + E), that is E = M e^(q/M) (e^(a/M) - 1). An attempt
+is a whole period with dense checkpointing, and one iteration with sparse checkpointing.
 
-How often to take a dense checkpoint follows: with overhead o per iteration fixed, the mean time of
+The best interval of dense checkpoints follows: with a fixed overhead o per iteration, the mean time
+of
 a period over its useful time is smallest where (1 - tau/M) e^((tau + c)/M) = 1, tau = I (T + o).
 The restart time does not matter for the best interval.
 """
@@ -24,15 +25,15 @@ import numpy as np
 from tools.simulate import fields
 
 LONGEST_WINDOW = 1_000_000
-"""Iterations beyond which the sums over a window would not do."""
+"""Limit of W, beyond which the sums over a window would take too long."""
 _BISECTIONS = 200
 
 
 def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
-    """Mean seconds until an attempt succeeds, if every failed one is followed by a repair.
+    """Mean seconds until an attempt succeeds, if a repair follows every failed attempt.
 
-    M e^(q/M) (e^(a/M) - 1) for an attempt of a and a repair of q seconds; infinity where that is
-    beyond floating point, a where there are no failures.
+    M e^(q/M) (e^(a/M) - 1) for an attempt of a and a repair of q seconds; infinity if that exceeds
+    floating point; a without failures.
     """
     if math.isinf(mtbf_s):
         return attempt_s
@@ -45,13 +46,13 @@ def attempts_s(attempt_s: float, repair_s: float, mtbf_s: float) -> float:
 def first_order[Number: (float, np.ndarray)](
     iteration_s: Number, overhead_s: Number, recovery_s: Number, mtbf_s: Number
 ) -> Number:
-    """1/(1 + o/T) x 1/(1 + E[R]/M), of numbers or of arrays that broadcast (paper, appendix C)."""
+    """1/(1 + o/T) x 1/(1 + E[R]/M), for numbers or arrays that broadcast (paper, appendix C)."""
     return 1 / (1 + overhead_s / iteration_s) / (1 + recovery_s / mtbf_s)
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Checkpoints of the whole state every `interval` iterations; a failure rolls all back.
+    """Checkpoints of the whole state every `interval` iterations; a failure rolls back all stages.
 
     Raises:
         FieldError: a field breaks its rule.
@@ -66,7 +67,7 @@ class Dense:
     stall_s: float = 0.0
     """c, seconds that training waits, once per checkpoint."""
     restart_s: float = 0.0
-    """r, seconds from a failure until the state of the last checkpoint computes again."""
+    """r, seconds from a failure until training continues from the last checkpoint."""
     mtbf_s: float = math.inf
     """M, mean seconds between failures of the job; inf: none."""
 
@@ -95,9 +96,9 @@ class Dense:
         return useful_s / attempts_s(self.period_s, self.restart_s, self.mtbf_s)
 
     def expected_recovery_s(self) -> float:
-        """I T/2 + r: restart and iterations done again after one failure (paper, appendix C).
+        """I T/2 + r: restart and repeated iterations after one failure (paper, appendix C).
 
-        The failure strikes at any moment of the period alike, and no second one follows.
+        The failure is uniformly distributed over the period, and no second failure follows.
         """
         return self.interval * self.iteration_s / 2 + self.restart_s
 
@@ -106,9 +107,9 @@ class Dense:
 class Sparse:
     """Windows of `window` iterations back to back; a failure costs a conversion and a replay.
 
-    A failure at position p = 0..W-1 of a window aborts the running iteration. What follows is the
-    restart, the W conversion iterations of the last persisted window, p full iterations, and then
-    the aborted iteration again.
+    A failure at position p = 0..W-1 of a window aborts the running iteration. The recovery consists
+    of the restart, the W conversion iterations of the last persisted window, p full iterations, and
+    then the aborted iteration again.
 
     Raises:
         FieldError: a field breaks its rule.
@@ -119,20 +120,20 @@ class Sparse:
     window: int
     """W, iterations of a window; 1 or more."""
     overhead_s: float = 0.0
-    """o, seconds that checkpointing adds to each iteration; a replayed one does not pay it."""
+    """o, seconds that checkpointing adds to each iteration, except to replayed ones."""
     restart_s: float = 0.0
     """r, seconds from a failure until the replay begins."""
     mtbf_s: float = math.inf
     """M, mean seconds between failures of the job; inf: none."""
     local_saving: float = 0.0
-    """Share of a replayed iteration that is saved since only the failed stages compute, no
-    pipeline bubble included."""
+    """Share of a replayed iteration that is saved because only the failed stages compute, without a
+    pipeline bubble."""
     frozen_saving: float = 0.0
     """Share of an operator's work that is saved while it is frozen (no weight gradient, no
     update)."""
     frozen_shares: tuple[float, ...] | None = None
-    """Share of the work that is frozen in each conversion iteration, one per slot; by default
-    (W - j)/W in the j-th, as for operators that are equally popular."""
+    """Share of the work that is frozen in each conversion iteration, one per slot; None: (W - j)/W
+    in the j-th, for operators of equal popularity."""
 
     def __post_init__(self) -> None:
         fields.check(self, positive='iteration_s', not_negative='overhead_s restart_s',
@@ -159,7 +160,7 @@ class Sparse:
         return self.window - frozen * self.frozen_saving
 
     def conversion_s(self) -> np.ndarray:
-        """Seconds of each conversion iteration, none of which waits for a slot; shape [W]."""
+        """Seconds of each conversion iteration without waits for slots; shape [W]."""
         frozen = 1 - np.arange(1, self.window + 1) / self.window
         if self.frozen_shares is not None:
             frozen = np.array(self.frozen_shares)
@@ -179,7 +180,7 @@ class Sparse:
     def ettr_exact(self) -> float:
         """W T over the mean seconds of a window, the sum over p of M e^(Q_p/M) (e^(a/M) - 1).
 
-        a = T + o. Positions are independent of each other: each is left only by succeeding.
+        a = T + o. Positions are independent, as only success leaves a position.
         """
         if math.isinf(self.mtbf_s):
             return 1 / (1 + self.overhead_s / self.iteration_s)
@@ -189,15 +190,15 @@ class Sparse:
         return self.window * self.iteration_s / window_s
 
     def expected_recovery_s(self) -> float:
-        """Mean of Q_p over p, and T/2 for what the aborted iteration had done.
+        """Mean of Q_p over p, plus T/2 for the lost work of the aborted iteration.
 
-        3/2 W T + r without savings (paper, appendix C): restart and work done again after one
-        failure that strikes at any moment of a window alike, when no second one follows.
+        3/2 W T + r without savings (paper, appendix C): restart and repeated work after one
+        failure, uniformly distributed over a window, without a second failure.
         """
         return float(self.recovery_s().mean()) + self.iteration_s / 2
 
     def recovery_range_s(self) -> tuple[float, float]:
-        """Least (reached) and greatest (not reached) seconds of restart and work done again.
+        """Minimum and (unattained) supremum of the seconds of restart and repeated work.
 
         [W T, 2 W T) without restart and savings.
         """
@@ -205,7 +206,7 @@ class Sparse:
         return float(recovery_s[0]), float(recovery_s[-1]) + self.iteration_s
 
 
-# ---- how often
+# ---- intervals
 
 
 def young_s(stall_s: float, mtbf_s: float) -> float:
@@ -227,13 +228,13 @@ def daly_s(stall_s: float, mtbf_s: float) -> float:
 
 
 def exact_s(stall_s: float, mtbf_s: float) -> float:
-    """Seconds from one checkpoint to the next that maximise ETTR, if they may be any number.
+    """Seconds from one checkpoint to the next that maximise ETTR, as a real number.
 
     tau/M = x solves x + ln(1 - x) = -c/M on (0, 1).
     """
     if stall_s == 0 or math.isinf(mtbf_s):
         return math.inf if stall_s else 0.0
-    # The upper end stays below 1, where the logarithm is infinite.
+    # The upper end is below 1, where the logarithm is infinite.
     low, high = 0.0, math.nextafter(1.0, 0.0)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -246,19 +247,19 @@ def exact_s(stall_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals in iterations, at least 1; inf: never take a checkpoint."""
+    """Intervals in iterations, at least 1; inf: no checkpoints."""
 
     exact: float
-    """The whole number of iterations with the greatest ETTR."""
+    """The integer number of iterations with the greatest ETTR."""
     young: float
     daly: float
 
 
 def optimal(dense: Dense) -> Intervals:
-    """Intervals for the stall, overhead and MTBF of `dense`; its own interval does not matter.
+    """Intervals for the stall, overhead and MTBF of `dense`, whose own interval is ignored.
 
-    Without a stall a checkpoint costs nothing by itself and all three are 1. Without failures none
-    is worth its stall and all three are infinite.
+    Without a stall a checkpoint costs nothing, and all three are 1. Without failures no checkpoint
+    is worth its stall, and all three are infinite.
     """
 
     def iterations(seconds: float) -> float:
@@ -272,7 +273,7 @@ def optimal(dense: Dense) -> Intervals:
 
 
 def _exact(dense: Dense) -> float:
-    """Period time over useful time falls up to the real optimum and rises after it."""
+    """Period time over useful time decreases up to the real optimum and increases after it."""
     seconds = exact_s(dense.stall_s, dense.mtbf_s)
     if math.isinf(seconds):
         return math.inf
@@ -281,7 +282,7 @@ def _exact(dense: Dense) -> float:
 
 
 def _log_cost(dense: Dense, interval: int) -> float:
-    """ln((e^(L/M) - 1) / I), which no period is too long for."""
+    """ln((e^(L/M) - 1) / I), finite for any length of a period."""
     periods = replace(dense, interval=interval).period_s / dense.mtbf_s
     if periods == 0:
         return -math.inf

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts: how unevenly tokens spread over them, and systems that save only some of them.
+"""Skew of the tokens over experts, and systems that save only some experts.
 
 Skew is the Herfindahl index of the experts' token shares, scaled to 0 (all alike) .. 1 (one expert
 has all): S = (sum p^2 - 1/E) / (1 - 1/E). Shares drawn from a symmetric Dirichlet distribution of
 concentration alpha have a mean skew of 1 / (1 + alpha E).
 
-MoC-System (arXiv 2408.04307) saves K experts in turn ('sequential') or those with the most unsaved
-tokens ('load-aware'). After a failure every other expert restarts from an older copy, so the tokens
-it learned from since are lost: PLT is the share of the job's tokens lost in this way, summed over
-the failures (its proportion of lost tokens). Once the PLT at the present K exceeds its limit, K
-doubles, up to E. What a failure loses is counted expert by expert: a popular one that was saved a
-while ago loses much. In turn, skew drives the losses of single failures apart and leaves their mean
-as it is; by unsaved tokens, it makes the mean fall.
+MoC-System (arXiv 2408.04307) saves K experts in turn ('sequential') or the experts with the most
+unsaved tokens ('load-aware'). After a failure every other expert restarts from an older copy, and
+the tokens that it learned from since are lost: PLT (proportion of lost tokens) is the share of the
+job's tokens lost in this way, summed over the failures. Once the PLT at the present K exceeds its
+limit, K doubles, up to E. Losses are counted per expert: a popular expert with an old copy loses
+many tokens. With turns, skew increases the variance of single losses and leaves their mean
+unchanged; with selection by unsaved tokens, skew decreases the mean.
 
-The first version of MoEvement (MoEtion, arXiv 2412.15411v1) saves in every iteration the experts
-that fit beside it, chosen by their tokens; MLT is the mean number of tokens lost per failure, here
-in iterations' worth of tokens.
+The first version of MoEvement (MoEtion, arXiv 2412.15411v1) saves in every iteration as many
+experts as the iteration hides, selected by their tokens; MLT is the mean number of tokens lost per
+failure,
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ _CYCLES = 40
 
 
 def skew(shares: np.ndarray) -> float:
-    """S of shares that sum to 1."""
+    """Skew S of shares that sum to 1."""
     experts = len(shares)
     if experts == 1:
         return 1.0
@@ -39,7 +39,7 @@ def skew(shares: np.ndarray) -> float:
 
 
 def concentration(mean_skew: float, experts: int) -> float:
-    """The alpha with a mean skew of `mean_skew`: (1/S - 1) / E; inf for 0."""
+    """The alpha with mean skew `mean_skew`: (1/S - 1) / E; inf for 0."""
     rule = 'give a number from 0 to below 1'
     fields.require(0 <= mean_skew < 1, 'skew', mean_skew, rule)
     fields.whole('experts', experts)
@@ -47,7 +47,7 @@ def concentration(mean_skew: float, experts: int) -> float:
 
 
 def draw_shares(mean_skew: float, experts: int, seed: int = 0) -> np.ndarray:
-    """Token shares of experts, ascending, [experts]; equal for a skew of 0."""
+    """Token shares of experts, ascending, [experts]; equal shares for a skew of 0."""
     alpha = concentration(mean_skew, experts)
     if np.isinf(alpha):
         return np.full(experts, 1 / experts)
@@ -59,10 +59,10 @@ def frozen_shares(
 ) -> tuple[float, ...]:
     """Share of the work that is frozen in each conversion iteration.
 
-    Experts are cut into `window` slots of equal number; `by_popularity` captures the popular last,
-    so that they stay frozen longest (paper, section 3.5), else the order says nothing and every
-    slot has the mean. `expert_work` is the experts' share of all work; the rest counts as evenly
-    spread over the slots.
+    Experts are divided into `window` slots of equal number; `by_popularity` captures popular
+    experts last, so that they stay frozen longest (paper, section 3.5); otherwise the order is
+    random and every slot has the mean share. `expert_work` is the experts' share of all work; the
+    remaining work counts as equally distributed over the slots.
     """
     fields.whole('window', window)
     fields.share('expert_work', expert_work)
@@ -78,23 +78,23 @@ def frozen_shares(
 
 @dataclass(frozen=True)
 class PartialExperts:
-    """Which experts are saved, and what may be lost.
+    """Which experts a checkpoint saves, and the limit of lost tokens.
 
     Raises:
         FieldError: a field breaks its rule.
     """
 
     experts: int
-    """E, per layer."""
+    """E, experts per layer."""
     saved: int
-    """K, of them in each checkpoint, at the start."""
+    """K, experts in each checkpoint, at the start."""
     selection: str = 'sequential'
     lost_budget: float | None = None
-    """Limit of PLT beyond which K doubles; None: it never does."""
+    """Limit of PLT beyond which K doubles; None: K stays."""
     expert_bytes: float = 1.0
     """The experts' share of a full checkpoint; scales the cost of a checkpoint with K."""
     hidden_s: float = 0.0
-    """Seconds of a checkpoint's copy that training hides; the rest is its stall."""
+    """Seconds of a checkpoint's copy that training hides; the remainder is a stall."""
 
     def __post_init__(self) -> None:
         fields.check(self, whole='experts saved', positive='lost_budget', share='expert_bytes',
@@ -105,23 +105,23 @@ class PartialExperts:
         fields.require(self.selection in SELECTIONS, 'selection', self.selection, rule)
 
     def levels(self) -> list[int]:
-        """The values K takes: doubled until it is E."""
+        """Values of K: doubled until E."""
         levels = [self.saved]
         while self.lost_budget is not None and levels[-1] < self.experts:
             levels.append(min(2 * levels[-1], self.experts))
         return levels
 
     def size(self, saved: int) -> float:
-        """Bytes of a checkpoint of `saved` experts, relative to a full one."""
+        """Size of a checkpoint of `saved` experts, relative to a full one."""
         return 1 - self.expert_bytes * (1 - saved / self.experts)
 
 
 def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.ndarray:
-    """What a failure after each checkpoint of a long job loses, in turn; float64 [checkpoints].
+    """Loss of a failure after each checkpoint of a long job, in turn; float64 [checkpoints].
 
-    The sum over the experts of token share times age of the last copy in checkpoints (the tokens
-    lost at one fault of the PLT of MoC-System, arXiv 2408.04307, over those of one checkpoint).
-    Times the interval that is in iterations' worth of tokens.
+    The sum over the experts of token share times age of the last copy in checkpoints: the tokens
+    lost at one fault by MoC-System's PLT (arXiv 2408.04307), divided by the tokens of one
+    checkpoint. Multiplied by the interval, the loss is in iterations' worth of tokens.
     """
     experts = len(shares)
     unsaved = np.zeros(experts)
@@ -140,7 +140,7 @@ def lost_by_checkpoint(shares: np.ndarray, saved: int, selection: str) -> np.nda
 
 
 def stale_checkpoints(shares: np.ndarray, saved: int, selection: str) -> float:
-    """Mean of `lost_by_checkpoint`: (E/K - 1)/2 for a sequential selection that divides E."""
+    """Mean of `lost_by_checkpoint`: (E/K - 1)/2 for a sequential selection if K divides E."""
     return float(lost_by_checkpoint(shares, saved, selection).mean())
 
 
@@ -169,15 +169,15 @@ class PartialRun(DenseRun):
         """Iterations' worth of tokens that a failure after each checkpoint loses, by level."""
         self.level = np.zeros(histories, dtype=int)
         self.checkpoints = np.zeros(histories, dtype=np.int64)
-        """Taken so far: says whose turn it was."""
+        """Number of checkpoints so far, which determines the next turn."""
         self.lost_at_level = np.zeros(histories)
         self.lost = np.zeros(histories)
-        """Iterations' worth of tokens."""
+        """Lost tokens, in iterations' worth."""
         self.rollbacks = 0
         self._set_costs()
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Whole periods are kept; then the experts' older copies are loaded."""
+        """Keep whole periods; then load the experts' older copies."""
         periods = np.where(running, seconds, 0.0) // self.periods_s[self.level]
         kept: np.ndarray = periods * self.useful_s
         self.checkpoints += periods.astype(np.int64)
@@ -202,7 +202,7 @@ class PartialRun(DenseRun):
         return float(self.lost.mean() / self.job_iterations)
 
     def plt_of_unlucky(self) -> float:
-        """The PLT that 1 history in 20 exceeds."""
+        """PLT that 1 history in 20 exceeds."""
         return float(np.quantile(self.lost, 0.95) / self.job_iterations)
 
     def mlt(self) -> float:
@@ -210,7 +210,7 @@ class PartialRun(DenseRun):
         return float(self.lost.sum() / max(1, self.rollbacks))
 
     def saved(self) -> float:
-        """K in the end, mean over histories."""
+        """Final K, mean over histories."""
         return float(self.levels[self.level].mean())
 
     def _set_costs(self) -> None:

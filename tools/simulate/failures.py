@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When failures strike, and which nodes: Poisson, Weibull, correlated, or as they really happened.
+"""Times and nodes of failures: Poisson, Weibull, correlated, or from a trace.
 
-A process draws many independent histories at once. Renewal processes (independent gaps) can be
-drawn by number of failures, all others up to a horizon.
+A process draws many independent histories at once. Renewal processes (independent gaps) can draw a
+given number of failures; all processes can draw up to a horizon.
 
 A trace is a CSV file with the columns time, node, event:
 
@@ -11,9 +11,9 @@ A trace is a CSV file with the columns time, node, event:
     5400,node3,repair
     7260,node1,failure
 
-Seconds from the beginning on, or those of a clock, in any order; names of nodes; `failure` or
-`repair`. A failure of a node that is down already counts, too; a repair ends all of them, after
-which the node can serve as a spare.
+Times are seconds from the start or from a clock, in any order; names of nodes are free; events are
+`failure` and `repair`. A failure of a node that is already down counts, too; a repair ends all
+failures of its node, which can then serve as a spare.
 """
 
 import csv
@@ -27,11 +27,11 @@ import numpy as np
 from tools.simulate import fields
 
 MOST_FAILURES = 20_000_000
-"""Failures in one simulation, over all histories, beyond which memory would not do."""
+"""Limit of failures in one simulation, over all histories, given by memory."""
 COLUMNS = ('time', 'node', 'event')
 EVENTS = ('failure', 'repair')
 LEAST_SHAPE = 0.1
-"""The least shape of Weibull gaps: below it nearly all of the time is in a few of them."""
+"""Smallest shape of Weibull gaps: below it, a few gaps have nearly all of the time."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class FailureTimes:
     times: np.ndarray
     """Seconds since the start, ascending along a row; inf after the last failure of a history."""
     nodes: np.ndarray
-    """The node that is lost, 0 .. nodes - 1."""
+    """The failed node, 0 .. nodes - 1."""
     repair_s: np.ndarray | None = None
-    """Seconds until the node can be a spare, where the process knows (a trace does)."""
+    """Seconds until the node can be a spare; None if the process does not know (a trace does)."""
 
 
 class Process(Protocol):
-    """Anything that draws failures."""
+    """A random process of failures."""
 
     @property
     def mtbf_s(self) -> float:
@@ -63,8 +63,8 @@ class Process(Protocol):
 class Renewal:
     """Independent gaps of mean `mtbf_s`, Weibull with `shape`; 1 is the Poisson process.
 
-    A shape below 1 makes failures come in bunches (a failure is likely soon after another), one
-    above 1 makes them regular. Any node alike is struck.
+    A shape below 1 produces bunches (a failure is likely soon after another), a shape above 1
+    regular failures. All nodes are equally likely to fail.
     """
 
     mtbf_s: float
@@ -110,20 +110,20 @@ class Renewal:
 
 @dataclass(frozen=True)
 class Correlated:
-    """Incidents of mean distance `mtbf_s` that take neighbours along and come back.
+    """Incidents of mean distance `mtbf_s` that include neighbours, and may repeat.
 
-    `mtbf_s` is the distance of incidents, first ones and repetitions together; a simultaneous loss
-    of several nodes is one incident.
+    `mtbf_s` is the distance of all incidents, repetitions included; a simultaneous loss of several
+    nodes is one incident.
     """
 
     mtbf_s: float
     neighbours: float = 0.0
-    """Mean number of further nodes lost at the same moment (geometric), next to the first one: a
+    """Mean number of further nodes that fail at the same moment (geometric), next to the first: a
     rack, a switch."""
     repeat: float = 0.0
-    """Probability, below 1, that an incident's node fails once more (a repeat offender)."""
+    """Probability, below 1, that an incident's node fails again."""
     repeat_after_s: float = 3600.0
-    """Mean seconds until it does (exponential)."""
+    """Mean seconds until it fails again (exponential)."""
 
     def __post_init__(self) -> None:
         fields.check(self, positive_or_infinite='mtbf_s', not_negative='neighbours',
@@ -136,8 +136,8 @@ class Correlated:
     ) -> FailureTimes:
         """All failures before `horizon_s`.
 
-        First incidents are a Poisson process of rate (1 - repeat)/M; each begets at most one
-        repetition, which does the same, so there are 1/(1 - repeat) incidents a first one.
+        First incidents are a Poisson process of rate (1 - repeat)/M; each causes at most one
+        repetition, which does the same, so there are 1/(1 - repeat) incidents per first incident.
         """
         first = Renewal(self.mtbf_s / (1 - self.repeat)).until(rng, histories, horizon_s, nodes)
         row, column = np.nonzero(first.times < math.inf)
@@ -161,7 +161,7 @@ class Correlated:
 def as_matrix(
     histories: int, rows: np.ndarray, times: np.ndarray, nodes: np.ndarray
 ) -> FailureTimes:
-    """Failures listed one by one (history, seconds, node), as FailureTimes."""
+    """Convert a list of failures (history, seconds, node) to FailureTimes."""
     check_size(len(rows))
     order = np.lexsort((times, rows))
     rows, times, nodes = rows[order], times[order], nodes[order]
@@ -175,35 +175,35 @@ def as_matrix(
 
 
 def check_size(failures: int) -> None:
-    """Refuse a simulation that would not fit in memory.
+    """Refuse a simulation that exceeds memory.
 
     Raises:
-        FieldError: there would be too many failures.
+        FieldError: there are too many failures.
     """
     rule = f'above {MOST_FAILURES} failures do not fit in memory; simulate fewer hours'
     fields.require(failures <= MOST_FAILURES, 'hours', failures, rule)
 
 
 class TraceError(ValueError):
-    """A trace file that cannot be used; the message names file, line and rule."""
+    """A trace file is unusable; the message names file, line and rule."""
 
 
 @dataclass(frozen=True)
 class Trace:
     """Failures of one real history.
 
-    Simulated histories begin at random moments of it and go on at its beginning after its end; the
-    first one begins where the trace does.
+    Simulated histories begin at random moments of the trace and wrap around at its end; the first
+    history begins at the start of the trace.
     """
 
     times: np.ndarray
     """Seconds since the start of the trace, ascending, [failures]."""
     nodes: np.ndarray
-    """Index of the node that failed, in order of the nodes' names, [failures]."""
+    """Index of the failed node, in order of the nodes' names, [failures]."""
     repair_s: np.ndarray
-    """Seconds until it was repaired; inf if the trace does not say, [failures]."""
+    """Seconds until the repair; inf without a repair in the trace, [failures]."""
     length_s: float
-    """Seconds of the trace; above the last failure's."""
+    """Length of the trace in seconds; above the time of the last failure."""
     names: tuple[str, ...] = ()
     """Names of the nodes."""
 
@@ -214,7 +214,7 @@ class Trace:
 
     @property
     def mtbf_s(self) -> float:
-        """Mean seconds between failures; inf if there are none."""
+        """Mean seconds between failures; inf without failures."""
         return self.length_s / len(self.times) if len(self.times) else math.inf
 
     def until(
@@ -243,10 +243,10 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a CSV file as the module's docstring describes.
+    """Read a CSV file in the format of the module's docstring.
 
     Raises:
-        TraceError: the file is missing or not such a file; names file, line and rule.
+        TraceError: the file is missing or malformed; the message names file, line and rule.
     """
     try:
         with path.open(newline='', encoding='utf-8') as file:
@@ -269,14 +269,14 @@ def read_trace(path: Path) -> Trace:
         else:
             for failed in down.pop(node, []):
                 repairs[failed] = time - start - times[failed]
-    # The mean gap after the last event keeps the rate when the trace is run through repeatedly.
+    # The mean gap after the last event keeps the rate when the trace repeats.
     gap = (events[-1][0] - events[0][0]) / (len(events) - 1)
     length = events[-1][0] - start + gap
     return Trace(np.array(times), np.array(nodes, dtype=int), np.array(repairs), length, names)
 
 
 def _beginning(first: float, last: float) -> float:
-    """Zero, so that what was before the first event counts; the first event by a clock's times."""
+    """Start of the trace: zero for relative times; the first event for times of a clock."""
     return 0.0 if 0 <= first < last - first else first
 
 

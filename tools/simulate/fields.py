@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a description's fields: the error names the field, the rule and the value."""
+"""Checks of a description's fields; errors name the field, the rule and the value."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FieldError(ValueError):
-    """A field breaks its rule. `field` is its name, `problem` the rest of the message."""
+    """A field breaks its rule. `field` is its name, `problem` the remaining message."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f'{field}: {problem}')
@@ -16,53 +16,53 @@ class FieldError(ValueError):
 
 
 def require(holds: bool, field: str, value: object, rule: str) -> None:
-    """Hold a field to its rule.
+    """Check a rule of a field.
 
     Raises:
-        FieldError: `holds` is false; says that `field` is `value` but `rule`.
+        FieldError: `holds` is false; the message has `field`, `value` and `rule`.
     """
     if not holds:
         raise FieldError(field, f'is {value!r}; {rule}')
 
 
 def positive(field: str, value: float, rule: str = 'give a number above 0') -> None:
-    """`value` is finite and above 0."""
+    """Require that `value` is finite and above 0."""
     require(math.isfinite(value) and value > 0, field, value, rule)
 
 
 def not_negative(field: str, value: float, rule: str = 'give a finite number, 0 or more') -> None:
-    """`value` is finite and 0 or more."""
+    """Require that `value` is finite and 0 or more."""
     require(math.isfinite(value) and value >= 0, field, value, rule)
 
 
 def positive_or_infinite(field: str, value: float) -> None:
-    """`value` is above 0; infinity is allowed."""
+    """Require that `value` is above 0; infinity is allowed."""
     require(value > 0, field, value, 'give a number above 0 (inf: never)')
 
 
 def whole(field: str, value: int, least: int = 1, most: int | None = None) -> None:
-    """`value` is a whole number of at least `least` and at most `most` (None: any)."""
+    """Require an integer of at least `least` and at most `most` (None: no limit)."""
     good = isinstance(value, int) and not isinstance(value, bool) and value >= least
     require(good, field, value, f'give a whole number, {least} or more')
     require(most is None or value <= most, field, value, f'give a whole number up to {most}')
 
 
 def share(field: str, value: float) -> None:
-    """`value` is in [0, 1]."""
+    """Require that `value` is in [0, 1]."""
     require(0 <= value <= 1, field, value, 'a share; give a number from 0 to 1')
 
 
 def part(field: str, value: float) -> None:
-    """`value` is in (0, 1]."""
+    """Require that `value` is in (0, 1]."""
     require(0 < value <= 1, field, value, 'give a share above 0, up to 1')
 
 
 def check(one: object, **kinds: str) -> None:
-    """Hold fields of `one` to the rule of their kind; what is None is not known, and right.
+    """Check fields of `one` by the rules of their kinds; None is unknown, and always allowed.
 
     Args:
-        one: with the fields.
-        kinds: names of fields, spaces between them, by the name of a rule.
+        one: object with the fields.
+        kinds: names of fields, separated by spaces, by name of a rule.
     """
     for kind, names in kinds.items():
         for name in names.split():

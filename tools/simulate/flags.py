@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that the simulator and its sweeps share, and what they describe."""
+"""Common flags of the simulator and its sweeps, and the scenario that they describe."""
 
 import argparse
 from collections.abc import Iterator
@@ -41,29 +41,29 @@ FLAG_OF_FIELD = {
     'repair_s': '--repair-time',
     'count': '--spares',
 }
-"""Where the flag is not the field's own name."""
+"""Flags whose name differs from the field's."""
+# Fields of Options that have a flag each.
 _GIVEN = (
     'iteration_s interval window overhead_s stall_s restart_s local_saving frozen_saving copy_s '
     'interval_rule overhead_bound experts saved selection lost_budget'
 ).split()
-"""Fields of Options that are a flag each."""
 
 
 class Times(NamedTuple):
-    """A multiple of what the profile says."""
+    """A multiple of the profile's value."""
 
     factor: float
 
 
 def mtbf(text: str) -> float | Times:
-    """Seconds, or `0.5x`."""
+    """Parse seconds, or a multiple such as `0.5x`."""
     value = float(text.removesuffix('x'))
     return Times(value) if text.endswith('x') else value
 
 
 @contextmanager
 def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Exit with a message about bad input; a field's name gives way to its flag."""
+    """Exit with a message about bad input; replaces a field's name by its flag."""
     try:
         yield
     except FieldError as error:
@@ -95,36 +95,36 @@ _MACHINE = [
     Flag('--copy-bandwidth', "GB/s of a rank to host memory, instead of the profile's", float),
     Flag('--network-bandwidth', "GB/s of a rank's share of the network", float),
     Flag('--disk-bandwidth', "GB/s of a rank's share of the storage", float),
-    Flag('--nodes', 'of the job', int),
+    Flag('--nodes', 'nodes of the job', int),
     Flag('--stages', 'pipeline stages', int),
-    Flag('--micro-batches', 'per iteration', int),
+    Flag('--micro-batches', 'micro-batches per iteration', int),
     Flag('--copies', 'nodes of a stage that hold the same state', int),
 ]  # fmt: skip
 _FAILURES = [
     Flag('--mtbf', 'mean seconds between failures of the job (inf: none), or as 0.5x: so '
          'many times what the profile says, which is the default', mtbf),
-    Flag('--gpus', 'of the job; with --gpu-hours-per-failure instead of --mtbf', int),
+    Flag('--gpus', 'GPUs of the job; with --gpu-hours-per-failure instead of --mtbf', int),
     Flag('--gpu-hours-per-failure', 'e.g. 50000 (Llama 3), 30000, 7500 (OPT-175B)', float),
-    Flag('--weibull-shape', 'of the gaps; below 1 failures come in bunches', float, 1.0),
+    Flag('--weibull-shape', 'shape of the gaps; below 1 failures come in bunches', float, 1.0),
     Flag('--neighbours', 'mean number of further nodes lost with a failed one', float, 0.0),
     Flag('--repeat', 'probability that a failed node fails again soon', float, 0.0),
-    Flag('--repeat-after', 'mean seconds until it does (default: 3600)', float, 3600.0),
+    Flag('--repeat-after', 'mean seconds until then (default: 3600)', float, 3600.0),
     Flag('--trace', 'CSV file with the columns time,node,event instead of random failures', Path),
     Flag('--spares', 'nodes in reserve (default: always enough)', int),
     Flag('--repair-time', 'seconds until a failed node is a spare', float, 0.0),
 ]  # fmt: skip
 _SIMULATION = [
-    Flag('--hours', 'to simulate, over all histories together', float),
+    Flag('--hours', 'hours to simulate, over all histories', float),
     Flag('--job-hours', 'length of the job, each history from a fresh start', float),
-    Flag('--histories', 'independent ones', int),
-    Flag('--seed', 'of the random numbers (default: 0)', int, 0),
+    Flag('--histories', 'number of independent histories', int),
+    Flag('--seed', 'seed of the random numbers (default: 0)', int, 0),
 ]
 _CHOICES = [
     Flag('--interval-rule', 'how gemini chooses its interval (default: oracle)',
          default='oracle', choices=INTERVAL_RULES),
     Flag('--selection', 'how moc chooses experts (default: sequential)',
          default='sequential', choices=SELECTIONS),
-    Flag('--recovery', 'who replays; localized needs --stages',
+    Flag('--recovery', 'the stages that replay; localized needs --stages',
          default='global', choices=('global', 'localized')),
     Flag('--order', 'of the operators in a window (default: popularity)',
          default='popularity', choices=('popularity', 'given')),
@@ -138,14 +138,14 @@ _GROUPS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """All flags but the choice of systems."""
+    """Add all flags except the choice of systems."""
     for title, group in _GROUPS.items():
         terminal.add_flags(parser.add_argument_group(title), *group)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Everything that the flags describe, but the system."""
+    """Everything that the flags describe, except the system."""
 
     options: Options
     profile: Profile | None
@@ -158,11 +158,11 @@ class Scenario:
     seed: int
 
     def system(self, name: str) -> System:
-        """Raises FieldError, InfeasiblePlan."""
+        """Build a system. Raises FieldError, InfeasiblePlan."""
         return build(name, self.options, self.profile)
 
     def simulate(self, system: System, *, whole_jobs: bool = False) -> tuple[Estimate, Run | None]:
-        """The estimate, and the Run with what else it counted, if the system has its own.
+        """The estimate, and the Run with further counts if the system has its own.
 
         With `whole_jobs` each history is a job from its start. Raises FieldError.
         """
@@ -173,7 +173,7 @@ class Scenario:
             made.append(system.run(histories, rng))
             return made[0]
 
-        # The length of a job matters where costs change or failures bunch.
+        # The length of a job matters if costs change or failures bunch.
         whole_jobs |= system.name in PARTIAL_SYSTEMS or not isinstance(self.process, Renewal)
         estimate = simulate(
             make if system.run else system.costs,
@@ -189,7 +189,7 @@ class Scenario:
 
 
 def scenario(args: argparse.Namespace) -> Scenario:
-    """Raises FieldError, ProfileError, TraceError."""
+    """Build the scenario of the flags. Raises FieldError, ProfileError, TraceError."""
     profile = _profile(args)
     pipeline = _pipeline(args, profile)
     process = _process(args, profile)
@@ -264,7 +264,7 @@ def _process(args: argparse.Namespace, profile: Profile | None) -> Process:
 
 
 def _mtbf_s(args: argparse.Namespace, profile: Profile | None) -> float | None:
-    """Seconds, if the flag or else the profile says so; a rate by GPUs goes before the profile."""
+    """Seconds, if a flag or the profile has them; a rate by GPUs precedes the profile."""
     if isinstance(args.mtbf, float | int):
         return args.mtbf
     measured = profile.mtbf_s if profile else None

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How long an iteration of a pipeline takes, from what one node measured (paper, appendix C).
+r"""Computes the time of a pipeline's iteration from measurements of one node (paper, appendix C).
 
     python -m tools.simulate iteration --profile train.log
     python -m tools.simulate iteration --profile stages.json --layers 6,7,7,6 --micro-batches 32
 
 M micro-batches through S stages take (M + S - 1) max_s t_s; then gradients are synchronised and the
-update is made. `--profile` is all that a run of Megatron wrote (both streams) with
+optimizer steps. `--profile` is the whole output of a Megatron run (both streams) with
 `--timing-log-level 2 --timing-log-option all --logging-level 20 --log-interval 1`, or a JSON object
-with the fields of StageProfile. With other `--layers` than were measured, a layer takes as long as
-on the stage that is fastest by layer; what the first and the last stage take besides (embedding,
-head) they keep.
+with the fields of StageProfile. With other `--layers` than measured, a layer takes as long as on
+the stage with the fastest layers; the first and the last stage keep their additional time
+(embedding, head).
 
-The times of a stage over their median are the slowdowns of stragglers; an iteration waits for the
-slowest stage, each drawn independently. Collectives take latency + bytes / rate, fitted by least
-squares to what was measured of them.
+The times of a stage divided by their median are the slowdowns of stragglers; an iteration waits for
+the slowest stage, each drawn independently. Collectives take latency + bytes / rate, fitted to
+their measurements by least squares.
 
-Exit status: 0 done, 2 a flag or file that breaks a rule.
+Exit status: 0 done, 2 a flag or file breaks a rule.
 """
 
 import argparse
@@ -46,11 +46,11 @@ _SIZES = ('num_layers', 'pipeline_model_parallel_size', 'global_batch_size', 'mi
           'data_parallel_size')  # fmt: skip
 _UNEVEN = ('decoder_first_pipeline_num_layers', 'decoder_last_pipeline_num_layers',
            'pipeline_model_parallel_layout')  # fmt: skip
+# Seconds by timer and rank.
 _Timers = dict[str, dict[int, float]]
-"""Seconds by timer and rank."""
 _BEGIN = 'times across ranks (ms):'
+# Iterations of a log to skip, if there are more: they allocate and compile.
 _WARM_UP = 2
-"""Iterations of a log that are left out, if there are more: they allocate and compile."""
 
 
 class Affine(NamedTuple):
@@ -60,23 +60,23 @@ class Affine(NamedTuple):
     bytes_per_s: float
 
     def seconds(self, nbytes: float) -> float:
-        """For one call with so many bytes."""
+        """Seconds of one call with `nbytes` bytes."""
         return self.latency_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective: what was measured of it, and what an iteration needs of it."""
+    """One kind of collective: its measurements, and its calls in an iteration."""
 
     measured: tuple[tuple[float, float], ...]
     """Bytes and seconds of calls."""
     calls: tuple[float, ...] = ()
-    """Bytes of each call in an iteration that nothing hides."""
+    """Bytes of each call of an iteration that is not overlapped."""
 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """What one node measured.
+    """Measurements of one node.
 
     Raises:
         FieldError: a field breaks its rule.
@@ -85,17 +85,17 @@ class StageProfile:
     format: str
     """FORMAT."""
     micro_batch_s: tuple[tuple[float, ...], ...]
-    """Seconds of forward and backward of one micro-batch, of each stage in each iteration."""
+    """Seconds of forward and backward of one micro-batch, by stage and iteration."""
     micro_batches: int
-    """In an iteration."""
+    """Number of micro-batches per iteration."""
     layers: tuple[int, ...] | None = None
-    """On each stage; None: not known, and no others can be asked for."""
+    """Layers on each stage; None: unknown, so that no other layers can be computed."""
     chunks: int = 1
-    """Parts of the model on each stage (virtual stages), which shorten the bubble."""
+    """Model chunks per stage (virtual stages), which shorten the bubble."""
     sync_s: float = 0.0
-    """Seconds of an iteration in which gradients are synchronised, besides `collectives`."""
+    """Seconds of gradient synchronisation per iteration, beside `collectives`."""
     update_s: float = 0.0
-    """Seconds of an update."""
+    """Seconds of an optimizer step."""
     collectives: dict[str, Collective] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,13 +117,13 @@ class StageProfile:
         return np.array([np.median(stage) for stage in self.micro_batch_s])
 
     def slowdowns(self) -> np.ndarray:
-        """Times over the median of their stage, all stages together, ascending."""
+        """Times divided by the median of their stage, over all stages, ascending."""
         return np.sort(np.concatenate(
             [np.array(stage) / np.median(stage) for stage in self.micro_batch_s]
         ))  # fmt: skip
 
     def communication_s(self) -> float:
-        """Seconds of an iteration in collectives that nothing hides."""
+        """Seconds of an iteration in collectives that are not overlapped."""
         return self.sync_s + sum(
             fit_affine(name, one.measured).seconds(nbytes)
             for name, one in self.collectives.items()
@@ -132,10 +132,10 @@ class StageProfile:
 
 
 class Iteration(NamedTuple):
-    """Where the seconds of an iteration go."""
+    """Parts of an iteration's time."""
 
     stage_s: tuple[float, ...]
-    """On each stage, for a micro-batch."""
+    """Seconds of a micro-batch, by stage."""
     micro_batches: int
     bubble: float
     """Share of the pipeline's time in which a stage waits: (S - 1) / (M + S - 1); with chunks S - 1
@@ -145,19 +145,19 @@ class Iteration(NamedTuple):
     sync_s: float
     update_s: float
     iteration_s: float
-    """T: the three together."""
+    """T: the sum of the three parts."""
     stragglers_s: float
-    """What waiting for stages that are slow at times adds to T, on average."""
+    """Mean seconds that stragglers add to T."""
 
 
 def fit_affine(name: str, measured: Sequence[tuple[float, float]]) -> Affine:
-    """Latency and rate that fit bytes and seconds best (least squares).
+    """Fit latency and rate to bytes and seconds (least squares).
 
-    A latency below 0 means that none can be seen: then it is 0, and the rate is that of a line
-    through the origin.
+    A latency below 0 is unmeasurable: then it is 0, and the rate is that of a line through the
+    origin.
 
     Raises:
-        FieldError: there are no two sizes, or more bytes take no longer.
+        FieldError: there are fewer than two sizes, or more bytes take no longer.
     """
     nbytes, seconds = np.array(measured, dtype=float).reshape(-1, 2).T
     rule = 'give bytes and seconds of calls of two sizes or more'
@@ -172,10 +172,10 @@ def fit_affine(name: str, measured: Sequence[tuple[float, float]]) -> Affine:
 
 
 def stages_of(profile: StageProfile, layers: Sequence[int]) -> np.ndarray:
-    """Seconds of a micro-batch on stages of so many layers, float64 [stages].
+    """Seconds of a micro-batch on stages with `layers` layers each, float64 [stages].
 
     Raises:
-        FieldError: the profile does not know its layers, or all of its layers are at the ends.
+        FieldError: the profile has no layers, or all of its layers are at the ends.
     """
     _check_layers(layers)
     if profile.layers is None:
@@ -194,10 +194,10 @@ def stages_of(profile: StageProfile, layers: Sequence[int]) -> np.ndarray:
 def slowest_s(stage_s: np.ndarray, slowdowns: np.ndarray) -> float:
     """Mean of max_s t_s X_s, where the X_s are drawn independently from `slowdowns`.
 
-    Exact: the distribution function of the greatest is the product of those of the stages.
+    Exact: the distribution function of the maximum is the product of the stages' functions.
     """
     values = np.unique(np.outer(stage_s, slowdowns))
-    # t X and t x are the same product, so no rounding comes between a value and its own step.
+    # t X and t x are the same product, so rounding cannot separate a value from its own step.
     below = [np.searchsorted(np.sort(one * slowdowns), values, side='right') for one in stage_s]
     reached = np.prod(np.array(below) / len(slowdowns), axis=0)
     return float(values @ np.diff(reached, prepend=0.0))
@@ -206,10 +206,10 @@ def slowest_s(stage_s: np.ndarray, slowdowns: np.ndarray) -> float:
 def iteration_of(
     profile: StageProfile, layers: Sequence[int] | None = None, micro_batches: int | None = None
 ) -> Iteration:
-    """What an iteration takes with these layers of the stages; by default as measured.
+    """Time of an iteration with these layers; None: as measured.
 
     Raises:
-        FieldError: something is missing or breaks its rule.
+        FieldError: a value is missing or breaks its rule.
     """
     batches = profile.micro_batches if micro_batches is None else micro_batches
     fields.whole('micro_batches', batches)
@@ -233,10 +233,10 @@ def _check_layers(layers: Sequence[int]) -> None:
 
 
 def read_stages(path: Path) -> StageProfile:
-    """A profile, or what the log of a run of Megatron says.
+    """Read a profile, or the log of a Megatron run.
 
     Raises:
-        ProfileError: it is neither; names the file.
+        ProfileError: the file is neither; the message names it.
         FieldError: a field breaks its rule.
     """
     try:
@@ -278,14 +278,14 @@ def read_stages(path: Path) -> StageProfile:
 
 
 def _of_iterations(timers: list[_Timers]) -> list[_Timers]:
-    """Those of whole iterations, of all ranks: not of checkpoints, nor what a kill cut off."""
+    """Timers of complete iterations with all ranks, without checkpoints and interruptions."""
     counts = [min(len(one.get(name, ())) for name in _COMPUTE) for one in timers]
     ranks = max(counts, default=0)
     return [one for one, count in zip(timers, counts, strict=True) if count == ranks > 0]
 
 
 def _timers(log: str) -> list[_Timers]:
-    """What Megatron logged, each time."""
+    """All timer reports in Megatron's log."""
     found: list[_Timers] = []
     timer: dict[int, float] | None = None
     for line in log.splitlines():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Discrete-event simulation of many histories at once: one step per failure, not per iteration.
 
-Between two failures nothing is random, so what is done there is worked out in one go. A history is
-in one of two states: running since `ready`, or recovering until `ready`; a failure before `ready`
-makes the recovery start over, restart included.
+Nothing is random between two failures, so that time is computed in one step. A history is in one of
+two states: running since `ready`, or recovering until `ready`; a failure before `ready` restarts
+the recovery, including its process restart.
 
-With independent gaps (Poisson, Weibull) a history begins at a failure and ends at its n-th one, so
-that it holds whole cycles and its ends bias nothing. Otherwise it begins fresh and ends at a
+With independent gaps (Poisson, Weibull) a history begins at a failure and ends at its n-th failure,
+so that it has whole cycles and its ends add no bias. Otherwise it begins fresh and ends at a
 horizon, where work in progress counts as kept. The confidence interval is that of a ratio of means
 over independent histories (delta method).
 """
@@ -23,26 +23,26 @@ from tools.simulate.runs import DenseRun, Run, RunFactory, SparseRun
 
 HISTORIES = 512
 FAILURES_PER_HISTORY = 400
-"""By default, in each of the HISTORIES."""
+"""Default number of failures in each of the HISTORIES."""
 MOST_FIGURES = 200_000_000
-"""Histories times nodes, or spares, beyond which memory would not do."""
+"""Limit of histories times nodes, or spares, given by memory."""
 
 _ROUNDING = 1e-12
+# 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 _STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom."""
 
 
 @dataclass(frozen=True)
 class Spares:
-    """Nodes in reserve.
+    """Spare nodes.
 
-    A failed node is replaced by a spare; with none left, the job waits until the next one is
+    A spare replaces a failed node; without a spare, the job waits until the next node is
     repaired.
     """
 
     count: int = 0
     repair_s: float = 0.0
-    """Seconds until a failed node is a spare, unless the failures say themselves."""
+    """Seconds until a failed node becomes a spare, unless the failures have repair times."""
 
     def __post_init__(self) -> None:
         fields.check(self, count='count', not_negative='repair_s')
@@ -54,12 +54,12 @@ class Timeline:
 
     seconds: np.ndarray
     useful_s: np.ndarray
-    """Kept in the end, by then; same length as `seconds`."""
+    """Kept useful seconds until each time; same length as `seconds`."""
     failures: np.ndarray
-    """Seconds."""
+    """Times of failures, in seconds."""
 
     def goodput(self, bins: int) -> tuple[np.ndarray, np.ndarray]:
-        """Middles of `bins` equal spans (seconds), and the useful share of each."""
+        """Centres of `bins` equal spans (seconds), and the useful share of each."""
         edges = np.linspace(0, self.seconds[-1], bins + 1)
         useful = np.interp(edges, self.seconds, self.useful_s)
         return (edges[1:] + edges[:-1]) / 2, np.diff(useful) / np.diff(edges)
@@ -67,22 +67,22 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a simulation found."""
+    """Result of a simulation."""
 
     ettr: float
     ci95: tuple[float, float]
     """95 % confidence interval of `ettr`."""
     failures: int
-    """Over all histories."""
+    """Number of failures over all histories."""
     hours: float
-    """Simulated, over all histories."""
+    """Simulated hours over all histories."""
     lost_s: float
-    """Wall seconds lost per failure: waiting, restart, replay and work done again; nan without a
-    failure."""
+    """Wall seconds lost per failure: waiting, restart, replay and repeated work; nan without
+    failures."""
     struck_again: float
-    """Share of the failures that struck a recovery."""
+    """Share of the failures that hit a recovery."""
     waited_s: float
-    """Mean seconds a failure waited for a spare."""
+    """Mean seconds that a failure waited for a spare."""
     timeline: Timeline
 
 
@@ -97,18 +97,18 @@ def simulate(
     histories: int | None = None,
     seed: int = 0,
 ) -> Estimate:
-    """Simulate a system under failures; same arguments, same result.
+    """Simulate a system under failures; equal arguments give equal results.
 
     Args:
-        system: costs as in the closed form, or what makes a Run of a number of histories.
-        process: of the failures; by default Poisson with the system's MTBF.
-        nodes: of the job; which one a failure takes matters to some Runs.
-        spares: by default there is always one.
-        hours: to simulate, on average, over all histories together.
-        job_hours: length of each history, from a fresh start; by default histories are cut where
-            they bias nothing, or are as long as the trace.
-        histories: independent ones, 2 or more.
-        seed: of the random numbers.
+        system: costs as in the closed formulas, or a factory of a Run for a number of histories.
+        process: process of the failures; None: Poisson with the system's MTBF.
+        nodes: nodes of the job; the failed node matters to some Runs.
+        spares: spare nodes; None: unlimited.
+        hours: hours to simulate, on average, over all histories.
+        job_hours: length of each history, from a fresh start; None: histories are cut without bias,
+            or are as long as the trace.
+        histories: number of independent histories, 2 or more.
+        seed: seed of the random numbers.
 
     Raises:
         FieldError: an argument breaks its rule.
@@ -123,7 +123,7 @@ def simulate(
             histories = max(2, round(hours / job_hours))
     _check_sizes(histories, nodes, spares)
     fields.whole('seed', seed, least=0)
-    # A stream of its own for failures: all systems meet the same ones.
+    # Failures have a separate stream: all systems get the same ones.
     rng, run_rng = np.random.default_rng(seed).spawn(2)
     run = _run(system, histories, run_rng)
     source = process or Renewal(run.mtbf_s)
@@ -141,7 +141,7 @@ def simulate(
 
 
 def _check_sizes(histories: int, nodes: int, spares: Spares | None) -> None:
-    """Each history has a figure for each node and each spare."""
+    """Check memory: each history has a figure for each node and each spare."""
     fields.whole('histories', histories, least=2)
     fields.whole('nodes', nodes)
     sizes = {'histories': 1, 'nodes': nodes, 'count': spares.count if spares else 0}
@@ -177,7 +177,7 @@ def _horizon_s(process: Process, run: Run, hours: float | None, job_hours: float
 
 
 class _Histories:
-    """All histories, played side by side up to each failure in turn; arrays are [histories]."""
+    """All histories, advanced in parallel from failure to failure; arrays are [histories]."""
 
     def __init__(self, run: Run, drawn: FailureTimes, nodes: int, spares: Spares | None) -> None:
         histories = len(drawn.times)
@@ -192,12 +192,12 @@ class _Histories:
         self.rows = np.arange(histories)
 
     def begin_with_failure(self, nodes: np.ndarray) -> None:
-        """Let each history begin at the failure of one of its nodes."""
+        """Begin each history at a failure of one of its nodes."""
         self.lost[self.rows, nodes] = True
         self.ready = self.run.recovery_s(self.lost)
 
     def play(self, horizon_s: float | None) -> Estimate:
-        """To the end of every history: to the horizon, by default to the last failure."""
+        """Run all histories to the horizon, by default to the last failure."""
         for column in range(self.drawn.times.shape[1]):
             self._fail(column)
         wall = self.drawn.times[:, -1] if horizon_s is None else self._finish(horizon_s)
@@ -219,7 +219,7 @@ class _Histories:
         )
 
     def _fail(self, column: int) -> None:
-        """Play each history up to its failure in this column (inf: it has no more)."""
+        """Advance each history to its failure in this column (inf: no more failures)."""
         at = self.drawn.times[:, column]
         happens = at < math.inf
         running = happens & (at >= self.ready)
@@ -241,7 +241,7 @@ class _Histories:
             self.path.append((float(until[0]), float(self.useful[0])))
 
     def _wait_s(self, column: int, happens: np.ndarray) -> np.ndarray | float:
-        """Seconds until a node replaces the failed one: a spare, or itself when it is repaired."""
+        """Seconds until a node replaces the failed one: a spare, or the repaired node itself."""
         if self.spares is None:
             return 0.0
         at = self.drawn.times[:, column]
@@ -280,7 +280,7 @@ def ratio_interval(useful: np.ndarray, wall: np.ndarray) -> tuple[float, float]:
 
 
 def _student(degrees: int) -> float:
-    """97.5 % quantile of Student's t, to 0.1 %; of 10 degrees or more as Cornish and Fisher."""
+    """97.5 % quantile of Student's t, to 0.1 %; from 10 degrees on by Cornish and Fisher."""
     if degrees <= len(_STUDENT):
         return _STUDENT[degrees - 1]
     z = 1.959964

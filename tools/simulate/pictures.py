@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what was simulated."""
+"""Pictures of simulation results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,21 +23,21 @@ _NAMES = {
     'ours': 'this implementation',
     'copy': 'this implementation, with data-parallel copies',
 }
+# Share of an axis that a label takes.
 _CROWDED = 0.06
-"""Share of an axis that a label takes."""
 
 
 class Series(NamedTuple):
-    """A line of a sweep: what one system comes to at each value."""
+    """A line of a sweep: results of one system at each value."""
 
     values: Sequence[float]
     exact: Sequence[float]
     simulated: Sequence[tuple[float, float, float]] = ()
-    """Middle, and both ends of the confidence interval; empty: not simulated."""
+    """Mean, and both ends of the confidence interval; empty without a simulation."""
 
 
 class Axis(NamedTuple):
-    """What is varied."""
+    """The varied quantity."""
 
     label: str
     logarithmic: bool
@@ -50,8 +50,8 @@ def draw_sweep(series: Mapping[str, Series], axis: Axis, shown: str, target: Pat
 
     Args:
         series: by system.
-        axis: below.
-        shown: what the lines say.
+        axis: the varied quantity.
+        shown: label of the other axis.
         target: file to write.
     """
     with picture(target, figsize=(8, 4.5)) as axes:
@@ -76,8 +76,8 @@ def draw_timeline(timelines: Mapping[str, Timeline], bins: int, target: Path) ->
     """Draw the goodput of each system, and a mark per failure, into an image file.
 
     Args:
-        timelines: by system; all have the same failures.
-        bins: spans of time.
+        timelines: by system, all with the same failures.
+        bins: number of time spans.
         target: file to write.
     """
     with picture(target, figsize=(9, 4)) as axes:
@@ -105,7 +105,7 @@ def draw_timeline(timelines: Mapping[str, Timeline], bins: int, target: Path) ->
 
 
 def _styles(names: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How the line of each system looks: that of this project stands out."""
+    """Style of each system's line; the line of this project stands out."""
     others = iter(PALETTE * math.ceil(len(names) / len(PALETTE)))
     own: dict[str, dict[str, Any]] = {
         'ours': {'color': OWN, 'linewidth': 2.6, 'zorder': 3},
@@ -115,7 +115,7 @@ def _styles(names: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _ticks(axes: Any, axis: Axis, values: Sequence[float]) -> None:
-    """Label the values themselves, as far as there is room."""
+    """Label the values themselves, as far as space allows."""
     place = math.log if axis.logarithmic else float
     if axis.logarithmic:
         axes.set_xscale('log')
@@ -130,7 +130,7 @@ def _ticks(axes: Any, axis: Axis, values: Sequence[float]) -> None:
 
 
 def _round_times(length: float) -> list[float]:
-    """About six moments from 0 to `length`, at full minutes, hours or days where it is long."""
+    """About six times from 0 to `length`, at full minutes, hours or days if it is long."""
     steps = [unit * many for unit in (1, 60, 3600, 86400) for many in (1, 2, 5, 10, 20, 30)]
     step = next((step for step in steps if length / step <= 8), length / 6)
     return [step * number for number in range(int(length / step) + 1)]

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of replicas on nodes, and the probability that random failures lose nothing.
 
-First the copies of ranks' states, as the training places them; then the replicas of experts.
+First the placement of copies of ranks' states, as in training; then that of replicas of experts.
 
 Maximum rank overlap is the placement of Lazarus (Wu et al., arXiv 2407.04656): experts are sorted
-by their number of replicas and cut into groups of as many as a node has slots; the first of a
-group, its representative, has the fewest replicas. Each group gets that many nodes of its own, with
-all of the group's experts on each. Experts that are lost together count once, so few sets of failed
-nodes lose any.
+by their number of replicas and divided into groups of as many experts as a node has slots; the
+first of a group, its representative, has the fewest replicas. Each group gets as many nodes as its
+representative has replicas, with all of the group's experts on each node. Experts that fail
+together count once, so few sets of failed nodes lose an expert.
 
-It is optimal where the nodes of all representatives fit, that is sum(representatives) <= nodes.
-Only the last group can fall short, and only if it has fewer experts than a node has slots; then
-its experts are squeezed onto the nodes that are left, and spreading them over the others can do
-better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, where 5/6 is possible.
+The placement is optimal if the nodes of all representatives exist: sum(representatives) <= nodes.
+Only the last group can get too few nodes, and only if it has fewer experts than a node has slots;
+then its experts are squeezed onto the remaining nodes, and distributing them over other nodes can
+be
+better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, while 5/6 is possible.
 """
 
 import math
@@ -37,14 +38,14 @@ Placement = list[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Survival:
-    """Loss of some domains at once, all sets of them alike."""
+    """Simultaneous loss of domains, with all sets equally likely."""
 
     failed: int
-    """Domains lost."""
+    """Number of lost domains."""
     probability: float
-    """Probability that a copy of every rank's state is left."""
+    """Probability that a copy of every rank's state survives."""
     standard_error: float
-    """Standard error of the probability; 0 only where it was found by enumeration."""
+    """Standard error of the probability; 0 only after an exact enumeration."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class Placed:
     """Placement with one number of replicas."""
 
     replicas: int
-    """Copies in other domains that were asked for."""
+    """Requested copies in other domains."""
     holders: int
-    """Ranks that hold a copy of a rank's state, beyond those of its own group; the least."""
+    """Ranks with a copy of a rank's state, beyond those of its own group; the minimum."""
     load: tuple[int, int]
-    """Least and greatest number of owners whose copies a rank holds."""
+    """Minimum and maximum number of owners whose copies a rank holds."""
     mean_distance: float | None
-    """Mean distance from owners to holders; None without a distance or holders."""
+    """Mean distance from owners to holders; None without distances or holders."""
     survival: list[Survival]
 
 
@@ -72,10 +73,10 @@ def survival_report(
     samples: int = 100_000,
     seed: int = 0,
 ) -> list[Placed]:
-    """Placements by `place_replicas` for each of `replicas`, and what `failed` domains do to them.
+    """Placements by `place_replicas` for each of `replicas`, and their survival of failed domains.
 
     Raises:
-        ValueError: more domains are to fail than there are, or replicas are negative.
+        ValueError: more domains fail than exist, or replicas are negative.
     """
     failed = list(failed)
     found = []
@@ -89,7 +90,7 @@ def survival_report(
             probability = survival_probability(
                 domains, holders, lost, groups=groups, samples=samples, seed=seed
             )
-            # Two more of each kind: samples that all survived prove nothing (Agresti and Coull).
+            # Two more of each kind, as samples without any loss prove nothing (Agresti and Coull).
             share = (probability * samples + 2) / (samples + 4)
             error = math.sqrt(share * (1 - share) / (samples + 4))
             exact = is_exact(len(set(domains)), lost)
@@ -104,10 +105,10 @@ def survival_report(
 
 
 def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: int = 1) -> list[int]:
-    """Replicas of each expert, by its share of the tokens but at least `least` (Lazarus, sec. 4).
+    """Replicas of each expert, by its token share but at least `least` (Lazarus, sec. 4).
 
-    Experts take their shares of the slots that are left, those with the fewest tokens first; the
-    last one takes what remains, so that all `nodes` x `slots` slots are used.
+    Experts take their shares of the remaining slots, those with the fewest tokens first; the last
+    expert takes the remainder, so that all `nodes` x `slots` slots are used.
     """
     total = nodes * slots
     if least < 1:
@@ -160,9 +161,9 @@ def maximum_rank_overlap(replicas: Sequence[int], nodes: int, slots: int) -> Pla
 
 
 def spread(replicas: Sequence[int], nodes: int, slots: int, seed: int = 0) -> Placement:
-    """Each replica on a node with most free slots that has none yet; ties are drawn by `seed`.
+    """Put each replica on a node with most free slots and no such replica; ties drawn by `seed`.
 
-    What a placement looks like that balances slots and does not think of failures.
+    A placement that balances slots and ignores failures.
     """
     _check(replicas, nodes, slots)
     random = np.random.default_rng(seed)
@@ -177,7 +178,7 @@ def spread(replicas: Sequence[int], nodes: int, slots: int, seed: int = 0) -> Pl
 def recovery_probability(placement: Placement, failed_nodes: int) -> float:
     """Probability that `failed_nodes` random nodes leave a replica of each placed expert.
 
-    Exact by enumeration where that is small (see `placement.is_exact`), else sampled.
+    Exact by enumeration for small numbers (see `placement.is_exact`), else sampled.
     """
     experts = max((expert for node in placement for expert in node), default=-1) + 1
     kept = np.zeros((experts, len(placement)), dtype=bool)
@@ -187,7 +188,7 @@ def recovery_probability(placement: Placement, failed_nodes: int) -> float:
 
 
 def _put(expert: int, held: list[list[int]], slots: int, ties: Sequence[int] | None = None) -> None:
-    """Into the emptiest node with a free slot, one without the expert if there is any."""
+    """Put an expert on the emptiest node with a free slot, preferably one without the expert."""
     ties = range(len(held)) if ties is None else ties
     free = [node for node in ties if len(held[node]) < slots]
     node = min(free, key=lambda node: (expert in held[node], len(held[node])))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of a training run (or is known of a planned one), as input of the systems.
+"""Measurements of a training run (or known values of a planned one) as input of the systems.
 
 A profile is a JSON object with the fields of Profile; units are seconds, bytes and bytes per
-second. Everything is of one rank, the one with the most bytes.
+second. All values describe one rank, the rank with the most bytes.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ FORMAT = 'moevement-profile/1'
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used; the message names the file, the field and the rule."""
+    """A profile is unusable; the message names the file, the field and the rule."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class OperatorProfile:
 
     name: str
     full_bytes: int
-    """Master weights and optimizer moments."""
+    """Bytes of master weights and optimizer moments."""
     light_bytes: int
-    """Compute weights."""
+    """Bytes of compute weights."""
     tokens: float | None = None
-    """Tokens that an expert saw, in any unit; None for what every token passes."""
+    """Tokens of an expert, in any unit; None for operators that every token passes."""
 
     def __post_init__(self) -> None:
         fields.check(self, count='full_bytes light_bytes', not_negative='tokens')
@@ -52,25 +52,25 @@ class Profile:
     """FORMAT."""
     name: str
     source: str
-    """Where the figures come from."""
+    """Origin of the figures."""
     iteration_s: float
-    """T, without fault tolerance."""
+    """T, seconds without fault tolerance."""
     operators: tuple[OperatorProfile, ...]
     """Operators in the order of capture."""
     copy_bytes_per_s: float
-    """Rate of copies to host memory, while training."""
+    """Rate of copies to host memory during training."""
     network_bytes_per_s: float
     """This rank's share of its node's links."""
     disk_bytes_per_s: float | None = None
-    """This rank's share of the storage; None: not known, and only some systems need it."""
+    """This rank's share of the storage; None: unknown (only some systems need it)."""
     replicas: int = 1
     """Copies of captured state on other nodes."""
     hidden_fraction: float = DEFAULT_HIDDEN_FRACTION
-    """Part of an iteration beside which a copy is free."""
+    """Part of an iteration that hides copies."""
     restart_s: float = 0.0
     """Seconds from a failure until state can be loaded: detection, new process, new groups."""
     mtbf_s: float | None = None
-    """Mean seconds between failures of the job; None: not known."""
+    """Mean seconds between failures of the job; None: unknown."""
     pipeline: Pipeline = Pipeline()
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Profile:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Rate at which state reaches host memory here and on the replicas' nodes."""
+        """Rate at which state reaches host memory on this node and on the replicas' nodes."""
         if self.replicas == 0:
             return self.copy_bytes_per_s
         return min(self.copy_bytes_per_s, self.network_bytes_per_s / self.replicas)
@@ -105,7 +105,7 @@ class Profile:
         """Seconds to write all operators to the storage, or to read them.
 
         Raises:
-            FieldError: its rate is not known.
+            FieldError: the rate is unknown.
         """
         if self.disk_bytes_per_s is None:
             problem = 'is missing; the profile does not say it, and this system uses a disk'
@@ -127,7 +127,7 @@ def read_profile(path: Path) -> Profile:
     """Read a JSON profile.
 
     Raises:
-        ProfileError: the file is missing or no profile; names file, field and rule.
+        ProfileError: the file is missing or malformed; the message names file, field and rule.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Profile)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The profile of a run that the simulator starts from, out of its events.
+r"""Derives the profile of a run, the simulator's input, from its events.
 
     python -m tools.simulate profile runs/events -o run.json
     python -m tools.simulate --system ours --profile run.json --mtbf 0.5x
 
-`--profile` takes the folder itself as well. Events do not say how fast disks are
-(`--disk-bandwidth`), nor how many micro-batches an iteration has (`--micro-batches`). Without
-replicas they do not say how fast the network is (`--network-bandwidth`).
+`--profile` also accepts the folder itself. Events have no disk rate (`--disk-bandwidth`) and no
+number of micro-batches (`--micro-batches`). Without replicas they have no network rate
+(`--network-bandwidth`).
 
-Exit status: 0 done, 2 the events do not say enough, or the profile cannot be written.
+Exit status: 0 done, 2 the events are not sufficient, or the profile cannot be written.
 """
 
 import math
@@ -28,19 +28,19 @@ from tools.simulate.fields import FieldError
 from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError
 from tools.simulate.runs import Pipeline
 
+# Phases of a recovery that the simulator computes itself.
 _COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
-"""Phases of a recovery that the simulator computes by itself."""
 
 
 def derive(folder: Path, given: Mapping[str, float]) -> Profile:
-    """The profile of a run.
+    """Derive the profile of a run.
 
     Args:
-        folder: of its events.
-        given: fields that are not to be measured.
+        folder: folder of the events.
+        given: fields that replace measurements.
 
     Raises:
-        ProfileError: there are no events, or they do not say enough.
+        ProfileError: there are no events, or they are not sufficient.
         FieldError: a field breaks its rule.
     """
     try:
@@ -85,7 +85,7 @@ def _sizes(place: Protected) -> list[tuple[int, int]]:
 
 
 def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...]:
-    """What a rank holds; experts alike until their popularity was seen."""
+    """Operators of a rank; experts have equal shares until their popularity is known."""
     plans = history.newest(Replanned)
     newest = plans[place.rank].shares if place.rank in plans else UNSET
     shares = newest or {}
@@ -98,13 +98,13 @@ def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...
 
 
 def _slowest(history: History, field: str) -> float | None:
-    """The least of the newest rates of all ranks; None where none has one."""
+    """The slowest of all ranks' newest rates; None without any."""
     rates = (getattr(event, field) for event in history.newest(WindowCommitted).values())
     return min((rate for rate in rates if isinstance(rate, float | int)), default=None)
 
 
 def _restart(history: History) -> tuple[float, str]:
-    """Seconds from a failure until state can be loaded, and where they are from."""
+    """Seconds from a failure until state can be loaded, and the origin of the figure."""
     back = [_restart_of(episode) for episode in history.episodes if episode.recovered]
     if back:
         return statistics.median(back), f'median of {len(back)} recoveries, without the replay'
@@ -112,14 +112,14 @@ def _restart(history: History) -> tuple[float, str]:
 
 
 def _restart_of(episode: Episode) -> float:
-    """The time of a recovery in which nothing was loaded or computed again."""
+    """Seconds of a recovery, without loading and repeated work."""
     end = episode.end if episode.end is not None else episode.events[-1].time
     again = sum(episode.phases.get(name, 0.0) for name in _COMPUTED_AGAIN)
     return max(end - episode.start - again, 0.0)
 
 
 def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
-    """Nodes and stages; where they do not divide evenly, each stage counts as a node."""
+    """Nodes and stages; if they do not divide evenly, each stage counts as a node."""
     stages = 1 + max(place.stage for place in places.values())
     nodes = len({place.node for place in places.values()})
     if nodes % stages and stages % nodes:
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, field in (('network', 'network_bytes_per_s'), ('disk', 'disk_bytes_per_s')):
         parser.add_argument(
             f'--{name}-bandwidth', type=float, dest=field, metavar='GB/s',
-            help='of a rank; events may not say it',
+            help='per rank; for events without it',
         )  # fmt: skip
     args = parser.parse_args(argv)
     fields = ('network_bytes_per_s', 'disk_bytes_per_s')

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a system does between failures and after one, for many histories side by side.
+"""Behaviour of a system between and after failures, for many histories in parallel.
 
-A Run keeps the position of every history; arrays are [histories] unless they say otherwise.
+A Run keeps the position of every history; arrays are [histories] unless stated otherwise.
 
-Nodes are numbered stage by stage of the pipeline. A stage that replays from its neighbours' logs
-has no bubble: m micro-batches through k adjacent lost stages take m + k - 1 stage times, through
-the whole pipeline of S stages m + S - 1. Logs between two lost stages are lost with their senders,
-so adjacent lost stages replay as one pipeline; separate ones replay side by side.
+Nodes are numbered by pipeline stage. A stage that replays from its neighbours' logs has no bubble:
+m micro-batches through k adjacent lost stages take m + k - 1 stage times, through the whole
+pipeline of S stages m + S - 1. Logs between two lost stages are lost with their senders, so
+adjacent lost stages replay as one pipeline; separate ones replay in parallel.
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ class Pipeline:
     micro_batches: int = 1
     """m, per iteration."""
     copies: int = 1
-    """Nodes of a stage that hold the same state (data-parallel redundancy); 1: none."""
+    """Number of nodes of a stage with the same state (data-parallel redundancy); 1: none."""
 
     def __post_init__(self) -> None:
         fields.check(self, whole='nodes stages micro_batches copies')
@@ -45,14 +45,14 @@ class Pipeline:
         fields.require(good, 'copies', self.copies, rule)
 
     def stages_lost(self, lost: np.ndarray) -> np.ndarray:
-        """Stages with a lost node, bool [histories, stages], of nodes bool [histories, nodes]."""
+        """Stages with a lost node, bool [histories, stages]; `lost` is bool [histories, nodes]."""
         if self.stages >= self.nodes:
             return np.repeat(lost, self.stages // self.nodes, axis=1)
         stages: np.ndarray = lost.reshape(len(lost), self.stages, -1).any(axis=2)
         return stages
 
     def longest_run(self, lost: np.ndarray) -> np.ndarray:
-        """Most adjacent stages lost, int [histories], of nodes bool [histories, nodes]."""
+        """Most adjacent lost stages, int [histories]; `lost` is bool [histories, nodes]."""
         stages = self.stages_lost(lost)
         run = np.zeros(len(lost), dtype=int)
         longest = run.copy()
@@ -62,12 +62,12 @@ class Pipeline:
         return longest
 
     def local_saving(self, adjacent: np.ndarray) -> np.ndarray:
-        """Share of an iteration saved when `adjacent` stages replay: (S - k) / (m + S - 1)."""
+        """Share of an iteration saved if `adjacent` stages replay: (S - k) / (m + S - 1)."""
         saving: np.ndarray = (self.stages - adjacent) / (self.micro_batches + self.stages - 1)
         return saving
 
     def state_lost(self, lost: np.ndarray) -> np.ndarray:
-        """True where some state has no copy left, bool [histories], of nodes [histories, nodes]."""
+        """True where state has no copy left, bool [histories]; `lost` is [histories, nodes]."""
         if self.copies == 1:
             some: np.ndarray = lost.any(axis=1)
             return some
@@ -77,32 +77,32 @@ class Pipeline:
 
 
 class Run(ABC):
-    """A system that is being simulated; see `monte_carlo`."""
+    """A simulated system; see `monte_carlo`."""
 
     histories: int
     mtbf_s: float
     unit_s: float
-    """Seconds of what is kept or lost as one: a period, an iteration."""
+    """Seconds of the unit that is kept or lost: a period, an iteration."""
     efficiency: float | np.ndarray
     """Useful seconds per wall second while nothing fails."""
     stationary = True
-    """True if the costs stay the same, however long the job has run."""
+    """True if the costs do not depend on the age of the job."""
 
     @abstractmethod
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Train for `seconds` where `running`, then fail: useful seconds that are kept."""
+        """Train for `seconds` where `running`, then fail; returns the useful seconds kept."""
 
     @abstractmethod
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        """Seconds to recover from where the last `advance` ended; `lost` is [histories, nodes]."""
+        """Seconds to recover from the end of the last `advance`; `lost` is [histories, nodes]."""
 
 
 RunFactory = Callable[[int, np.random.Generator], Run]
-"""Makes the Run of a number of histories."""
+"""Creates the Run of a number of histories."""
 
 
 class DenseRun(Run):
-    """A failure loses the period."""
+    """A failure loses the current period."""
 
     def __init__(self, system: Dense, histories: int) -> None:
         self.histories, self.mtbf_s = histories, system.mtbf_s
@@ -112,19 +112,19 @@ class DenseRun(Run):
         self.restart_s = np.full(histories, system.restart_s)
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Whole periods are kept."""
+        """Keep whole periods."""
         kept: np.ndarray = np.where(running, seconds, 0.0) // self.unit_s * self.useful_s
         return kept
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        """The restart."""
+        """Seconds of the restart."""
         return self.restart_s
 
 
 class SparseRun(Run):
-    """A failure loses the running iteration; window and position say what is to be replayed.
+    """A failure loses the running iteration; window and position determine the replay.
 
-    With a pipeline only the lost stages replay, and `local_saving` of the system is not used.
+    With a pipeline only the lost stages replay, and the system's `local_saving` is ignored.
     """
 
     def __init__(
@@ -145,23 +145,23 @@ class SparseRun(Run):
         self.position = self._struck(system, rng)
 
     def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
-        """Where failures find the histories: more often where a repair takes long.
+        """Positions at which failures find the histories: more often where a repair takes long.
 
-        Each position is left only by succeeding, after a mean time in proportion to e^(Q_p/M).
+        Only success leaves a position, after a mean time in proportion to e^(Q_p/M).
         """
         repairs = system.recovery_s() / system.mtbf_s
         share = np.exp(repairs - repairs.max())
         return rng.choice(system.window, size=self.histories, p=share / share.sum())
 
     def advance(self, running: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Whole iterations are kept."""
+        """Keep whole iterations."""
         done = np.where(running, seconds, 0.0) // self.unit_s
         self.position = (self.position + done.astype(np.int64)) % self.window
         kept: np.ndarray = done * self.iteration_s
         return kept
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        """Restart, conversion and replay."""
+        """Seconds of restart, conversion and replay."""
         saving: float | np.ndarray = self.local_saving
         if self.pipeline is not None:
             saving = self.pipeline.local_saving(self.pipeline.longest_run(lost))
@@ -173,10 +173,10 @@ class SparseRun(Run):
 class CopyRun(SparseRun):
     """State is copied from a data-parallel replica, and only the running iteration is lost.
 
-    Where no replica is left, the windows are converted.
+    Without a replica, the windows are converted.
 
     Args:
-        copied_s: seconds of restart and copy; all else is as for `SparseRun`.
+        copied_s: seconds of restart and copy; other arguments are those of `SparseRun`.
     """
 
     def __init__(
@@ -193,10 +193,10 @@ class CopyRun(SparseRun):
         self.copied_s = copied_s
 
     def _struck(self, system: Sparse, rng: np.random.Generator) -> np.ndarray:
-        """Where failures find the histories: anywhere, for a copy takes as long everywhere."""
+        """Positions at which failures find the histories: uniform, as copies take equally long."""
         return rng.integers(system.window, size=self.histories)
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        """Restart and copy, or restart, conversion and replay."""
+        """Seconds of restart and copy, or of restart, conversion and replay."""
         converted = super().recovery_s(lost)
         return np.where(self.copies.state_lost(lost), converted, self.copied_s)

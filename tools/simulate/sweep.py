@@ -9,8 +9,8 @@ r"""Several systems over a range of one flag: a table, JSON and a plot.
     python -m tools.simulate sweep --over interval --values 1,10,100 --systems gemini \
         --show overhead ...
 
-Lines are the closed form, points with bars the simulation with its 95 % confidence interval. A
-system that is not feasible at some value is left out there, and the reason is printed.
+Lines are closed formulas, points with bars are the simulation with its 95 % confidence interval. A
+system that is infeasible at some value is left out there, and the reason is printed.
 """
 
 import argparse
@@ -64,9 +64,9 @@ class Point:
     overhead: float
     """Share of an iteration, stalls included."""
     window: int
-    """Window, or interval of a dense system; iterations."""
+    """Window, or interval of a dense system, in iterations."""
     recovery: float
-    """Expected, seconds."""
+    """Expected recovery in seconds."""
     lost: float | None
     """PLT that 1 job in 20 exceeds; None for systems that lose no tokens."""
 
@@ -74,7 +74,7 @@ class Point:
 def sweep(
     args: argparse.Namespace, systems: Sequence[str], values: Sequence[float]
 ) -> tuple[list[Point], list[str]]:
-    """Points, and why others are missing. Raises FieldError and what reads files."""
+    """Points, and reasons for missing ones. Raises FieldError and errors of file readers."""
     points, missing = [], []
     for value in tqdm(values, desc=args.over, disable=None, leave=False):
         attribute = args.over.replace('-', '_')
@@ -107,13 +107,13 @@ def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
 
 
 def shown(point: Point, what: str) -> float:
-    """The figure of a point that is asked for."""
+    """The requested figure of a point."""
     name = {'ettr': 'ettr_exact', 'simulated': 'ettr_simulated'}.get(what, what)
     return float(getattr(point, name))
 
 
 def print_table(points: Sequence[Point], over: str, what: str, console: Console) -> None:
-    """A row per value, a column per system."""
+    """Print a row per value, a column per system."""
     names = list(dict.fromkeys(point.system for point in points))
     found = {(point.system, point.value): point for point in points}
     rows = []
@@ -141,7 +141,7 @@ def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:
 
 
 def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse a sweep over what nothing depends on. Raises FieldError, which names a flag."""
+    """Refuse a sweep over a flag without effect. Raises FieldError, which names a flag."""
     over = args.over
     if over in ('mtbf', 'gpus') and args.trace is not None:
         raise FieldError(over, 'cannot be varied: the failures of --trace are what they are')
@@ -165,7 +165,7 @@ def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
-    """Systems of a comma-separated list; exits with a message if one is none."""
+    """Systems of a comma-separated list; exits with a message if one is unknown."""
     names = text.split(',')
     for name in names:
         if name not in SYSTEMS:
@@ -174,7 +174,7 @@ def names_of(parser: argparse.ArgumentParser, text: str) -> list[str]:
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
-    """What sweeps and timelines write, and all flags of a scenario."""
+    """Add the output flags of sweeps and timelines, and all flags of a scenario."""
     parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
     flags.add_flags(parser)
@@ -191,7 +191,7 @@ def parse_arguments(
     parser.add_argument('--show', choices=tuple(SHOWN), help='(default: ettr; by skew: simulated)')
     add_output_flags(parser)
     args = parser.parse_args(argv)
-    # The closed form of a system that loses tokens is that of its first K, whatever the skew.
+    # The closed formula of a system that loses tokens uses its first K, whatever the skew.
     args.show = args.show or ('simulated' if args.over == 'skew' else 'ettr')
     try:
         values = [float(text) for text in args.values.split(',')]

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The systems that are compared, and what a profile makes each of them cost.
+"""The compared systems, and their costs for a profile.
 
-Every system is a Dense or Sparse of `closed_form`, by itself or inside a Run. What the options give
-is taken; the rest is priced from the profile by one rule per system, no constant of its own. The
-restart is that of the profile, loading, and the lag: a dense checkpoint counts once it is complete,
-so a failure loses, on average, also as many iterations as a copy takes.
+Every system is a Dense or Sparse of `closed_form`, by itself or inside a Run. Given options are
+used; other costs come from the profile by one rule per system, without constants. The restart is
+that of the profile, plus loading, plus the lag: a dense checkpoint counts once it is complete, so a
+failure also loses, on average, as many iterations as a copy takes.
 
 - none: nothing is saved; a failure loses the job, so its period is the job.
-- dense: any dense system whose interval and costs are given.
-- checkfreq: snapshot to host memory, then disk in the background (Mohan et al., FAST'21). The
-  exposed part of the snapshot is a stall; the interval is the shortest that both keeps the stall
-  below `overhead_bound` of an iteration on average and lets one write end before the next begins.
-- gemini: dense in host memory of peers (Wang et al., SOSP'23), its traffic spread over the
-  interval; what the interval cannot hide is a stall. Interval by oracle (exact optimum) or by
-  Young or Daly for the stall of a checkpoint that has a single iteration to hide behind.
-- moc: as `partial` says, in host memory, then disk; global rollback.
-- moetion: the same in every iteration, with as many experts as the iteration hides; one at least.
-- moevement: window of Algorithm 1 as printed; the slots' exposed parts are the overhead.
+- dense: any dense system with given interval and costs.
+- checkfreq: snapshot to host memory, then to disk in the background (Mohan et al., FAST'21). The
+  exposed part of the snapshot is a stall; the interval is the shortest that keeps the stall below
+  `overhead_bound` of an iteration on average and lets one write end before the next begins.
+- gemini: dense in host memory of peers (Wang et al., SOSP'23), with its traffic spread over the
+  interval; the part that the interval cannot hide is a stall. Interval by oracle (exact optimum),
+  or by Young or Daly for the stall of a checkpoint with a single iteration to hide behind.
+- moc: partial checkpoints (see `experts`) in host memory, then on disk; global rollback.
+- moetion: the same in every iteration, with as many experts as the iteration hides; at least one.
+- moevement: window of the printed Algorithm 1; the slots' exposed parts are the overhead.
 - ours: the byte planner; within the budget by construction, so without overhead.
-- copy: ours, and state that a data-parallel copy still has is copied over the network.
+- copy: ours, with state copied over the network where a data-parallel replica remains.
 """
 
 import math
@@ -39,14 +39,14 @@ from tools.simulate.runs import CopyRun, Pipeline, RunFactory, SparseRun
 DENSE_SYSTEMS = ('none', 'dense', 'checkfreq', 'gemini', 'moc', 'moetion')
 SPARSE_SYSTEMS = ('moevement', 'ours', 'copy')
 PARTIAL_SYSTEMS = ('moc', 'moetion')
-"""Those of them that lose tokens, which are counted against the length of a job."""
+"""Systems that lose tokens, which are counted relative to the length of a job."""
 SYSTEMS = DENSE_SYSTEMS + SPARSE_SYSTEMS
 INTERVAL_RULES = ('oracle', 'young', 'daly')
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is known of a system; None: price it from the profile."""
+    """Known values of a system; None: computed from the profile."""
 
     iteration_s: float | None = None
     interval: int | None = None
@@ -54,7 +54,7 @@ class Options:
     overhead_s: float | None = None
     stall_s: float | None = None
     restart_s: float | None = None
-    """All of a restart, loading included."""
+    """Whole restart, including loading."""
     mtbf_s: float = math.inf
     local_saving: float = 0.0
     frozen_saving: float = 0.0
@@ -62,9 +62,9 @@ class Options:
     localized: bool = False
     """Only lost stages replay; needs a pipeline of 2 or more stages."""
     streaming: bool = True
-    """Replay begins when the first slot is loaded, the others load beside it."""
+    """Replay begins once the first slot is loaded; the other slots load meanwhile."""
     shares: np.ndarray | None = None
-    """Token shares of the experts; None: the profile's, or all alike."""
+    """Token shares of the experts; None: the profile's, or equal shares."""
     by_popularity: bool = True
     """Popular experts are captured last."""
     interval_rule: str = 'oracle'
@@ -82,22 +82,22 @@ class Options:
 
 @dataclass(frozen=True)
 class System:
-    """A system, ready to be computed and simulated."""
+    """A system, ready for computation and simulation."""
 
     name: str
     costs: Dense | Sparse
-    """Costs as the closed form has them."""
+    """Costs in the closed formulas."""
     run: RunFactory | None = None
-    """What is simulated; None: `costs` themselves."""
+    """The simulated Run; None: simulate `costs`."""
     found: dict[str, float] = field(default_factory=dict)
-    """What was priced, for the report: bytes, seconds, experts."""
+    """Computed costs for the report: bytes, seconds, experts."""
 
 
 def build(name: str, options: Options, profile: Profile | None = None) -> System:
-    """The system called `name`, one of SYSTEMS.
+    """Build the system called `name`, one of SYSTEMS.
 
     Raises:
-        FieldError: a field that is needed is missing, or breaks its rule.
+        FieldError: a required field is missing, or breaks its rule.
         InfeasiblePlan: no window fits the profile's budget.
     """
     fields.require(name in SYSTEMS, 'system', name, f'one of {", ".join(SYSTEMS)}')
@@ -114,14 +114,14 @@ def build(name: str, options: Options, profile: Profile | None = None) -> System
 
 
 def _check(options: Options) -> None:
-    """What a price is computed from, before it is. Raises FieldError."""
+    """Check the inputs of a price. Raises FieldError."""
     fields.check(options, positive='iteration_s job_s', whole='interval experts')
     if options.window is not None:
         fields.whole('window', options.window, most=LONGEST_WINDOW)
 
 
 def _dense(options: Options, **priced: float | None) -> Dense:
-    """Dense costs: the options where they are given, else what was priced."""
+    """Dense costs: given options, else computed prices."""
     interval = options.interval if options.interval is not None else priced.get('interval')
     if interval is None:
         raise fields.FieldError('interval', 'is missing; give it, or a profile to price it from')
@@ -184,7 +184,7 @@ def _gemini(name: str, options: Options, profile: Profile | None) -> System:
 
     interval = options.interval
     if interval is None and options.interval_rule == 'oracle':
-        # From the interval on that hides everything, a longer one only loses more.
+        # Beyond the interval that hides everything, a longer interval only loses more.
         hides_all = max(1, math.ceil(copy_s / profile.hidden_s))
         interval = max(range(1, hides_all + 1), key=lambda n: costs(n).ettr_exact())
     elif interval is None:
@@ -197,14 +197,14 @@ def _gemini(name: str, options: Options, profile: Profile | None) -> System:
 
 
 def _known_shares(options: Options, profile: Profile | None) -> np.ndarray | None:
-    """Token shares of the experts, as far as they are given or measured."""
+    """Token shares of the experts, if given or measured."""
     if options.shares is not None or profile is None:
         return options.shares
     return profile.token_shares()
 
 
 def _shares(options: Options, profile: Profile | None) -> np.ndarray:
-    """Token shares of the experts, all alike where they are not known."""
+    """Token shares of the experts, equal if unknown."""
     known = _known_shares(options, profile)
     if known is not None:
         return known
@@ -259,7 +259,7 @@ def _moetion(name: str, options: Options, profile: Profile | None) -> System:
     if profile is not None:
         copied = profile.state_bytes - profile.expert_bytes * (1 - saved / experts)
         exposed_s = max(0.0, copied / profile.memory_bytes_per_s - profile.hidden_s)
-        overhead_s = exposed_s / partial.size(saved)  # of all experts; a part costs its share
+        overhead_s = exposed_s / partial.size(saved)  # for all experts; a part costs its share
         load_s = profile.state_bytes / profile.network_bytes_per_s
         restart_s = profile.restart_s + load_s + _lag_s(1, profile)
     full = _dense(options, interval=1, overhead_s=overhead_s, restart_s=restart_s)
@@ -328,9 +328,9 @@ def _sparse(name: str, options: Options, profile: Profile | None) -> System:
 
 
 def _waiting_s(loaded_s: np.ndarray, costs: Sparse) -> float:
-    """Seconds that the conversion waits for slots, which are there after `loaded_s` [window].
+    """Seconds that the conversion waits for slots, which are loaded after `loaded_s` [window].
 
-    All of the first one, and what of the others does not load beside the iterations before it.
+    The whole load of the first slot, and the parts of others that do not fit beside iterations.
     """
     replayed_s = costs.conversion_s()
     return float((loaded_s - replayed_s.cumsum() + replayed_s).max())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, tables on a terminal, JSON without infinity, and pictures that cannot be written."""
+"""Flags, tables on a terminal, JSON without infinity, and errors of pictures."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from rich.table import Table
 
 
 class Flag(NamedTuple):
-    """An argument of `add_argument`; None: argparse's default."""
+    """Arguments of `add_argument`; None: argparse's default."""
 
     name: str
     help: str | None = None
@@ -40,10 +40,10 @@ def table(
     """A table for `Console.print`.
 
     Args:
-        columns: headings; `>` before one puts its cells to the right, `!` keeps them on one line.
+        columns: headings; `>` before one right-aligns its cells, `!` keeps them on one line.
         rows: cells.
-        styles: of each row.
-        options: of rich's Table.
+        styles: one for each row.
+        options: options of rich's Table.
     """
     made = Table(**options)
     for name in columns:
@@ -58,7 +58,7 @@ def table(
 
 
 def print_json(value: object, indent: int | None = 2) -> None:
-    """To standard output; for infinity, which JSON does not have, None."""
+    """Print to standard output; infinity, which JSON lacks, becomes None."""
     print(json.dumps(_finite(value), indent=indent))
 
 
@@ -74,7 +74,7 @@ def _finite(value: object) -> object:
 
 @contextmanager
 def plot_errors(parser: argparse.ArgumentParser, target: Path) -> Iterator[None]:
-    """Exit with a message if the image cannot be written, or is of a format that none knows."""
+    """Exit with a message if the image cannot be written, or its format is unknown."""
     try:
         yield
     except OSError as error:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Goodput over the time of a job, with its failures marked: a trace, or failures drawn at random.
+r"""Plots goodput over the time of a job, with its failures from a trace or at random times.
 
     python -m tools.simulate timeline --trace docs/assets/simulate-trace.csv \
         --systems gemini,ours --profile docs/assets/simulate-profile.json --plot goodput.png
     python -m tools.simulate timeline --mtbf 900 --job-hours 6 --systems gemini,ours ...
 
-Goodput is the share of each span of time that went into iterations which were kept in the end. All
-systems meet the same failures.
+Goodput is the share of each time span in iterations that were kept. All systems get the same
+failures.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from tools.simulate.monte_carlo import Timeline
 from tools.simulate.pictures import draw_timeline
 from tools.simulate.sweep import add_output_flags, names_of
 
-_HISTORIES = 2  # only the first is drawn
+_HISTORIES = 2  # only the first one is drawn
 
 
 def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Timeline]:
-    """Timeline by name of the system. Raises what `flags.errors` knows."""
+    """Timeline by name of the system. Raises the errors that `flags.errors` handles."""
     scenario = flags.scenario(args)
     if isinstance(scenario.process, Renewal) and args.job_hours is None:
         raise FieldError('job_hours', 'is missing; give it, or a trace')
@@ -41,7 +41,7 @@ def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Tim
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """The parser and the flags; exits with a message if they are wrong."""
+    """Return the parser and the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.simulate timeline', description=__doc__)
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')

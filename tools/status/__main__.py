@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Shows how a running job goes, from its events (`--sparse-ckpt-events`), again and again.
+r"""Shows the state of a running job, from its events (`--sparse-ckpt-events`), and refreshes it.
 
     python -m tools.status runs/events
     python -m tools.status runs/events --once
 
-Iteration and pace, how old the newest safe window is, what the ranks of each stage do, who is
-silent, the last failures and how the job came back. It ends with the job, or by Ctrl-C. The folder
-may be on a file system that is shared with the nodes; nothing is asked of the job itself.
+Iteration and pace, age of the newest safe window, activity of each stage's ranks, silent ranks, the
+last failures and their recoveries. The tool ends with the job, or by Ctrl-C. The folder may be on a
+file system shared with the nodes; the tool does not contact the job itself.
 
 Exit status: 0 done, 2 there are no events to read.
 """
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser = Parser(prog='python -m tools.status', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
-    parser.add_argument('--once', action='store_true', help='print the state of now and end')
+    parser.add_argument('--once', action='store_true', help='print the present state and exit')
     parser.add_argument(
         '--every', type=_seconds, default=2.0, metavar='S', help='seconds (default: %(default)s)'
     )
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _follow(follower: Follower, every_s: float, console: Console) -> None:
-    """Until all ranks have finished."""
+    """Refresh the screen until all ranks have finished."""
     history: History | None = None
     with Live('no events yet', console=console, auto_refresh=False) as live:
         while history is None or not history.finished:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the terminal shows of a job."""
+"""The terminal screen about a job."""
 
 from collections import Counter
 from datetime import datetime
@@ -14,29 +14,29 @@ from tools.lab.plots import Doing
 from tools.lab.text import duration
 
 _RECOVERIES = 5
-_HOSTS = 2  # of a stage; more do not fit a line
-_RECENT = 5  # windows of each rank that make up the present pace
-_LATE_WINDOWS = 3  # as the alert of the same meaning
+_HOSTS = 2  # per stage; more do not fit into a line
+_RECENT = 5  # number of windows per rank that the present pace averages
+_LATE_WINDOWS = 3  # as in the corresponding alert
 _DEAD_WINDOWS = 10
-_LATE_S, _DEAD_S = 60.0, 600.0  # at least: other hosts see what is written some seconds later
+_LATE_S, _DEAD_S = 60.0, 600.0  # minimum: other hosts see events some seconds late
 _WELL = 'bold green'
 
 
 class Stage(NamedTuple):
-    """A stage of the pipeline, or all ranks where stages are not known."""
+    """A stage of the pipeline, or all ranks if stages are unknown."""
 
     title: str
     ranks: list[int]
     doing: Counter[Doing]
     iterations: tuple[int, int]
-    """Least and greatest that its ranks have committed."""
+    """Minimum and maximum of its ranks' committed iterations."""
 
 
 def show(history: History, now: float) -> Group:
-    """All of it.
+    """Compose the whole screen.
 
     Args:
-        history: of the job so far.
+        history: history of the job so far.
         now: seconds since the epoch.
     """
     parts: list[Text | Table] = [_headline(history, now), _figures(history), _stages(history)]
@@ -53,7 +53,7 @@ def show(history: History, now: float) -> Group:
 
 
 def stages(history: History) -> list[Stage]:
-    """What the ranks of each stage do now."""
+    """Present activity of each stage's ranks."""
     ranks: dict[int | None, list[int]] = {}
     for rank in history.ranks:
         place = history.places.get(rank)
@@ -73,7 +73,7 @@ def stages(history: History) -> list[Stage]:
 
 
 def silent(history: History) -> list[int]:
-    """Ranks that committed nothing while others went on for two windows; none in a recovery."""
+    """Ranks that committed nothing during two windows of the others; none in a recovery."""
     if history.episodes and history.episodes[-1].end is None:
         return []
     window = max((len(slots) for slots in history.slots.values()), default=1)
@@ -82,13 +82,13 @@ def silent(history: History) -> list[int]:
 
 
 def missing(history: History) -> list[int]:
-    """Ranks of which there is no event at all."""
+    """Ranks without any event."""
     size = max((place.world_size for place in history.places.values()), default=0)
     return sorted(set(range(size)) - history.by_rank.keys())
 
 
 def recent_pace(history: History) -> Pace | None:
-    """Pace of the newest undisturbed iterations; None before there are some."""
+    """Pace of the newest undisturbed iterations; None without any."""
     pieces = [piece for found in history.progress.values() for piece in found[-_RECENT:]]
     iterations = sum(piece.iterations for piece in pieces)
     if not iterations:
@@ -113,7 +113,7 @@ def _headline(history: History, now: float) -> Text:
 
 
 def _state(history: History, now: float) -> tuple[str, str]:
-    """What the job did when it wrote the newest event, and how that is to look."""
+    """Activity of the job at the newest event, and its style."""
     last = history.episodes[-1] if history.episodes else None
     if last is not None and last.end is None:
         reasons = '; '.join(last.reasons) or 'all workers start again'
@@ -125,7 +125,7 @@ def _state(history: History, now: float) -> tuple[str, str]:
 
 
 def _patience(history: History) -> tuple[float, float]:
-    """Seconds without an event after which a job is late that trains, and any job looks dead."""
+    """Seconds without an event until a training job is late, and until any job looks dead."""
     window_s = history.window_s
     return max(_LATE_S, _LATE_WINDOWS * window_s), max(_DEAD_S, _DEAD_WINDOWS * window_s)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows as an operator sees them: what lies where, whether it is sound, and what may go."""
+"""Windows for operators: lists, verifies, deletes and exports them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Windows in host memory and on disk: what lies there, whether it is sound, what may go.
+r"""Lists, verifies, deletes and exports windows in host memory and on disk.
 
     python -m tools.windows list /dev/shm/moevement-1000
     python -m tools.windows verify /lustre/windows/my-run
@@ -8,14 +8,14 @@ r"""Windows in host memory and on disk: what lies there, whether it is sound, wh
         torchrun --nproc-per-node 8 pretrain_gpt.py <flags of the run>
 
 DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
-that of the node on which this runs. `list` reads headers; `verify` also payloads, and compares
-every checksum. `prune` says what it would delete, and does so with --yes: of runs without a live
-process on this node, all but the newest windows that each rank seen there has whole. `export`
-launches a run that has ended once more, by the command after `--`: it converts its newest window,
-trains one iteration and saves Megatron's own checkpoint, which any layout can load. As at every end
-with a dense checkpoint, the windows are given back then.
+that of this node. `list` reads headers; `verify` also reads payloads, and compares every checksum.
+`prune` lists files to delete, and deletes them with --yes: for runs without a live process on this
+node, all except the newest complete windows of each rank seen on this node. `export` launches a run
+that has ended once more, with the command after `--`: the run converts its newest window, trains
+one iteration and saves Megatron's own checkpoint, which any layout can load. As at every end with a
+dense checkpoint, the windows are then freed.
 
-Exit status: 0 done, 1 a window is damaged or nothing was exported, 2 the directory cannot be read.
+Exit status: 0 done, 1 a window is damaged or the export failed, 2 the directory cannot be read.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags of all commands."""
+    """Parse the flags of all commands."""
     parser = Parser(prog='python -m tools.windows', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (
@@ -75,13 +75,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                 '--keep', type=_count, default=_KEEP, metavar='N',
                 help=f'windows of each run that stay ({_KEEP}); 0: nothing stays',
             )  # fmt: skip
-            command.add_argument('--yes', action='store_true', help='delete, do not only say so')
+            command.add_argument('--yes', action='store_true', help='delete the files')
         else:
             command.add_argument('--json', action='store_true')
     command = commands.add_parser('export', help='make a dense checkpoint of the newest window')
-    command.add_argument('directory', type=Path, metavar='DIR', help='of one run')
+    command.add_argument('directory', type=Path, metavar='DIR', help='directory of one run')
     command.add_argument('--to', choices=[TORCH_DIST], required=True, help='format')
-    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='of --load then')
+    command.add_argument('--output', type=Path, required=True, metavar='DIR', help='for --load')
     given = list(sys.argv[1:] if argv is None else argv)
     own = given[: given.index(_END)] if _END in given else given
     args = parser.parse_args(own)
@@ -110,7 +110,7 @@ def _as_json(found: Sequence[Found]) -> dict[str, Any]:
 
 
 def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
-    """All of it where there is room; else without what is least asked for."""
+    """Print all columns if they fit; else drop the least important ones."""
     if not found:
         console.print(f'no windows in {directory}', highlight=False, soft_wrap=True)
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dense checkpoint out of windows: the run itself goes on from them, for a moment, and saves.
+"""Makes a dense checkpoint from windows: the run resumes from them briefly, and saves.
 
-Windows hold the states of several iterations, and only a replay makes one of them. So the run's own
-program is launched with its own flags, converts the window, trains one iteration, and ends with
-what upstream saves of it. It is told to end after its first iteration, not after a certain one: it
-may find the newest window damaged, or a newer one that is not seen from here.
+Windows hold the states of several iterations, and only a replay combines them. So this module
+launches the run's own program with its own flags; the program converts the window, trains one
+iteration, and ends with upstream's save. It ends after its first iteration, not after a given
+one: it may find the newest window damaged, or a newer window that this node does not see.
 """
 
 import os
@@ -23,26 +23,26 @@ _TRACKER = 'latest_checkpointed_iteration.txt'
 
 
 class ExportError(LabError):
-    """Nothing can be exported; the message says why, and what to do."""
+    """The export is impossible; the message says why, with a remedy."""
 
 
 class Source(NamedTuple):
-    """The windows of one run that has ended."""
+    """The windows of one finished run."""
 
     run: str
     flags: list[str]
-    """By which the program finds them."""
+    """Flags with which the program finds the windows."""
     tier: str
-    """Where they are: `found.MEMORY` or `found.DISK`."""
+    """`found.MEMORY` or `found.DISK`."""
     dense_at: int
-    """Iteration that a conversion of the newest one comes to."""
+    """Iteration that a conversion of the newest window results in."""
 
 
 def source(found: Sequence[Found], directory: Path) -> Source:
-    """What is exported of the windows below a directory.
+    """Find the windows to export below a directory.
 
     Raises:
-        ExportError: there is no complete window of a run that has ended, or there are several runs.
+        ExportError: there is no complete window of a finished run, or there are several runs.
     """
     runs = complete(found)
     if len(runs) != 1:
@@ -66,9 +66,9 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
     """Launch the run once more, to save in `output`; returns the iteration of the checkpoint.
 
     Args:
-        source: its windows.
-        output: directory, without a checkpoint so far.
-        command: by which the run is launched; its last arguments are flags of the program.
+        source: windows of the run.
+        output: directory without a checkpoint.
+        command: launch command of the run; its last arguments are flags of the program.
 
     Raises:
         ExportError: the run has a newer dense checkpoint, or did not save.
@@ -93,16 +93,16 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
 
 
 def _flags(source: Source, output: Path, command: Sequence[str]) -> list[str]:
-    """The last one of each flag counts."""
+    """Flags of the launch; the last value of a flag counts."""
     flags = [*source.flags, '--save', str(output.absolute()), '--ckpt-format', TORCH_DIST]
     flags += ['--save-interval', '1', '--exit-interval', '1']
-    if '--use-distributed-optimizer' in command:  # else other layouts cannot load its state
+    if '--use-distributed-optimizer' in command:  # for other layouts to load its state
         flags.append('--dist-ckpt-optim-fully-reshardable')
     return flags
 
 
 def _saved(directory: Path) -> int | None:
-    """Iteration of the newest checkpoint there; None if there is none."""
+    """Iteration of the newest checkpoint in `directory`; None without one."""
     tracker = directory / _TRACKER
     if not tracker.is_file():
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows below a directory, of whichever run, in host memory or on disk.
+"""Windows of any run below a directory, in host memory or on disk.
 
 <dir>/<run id>/<node>/<holder>/<owner>/window-<start>-<plan>.window     host memory
 <dir>/<run id>/<node>/<holder>/stub-<owner>/window-<start>-<plan>.window  what the holder, which
@@ -31,41 +31,41 @@ _ON_DISK = re.compile(r'rank(\d+)')
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    """One file with a window of one rank."""
+    """A file with a window of one rank."""
 
     run: str
     """Name of the directory of the run."""
     tier: str
     """`MEMORY` or `DISK`."""
     rank: int
-    """Whose state it is."""
+    """Owner of the state."""
     holder: int | None
-    """Rank that keeps the file in its memory: the owner, or a peer."""
+    """Rank with the file in its memory: the owner, or a peer."""
     node: str | None
-    """On which that rank is, or was."""
+    """Present or last node of that rank."""
     state: str
-    """Only what is committed is recovered from."""
+    """State of the file; recovery uses only committed files."""
     nbytes: int
     path: Path
     window: str = ''
-    """Start and plan, by the name of the file; empty if it is free."""
+    """Start and plan, from the file's name; empty if the file is free."""
     start: int = -1
     slots: int | None = None
-    """How many it has, which are all if nothing is wrong."""
+    """Number of slots; all of them unless there is a problem."""
     digests: tuple[str, str] | None = None
-    """Digests of run and layout; only windows with the same ones belong together."""
+    """Digests of run and layout; equal for windows that belong together."""
     verified: bool = False
-    """Every checksum was compared."""
+    """All checksums were compared."""
     problem: str | None = None
 
     @property
     def sound(self) -> bool:
-        """Whole, committed, and nothing wrong as far as was looked."""
+        """True if the file is complete, committed, and has no problem found so far."""
         return self.state == 'committed' and self.problem is None
 
     @property
     def held_by(self) -> str:
-        """For people."""
+        """Holder of the file, for people."""
         return DISK if self.tier == DISK else f'rank {self.holder} on {self.node}'
 
 
@@ -82,9 +82,9 @@ def find(directory: Path, verify: bool = False) -> list[Found]:
 
 
 def complete(found: Iterable[Found]) -> dict[str, list[str]]:
-    """By run, the windows that all of its ranks seen here have, whole; the newest first.
+    """Complete windows of all ranks of a run that are seen here, by run; the newest first.
 
-    A rank that has nothing here (it is on another node) is not missed.
+    Ranks without any file here (on another node) are ignored.
     """
     ranks: dict[str, set[int]] = defaultdict(set)
     owners: dict[str, dict[tuple[object, ...], set[int]]] = defaultdict(dict)
@@ -103,7 +103,7 @@ def complete(found: Iterable[Found]) -> dict[str, list[str]]:
 
 
 def _look(path: Path, verify: bool) -> Found | None:
-    """None: it is gone, renamed by a job that runs."""
+    """Inspect a file; None if a running job has renamed it meanwhile."""
     try:
         nbytes = path.stat().st_size
     except FileNotFoundError:
@@ -128,12 +128,12 @@ def _look(path: Path, verify: bool) -> Found | None:
         if not path.exists():
             return None
         if one.state == 'being written' and isinstance(refusal, TruncatedWindow):
-            return one  # as it should be
+            return one  # no problem
         return msgspec.structs.replace(one, problem=str(refusal).removeprefix(f'{path}: '))
 
 
 def _placed(path: Path, nbytes: int) -> Found:
-    """What the place and the name of a file say."""
+    """Fields from the path and the name of a file."""
     match = _FILE.fullmatch(path.name)
     assert match is not None
     state = _STATES[match[1]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be deleted of the windows below a directory."""
+"""Windows below a directory that may be deleted."""
 
 import fcntl
 import os
@@ -12,25 +12,25 @@ from tools.windows.found import DISK, Found, complete
 
 
 class Pruned(NamedTuple):
-    """What goes, and the runs of which nothing does."""
+    """Files to delete, and runs that stay untouched."""
 
     files: list[Path]
     live: list[str]
-    """Runs with windows of processes that live."""
+    """Runs with windows of live processes."""
 
     @property
     def nbytes(self) -> int:
-        """That are freed."""
+        """Bytes to free."""
         return sum(path.stat().st_blocks * 512 for path in self.files if path.exists())
 
 
 def prunable(found: Sequence[Found], keep: int) -> Pruned:
-    """Files of runs that have ended, besides the newest windows that are whole.
+    """Files of finished runs, except their newest complete windows.
 
     Args:
         found: all windows below the directory.
-        keep: windows of each run that stay, of those that all of its ranks have here; 0: nothing
-            of an ended run stays.
+        keep: number of windows per run to keep, among those that all its ranks here have; 0: delete
+            all windows of a finished run.
     """
     live = live_runs(found)
     kept = {run: set(windows[:keep]) for run, windows in complete(found).items()}
@@ -43,12 +43,12 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
 
 
 def live_runs(found: Sequence[Found]) -> list[str]:
-    """Runs with windows in the memory, or on the disk, of processes that live."""
+    """Runs with windows of live processes, in memory or on disk."""
     return sorted({one.run for one in found if _is_held(_holder(one))})
 
 
 def remove(files: Sequence[Path], root: Path) -> None:
-    """Delete files, and the directories below `root` that are empty then."""
+    """Delete files, and directories below `root` that become empty."""
     for path in files:
         path.unlink(missing_ok=True)
     for path in files:
@@ -64,22 +64,22 @@ def remove(files: Sequence[Path], root: Path) -> None:
 def _may_go(one: Found, kept: set[str], keep: int) -> bool:
     if keep == 0 or one.state == 'free':
         return True
-    if not kept:  # nothing is whole here: who knows what other nodes have
+    if not kept:  # no window is complete here, but other nodes may have the rest
         return False
     if one.tier == DISK and one.state == 'being written':
-        return False  # a job may be at it; its next life deletes what this one leaves
+        return False  # a job may use the file; its next life deletes leftovers
     return one.window not in kept or one.state != 'committed'
 
 
 def _holder(one: Found) -> Path:
-    """Directory of all that a rank keeps in memory, or on disk."""
+    """Directory of all files that a rank keeps in memory, or on disk."""
     return one.path.parents[0 if one.tier == DISK else 1]
 
 
 def _is_held(holder: Path) -> bool:
-    """A live process has locked the directory of a rank (see `memory.holder_lock`).
+    """True if a live process has locked the directory of a rank (see `memory.holder_lock`).
 
-    On a disk of several nodes that is known as far as its file system has locks that all see.
+    On a shared disk, the result is as reliable as the file system's locks between nodes.
     """
     try:
         lock = os.open(holder / 'lock', os.O_RDONLY | os.O_CLOEXEC)
@@ -89,7 +89,7 @@ def _is_held(holder: Path) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there are no locks
+    except OSError:  # the file system has no locks
         return False
     finally:
         os.close(lock)

@@ -23,20 +23,23 @@ def replicas(facts: JobFacts) -> list[int]:
     """Other global ranks with the same state as this rank; none where state is sharded."""
     if facts.use_distributed_optimizer or facts.data_parallel_random_init:
         return []
-    return _data_parallel(facts)
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    expert = parallel_state.get_expert_data_parallel_group()
+    same = set(_ranks(dense)) & set(_ranks(expert))
+    if same != set(_ranks(expert)):
+        return []
+    return sorted(same - {facts.rank})
 
 
 def twins(facts: JobFacts) -> list[int]:
     """Global ranks that capture what this rank captures, itself left out.
 
-    Of each instance of the distributed optimizer the rank with the same shard; without it, the
-    data-parallel ranks. Random numbers, counters and amax histories may differ; none where
-    parameters may, too.
+    Of each instance of the distributed optimizer the rank with the same shard. Random numbers and
+    amax histories may differ. None without it: data-parallel ranks hold the same state, and each
+    captures another share of it. None where parameters may differ.
     """
-    if facts.data_parallel_random_init:
+    if not facts.use_distributed_optimizer or facts.data_parallel_random_init:
         return []
-    if not facts.use_distributed_optimizer:
-        return _data_parallel(facts)
     instances = parallel_state.get_inter_distributed_optimizer_instance_group(
         check_initialized=False
     )
@@ -48,16 +51,6 @@ def twins(facts: JobFacts) -> list[int]:
     if same != dense[dense.index(facts.rank) % shard :: shard]:
         return []
     return sorted({*same} - {facts.rank})
-
-
-def _data_parallel(facts: JobFacts) -> list[int]:
-    """Others with the same parameters; none if experts are replicated beyond them."""
-    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    expert = parallel_state.get_expert_data_parallel_group()
-    same = set(_ranks(dense)) & set(_ranks(expert))
-    if same != set(_ranks(expert)):
-        return []
-    return sorted(same - {facts.rank})
 
 
 def copy_state(

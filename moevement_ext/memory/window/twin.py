@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A window of one rank in the memory of its twin, which captures the same bytes anyway.
 
-Data-parallel peers hold the same weights and optimizer state, but not the same of all: random
+Such peers have the same shard of weights and optimizer state, but not the same of all: random
 numbers, a rank's own counters and amax histories. So the twin keeps a *stub* of each window: an
 ordinary window of few bytes. Each of its slots holds what is the owner's own, and in its context
 the whole frame of the owner's slot, hence the checksums of all records. The other bytes are those

@@ -63,7 +63,7 @@ def generators_not_put_back() -> None:
 
 
 def random_numbers_of_each_rank() -> None:
-    """Data-parallel ranks that hold the same drop out by other random numbers."""
+    """Data-parallel ranks drop out by other random numbers each."""
     train = training.train
 
     @wraps(train)

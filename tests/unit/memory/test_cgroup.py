@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of containers, in files that look like those of the kernel."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory
-from moevement_ext.memory.cgroup import MemoryLeft, memory_left
+from moevement_ext.memory.cgroup import MemoryLeft, cores_left, memory_left
 from tests.unit.memory.samples import tmpfs_directory
 
 UNLIMITED = 9223372036854771712
@@ -101,6 +102,34 @@ def test_without_limits_nothing_is_known(machine: Machine) -> None:
     assert memory_left(machine.process) is None, 'no group'
     machine.group('job', 'max', 10)
     assert memory_left(machine.process) is None, 'no limit'
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: set(range(8)))
+
+
+@pytest.mark.parametrize(
+    ('quota', 'cores'), [('250000 100000', 2.5), ('max 100000', 8.0), ('6400000 100000', 8.0)]
+)
+def test_cores_are_those_of_the_tightest_quota(
+    quota: str, cores: float, machine: Machine, eight_cores: None
+) -> None:
+    machine.be_in('/pod/job')
+    for path, limit in (('pod', quota), ('pod/job', 'max 100000')):
+        (machine.group(path, 'max', 0) / 'cpu.max').write_text(f'{limit}\n')
+    assert cores_left(machine.process) == cores
+
+
+@pytest.mark.parametrize(('quota', 'cores'), [('150000', 1.5), ('-1', 8.0)])
+def test_cores_of_the_first_version_of_cgroups(
+    quota: str, cores: float, machine: Machine, eight_cores: None
+) -> None:
+    machine.be_in('/job', version=1)
+    group = machine.group_v1('job', UNLIMITED, 0)
+    (group / 'cpu.cfs_quota_us').write_text(f'{quota}\n')
+    (group / 'cpu.cfs_period_us').write_text('100000\n')
+    assert cores_left(machine.process) == cores
 
 
 def test_this_process_is_read_as_well() -> None:

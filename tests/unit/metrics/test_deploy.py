@@ -51,7 +51,7 @@ def expressions() -> Iterator[tuple[str, str]]:
         yield one['name'], one['expr']
     for rule in rules():
         yield rule['alert'], rule['expr']
-    page = (ROOT / 'docs' / 'operations.md').read_text('utf-8')
+    page = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
     yield from re.findall(r'^\| ([^`|]+) \| `(\w+ by [^`]*)` \|$', page, re.MULTILINE)
 
 
@@ -123,7 +123,7 @@ def test_the_dashboard_belongs_to_no_site() -> None:
 
 
 def test_every_alert_is_explained() -> None:
-    text = (ROOT / 'docs' / 'operations.md').read_text('utf-8')
+    text = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
     section = text.partition('\n## Alerts\n')[2].partition('\n## ')[0]
     explained = re.findall(r'^\| `(Moevement\w+)` \|', section, re.MULTILINE)
     assert explained == [rule['alert'] for rule in rules()]

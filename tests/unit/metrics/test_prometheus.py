@@ -268,7 +268,7 @@ def test_a_switched_off_library_is_named(
 
 
 def test_every_metric_is_documented_under_the_name_that_prometheus_has() -> None:
-    page = (Path(__file__).parents[3] / 'docs' / 'operations.md').read_text()
+    page = (Path(__file__).parents[3] / 'docs' / 'observe.md').read_text()
     rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
     assert rows == [
         (one.name + ('_total' if one.counts else ''), one.label or '', one.help)

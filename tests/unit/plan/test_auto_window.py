@@ -25,7 +25,13 @@ PLENTY = 1e6
 
 def demanded(seen: Measured) -> int | None:
     """As `Protection` has it, of one stage."""
-    carried = budgets(seen.iteration_s, seen.copy_bytes_per_s, seen.send_bytes_per_s, COPIES)
+    carried = budgets(
+        seen.iteration_s,
+        seen.copy_bytes_per_s,
+        seen.send_bytes_per_s,
+        COPIES,
+        cpu_bytes_per_s=seen.cpu_bytes_per_s,
+    )
     return shortest([NEEDS], carried, LONGEST)
 
 
@@ -37,9 +43,13 @@ class Training:
         self.auto = AutoWindow(demanded, LONGEST)
         self.windows = [window]
 
-    def see(self, *sent: float | None, copied: float = PLENTY) -> int:
+    def see(self, *sent: float | None, copied: float = PLENTY, cores: Sequence[float] = ()) -> int:
         """All ranks tell of a window; the result is W of the next."""
-        loads = [WindowLoad(self.present.origin, {}, 1.0, copied, rate) for rate in sent]
+        spared = cores or [None] * len(sent)
+        loads = [
+            WindowLoad(self.present.origin, {}, 1.0, copied, rate, cpu_bytes_per_s=cpu)
+            for rate, cpu in zip(sent, spared, strict=True)
+        ]
         chosen = decide_plan(
             self.present,
             loads,
@@ -114,6 +124,40 @@ def test_a_slow_copy_makes_it_longer_too() -> None:
     for _ in range(CONFIRMED):
         training.see(PLENTY, copied=900.0)
     assert training.present.window == demanded(Measured(1.0, 900.0, PLENTY)) == 3
+
+
+def test_cores_that_train_make_it_longer_and_back() -> None:
+    """By the rank that has the least of them, though links carry any window."""
+    training = Training()
+    assert training.see(PLENTY, PLENTY, cores=[PLENTY, 2000.0]) == 1
+    for _ in range(CONFIRMED - 1):
+        assert training.see(PLENTY, PLENTY, cores=[450.0, PLENTY]) == 1
+    longer = training.see(PLENTY, PLENTY, cores=[450.0, PLENTY])
+    assert NEEDS[longer - 1].sent <= 450 < NEEDS[longer - 2].sent
+    for _ in range(CONFIRMED):
+        training.see(PLENTY, PLENTY, cores=[PLENTY, PLENTY])
+    assert training.present.window == 1
+    assert training.changes() == 3
+
+
+@pytest.mark.parametrize('limit', [need.sent for need in NEEDS[:-1]])
+def test_cores_that_are_now_spared_and_now_not_undo_no_change(limit: int) -> None:
+    """Three windows each on either side of where the window changes, so that all agree."""
+    for first in range(1, LONGEST + 1):
+        training = Training(first, version=1)
+        for _ in range(5):
+            for factor in [0.95] * CONFIRMED + [1.05] * CONFIRMED:
+                training.see(PLENTY, cores=[limit * factor])
+        assert training.windows in (sorted(training.windows), sorted(training.windows)[::-1])
+
+
+def test_cores_that_are_never_spared_enough_are_no_cause_for_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        window = Training().see(PLENTY, cores=[1e-3])
+    assert NEEDS[window - 1].sent <= 1.1 * NEEDS[-1].sent < NEEDS[window - 2].sent
+    assert not caplog.text
 
 
 def test_times_that_the_copy_itself_lengthened_do_not_count() -> None:

@@ -79,12 +79,62 @@ def test_the_stage_that_needs_the_longest_decides() -> None:
     assert shortest([needs(first), needs(first)], Budgets(16, None, None), 8) == 1
 
 
+def test_cores_that_train_ask_for_fewer_bytes() -> None:
+    of_window = list(islice(needs(LARGE_LAST), 4))
+    assert [need.sent for need in of_window] == [20, 10, 7, 5]
+    found = {
+        cpu: shortest([of_window], Budgets(20, None, None, cpu), 4) for cpu in (20, 19, 9, 5, 1)
+    }
+    assert found == {20: 1, 19: 2, 9: 3, 5: 4, 1: 4}
+    assert shortest([of_window], Budgets(20, None, None), 4) == 1, 'they do not train'
+    assert shortest([of_window], Budgets(16, 20, 15, 1), 3) == 3, 'the longest there may be'
+    assert shortest([of_window], Budgets(15, None, None, 100), 4) is None, 'no link carries any'
+
+
+def test_the_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
+    """What a slot costs whatever its size is more than the share, so no window is long enough."""
+    operators = [OperatorBytes(f'expert{i}', (1200,), (200,)) for i in range(128)]
+    of_window = list(islice(needs(operators), 16))
+    found = shortest([of_window], Budgets(2**40, None, None, 1), 16)
+    assert found == 12
+    sent = [need.sent for need in of_window]
+    assert sent[found - 1] <= 1.1 * sent[-1] < sent[found - 2]
+
+
+@given(
+    operators_lists(),
+    st.integers(1, 120),
+    st.lists(st.integers(1, 200), min_size=2, max_size=4).map(sorted),
+    st.integers(1, 9),
+)
+def test_slower_cores_never_make_it_shorter_nor_longer_than_the_links_allow(
+    operators: list[OperatorBytes], budget: int, cores: list[int], longest: int
+) -> None:
+    of_window = list(islice(needs(operators), longest))
+    found = [shortest([of_window], Budgets(budget, None, None, cpu), longest) for cpu in cores]
+    by_links = shortest([of_window], Budgets(budget, None, None), longest)
+    if by_links is None:
+        assert found == [None] * len(cores)
+        return
+    windows = [window for window in found if window is not None]
+    assert windows == sorted(windows, reverse=True) and len(windows) == len(cores)
+    for window, cpu in zip(windows, cores, strict=True):
+        assert by_links <= window
+        assert Budgets(budget, None, None).carry(of_window[window - 1])
+        if of_window[by_links - 1].sent <= cpu:
+            assert window == by_links
+
+
 def test_each_budget_is_of_its_link() -> None:
     assert budgets(2.0, 25e9, None, 2, 0.5) == Budgets(25_000_000_000, None, None)
     assert budgets(2.0, 25e9, 10e9, 0, 0.5) == Budgets(25_000_000_000, None, None)
     found = budgets(2.0, 25e9, 10e9, 2, hidden_fraction=0.5, network_share=0.25)
     assert found == Budgets(25_000_000_000, 2_500_000_000, 10_000_000_000)
     assert found.bytes == 2_500_000_000
+    assert budgets(2.0, 25e9, 10e9, 2, 0.5, 0.25, cpu_bytes_per_s=3.0) == found._replace(
+        cpu_bytes=6
+    )
+    assert budgets(2.0, 25e9, None, 2, cpu_bytes_per_s=3.0).cpu_bytes == 6
 
 
 def test_a_limit_takes_the_place_of_the_share() -> None:

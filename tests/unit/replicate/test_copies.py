@@ -117,6 +117,13 @@ def test_peers_save_replicas() -> None:
     assert sorted(loads(two)) == [1] * 4
 
 
+def test_a_holder_beside_a_twin_is_no_copy_more() -> None:
+    """Rank 2 needs two holders; the others have a twin, and one holder where it is not."""
+    placed = place_copies(['a', 'b', 'c'], 2, [0, 0, 2])
+    assert placed.twins == [(1,), (0,), ()]
+    assert placed.holders[:2] == [(2,), (2,)] and {*placed.holders[2]} == {0, 1}
+
+
 @pytest.mark.parametrize('replicas', [1, 2, 3])
 def test_all_are_the_twin_of_as_many(replicas: int) -> None:
     nodes = [f'node{rank // 2}' for rank in range(16)]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """At which rate slots are sent: real peers, the test's own clock, and bytes that are counted."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,7 +135,11 @@ def test_slots_are_spread_over_their_window(
     monkeypatch.setattr(replicator, 'MIN_BYTES_PER_SECOND', 0)
     clock = Time()
     monkeypatch.setattr(
-        replicator, 'time', SimpleNamespace(monotonic=clock.clock, perf_counter=clock.clock)
+        replicator,
+        'time',
+        SimpleNamespace(
+            monotonic=clock.clock, perf_counter=clock.clock, thread_time=time.thread_time
+        ),
     )
     with linked(shm) as link:
         link.replicator.spreads = True

@@ -146,7 +146,7 @@ def test_each_is_the_twin_of_the_other_and_keeps_no_more_than_stubs(twins: Twins
         assert memory.plan.by_kind()['replicas'] == GENERATIONS * in_pages(STUB)
         stubs = [path.stat().st_size for path in memory.store.path.rglob('stub-*/*.window')]
         assert stubs == [STUB] * GENERATIONS
-        assert 'replicas: 1, 1 of this node held by data-parallel peers' in memory.describe()
+        assert 'replicas: 1, 1 of this node captured by data-parallel peers' in memory.describe()
         assert f'spares {SLOT} bytes an iteration' in memory.describe()
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the MoEvement paper prints, and what follows from its own inputs."""
+"""The numbers that the MoEvement paper prints, and results computed from its own inputs."""

@@ -4,10 +4,10 @@
     python -m tools.simulate.paper
     python -m tools.simulate.paper --json
 
-The same as `python -m tools.simulate paper`. Nothing is fitted to a single cell; what is fitted
-to a row or a table is said so. docs/paper.md sums up what follows and what does not.
+The same as `python -m tools.simulate paper`. Nothing is fitted to a single cell; fits to a row or a
+table are marked. docs/paper.md summarises which numbers follow and which do not.
 
-Exit status: 0 whenever the computation ran; to disagree with the paper is no error.
+Exit status: 0 if the computation ran; a difference from the paper is no error.
 """
 
 import sys
@@ -52,21 +52,21 @@ class Count(msgspec.Struct, frozen=True):
     cells: int
     follow: int
     fitted_follow: int | None
-    """With the fitted constants; None where nothing is fitted."""
+    """Number with the fitted constants; None without a fit."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Everything that was recomputed."""
+    """All recomputed results."""
 
     iteration_s: dict[str, dict[str, float]]
     """Iteration times by table and setting, which the paper does not print."""
     cells: list[Cell]
     constants: list[Constants]
-    """All that was fitted per setting and system."""
+    """All fitted constants, per setting and system."""
     claims: list[Claim]
     counts: list[Count]
     notes: list[tuple[str, str, str]]
-    """Table, cell, and what was unreadable or mended."""
+    """Table, cell, and the unreadable or corrected value."""
 
     def count(self, system: str, quantity: str) -> Count:
         """The count of one system and quantity."""
@@ -87,7 +87,7 @@ def recompute() -> Report:
 
 
 def count(cells: Iterable[Cell]) -> list[Count]:
-    """How many of the cells that can be judged follow, by system and quantity."""
+    """Number of judged cells that follow, by system and quantity."""
     kinds: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
         if cell.verdict in STYLES:
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Tables with ours beside theirs, constants, claims, notes and the counts."""
+    """Print tables with our numbers beside the paper's, constants, claims, notes and counts."""
     for (name, quantity), found in groupby(
         sorted(report.cells, key=_table_and_quantity), key=_table_and_quantity
     ):
@@ -182,7 +182,7 @@ def claim_table(claims: Sequence[Claim]) -> Table:
 
 
 def constant_table(constants: Iterable[Constants]) -> Table:
-    """What was fitted to each row of ETTRs."""
+    """Constants fitted to each row of ETTRs."""
     title = 'Fitted to the ETTRs of a setting and system, one pair for all MTBFs'
     columns = ('!table', '!setting', '!system', '>s more per iteration', '>s per restart',
                '>cells', '>within 1.5 points')  # fmt: skip
@@ -195,7 +195,7 @@ def constant_table(constants: Iterable[Constants]) -> Table:
 
 
 def summary(report: Report) -> str:
-    """The counts, in a line."""
+    """The counts in one line."""
     systems = (tables.CHECKFREQ, tables.GEMINI, tables.MOC, tables.MOEVEMENT)
     ettr, recovery = (
         ', '.join(f'{one.system} {one.follow} of {one.cells}' for one in found)

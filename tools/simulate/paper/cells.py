@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of the paper beside ours, and every readable cell of Tables 3 and 7.
+"""Numbers of the paper and ours, for every readable cell of Tables 3 and 7.
 
 Inputs are the iteration times, the windows, the intervals and the overheads in seconds. A global
-rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), MoC an iteration.
+rollback loses half an interval, MoEvement 3/2 of a window (paper, appendix C), MoC one iteration.
 
-Two constants that the paper does not give are fitted per setting and dense system: the extra
+Two constants that the paper does not give are fitted per setting and dense system: the additional
 slowdown of each iteration and the restart after each failure, one pair for all MTBFs of a row and
-never one per cell. They minimise the sum of squared differences of the first-order ETTR.
+never per cell. They minimise the sum of squared differences of the first-order ETTR.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,22 +22,22 @@ from tools.simulate.paper.tables import Condition
 ETTR_TOLERANCE = 0.015
 """1.5 points: the largest difference that the paper reports for its own simulator (Table 4)."""
 SCALED_TOLERANCE = 0.1
-"""Relative: seconds of recovery and intervals scale with what they are computed from."""
+"""Relative: seconds of recovery and intervals scale with their inputs."""
 EXTRA_S = np.arange(0.0, 0.5, 0.002)
 RESTART_S = np.arange(0.0, 800.0, 2.0)
 
 
 class Verdict(StrEnum):
-    """What our number says about the paper's."""
+    """Result of the comparison with the paper."""
 
     FOLLOWS = 'follows'
     DIFFERS = 'differs'
     INPUT = 'input'
-    """Taken as an input for the others; there is nothing to recompute it from."""
+    """The number is an input of the others; it cannot be recomputed."""
     NO_INPUTS = 'no inputs'
-    """The paper does not give what it would follow from."""
+    """The paper does not give the inputs of the number."""
     FINDING = 'finding'
-    """Ours only: the paper prints no such number."""
+    """Ours only: the paper does not print the number."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -48,26 +48,26 @@ class Cell(msgspec.Struct, frozen=True):
     system: str
     quantity: str
     mtbf: str
-    """Column; empty where the cell is for all of them."""
+    """Column; empty if the cell is for all columns."""
     theirs: float
     ours: float | None
-    """From the paper's own inputs, nothing fitted."""
+    """Computed from the paper's own inputs, without a fit."""
     tolerance: float
     verdict: Verdict
     exact: float | None = None
-    """The exact renewal form in place of the first-order one."""
+    """Result of the exact renewal form instead of the first-order form."""
     fitted: float | None = None
-    """With the constants fitted to this setting and system (see `Constants`)."""
+    """Result with the constants fitted to this setting and system (see `Constants`)."""
     fitted_verdict: Verdict | None = None
 
     @property
     def difference(self) -> float | None:
-        """Ours less theirs."""
+        """Our number minus the paper's."""
         return None if self.ours is None else self.ours - self.theirs
 
 
 class Constants(msgspec.Struct, frozen=True):
-    """What was fitted to one row of ETTRs."""
+    """Constants fitted to one row of ETTRs."""
 
     table: str
     setting: str
@@ -75,14 +75,14 @@ class Constants(msgspec.Struct, frozen=True):
     extra_s: float
     """Seconds added to each iteration, beyond the published overhead."""
     restart_s: float
-    """Seconds lost per failure, beyond the work that is done again."""
+    """Seconds lost per failure, beyond the repeated work."""
     cells: int
     within: int
-    """Cells within ETTR_TOLERANCE."""
+    """Number of cells within ETTR_TOLERANCE."""
 
 
 Fits = Mapping[tuple[str, str, str], Constants]
-"""By table, setting and system."""
+"""Constants by table, setting and system."""
 
 
 def judge(ours: float, theirs: float, tolerance: float) -> Verdict:
@@ -92,7 +92,7 @@ def judge(ours: float, theirs: float, tolerance: float) -> Verdict:
 
 
 def fit(row: Sequence[Condition]) -> Constants:
-    """Constants for the readable cells of a row of a dense system, from a grid of 2 ms by 2 s."""
+    """Fit constants to the readable cells of a row of a dense system, on a grid of 2 ms by 2 s."""
     known = [condition for condition in row if condition.ettr is not None]
     iteration_s, interval, overhead_s, mtbf_s, theirs = (
         np.array(values)
@@ -114,7 +114,7 @@ def fit(row: Sequence[Condition]) -> Constants:
 
 
 def fit_all() -> list[Constants]:
-    """For every setting of Tables 3 and 7 and every dense system."""
+    """Fit constants for every setting of Tables 3 and 7 and every dense system."""
     return [fit(row) for row in tables.rows(systems=tables.DENSE)]
 
 
@@ -124,7 +124,7 @@ def all_cells(fits: Fits) -> list[Cell]:
 
 
 def priced(condition: Condition, fitted: Constants | None = None) -> Dense | Sparse:
-    """The system under a condition of the paper, with the fitted constants if there are some."""
+    """The system under a condition of the paper, with the fitted constants if given."""
     setting, overhead_s, mtbf_s = condition.setting, condition.overhead_s, condition.mtbf_s
     if condition.system == tables.MOEVEMENT:
         return Sparse(setting.iteration_s, setting.window, overhead_s=overhead_s, mtbf_s=mtbf_s)
@@ -147,13 +147,13 @@ def _row_cells(row: list[Condition], fitted: Constants | None) -> Iterator[Cell]
 
 
 def _interval_cell(condition: Condition, mtbf: str) -> Cell:
-    """Gemini's is the best for its costs, so it is compared with Young's."""
+    """Compare Gemini's interval, the optimum for its costs, with Young's."""
     theirs = condition.interval
     if condition.system == tables.GEMINI:
         ours, tolerance = young_interval(condition), SCALED_TOLERANCE * theirs
         verdict = judge(ours, theirs, tolerance)
         return Cell(*condition.row, 'interval', mtbf, theirs, ours, tolerance, verdict)
-    # CheckFreq's follows from a disk bandwidth that is not given, 1 is a definition.
+    # CheckFreq's interval needs a disk bandwidth that is not given; 1 is a definition.
     verdict = Verdict.NO_INPUTS if condition.system == tables.CHECKFREQ else Verdict.INPUT
     return Cell(*condition.row, 'interval', mtbf, theirs, None, 0.0, verdict)
 
@@ -170,10 +170,10 @@ def _overhead_cells(condition: Condition, mtbf: str, percent: float | None) -> I
     if percent is None:
         return
     ours = 100 * seconds / iteration_s
-    tolerance = 0.5 + 100 * 0.005 / iteration_s  # both are rounded
+    tolerance = 0.5 + 100 * 0.005 / iteration_s  # both numbers are rounded
     verdict = judge(ours, percent, tolerance)
     if condition.system == tables.MOC:
-        verdict = Verdict.INPUT  # the iteration times come from here
+        verdict = Verdict.INPUT  # the iteration times are derived from this cell
     yield Cell(*condition.row, 'overhead_percent', mtbf, percent, ours, tolerance, verdict)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of the text and of figures 6, 10 and 11, of appendix D and of Lazarus, beside ours.
+"""Claims of the text, of figures 6, 10 and 11, of appendix D and of Lazarus, with our numbers.
 
-Also what the tables say about themselves.
+Also findings about the consistency of the tables.
 """
 
 import dataclasses
@@ -29,27 +29,27 @@ class Claim(msgspec.Struct, frozen=True):
     source: str
     statement: str
     theirs: float | None
-    """None: a finding about the paper's numbers which it does not print itself."""
+    """None: a finding about the paper's numbers that the paper does not print."""
     ours: float | None
     verdict: Verdict
     how: str
-    """What ours is computed from; says so where a constant is fitted."""
+    """Inputs of our number; mentions any fitted constant."""
 
     @property
     def difference(self) -> float | None:
-        """Ours less theirs."""
+        """Our number minus the paper's."""
         return None if self.ours is None or self.theirs is None else self.ours - self.theirs
 
 
 def judged(
     source: str, statement: str, theirs: float, ours: float, tolerance: float, how: str
 ) -> Claim:
-    """A claim that a number of ours says something about."""
+    """A claim that our number confirms or contradicts."""
     return Claim(source, statement, theirs, ours, judge(ours, theirs, tolerance), how)
 
 
 def found(source: str, statement: str, ours: float, how: str) -> Claim:
-    """A finding that the paper prints no number for."""
+    """A finding without a printed number in the paper."""
     return Claim(source, statement, None, float(ours), Verdict.FINDING, how)
 
 
@@ -59,7 +59,7 @@ def follows_if(holds: bool) -> Verdict:
 
 
 def all_claims(fits: Fits) -> list[Claim]:
-    """Captures, windows and tables in the order of the paper's sections; then figures."""
+    """Claims on captures, windows and tables in the order of the paper's sections; then figures."""
     return [
         *capture_claims(), *precision_claims(), *window_claims(), *moevement_claims(),
         *dense_recovery_claims(), *trace_claims(fits), *scaling_claims(), *moc_claims(),
@@ -90,7 +90,7 @@ def capture_claims() -> Iterator[Claim]:
 
 
 def precision_claims() -> Iterator[Claim]:
-    """Bytes per parameter in Table 7 against those that an exact recovery needs."""
+    """Bytes per parameter in Table 7, and those that an exact recovery needs."""
     for setting in tables.ettr_tables()[_T7].settings:
         precision = PRECISIONS[setting.name.lower()]
         wider = dataclasses.replace(precision, compute='bf16')
@@ -104,7 +104,7 @@ def precision_claims() -> Iterator[Claim]:
 
 
 def _why_beside(precision: Precision) -> str:
-    """Why the paper's master and moments alone do not give the weight back."""
+    """Reason why the paper's master and moments alone do not determine the weight."""
     if precision.master == 'fp32':
         return 'the fp8 weight beside the master: its scale is agreed on by all ranks'
     return (
@@ -114,7 +114,7 @@ def _why_beside(precision: Precision) -> str:
 
 
 def window_claims() -> Iterator[Claim]:
-    """The windows of Tables 3 and 7 against bandwidths."""
+    """The windows of Tables 3 and 7, and bandwidths."""
     ranges = memory.implied_bandwidths()
     rate, _ = memory.best_bandwidth(ranges)
     for one in ranges:
@@ -133,7 +133,7 @@ def window_claims() -> Iterator[Claim]:
 
 
 def moevement_claims() -> Iterator[Claim]:
-    """MoEvement's own columns against each other."""
+    """Consistency of MoEvement's own columns."""
     rows = tables.rows([_T3], [tables.MOEVEMENT])
     known = [one for row in rows for one in row if one.recovery_s is not None]
     reported = np.array([one.recovery_s / one.failures for one in known])  # type: ignore[operator]
@@ -154,7 +154,7 @@ def moevement_claims() -> Iterator[Claim]:
 
 
 def best_constant_ettr() -> tuple[float, int, int]:
-    """The ETTR that meets most MoEvement cells whatever the system, how many, and of how many."""
+    """The constant ETTR that meets most MoEvement cells; how many cells, and of how many."""
     rows = tables.rows(systems=[tables.MOEVEMENT])
     ettr = np.array([condition.ettr for row in rows for condition in row])
     candidates = np.unique(ettr) + ETTR_TOLERANCE
@@ -170,7 +170,7 @@ def _implied_recovery_s(condition: tables.Condition) -> float:
 
 
 def dense_recovery_claims() -> Iterator[Claim]:
-    """The recovery columns of Table 3 hide a law of their own."""
+    """A hidden rule of the recovery columns of Table 3."""
     columns, run_s = tables.ettr_tables()[_T3].mtbf_s, tables.ettr_tables()[_T3].run_s
     for row in tables.rows([_T3], [tables.GEMINI]):
         setting = row[0].setting
@@ -230,7 +230,7 @@ def trace_claims(fits: Fits) -> Iterator[Claim]:
 
 
 def scaling_claims() -> Iterator[Claim]:
-    """Figure 11; iteration times, windows and overheads of these models are not given."""
+    """Figure 11; iteration times, windows and overheads of its models are not given."""
     printed, source = tables.prose()['scaling'], 'fig. 11'
     for cluster in printed['clusters']:
         gpus = cluster['data_parallel'] * cluster['pipeline'] * printed['expert_parallel']
@@ -258,7 +258,7 @@ def scaling_claims() -> Iterator[Claim]:
 
 
 def moc_claims() -> Iterator[Claim]:
-    """MoC-System's rule for K, and the ranges that the text has for its ETTR."""
+    """MoC-System's rule for K, and the ranges of its ETTR in the text."""
     rule, table = tables.prose()['moc'], tables.ettr_tables()[_T3]
     doublings = math.log2(rule['experts'] / rule['experts_saved'])
     for name in ('QWen-MoE', 'DeepSeek-MoE'):
@@ -285,8 +285,8 @@ def lost_token_share(
 ) -> float:
     """Share of the tokens of a run whose updates are lost if K never doubles.
 
-    Saving K of N experts in turn, the state of an expert is (N/K - 1)/2 iterations old on average
-    when a failure strikes.
+    If K of N experts are saved in turn, the state of an expert is (N/K - 1)/2 iterations old on
+    average when a failure strikes.
     """
     step_s = condition.setting.iteration_s + condition.overhead_s
     experts = int(rule['experts'])
@@ -312,8 +312,8 @@ def skew_claims() -> Iterator[Claim]:
 def lazarus_claims() -> Iterator[Claim]:
     """Survival of all experts of a layer in Lazarus (arXiv 2407.04656), whose loads are not given.
 
-    No load makes the overlap worse than one expert with nearly all tokens: three groups of two
-    nodes each.
+    The load with the worst overlap has nearly all tokens on one expert: three groups of two nodes
+    each.
     """
     printed = tables.prose()['lazarus']
     shape = (printed['nodes'], printed['slots'])

@@ -2,11 +2,11 @@
 """Table 6, the sizes of captures per parameter, and the bandwidths that the windows imply.
 
 A window of W slots with equal operators of A bytes in full and F light stores A + (W-1)/2 F bytes
-per parameter: everything in full once, and light what is still to come, half of it on average.
+per parameter: every operator in full once, and light until then, in half of the slots on average.
 
 Algorithm 1 with equal operators needs W = ceil((A - F) / (b - F)) slots for a budget of b bytes per
-parameter and iteration, so a window names a range of budgets, and with the parameters and the
-iteration time a range of bandwidths over which the whole model goes.
+parameter and iteration. So a window implies a range of budgets, and with the parameters and the
+iteration time a range of bandwidths for the whole model.
 """
 
 import math
@@ -23,23 +23,23 @@ DENSE_BYTES = 12
 LIGHT_BYTES = 2
 """bf16 compute weight."""
 GENERATIONS = 2
-"""One kept, one under way."""
+"""One kept window, one under way."""
 FITTED_GEMINI_BYTES = 26
 """Bytes per parameter, fitted to all rows of Gemini; 2 more than two generations."""
 RELATIVE_TOLERANCE = 0.02
 COPY_BYTES_PER_S = 25e9
-"""To the host memory of one A100 (PCIe 4, 25 of nominally 32 GB/s)."""
+"""Rate to host memory of one A100 (PCIe 4, 25 of nominally 32 GB/s)."""
 
 
 def slot_bytes(window: int, full: float, light: float) -> np.ndarray:
-    """Bytes per parameter of each slot when operators are equal, float64 (window,)."""
+    """Bytes per parameter of each slot with equal operators, float64 (window,)."""
     later = np.arange(window - 1, -1, -1)
     sizes: np.ndarray = (full + light * later) / window
     return sizes
 
 
 def table6_cells() -> Iterator[Cell]:
-    """Rows of Table 6 from parameters and windows; total and percentage from their parts."""
+    """Rows of Table 6, from parameters and windows; totals and percentages from their parts."""
     for row in tables.memory_table():
         window_bytes = GENERATIONS * float(slot_bytes(row.window, DENSE_BYTES, LIGHT_BYTES).sum())
         theirs, ours = row.gemini_gb, GENERATIONS * DENSE_BYTES * row.params_e9
@@ -63,7 +63,7 @@ def table6_cells() -> Iterator[Cell]:
 
 
 class Implied(NamedTuple):
-    """Bandwidth in bytes/s, for the bytes of the whole model, that gives the printed window."""
+    """Bandwidth in bytes/s, for the bytes of the whole model, that implies the printed window."""
 
     table: str
     setting: tables.Setting
@@ -87,7 +87,7 @@ def implied_bandwidths() -> list[Implied]:
 
 
 def best_bandwidth(ranges: list[Implied]) -> tuple[float, int]:
-    """The one bandwidth that gives most of the windows (fitted), and how many."""
+    """The bandwidth that implies most of the windows (fitted), and their number."""
     met = {
         one.least: sum(other.least <= one.least < other.below for other in ranges) for one in ranges
     }
@@ -96,7 +96,7 @@ def best_bandwidth(ranges: list[Implied]) -> tuple[float, int]:
 
 
 def window_as_printed(setting: tables.Setting, bandwidth: float) -> int | None:
-    """W of Algorithm 1 at a bandwidth for the whole model; None where no window is long enough."""
+    """W of Algorithm 1 at a bandwidth for the whole model; None if every window is too short."""
     budget = bandwidth * setting.iteration_s / (setting.params_e9 * 1e9)
     if budget <= setting.light_bytes:
         return None
@@ -105,9 +105,9 @@ def window_as_printed(setting: tables.Setting, bandwidth: float) -> int | None:
 
 
 def dense_capture_share(table: tables.Table, setting: tables.Setting) -> float:
-    """Share of an iteration that a GPU needs to copy its part of the full state to the host.
+    """Share of an iteration in which a GPU copies its part of the full state to the host.
 
-    Below 1, W = 1 fits: the state is sharded evenly, and each GPU has a link of its own.
+    Below 1, W = 1 suffices: the state is sharded evenly, and each GPU has its own link.
     """
     own_bytes = setting.full_bytes * setting.params_e9 * 1e9 / table.gpus
     return own_bytes / COPY_BYTES_PER_S / setting.iteration_s

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers that the paper prints, from `paper.json` beside this module.
 
-Cells that cannot be read are None. What was mended is listed in the notes of each table.
+Unreadable cells are None. The notes of each table list corrections.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ DENSE = (CHECKFREQ, GEMINI)
 
 
 class SystemRows(msgspec.Struct, frozen=True):
-    """Rows of one system in one setting: a value per MTBF, or a single one for all of them."""
+    """Rows of one system in one setting: a value per MTBF, or one value for all MTBFs."""
 
     interval: list[int | None]
     """Iterations between checkpoints."""
@@ -34,7 +34,7 @@ class Setting(msgspec.Struct, frozen=True):
     name: str
     params_e9: float
     iteration_s: float
-    """Never printed: it follows from MoC's overhead in seconds and in percent."""
+    """Not printed: derived from MoC's overhead in seconds and in percent."""
     window: int
     full_bytes: int
     """Bytes of master weight and optimizer moments per parameter."""
@@ -55,15 +55,15 @@ class Table(msgspec.Struct, frozen=True):
     iteration_s_how: str
     settings: list[Setting]
     notes: list[tuple[str, str]]
-    """A cell, and what was unreadable or mended."""
+    """A cell, and its unreadable or corrected value."""
 
     def setting(self, name: str) -> Setting:
-        """The setting of that name."""
+        """The setting called `name`."""
         return next(setting for setting in self.settings if setting.name == name)
 
 
 class Condition(NamedTuple):
-    """What the paper gives about a system at one MTBF."""
+    """The paper's values for a system at one MTBF."""
 
     table: str
     setting: Setting
@@ -75,7 +75,7 @@ class Condition(NamedTuple):
     ettr: float | None
     recovery_s: float | None
     failures: float
-    """Expected in a run."""
+    """Expected number of failures in a run."""
 
     @property
     def row(self) -> tuple[str, str, str]:
@@ -123,7 +123,7 @@ def prose() -> dict[str, Any]:
 
 
 def conditions(table: Table, setting: Setting, system: str) -> list[Condition]:
-    """One for each MTBF of the table; intervals and overheads are all readable."""
+    """Conditions, one for each MTBF of the table; intervals and overheads are all readable."""
     rows, found = setting.systems[system], []
     for index, (mtbf, mtbf_s) in enumerate(table.mtbf_s.items()):
         interval, overhead_s = value_at(rows.interval, index), value_at(rows.overhead_s, index)
@@ -137,7 +137,7 @@ def conditions(table: Table, setting: Setting, system: str) -> list[Condition]:
 def rows(
     names: Sequence[str] = ('Table 3', 'Table 7'), systems: Sequence[str] = ()
 ) -> Iterator[list[Condition]]:
-    """Conditions of each setting and system, of all systems by default."""
+    """Conditions of each setting and system; all systems by default."""
     for name in names:
         table = ettr_tables()[name]
         for setting in table.settings:
@@ -146,5 +146,5 @@ def rows(
 
 
 def value_at[Number: (int | None, float | None)](row: list[Number], index: int) -> Number:
-    """Value of a row in column `index`; a row of one value has it in every column."""
+    """Value of a row in column `index`; a row with one value has it in every column."""
     return row[index] if len(row) > 1 else row[0]

@@ -14,19 +14,12 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.sizing import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_file_bytes
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.plan.byte_planner import OperatorBytes
-from moevement_ext.replicate.copies import Copies
 from tools.plan import memory
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 from tools.plan.planning import ProtectionSettings
 
 PAGE = mmap.PAGESIZE
-
-
-def placed(ranks: int, ranks_per_node: int, replicas: int, **layout: object) -> Copies:
-    return memory.copies(Layout(ranks, **layout), ranks_per_node, replicas)
-
-
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
 
 
@@ -98,7 +91,7 @@ def test_lag_is_the_part_of_the_log_that_is_written_by_then(pipeline, chunks, se
 
 def test_equal_ranks_hold_as_much_for_others_as_others_for_them():
     files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
-    plan = memory.fullest_node(files, logs, ranks_per_node=2, copies=placed(8, 2, 2))
+    plan = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2)
     kinds = plan.by_kind()
     assert (kinds['own_windows'], kinds['replicas']) == (2 * 2 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
     assert kinds['log_ring'] == 2 * PAGE
@@ -106,59 +99,17 @@ def test_equal_ranks_hold_as_much_for_others_as_others_for_them():
 
 def test_a_disk_takes_one_more_window_file_of_each_rank():
     files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
-    kinds = memory.fullest_node(
-        files, logs, ranks_per_node=2, copies=placed(8, 2, 2), disk=True
-    ).by_kind()
+    kinds = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2, disk=True).by_kind()
     assert (kinds['own_windows'], kinds['replicas']) == (2 * 3 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
 
 
 def test_the_node_with_the_highest_need_is_found():
     files = PAGE * np.array([1, 1, 1, 1, 5, 1])
-    plan = memory.fullest_node(
-        files, np.zeros(6, dtype=np.int64), ranks_per_node=2, copies=placed(6, 2, 0)
-    )
+    plan = memory.fullest_node(files, np.zeros(6, dtype=np.int64), ranks_per_node=2, replicas=0)
     assert sorted(plan.ranks) == [4, 5]
     assert plan.by_kind()['replicas'] == 0
 
 
 def test_one_node_holds_no_replicas():
-    plan = memory.fullest_node(
-        np.full(4, 1), np.full(4, 0), ranks_per_node=4, copies=placed(4, 4, 2)
-    )
+    plan = memory.fullest_node(np.full(4, 1), np.full(4, 0), ranks_per_node=4, replicas=2)
     assert plan.by_kind()['replicas'] == 0
-
-
-@pytest.mark.parametrize(
-    ('layout', 'families'),
-    [
-        ({}, [*range(8)]),
-        ({'distributed_optimizer': False}, [0] * 8),
-        ({'distributed_optimizer': False, 'tensor': 2, 'pipeline': 2}, [0, 1, 0, 1, 4, 5, 4, 5]),
-        ({'distributed_optimizer': False, 'expert': 4}, [0, 1, 2, 3] * 2),
-        # Experts that are split otherwise than the rest are replicated elsewhere.
-        ({'distributed_optimizer': False, 'tensor': 2, 'expert_tensor': 1}, [*range(8)]),
-    ],
-)
-def test_ranks_that_capture_the_same(layout, families):
-    layout = Layout(8, **layout)
-    assert [layout.family_of(rank) for rank in range(8)] == families
-
-
-def test_peers_with_the_same_state_take_stubs_instead_of_replicas():
-    files, stubs = np.full(8, 64 * PAGE), np.full(8, PAGE)
-    logs = np.zeros(8, dtype=np.int64)
-    copies = placed(8, 2, 2, pipeline=2, distributed_optimizer=False)
-    assert [len(twins) for twins in copies.twins] == [1] * 8
-    kinds = memory.fullest_node(files, logs, 2, copies, stub_files=stubs).by_kind()
-    assert kinds['replicas'] == 2 * 2 * (64 * PAGE + PAGE)
-    alone = memory.fullest_node(files, logs, 2, placed(8, 2, 2, pipeline=2), stub_files=stubs)
-    assert alone.by_kind()['replicas'] == 2 * 2 * (2 * 64 * PAGE)
-
-
-def test_a_stub_has_room_for_what_a_window_has_besides_the_state():
-    state = 5 * 2**20
-    operators = [OperatorBytes('one', (state,), (0,))]
-    (file,), (stub,) = memory.window_files(operators, 3), memory.stub_files(operators, 3)
-    assert file - stub == state
-    (larger,) = memory.stub_files(operators, 3, always=2**20)
-    assert larger >= 3 * (2**20 + SLOT_ROOM_BYTES)

@@ -343,7 +343,7 @@ def test_a_loop_of_ones_own_need_not_have_all_settings() -> None:
 
 
 def test_the_page_for_operators_quotes_what_the_log_says() -> None:
-    page = (ROOT / 'docs' / 'operations.md').read_text('utf-8')
+    page = (ROOT / 'docs' / 'start.md').read_text('utf-8')
     (quoted,) = re.findall(r'((?: {4}.*\n)+)', page[page.index('the log says so at the start:') :])[
         :1
     ]

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `auto` is told of the cores: by the threads that move bytes, and where they train."""
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moevement_ext.capture.copier import Copier
+from moevement_ext.capture.layout import Copy, in_pieces
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.plan.auto_window import Measured
+from moevement_ext.protect.protection import Protection
+from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.replicator import Replicator
+from tests.unit.memory.samples import SECRET, capacity, commit, named, tmpfs_directory
+from tests.unit.replicate.peers import DEADLINE_S, OWNER, put_window, serving
+from tests.unit.test_cpu_cost import burn
+
+pytestmark = pytest.mark.timed
+
+
+def protection(device: str = 'cpu', share: float = 0.02, holders: int = 2) -> SimpleNamespace:
+    """As much of one as tells of its cores: 1 + 2 * (2 + 3) = 11 CPU seconds a GB."""
+    return SimpleNamespace(
+        _rank=SimpleNamespace(config=SparseCheckpointConfig(cpu_share=share)),
+        _device=torch.device(device),
+        _reached=[('host', 1)] * holders,
+        checkpointer=SimpleNamespace(capture_cost=lambda: 1e-9),
+        windows=SimpleNamespace(send_cost=lambda: 2e-9),
+        memory=SimpleNamespace(
+            cores=4.0,
+            server=SimpleNamespace(cost=SimpleNamespace(s_per_byte=lambda: 3e-9)),
+            copies=SimpleNamespace(holders=[[1] * holders]),
+        ),
+    )
+
+
+def told(training: SimpleNamespace) -> float | None:
+    return Protection._cpu_bytes_per_s(training)  # type: ignore[arg-type]
+
+
+def test_a_byte_costs_its_copy_and_each_of_its_replicas() -> None:
+    assert told(protection()) == pytest.approx(0.02 * 4.0 / 11e-9)
+    assert told(protection(holders=0)) == pytest.approx(0.02 * 4.0 / 1e-9)
+    assert told(protection(share=0.1)) == pytest.approx(0.1 * 4.0 / 11e-9)
+
+
+def test_without_a_share_and_on_a_gpu_the_cores_are_no_limit() -> None:
+    assert told(protection(share=0)) is None
+    assert told(protection('cuda')) is None
+    unmeasured = protection(holders=0)
+    unmeasured.checkpointer.capture_cost = lambda: 0.0
+    assert told(unmeasured) is None
+
+
+@pytest.mark.parametrize('cpu', [None, 1e7])
+def test_it_limits_the_mean_of_a_window(cpu: float | None) -> None:
+    training, asked = protection(), []
+    training.planner = SimpleNamespace(
+        shortest_window=lambda carried, longest: asked.append(carried)
+    )
+    training._longest = 8
+    Protection._shortest_window(training, Measured(0.5, 1e9, None, cpu))  # type: ignore[arg-type]
+    assert [carried.cpu_bytes for carried in asked] == [cpu and 5_000_000]
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def test_copies_and_seals_are_measured() -> None:
+    copier = Copier(torch.device('cpu'))
+    try:
+        errors: queue.Queue[Exception] = queue.Queue()
+        broken = in_pieces([Copy(torch.zeros(3), torch.zeros(4))])
+        copier.start([], lambda: broken, lambda: None, errors.put)
+        copier.drain()
+        assert copier.cost.s_per_byte() == 0, 'what failed does not count'
+        pieces = in_pieces([Copy(torch.zeros(2**20), torch.ones(2**20))])
+        copier.start([], lambda: pieces, lambda: None, errors.put)
+        copier.drain()
+        assert 0 < copier.cost.s_per_byte()
+        copier.start([], lambda: [], lambda: burn(0.3), errors.put)
+        copier.drain()
+        assert copier.cost.s_per_byte() >= 0.3 / 2**22, 'the seal counts, too'
+    finally:
+        copier.stop()
+
+
+def test_what_is_sent_and_received_is_measured_where_it_is_done(shm: Path) -> None:
+    store = NodeStore(shm, 'run1', 'node0')
+    own = OwnerWindows(store, OWNER, OWNER, capacity(), generations=4)
+    replicated: queue.Queue[object] = queue.Queue()
+    with serving(shm) as server:
+        client = ReplicaClient(server.address, SECRET, DEADLINE_S)
+        sender = Replicator(OWNER, {1: client}, replicated.put, replicated.put)
+        try:
+            file = commit(own, 0)
+            assert sender.cost.s_per_byte() == server.cost.s_per_byte() == 0
+            for slot in file.slots():
+                sender.submit(file, slot)
+            assert replicated.get(timeout=DEADLINE_S) == named(0)
+            found = sender.cost.s_per_byte(), server.cost.s_per_byte()
+            assert min(found) > 0
+            for slot in file.slots():
+                sender.submit(file, slot)
+            assert replicated.get(timeout=DEADLINE_S) == named(0)
+            assert (sender.cost.s_per_byte(), server.cost.s_per_byte()) == found, 'it had it'
+        finally:
+            sender.stop()
+    store.close()
+
+
+def test_comparing_is_part_of_receiving(shm: Path) -> None:
+    """Where one window in two is compared, the first has no second pass."""
+    store = NodeStore(shm, 'run1', 'node0')
+    own = OwnerWindows(store, OWNER, OWNER, capacity(), generations=4)
+    with serving(shm, verify_every=2) as server:
+        counted = [0, 0]
+        server.cost.add = lambda nbytes, seconds: counted.__setitem__(  # type: ignore[method-assign]
+            nbytes == 0, counted[nbytes == 0] + 1
+        )
+        client = ReplicaClient(server.address, SECRET, DEADLINE_S)
+        for start, compared in ((0, 0), (3, 1)):
+            put_window(client, commit(own, start))
+            assert counted == [start + 3, compared]
+        client.close()
+    store.close()
