@@ -130,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-host-memory-gb',
         type=float,
         default=None,
-        help='Host memory per node, in GiB, for windows and replicas. Default: the free space of '
-        'the tmpfs.',
+        help='Host memory per node, in GiB, for windows and replicas. Default: what the tmpfs '
+        'and the memory limit of the container leave.',
     )
     group.add_argument(
         '--sparse-ckpt-interface',

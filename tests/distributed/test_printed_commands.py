@@ -83,6 +83,7 @@ ELSEWHERE = {
         'hours; tests/distributed/test_chaos.py',
     rf'{_PYTHON}tools\.compatibility --write':
         'a file of the repository; tests/unit/megatron/moevement/job/test_compatibility.py',
+    rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/unit/test_readme.py',
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
     rf'{_PYTHON}tools\.windows \w+ /': 'directories of other machines; tests/unit/tools/windows',

@@ -14,6 +14,7 @@ from tests.unit.printed_commands import ROOT, printed
 
 OF_A_CHECKOUT = {
     'tools.compatibility': 'writes a page of the documents',
+    'tools.flags': 'the same',
     'tools.plan.table': 'the same',
     'tools.gpu_check': 'runs tests; scripts/gpu_check.sh',
     'tools.gpu_check.copy_probe': 'a process of it',

@@ -121,7 +121,19 @@ def test_every_thread_is_in_the_table_and_no_other() -> None:
 
 def threads_section() -> str:
     text = DESIGN.read_text('utf-8')
-    return text[text.index('## Threads') : text.index('## Epochs')]
+    return text[text.index('## Threads') : text.index('## Keys of the store')]
+
+
+# ---- keys of the store
+
+
+def test_every_key_of_an_epoch_is_in_the_table_and_no_other() -> None:
+    source = (ROOT / 'moevement_ext' / 'membership' / 'rendezvous.py').read_text('utf-8')
+    forgotten = re.search(r"r'\(\?:([a-z|]+)\)'\n", source)
+    assert forgotten is not None
+    _, _, section = DESIGN.read_text('utf-8').partition('\n## Keys of the store\n')
+    keys = ' '.join(re.findall(r'^\| (`.*?) \|', section, re.M))
+    assert set(re.findall(r'`(\w+)/<e>', keys)) == set(forgotten[1].split('|'))
 
 
 # ---- collectives

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/flags.md: all flags of sparse checkpointing, their defaults and their help.
+
+    python -m tools.flags --write
+
+It is made from the parser (`megatron/moevement/arguments.py`). Without --write the page is printed.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.moevement.arguments import add_arguments
+from tools.lab.arguments import Parser
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = ROOT / 'docs' / 'flags.md'
+
+MORE = {
+    '--sparse-ckpt-window': 'planning.md',
+    '--sparse-ckpt-network-gb-per-s': 'planning.md#a-share-of-the-network',
+    '--sparse-ckpt-dir': 'store.md#access',
+    '--sparse-ckpt-disk': 'memory.md#windows-on-disk',
+    '--sparse-ckpt-run-id': 'start.md#run-id-and-identity',
+    '--sparse-ckpt-host-memory-gb': 'memory.md#how-much-host-memory',
+    '--sparse-ckpt-topology': 'start.md#nodes-and-failure-domains',
+    '--sparse-ckpt-store': 'store.md#the-store',
+    '--sparse-ckpt-recovery': 'start.md#launchers',
+    '--sparse-ckpt-verify': 'when-it-fails.md#a-recovery-verifies-itself',
+    '--sparse-ckpt-events': 'observe.md#events',
+    '--sparse-ckpt-metrics': 'observe.md#metrics',
+    '--sparse-ckpt-fp8-masters': 'precision.md',
+}
+"""Where the pages say more about a flag."""
+
+_HEAD = """# Flags
+
+<!-- Written by `python -m tools.flags --write`; a change goes into its source, the parser. -->
+
+`pretrain_gpt.py` takes these beside all flags of Megatron's own trainer. Without `--sparse-ckpt` it
+behaves as plain Megatron. Flags of Megatron that are refused:
+[compatibility.md](compatibility.md). What to begin with: [flags by
+scale](memory.md#flags-by-scale).
+
+| Flag | Default | Meaning |
+| --- | --- | --- |
+"""
+_DEFAULT = re.compile(r' ?Default: (.*)\.$')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    parser = Parser(prog='python -m tools.flags', description=__doc__)
+    parser.add_argument('--write', action='store_true', help='write docs/flags.md anew')
+    if not parser.parse_args(argv).write:
+        sys.stdout.write(document())
+        return 0
+    DOCUMENT.write_text(document(), 'utf-8')
+    print(f'{DOCUMENT.relative_to(ROOT)} is written.')
+    return 0
+
+
+def document() -> str:
+    """The whole page."""
+    return _HEAD + ''.join(f'| {" | ".join(row)} |\n' for row in rows())
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """Flag, default and meaning of each flag, in the order of the parser."""
+    for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
+        flag = action.option_strings[0]
+        meaning = _DEFAULT.sub('', action.help or '')
+        if flag in MORE:
+            meaning += f' [More]({MORE[flag]}).'
+        yield f'`{flag}`', default(action), _code(meaning)
+
+
+def default(action: argparse.Action) -> str:
+    """The default of a flag: its value, or how the help puts it into words."""
+    if action.default is False:
+        return 'off'
+    if action.default is not None:
+        return f'`{action.default}`'.replace(f'-{os.geteuid()}', '-<uid>')
+    said = _DEFAULT.search(action.help or '')
+    return _code(said[1]) if said else 'none'
+
+
+def _code(text: str) -> str:
+    """Flags, variables and quoted values of a help text as code."""
+    return re.sub(r'--[a-z][\w-]*\w|\b[A-Z]+(?:_[A-Z]+)+\b|\btools\.\w+', r'`\g<0>`', text)
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
