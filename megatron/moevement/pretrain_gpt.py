@@ -26,7 +26,7 @@ import torch
 from moevement_ext.command import called, shown
 from moevement_ext.process import user_errors
 
-if __name__ != '__mp_main__':  # which is no worker, but writes a checkpoint for one, say
+if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
     from megatron.core import mpu
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -70,7 +70,7 @@ _BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids'
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> dict[str, Any]:
-    """One micro-batch on this rank: tensors of shape [micro batch, sequence / CP], or Nones."""
+    """Read one micro-batch on this rank: tensors [micro batch, sequence / CP], or Nones."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_BATCH_KEYS)
     args = get_args()
@@ -110,7 +110,7 @@ def get_batch(data_iterator: Iterator[dict[str, Any]], vp_stage: int | None) -> 
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed token loss, number of tokens, and what to report of one micro-batch."""
+    """Summed token loss, number of tokens, and the values to report of one micro-batch."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     if get_args().check_for_nan_in_loss_and_grad:
@@ -130,9 +130,9 @@ def loss_func(
 def forward_step(
     data_iterator: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, partial[Any]]:
-    """Forward of one micro-batch through this stage's model chunk; or the plan of it.
+    """Run one micro-batch forward through this stage's model chunk, or return its schedule plan.
 
-    Upstream asks for the plan if it runs layers of two micro-batches in turns.
+    Upstream asks for the plan if it interleaves layers of two micro-batches.
     """
     timers = get_timers()
     timers('batch-generator', log_level=2).start()
@@ -206,13 +206,13 @@ def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=starting.PROGRAM_START, main_entry=time.time())
     quiet.arguments_once()
-    if '--sparse-ckpt' in sys.argv:  # upstream loads flags of a checkpoint while it parses its own
+    if '--sparse-ckpt' in sys.argv:  # upstream's parser may load the flags of a checkpoint
         dense_tier.let_flags_count_as_given()
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)
         if args.sparse_ckpt:
-            refuse_unsupported(vars(args))  # before upstream's configurations say it at length
+            refuse_unsupported(vars(args))  # before upstream refuses with a long text
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     train = partial(pretrain, config, datasets_provider, ModelType.encoder_or_decoder, forward_step)
     with user_errors.in_one_line():

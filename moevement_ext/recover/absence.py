@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows that all ranks had, and of which parts are not there at a start.
+"""Detects missing parts of complete windows at a start.
 
-A disk that is not mounted yet, or a directory that differs on one node, looks like an empty past.
-To start over then would have the others delete what they have, for good. So a job whose past was
-complete once, and cannot be put together, does not start before it is told to forget it.
+An unmounted disk, or a different directory on one node, looks like a job without windows. Starting
+over would then make the other ranks delete their windows. So a job whose windows were complete
+once, and are not complete now, starts over only with an explicit flag.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,17 +19,17 @@ _NAMED = 8
 
 
 class AbsentWindows(UserError):
-    """Some ranks have windows, others nothing, and no window is complete."""
+    """Some ranks have windows, others have none, and no window is complete."""
 
 
 class Traces(msgspec.Struct, frozen=True):
-    """What tells that a rank has a past."""
+    """Traces of earlier windows on a rank."""
 
     node: str
     newest_complete: int
-    """Start of the newest window that all ranks had, as far as this one was told; -1 if none."""
+    """Start of the newest window known to this rank as complete on all ranks; -1 if none."""
     past: bool
-    """It has window files, also refused ones, or a ledger: its windows are gone on purpose."""
+    """Window files (even refused) or a ledger exist: missing windows were deleted on purpose."""
 
 
 def refuse_to_forget(
@@ -38,18 +38,18 @@ def refuse_to_forget(
     dense_iteration: int,
     config: SparseCheckpointConfig,
 ) -> None:
-    """Called by all ranks alike, when no window can be put together.
+    """Refuse to start over without a flag. All ranks call this when no window is complete.
 
-    A window that is there and refused (damaged, of another run) will not become right by waiting.
+    An existing but refused window (damaged, of another run) is no reason to wait.
 
     Args:
         held: parts of windows, over all ranks.
         traces: of every rank.
-        dense_iteration: of what the job would go on from, -1 for the start.
+        dense_iteration: of the dense checkpoint to continue from, -1 for the start.
         config: settings.
 
     Raises:
-        AbsentWindows: what all ranks had is newer than that, and ranks are without any.
+        AbsentWindows: all ranks had a newer window, and some ranks have none now.
     """
     known = max(trace.newest_complete for trace in traces)
     if config.forget or not held or known < max(dense_iteration, 0):

@@ -32,14 +32,14 @@ class _Slot(NamedTuple):
 
 
 class Conversion:
-    """A window on its way to a dense state. Training thread only.
+    """The conversion of a window to a dense state. Training thread only.
 
     Args:
-        source: of its verified slots, which may still be on their way.
+        source: of the verified slots, some of which may still arrive.
 
     Attributes:
-        replaying: the iteration that is replayed now, counted from 1.
-        load_s, replay_s: seconds that loads and replays have taken.
+        replaying: the current iteration of the replay, counted from 1.
+        load_s, replay_s: seconds of all loads, and of all replays.
     """
 
     def __init__(self, source: SlotSource) -> None:
@@ -51,16 +51,16 @@ class Conversion:
 
     @cached_property
     def first(self) -> Start:
-        """Where the replay starts. Waits for the first slot."""
+        """Start of the replay. Waits for the first slot."""
         return self._slot(0).start
 
     @cached_property
     def last(self) -> Start:
-        """Where the state is dense. Waits for the last slot."""
+        """Start at which the state is dense. Waits for the last slot."""
         return self._slot(self._source.window - 1).start
 
     def file(self) -> WindowFile:
-        """The whole window in this rank's memory. Waits until it is there."""
+        """Wait for the whole window in this rank's memory."""
         return self._source.file()
 
     def run(self, trainer: Trainer, verification: Verification) -> None:
@@ -70,16 +70,16 @@ class Conversion:
 
         Args:
             trainer: of this rank.
-            verification: told the loss of each replayed iteration.
+            verification: receives the loss of each replayed iteration.
 
         Raises:
-            RefusedWindow: a slot cannot be had, or is of another model.
+            RefusedWindow: a slot is not available, or is of another model.
         """
         with trainer.replaying():
             slot = self._slot(0)
             self._load(slot, trainer)
             for index in range(1, self._source.window):
-                following = self._slot(index)  # knows what the replayed iteration reduced
+                following = self._slot(index)  # contains the reductions of the replayed iteration
                 self._replay(slot, following, trainer)
                 verification.replayed(following.header.iteration, trainer.loss)
                 self._load(following, trainer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a rank ends when only the whole job can start again."""
+"""Ends a rank in order to restart the whole job."""
 
 import logging
 from typing import NoReturn
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_the_whole_job_again(rank: Rank, reason: str) -> NoReturn:
-    """The next tier: all workers end, and the launcher starts the whole job again."""
+    """Take the next tier: all workers end, and the launcher restarts the whole job."""
     rank.events.emit(NextTier(reason=reason, tier='the whole job'))
     logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
     end_at_once(EXIT_WHOLE_JOB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What survivors tell a new process besides what all ranks report."""
+"""Survivors' data for a new process, beyond the reports of all ranks."""
 
 from collections.abc import Sequence
 
@@ -9,24 +9,24 @@ from moevement_ext.membership.report import Report
 
 
 class PlanInForce(msgspec.Struct, frozen=True):
-    """A plan by reference: with the shares of thousands of experts it would be most of a report."""
+    """A plan by reference, as the shares of thousands of experts would dominate a report."""
 
     version: int
     origin: int
-    """Where its windows begin now; that of the plan, unless they were begun anew."""
+    """Current origin of its windows: the plan's origin, unless windows were begun anew."""
 
 
 class Handover(msgspec.Struct, frozen=True):
-    """What survivors tell a new process besides their report."""
+    """A survivor's data for a new process, beyond its report."""
 
     plan: PlanInForce
-    """At the survivor's iteration."""
+    """The plan at the survivor's iteration."""
     trainer: bytes
-    """What `Loop.hand_over` returned there."""
+    """Result of `Loop.hand_over` on the survivor."""
 
 
 def handovers(reports: Sequence[Report]) -> list[Handover]:
-    """What the survivors hand over."""
+    """The handovers of all survivors."""
     return [
         msgspec.msgpack.decode(report.details, type=Handover)
         for report in reports

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which window do all ranks restart from? The newest that everybody can still get."""
+"""Finds the window of a restart: the newest that all ranks can still get."""
 
 import logging
 import os
@@ -32,25 +32,25 @@ logger = logging.getLogger(__name__)
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """What a rank finds of windows at the start of a job."""
+    """Windows that a rank finds at the start of a job."""
 
     memory: list[HeldWindow]
-    """On its node, of all owners."""
+    """Windows in its node's memory, of all owners."""
     disk: list[HeldWindow]
-    """Its own, on disk."""
+    """The rank's own windows on disk."""
     traces: Traces
     refused: list[str] = []
-    """Why windows of other settings are of no use, by name, with both values."""
+    """Reasons to refuse windows of other settings, by name, with both values."""
     doubtful: list[str] = []
-    """In what else the jobs that captured windows differ from this one: bits may."""
+    """Other differences between the capturing jobs and this one, which may change bits."""
     settings: str = ''
-    """Digest of what this rank was launched with."""
+    """Digest of this rank's settings."""
     deaths: list[Death] = []
-    """Processes of an earlier life that ended on its node, as noted there."""
+    """Recorded deaths of earlier processes on its node."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
-    """Windows of which every rank's part exists somewhere, the newest dense state first."""
+    """Windows with every rank's part on some node, the newest dense state first."""
     owners: dict[Window, set[int]] = {}
     for part in held:
         owners.setdefault(part.window, set()).add(part.owner)
@@ -65,8 +65,8 @@ def holders(
 
     Args:
         candidate: the window.
-        owner: rank whose part is asked for.
-        inventories: what each rank's node holds, by rank.
+        owner: rank that owns the part.
+        inventories: windows on each rank's node, by rank.
     """
     wanted = HeldWindow(candidate, owner)
     found = [rank for rank, inventory in enumerate(inventories) if wanted in inventory]
@@ -74,10 +74,10 @@ def holders(
 
 
 class Found:
-    """Windows that belong to this run and layout, and what is said of those that were looked at.
+    """Windows of this run and layout, with log messages about the examined ones.
 
-    What is refused is named in the log, once for each reason. Payloads are verified later, when a
-    window is loaded.
+    The log names refused windows once per reason. Payloads are verified later, when a window is
+    loaded.
 
     Args:
         identity: of this rank in this run.
@@ -91,7 +91,7 @@ class Found:
         self._refused: dict[str, list[Path]] = {}
 
     def in_memory(self, store: NodeStore) -> Self:
-        """Look at what is committed on this node, of whichever rank."""
+        """Examine the committed windows of all ranks on this node."""
         for stored in store.scan():
             self._look(stored, WindowFile.open)
         for stored in twin_windows(store.scan_stubs()):
@@ -99,7 +99,7 @@ class Found:
         return self._told()
 
     def on_disk(self, disk: DiskWindows) -> Self:
-        """Look at what this rank has on disk; a file system that fails has nothing."""
+        """Examine this rank's windows on disk; a failing file system counts as empty."""
         for stored in disk.stored():
             with ExitStack() as opened:
                 self._look(stored, lambda path: opened.enter_context(WindowReader(path)))
@@ -131,12 +131,12 @@ class Found:
 
 
 def held_windows(store: NodeStore, identity: RankIdentity) -> list[HeldWindow]:
-    """Committed windows on this node, of all ranks, that belong to this run and layout."""
+    """Committed windows of this run and layout on this node, of all ranks."""
     return sorted(Found(identity).in_memory(store).windows)
 
 
 def take_stock(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) -> Inventory:
-    """What this rank finds at the start of a job."""
+    """Collect this rank's inventory at the start of a job."""
     memory = Found(identity).in_memory(store)
     found = [memory] if disk is None else [memory, Found(identity).on_disk(disk)]
     return Inventory(
@@ -161,13 +161,13 @@ def _traces(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) 
 
 
 def launch_of(identity: RankIdentity) -> str:
-    """Digest of what a rank was launched with: the same on ranks that are launched alike."""
+    """Digest of a rank's settings, equal on ranks with equal settings."""
     told = identity.run, identity.topology, encode(identity.settings)
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(told))
 
 
 def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
-    """What a new process has: what its node's memory kept."""
+    """Report of a new process: the windows in its node's memory."""
     newest = Ledger.read_newest(store.ledger_path(identity.rank), identity)
     return Report(
         survivor=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are all ranks of a job, and the jobs whose windows they find, launched alike?
+"""Checks that all ranks of a job, and the jobs of the found windows, have equal settings.
 
 At the start of a job, and of a process that takes the place of a lost one: before it copies state
 from others, or takes part in a replay.
@@ -59,7 +59,7 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
 
 
 def leave(store: Store, identity: RankIdentity) -> None:
-    """What the job was launched with, for who joins it; by its first rank, when all have met."""
+    """Store the job's settings for joining processes; called by its first rank."""
     encoded = settings.encode(identity.settings)
     left = msgspec.msgpack.encode((identity.run, identity.topology, encoded))
     store.set(_KEY, left)  # type: ignore[arg-type]

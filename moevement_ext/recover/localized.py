@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Localized recovery, seen from one rank: survivors keep their state, lost stages replay.
 
-After a failure all ranks meet (see `membership`), come to the same verdict, and enter the training
-loop at the newest committed iteration; new processes do so for the first time. In the first
-iteration the lost stages replay (see `stage_replay`), everybody reconnects, and training goes on
+After a failure all ranks meet (see `membership`), reach the same verdict, and enter the training
+loop at the newest committed iteration; new processes enter it for the first time. In the first
+iteration the lost stages replay (see `stage_replay`), all ranks reconnect, and training continues
 (paper section 3.4).
 """
 
@@ -48,15 +48,15 @@ _POLL_SECONDS = 0.02
 
 
 class LocalizedRecovery:
-    """Brings this rank through failures of others, or into the place of a lost one.
+    """Carries this rank through failures of other ranks, or into the place of a lost one.
 
     Args:
         rank: this rank.
-        membership: this process among the others.
+        membership: of this rank.
         trainer: the training loop of this rank.
         protection: windows, ledger and log of this rank.
-        stages: which stage every rank is in, and who holds the same state.
-        position: what this rank has of the training state.
+        stages: stage of every rank, and ranks with the same state.
+        position: this rank's part of the training state.
     """
 
     def __init__(
@@ -174,13 +174,13 @@ class LocalizedRecovery:
         return self._position.pending is not None
 
     def carry_out(self, iterate: Callable[[int], Any]) -> bool:
-        """Replay what was lost and reconnect. In the first iteration after entering the loop.
+        """Replay lost state and reconnect, in the first iteration after entering the loop.
 
         Args:
             iterate: runs the iteration after the given one and commits it.
 
         Returns:
-            Whether training goes on; else the loop is to end where it is.
+            True if training goes on; False if the loop must end.
 
         Raises:
             EpochBroken: another failure came first.
@@ -191,8 +191,8 @@ class LocalizedRecovery:
         began = time.perf_counter()
         self._enters('respawn')
         if verdict.window is not None and self._rank.number in verdict.ranks:
-            # Before anybody reads this log, or counts what is captured anew: a stage that replays,
-            # too, waits for what is sent anew, and its windows count when it has them again.
+            # Before any rank reads this log or counts new captures: other replaying stages wait
+            # for the tensors that are sent again, and windows count once they are captured again.
             self._protection.rewind_log(verdict.window.start)
             self._protection.withdraw_after(verdict.window.name)
         else:
@@ -219,7 +219,7 @@ class LocalizedRecovery:
     # Failure
 
     def caused_by_others(self, error: BaseException) -> bool:
-        """True if `error` came of the loss of another rank, as far as can be known."""
+        """True if the loss of another rank is the known cause of `error`."""
         return lost_peer(error) or self.announced()
 
     def announced(self) -> bool:
@@ -272,7 +272,7 @@ class LocalizedRecovery:
     def _decide(self) -> Localized:
         """What follows from all reports; the error of this rank, if recovery does not help."""
         reports = self._membership.reports
-        # Also should who has refused them be lost: its successor does not know.
+        # Kept on all ranks, as the refusing rank may be lost and its successor does not know.
         self._refused = sorted({window for report in reports for window in report.refused})
         verdict = self._fruitless.met(reports, self._follows_from(reports))
         if isinstance(verdict, WholeJob):
@@ -377,7 +377,7 @@ class LocalizedRecovery:
         self._phases.catch_up = self._replay.catch_up_s
 
     def _goes_on(self, reports: Sequence[Report]) -> bool:
-        """On another thread, while this rank replays."""
+        """Decide if this rank's replay goes on. On another thread than the replay."""
         verdict = self._follows_from(reports)
         return isinstance(verdict, Localized) and self._rank.number in verdict.going_on
 
@@ -397,12 +397,12 @@ class LocalizedRecovery:
         self._meet_replayed()
 
     def _meet_replayed(self) -> None:
-        """A rank that refuses its replay never comes to this barrier."""
+        """Wait at a barrier that a rank with a refused replay never reaches."""
         faults.point(Phase.REPLAYED)
         self._membership.barrier('replayed')
 
     def _take_over(self, met: Sequence[Met]) -> Localized:
-        """Be where all others have come to meanwhile."""
+        """Move to the epoch that the other ranks have reached meanwhile."""
         for epoch in met:
             self._outage.begins(epoch.reason, epoch.detect_s, epoch.before)
             self._outage.met(epoch.reports)
@@ -415,7 +415,7 @@ class LocalizedRecovery:
         return verdict
 
     def _sends_no_more(self) -> None:
-        """In this recovery: a replay asks in vain for what this rank has not logged."""
+        """Note that this rank logs no more sends in this recovery, so that replays do not wait."""
         if (log := self._protection.memory.log) is not None:
             log.pause()
 
@@ -425,7 +425,7 @@ class LocalizedRecovery:
         return self._protection.on_trial(verdict.window.name, verdict.target)
 
     def _put_back(self) -> None:
-        """This rank keeps its state; only what the broken iteration began is undone."""
+        """Undo the changes of the broken iteration; this rank keeps its state."""
         kept = self._position.kept
         assert kept is not None
         began = isinstance(self._position.position, Running)
@@ -434,7 +434,7 @@ class LocalizedRecovery:
         self._position.undone()
 
     def _copy(self, verdict: Localized) -> None:
-        """Take the state from a data-parallel replica, or give it to one."""
+        """Copy the state from or to a data-parallel replica."""
         rank, store = self._rank.number, self._membership.store
         for behind, replica in verdict.copies.items():
             if rank == replica:
@@ -456,20 +456,20 @@ class LocalizedRecovery:
         self._phases.fetch += time.perf_counter() - began
 
     def _resume(self, verdict: Localized) -> bool:
-        """Everybody is connected and at the same iteration."""
+        """Resume training once all ranks are connected and at the same iteration."""
         self._enters('post-step')
         committed = self._protection.memory.ledger.get(verdict.target)
         goes_on = self._trainer.loop.finish_post_step(verdict.target, self._others(), committed)
         faults.point(Phase.RESUME)
-        if verdict.copies:  # they have nothing of the present window, nor a log
+        if verdict.copies:  # the copying ranks lack the current window and a log
             self._protection.begin_window(verdict.target)
         self._position.resumed()
-        self._refused.clear()  # what is captured anew has the same name
+        self._refused.clear()  # new captures reuse the names
         self._lost_sources = 0
         self._membership.committed = verdict.target
         replays = self._rank.number in verdict.ranks
         verified = self.verification.result() if replays else Verified(0, NOWHERE, ())
-        last = self._rank.number == self._rank.world_size - 1  # where all would say the same
+        last = self._rank.number == self._rank.world_size - 1  # one rank reports for all
         if replays and (last or verified.differing or not verdict.together):
             print(recovered_line(verdict.target, self._replay.replayed, verified), flush=True)
         self._rank.events.emit(

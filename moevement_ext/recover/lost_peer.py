@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose fault is an exception: this rank's own, or that of another rank that is gone?"""
+"""Decides if an exception is this rank's own fault, or the result of another rank's loss."""
 
 import re
 
@@ -18,9 +18,9 @@ _LONGEST = 300
 
 
 def in_words(error: BaseException) -> str:
-    """What an exception says, for a person: that a connection is lost is no defect of the program.
+    """Format an exception for the log; a lost connection is no defect of the program.
 
-    Of gloo's messages, place in the source and advice are left out.
+    Gloo's source locations and advice are removed.
     """
     lines = str(error).splitlines() or ['no reason given']
     text = _ADVICE_OF_GLOO.sub('', _PLACE_IN_GLOO.sub('', lines[0]))
@@ -32,7 +32,7 @@ def in_words(error: BaseException) -> str:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """True if an exception says that another rank is gone, not that this one is at fault.
+    """True if an exception results from the loss of another rank, not from a fault of this one.
 
     gloo names its transport in every message; NCCL, the stores, and what windows and logs are
     fetched by have types of their own.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows outages on this rank, to say in one line how each came out. Training thread only.
+"""Follows outages on this rank and reports the outcome in one line. Training thread only.
 
-One rank speaks for all: after a localized recovery the first that survived, since it knows what was
-there before, and once the first iteration after it is committed, so that no rank has anything to
-say any more; after one of the whole job the last, as upstream does.
+One rank reports for all. After a localized recovery this is the first survivor, since it knows the
+earlier state; it reports once the next iteration is committed, after all other messages. After a
+recovery of the whole job the last rank reports, as upstream does.
 """
 
 import logging
@@ -71,7 +71,7 @@ class Outage:
         self._unsaid: Summary | None = None
 
     def begins(self, reason: str, detect_s: float, reports: Sequence[Report]) -> None:
-        """This rank has left the epoch in which all had reported that.
+        """Record that this rank has left an epoch.
 
         Args:
             reason: of the failure.
@@ -83,14 +83,14 @@ class Outage:
             self._since, self._reason, self._gone = time.time() - detect_s, reason, {}
 
     def met(self, reports: Sequence[Report]) -> None:
-        """All ranks have met anew: those without anything are new."""
+        """Record a rendezvous of all ranks; ranks without state are new processes."""
         for rank, (before, now) in enumerate(zip(self._before, reports, strict=False)):
             if not now.survivor and (before.pid, before.node) != (now.pid, now.node):
                 self._gone.setdefault(rank, (before.node, before.pid))
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Within it some ranks replay, and the others wait for them."""
+        """Context during which some ranks replay, and the other ranks wait."""
         began = time.perf_counter()
         yield
         self._replay_s = time.perf_counter() - began
@@ -129,7 +129,7 @@ class Outage:
         self._unsaid = _never_fails(lambda: self._summary(store, verdict, away_s, seconds))
 
     def say(self) -> None:
-        """The first iteration is committed, or there is none any more."""
+        """Report the outcome, once an iteration is committed or training has ended."""
         summary, self._unsaid = self._unsaid, None
         if summary is not None:
             say(summary)
@@ -164,7 +164,7 @@ class Outage:
 def of_the_whole_job(
     first_death: Death | None, summary: Callable[[str, float | None, str], Summary]
 ) -> None:
-    """Say how a recovery of the whole job came out; on one rank.
+    """Report the outcome of a recovery of the whole job, on one rank.
 
     Args:
         first_death: what the watchdogs of the life before noted, if any did.
@@ -204,7 +204,7 @@ def say(summary: Summary) -> None:
 
 
 def _never_fails[T](make: Callable[[], T]) -> T | None:
-    """To say something is never a reason to end training (invariant I6)."""
+    """Run a report without failing training (invariant I6)."""
     try:
         return make()
     except Exception:

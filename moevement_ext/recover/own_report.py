@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank that has survived a failure brings to the meeting after it."""
+"""A survivor's report for the rendezvous after a failure."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -86,7 +86,7 @@ class OwnReport:
     def of_replay(
         self, window: Window, target: int, refused: Sequence[Window]
     ) -> Callable[[], Report]:
-        """The report of one that is about to replay its stage; to be called on any other thread.
+        """The report of a rank that is about to replay its stage, for another thread.
 
         Args:
             window: from which.

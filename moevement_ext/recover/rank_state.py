@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank has of the training state, as one explicit machine.
+"""State machine of a rank's part of the training state.
 
-Between failures a rank holds the whole state of an iteration, or can put it back, or has none
-(invariants I1 and I2). Which of these it is, the one iteration state that belongs to it, what was
-committed and what a failure has left to do change here only, and the report to a meeting is read
-off it. Nothing here does anything: whoever drives it (the training thread of a rank) does.
+Between failures a rank holds the whole state of an iteration, or can restore it, or has none
+(invariants I1 and I2). Only this module changes the kind of state, its iteration state, the
+committed iteration and the pending recovery; the rank's report is derived from it. The machine has
+no side effects: the training thread of the rank drives it and acts.
 
     Whole --begins--> Running --updating--> Torn --stepped--> Whole
     Whole, Running --decided: keep--> the same, pending; Running --undone--> Whole
@@ -183,7 +183,7 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden('takes for rebuilt what is not')
 
     def resumed(self) -> None:
-        """Everybody is at the target and connected; training goes on."""
+        """All ranks are at the target and connected; training continues."""
         match self.position:
             case Whole(state) if self.pending and state.iteration == self.pending.target:
                 self.pending = None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window that is converted slot by slot while the rest of it is still fetched and verified.
+"""Fetches a window slot by slot, so that its conversion starts before the last slot arrives.
 
-Own copy first, then one holder of a replica after the other, then the own disk; every slot is
-handed on only when its checksums are verified (paper section 3.3, streamed).
+Sources in order: the own copy, each holder of a replica, the own disk. A slot is passed on only
+after its checksums are verified (paper section 3.3, streamed).
 """
 
 import logging
@@ -28,22 +28,22 @@ from moevement_ext.replicate.interrupting import join_interrupted
 logger = logging.getLogger(__name__)
 
 Arrived = Callable[[WindowFile, SlotHeader], None]
-"""Called with every slot that is verified."""
+"""Called with every verified slot."""
 
 DISK = 'disk'
 """Name of the last source."""
 
 TRIES = 3
-"""So often a holder that does not answer is asked for a window."""
+"""Attempts per unresponsive replica holder, before an older window is taken."""
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 
 class HolderLost(RefusedWindow):
-    """Nobody could deliver the window, and a holder did not answer: it may, when all meet again."""
+    """No source delivered the window, but a silent holder may answer at the next attempt."""
 
 
 class ArrivalStopped(SparseCheckpointError):
-    """The window is not waited for any more."""
+    """The wait for the window was stopped."""
 
 
 class SlotSource(Protocol):
@@ -58,14 +58,14 @@ class SlotSource(Protocol):
         """W: number of slots."""
 
     def slot(self, index: int) -> tuple[SlotHeader, Bytes]:
-        """Verified header and payload of a slot, once they are here."""
+        """Wait for a slot; returns its verified header and payload."""
 
     def file(self) -> WindowFile:
         """The whole window, committed in this rank's memory."""
 
 
 class VerifiedWindow:
-    """A window that is all here.
+    """A complete window in memory.
 
     Args:
         file: verified.
@@ -110,11 +110,11 @@ def verified_window(
         inventories: what each rank's node holds, by rank.
         identity: of this rank in this run.
         arrived: called with the slots in ascending order; from the first again after a failure.
-        before_next: called after a failure, before what was handed on may be overwritten.
+        before_next: called after a failure, before passed-on slots may be overwritten.
 
     Raises:
-        RefusedWindow: nobody has it whole and undamaged; the message has all reasons.
-        HolderLost: the same, but a holder did not answer.
+        RefusedWindow: no source has it whole and undamaged; the message has all reasons.
+        HolderLost: as RefusedWindow, but a holder did not answer.
     """
     reasons, kind = [], RefusedWindow
     for where, obtain in _sources(memory, candidate, inventories, identity):
@@ -130,13 +130,13 @@ def verified_window(
 
 
 def make_room(windows: OwnerWindows, wanted: Window, usable: Sequence[Window]) -> None:
-    """Free a file for a window that is not here, if all hold others, as a node's that was away.
+    """Free a file for a missing window, if other windows occupy all files.
 
-    First what is no candidate goes, then the oldest.
+    Frees windows that are no candidates first, then the oldest.
 
     Args:
         windows: of this rank.
-        wanted: the window that may have to be fetched.
+        wanted: the window to fetch.
         usable: candidates for a recovery.
     """
     names = [candidate.name for candidate in usable]
@@ -183,7 +183,7 @@ def _fetch_from_disk(
 
 
 def _if_of(identity: RankIdentity, arrived: Arrived) -> Arrived:
-    """Refuses slots that this rank has not captured."""
+    """Wrap `arrived` to refuse slots that this rank has not captured."""
 
     def received(file: WindowFile, header: SlotHeader) -> None:
         Expected.of(identity).check(header, file.path)
@@ -193,7 +193,7 @@ def _if_of(identity: RankIdentity, arrived: Arrived) -> Arrived:
 
 
 class ArrivingWindow:
-    """Obtains and verifies this rank's part of a window on a thread of its own.
+    """Obtains and verifies this rank's part of a window on a separate thread.
 
     One thread takes slots; any thread may call `close`.
 
@@ -228,11 +228,11 @@ class ArrivingWindow:
         self._thread.start()
 
     def slot(self, index: int) -> tuple[SlotHeader, Bytes]:
-        """Verified header and payload of a slot, once they are here; valid until the next call.
+        """Wait for a slot; returns its verified header and payload, valid until the next call.
 
         Raises:
-            RefusedWindow: nobody has the window whole and undamaged.
-            ArrivalStopped: closed.
+            RefusedWindow: no source has the window whole and undamaged.
+            ArrivalStopped: `close` was called.
         """
         self._wait_for(lambda: index in self._slots)
         return self._slots[index]
@@ -244,7 +244,7 @@ class ArrivingWindow:
         return self._file
 
     def close(self) -> None:
-        """End the thread and wake up whoever waits."""
+        """End the thread and wake up a waiting reader."""
         with self._changed:
             self._error = self._error or ArrivalStopped('the window is not waited for any more')
             self._changed.notify_all()
@@ -270,7 +270,7 @@ class ArrivingWindow:
             file, _ = verified_window(
                 self._memory, candidate, inventories, identity, self._arrived, self._before_next
             )
-        except Exception as error:  # whoever waits must learn of it
+        except Exception as error:  # the waiting reader must raise it
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
@@ -287,12 +287,12 @@ class ArrivingWindow:
             self._changed.notify_all()
 
     def _before_next(self) -> None:
-        """What was taken may still be read, until the reader waits for another slot."""
+        """Wait until the reader no longer uses the slots that it has taken."""
         with self._changed:
             self._changed.wait_for(lambda: self._reader_is_idle() or self._error is not None)
             if self._error is not None:
                 raise self._error
 
     def _reader_is_idle(self) -> bool:
-        """It waits for what is not here yet; it may not have noticed that something has come."""
+        """True if the reader waits for a missing slot, or has not yet noticed an arrival."""
         return self._awaited is not None and not self._awaited()

@@ -37,11 +37,11 @@ from moevement_ext.replicate.log_reader import LogReader
 
 
 class WindowRefused(SparseCheckpointError):
-    """What this rank needs to replay the window cannot be had; another window is to be tried."""
+    """This rank cannot get the data for a replay of the window; another window is tried next."""
 
 
 class SourceLost(SparseCheckpointError):
-    """Who was to deliver the window, or a log, does not answer; all look anew at who holds what."""
+    """The source of the window, or of a log, does not answer; all ranks search again."""
 
 
 _DAMAGES = (RefusedWindow, CorruptLog, PeerRefused)
@@ -83,7 +83,7 @@ class StageReplay:
         self.verification = Verification.of_nothing()
 
     def interrupt(self) -> None:
-        """Wake up a replay that waits for another rank. Called on the watching thread."""
+        """Wake up a replay that waits for another rank. Watching thread."""
         for waiting in list(self._waiting):
             waiting.close()
 
@@ -132,7 +132,7 @@ class StageReplay:
         Raises:
             WindowRefused: this rank's part of it, or a log that it needs, is damaged wherever it
                 is held.
-            SourceLost: a rank that was to deliver does not answer.
+            SourceLost: a source of the window or of a log does not answer.
         """
         assert verdict.window is not None
         faults.at_iteration(verdict.window.start + 1)

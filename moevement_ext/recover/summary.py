@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one line that says how a recovery came out: the last of the burst, said by one rank.
+"""The line about the outcome of a recovery: the last message of a recovery, from one rank.
 
 sparse ckpt | 2026-01-31 04:32:52 | RECOVERED at iteration 37 | rank 1 on node0 was killed by
 SIGKILL at 04:32:41 | lost iterations: 0 | computed again: 6 | away: 11.2 s (starting processes
@@ -24,14 +24,14 @@ class Gone(NamedTuple):
     node: str
     """Empty if that is not known."""
     how: str
-    """Such as `was killed by SIGKILL`; empty if nobody saw it."""
+    """Such as `was killed by SIGKILL`; empty if unknown."""
     at: float | None = None
     """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What there is to say after a recovery."""
+    """The outcome of a recovery."""
 
     iteration: int
     """That all ranks go on from."""
@@ -42,7 +42,7 @@ class Summary:
     replayed: int
     """Iterations that were computed again."""
     away_s: float | None
-    """From the failure to here; None: nobody knows when it was."""
+    """Seconds since the failure; None if its time is unknown."""
     seconds: Mapping[str, float]
     """What that time went into, by words for a person."""
     source: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What recovery asks of a training loop; whoever implements this can be recovered.
+"""Interface of a recoverable training loop.
 
 The engine decides what is captured, kept, fetched, replayed and when; a trainer knows how its own
 model, optimizer, data and pipeline do it. `megatron.moevement` implements it for Megatron-Core,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a failure: who is gone, which iteration counts, and which stages have to replay.
+"""Verdict after a failure: lost ranks, the iteration that counts, and the stages to replay.
 
-A pure function of what all ranks reported when they met, so every rank comes to the same verdict
+The verdict is a pure function of all ranks' reports, so that every rank reaches the same verdict
 without another exchange (paper section 3.4; DESIGN: the newest committed iteration wins).
 """
 
@@ -32,20 +32,20 @@ class Stages(Protocol):
 
 
 class Localized(msgspec.Struct, frozen=True):
-    """Stages replay in processes that live on, some or all; the others keep their state."""
+    """Some or all stages replay in living processes; the other stages keep their state."""
 
     target: int
-    """The newest committed iteration: everybody goes on from there."""
+    """The newest committed iteration, from which all ranks continue."""
     stages: frozenset[int]
-    """Stages that replay; empty if nobody lost anything."""
+    """Stages that replay; empty if no rank lost its state."""
     ranks: frozenset[int]
     """All ranks of those stages."""
     replacements: frozenset[int]
-    """Ranks whose process is new."""
+    """Ranks with a new process."""
     window: Window | None
-    """What the replay starts from; None if nothing is replayed."""
+    """Window at the start of the replay; None without a replay."""
     copies: dict[int, int] = {}
-    """Ranks that take their whole state from a peer that holds the same, by rank."""
+    """Source rank by rank, for ranks that copy their whole state from a replica."""
     going_on: frozenset[int] = frozenset()
     """Those of `ranks` whose replay is under way and goes on: this failure is not of their stage,
     nor of a neighbour's. They began from a window of their own, `window` is for the others."""
@@ -60,7 +60,7 @@ class Localized(msgspec.Struct, frozen=True):
 
 
 class WholeJob(msgspec.Struct, frozen=True):
-    """Survivors cannot help, or none survived: everybody starts again."""
+    """All workers restart, as no survivor can help or no rank survived."""
 
     reason: str
 
@@ -77,7 +77,7 @@ def decide_recovery(
     interleaved: bool = False,
     together: bool = False,
 ) -> Verdict:
-    """What happens after the failure.
+    """Decide the recovery from a failure.
 
     Args:
         reports: by rank.
@@ -131,7 +131,7 @@ def decide_recovery(
 
 
 def _strangers(reports: Sequence[Report]) -> list[int]:
-    """Ranks whose new process has nothing by which the survivors would know it."""
+    """Ranks whose new process does not know the survivors' secret."""
     known = {mark for report in reports if report.survivor for mark in report.marks}
     return [
         rank
@@ -154,7 +154,7 @@ def _copies(
 
 
 class _Layout(NamedTuple):
-    """Who needs what of whom in a replay."""
+    """Dependencies between stages in a replay."""
 
     stage_of: Sequence[int]
     tied: frozenset[int]
@@ -187,7 +187,7 @@ def _replays(
     while True:
         going_on = _undisturbed(going_on, reports, stages, under_way, layout)
         begin = stages - going_on
-        if not begin:  # nobody asks for one
+        if not begin:  # no stage needs a window
             return min(found.window for found in under_way.values()), going_on
         window = _window(reports, target, begin, layout)
         if isinstance(window, str):

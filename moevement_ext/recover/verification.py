@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recovery that verifies itself: what a replay recomputes, against what was captured before.
+"""Verifies a recovery: compares the recomputed state with earlier captures.
 
 The windows newer than the one a recovery starts from are of no use for it, but their slots carry
 checksums of the very state that the replay passes through. Equal checksums say that it was exact;
@@ -164,7 +164,7 @@ class Verification:
             )
 
     def forbids(self, verify: str) -> bool:
-        """What was recovered differs, and `--sparse-ckpt-verify` is to stop then."""
+        """True if the recovered state differs, and `--sparse-ckpt-verify` demands to stop."""
         return verify == STOP and bool(self._differing)
 
     def result(self) -> Verified:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Predecessor:
-    """What an earlier life of the job left in host memory and on disk, over all nodes."""
+    """Windows of an earlier start of the job in host memory and on disk, on all nodes."""
 
     inventories: list[list[HeldWindow]]
     """What each rank's node holds in memory, by rank."""
@@ -62,7 +62,7 @@ class Predecessor:
 
 
 class Source(NamedTuple):
-    """What a job goes on from."""
+    """The window that a job resumes from."""
 
     conversion: Conversion
     tier: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One synchronous connection to a peer: sends it windows to hold, fetches windows and logs."""
+"""Synchronous connection to a peer: sends windows to hold, fetches windows and logs."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ from moevement_ext.replicate.protocol import (
 )
 
 CHUNK_BYTES = 2**20
-"""Sent at a time where a rate is kept."""
+"""Size of one send under a rate limit."""
 _MAX_HEADERS = 4096
 _MAX_HEADERS_BYTES = 256 * 2**20
 
@@ -47,30 +47,30 @@ class PeerLost(ConnectionError):
 
 
 class PeerRefused(SparseCheckpointError):
-    """A peer is well but declined; the message is its reason."""
+    """A living peer refused a request; the message is its reason."""
 
 
 class BaseAwaited(SparseCheckpointError):
-    """A twin has not yet captured what a stub is to be put together with."""
+    """A twin has not yet captured the base window of a stub."""
 
 
 class ReplicaClient:
     """Connection to one peer, opened on first use and after a loss. One thread at a time uses it.
 
-    What the peer says is not believed before it has proved that it belongs to the job, and never
-    decides alone how much memory is taken.
+    The client trusts no message before the peer has proved that it belongs to the job, and a peer's
+    message alone never decides the size of an allocation.
 
-    Every method raises `PeerLost` naming the address when the peer does not answer in time, and
-    `PeerRefused` with the peer's reason. All requests may be repeated safely.
+    Every method raises `PeerLost` with the address when the peer does not answer in time, and
+    `PeerRefused` with the peer's reason. All requests are safe to repeat.
 
     Args:
-        address: host and port of its `ReplicaServer`.
-        secret: secret of this life of the job.
-        timeout_s: time for one exchange, besides time to move its bytes.
-        max_record_bytes: the largest record of its log, which cannot be larger than the log.
+        address: host and port of the peer's `ReplicaServer`.
+        secret: secret of this start of the job.
+        timeout_s: time for one exchange, plus time to move its bytes.
+        max_record_bytes: upper bound of a log record, such as the size of the peer's log.
 
     Attributes:
-        takes_all: it is sent whole windows.
+        takes_all: the peer receives whole windows.
     """
 
     takes_all = True
@@ -90,7 +90,7 @@ class ReplicaClient:
         self._interrupted = False
 
     def open(self) -> None:
-        """Connect, before anything is taken that a peer who does not answer would hold up."""
+        """Connect before the caller takes resources that a silent peer would block."""
         with self._exchange():
             pass
 
@@ -102,18 +102,18 @@ class ReplicaClient:
         agreed: Agreed = NOTHING_AGREED,
         before: Callable[[int], object] = lambda nbytes: None,
     ) -> int:
-        """Send a sealed slot of the window in `file`; nothing is sent that is there already.
+        """Send a sealed slot of the window in `file`, unless the peer has it already.
 
         Args:
             owner: rank whose window it is.
-            file: the window, perhaps not yet complete.
+            file: the window, which may be incomplete.
             slot: index of the slot.
-            agreed: what is known of all ranks' windows; lets the peer recycle.
-            before: called with the size of each chunk before that is sent; may wait as long as
-                that takes at `MIN_BYTES_PER_SECOND`.
+            agreed: the ranks' agreement about windows; lets the peer recycle files.
+            before: called with the size of each chunk before its send; may wait up to the time of
+                the chunk at `MIN_BYTES_PER_SECOND`.
 
         Returns:
-            Bytes that were sent.
+            Number of sent bytes.
         """
         blob = self._blob(file, slot)
         request = PutSlot(
@@ -142,16 +142,16 @@ class ReplicaClient:
             return nbytes
 
     def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
-        """Have the peer commit a window whose slots were all sent, verified if its turn is.
+        """Ask the peer to commit a fully sent window; the peer verifies every n-th window.
 
         Args:
             owner: rank whose window it is.
             window: its name.
-            nbytes: size of the window, which the peer may need time to verify.
+            nbytes: size of the window, for the time that its verification may take.
 
         Raises:
-            BaseAwaited: a twin has not captured the same window; it may be asked again.
-            OtherBytes: a twin has captured other bytes.
+            BaseAwaited: a twin has not captured the same window yet; try again.
+            OtherBytes: a twin has captured different bytes.
         """
         with self._exchange(nbytes) as connection:
             connection.send(CommitWindow(owner, window))
@@ -163,7 +163,7 @@ class ReplicaClient:
         _require(reply, Ack)
 
     def discard_after(self, owner: int, start: int) -> None:
-        """Have the peer drop the owner's replicas that begin after `start` (-1: all)."""
+        """Ask the peer to drop the owner's replicas that begin after `start` (-1: all)."""
         self._call(DiscardAfter(owner, start))
 
     def fetch_window(
@@ -173,22 +173,22 @@ class ReplicaClient:
         into: WindowFile,
         received: Callable[[WindowFile, SlotHeader], None] = lambda file, header: None,
     ) -> list[SlotHeader]:
-        """Receive a whole window into `into`, a file being written, and verify it.
+        """Receive a whole window into `into`, and verify it.
 
         Args:
             owner: rank whose window it is.
             window: its name.
-            into: begun here, whatever it held.
-            received: called with every slot that has come and is undamaged, slot 0 first.
+            into: file for the window; this call begins it anew.
+            received: called with every received and undamaged slot, slot 0 first.
 
         Returns:
             The headers, slot 0 first.
 
         Raises:
-            RefusedWindow: what arrived is damaged or not the window asked for.
-            FileTooSmall: `into` is; nothing was received.
+            RefusedWindow: the received window is damaged or not the requested one.
+            FileTooSmall: `into` is too small; no slot was received.
         """
-        into.begin(window)  # forgets what an earlier, interrupted fetch has left
+        into.begin(window)  # drops the remains of an interrupted fetch
         with self._exchange() as connection:
             connection.send(FetchWindow(owner, window))
             # The peer reads the whole window before it answers; its size is not known yet.
@@ -203,10 +203,10 @@ class ReplicaClient:
         return into.verify_identity(Expected(owner=owner, name=window))
 
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
-        """Receive the headers of what the peer has of windows after `start`, complete or not.
+        """Receive the headers of the peer's windows after `start`, complete or not.
 
         Raises:
-            RefusedWindow: what arrived is damaged, or more than windows can have.
+            RefusedWindow: the answer is damaged, or has more headers than windows can have.
         """
         headers = []
         with self._exchange() as connection:
@@ -229,10 +229,10 @@ class ReplicaClient:
         """Receive and verify one record of the peer's upstream log.
 
         Returns:
-            None: it is not there yet, after the peer has waited for it for a moment; ask again.
+            None if the record is not there after a short wait of the peer; try again.
 
         Raises:
-            CorruptLog: what arrived is not what was logged.
+            CorruptLog: the received record differs from the logged one.
         """
         with self._exchange() as connection:
             connection.send(FetchLog(key))
@@ -254,11 +254,11 @@ class ReplicaClient:
         return tensor, data
 
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
-        """What is sent of a slot."""
+        """The part of a slot to send."""
         return file.slot_blob(slot)
 
     def _window_bytes(self, file: WindowFile) -> int:
-        """Size of a file for what is sent of a window."""
+        """File size at the peer for the sent part of a window."""
         return file.capacity
 
     def _receive_slot(self, connection: Connection, into: WindowFile) -> SlotHeader:
@@ -267,14 +267,14 @@ class ReplicaClient:
             header = into.write_blob(
                 slot.slot, slot.payload_bytes, slot.frame_bytes, connection.receive_into
             )
-        except ValueError as error:  # a slot that came before, or with a number no window has
+        except ValueError as error:  # a repeated slot, or an impossible slot number
             host, port = self.address
             raise RefusedWindow(f'peer {host}:{port} sends no window: {error}') from error
         into.verify_payloads([header])
         return header
 
     def interrupt(self) -> None:
-        """Let an exchange in progress end with `PeerLost`, and all others. Called by any thread."""
+        """Make the current and all later exchanges raise `PeerLost`. Any thread."""
         self._interrupted = True
         connection = self._connection
         if connection is not None:
@@ -303,15 +303,15 @@ class ReplicaClient:
             host, port = self.address
             raise PeerLost(f'peer {host}:{port} is lost: {error}') from error
         except PeerRefused:
-            raise  # a refusal ends an exchange in order
+            raise  # a refusal is a regular end of an exchange
         except BaseException:
-            self.close()  # bytes of this exchange may still be under way
+            self.close()  # bytes of this exchange may still arrive
             raise
 
     def _connect(self) -> Connection:
         sock = socket.create_connection(self.address, timeout=self._timeout_s)
         connection = self._connection = Connection(sock)
-        if self._interrupted:  # while it connected
+        if self._interrupted:  # during the connect
             raise ConnectionError('interrupted')
         connection.set_deadline(self._timeout_s)
         reason = greeting.introduce(connection, self._secret)

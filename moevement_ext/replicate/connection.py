@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to a peer, over which messages and payloads go."""
+"""A connection to a peer for messages and payloads."""
 
 import socket
 import struct
@@ -21,14 +21,14 @@ _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class ProtocolError(ConnectionError):
-    """The other side does not speak this protocol; the connection is of no more use."""
+    """The peer violates the protocol; the connection is unusable."""
 
 
 class Connection:
     """A socket with messages and a deadline. One thread at a time uses it.
 
     All operations raise `OSError` when the connection is lost, `TimeoutError` (an `OSError`)
-    past the deadline, and `ProtocolError` (also one) for what cannot be understood.
+    past the deadline, and `ProtocolError` (also an `OSError`) for invalid messages.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -38,9 +38,9 @@ class Connection:
         self._expires: float | None = None
 
     def set_deadline(self, seconds: float | None, nbytes: int = 0) -> None:
-        """Let everything from now on be done within `seconds` plus time to move `nbytes`.
+        """Set a deadline of `seconds` plus the time to move `nbytes` for all later operations.
 
-        None: wait without end, which only an idle server does; keepalive ends a dead peer.
+        None: no deadline, as in an idle server; keepalive detects a dead peer.
         """
         self._expires = (
             None if seconds is None else time.monotonic() + seconds + nbytes / MIN_BYTES_PER_SECOND
@@ -54,7 +54,7 @@ class Connection:
         self.send_bytes(_LENGTH.pack(len(encoded)) + encoded)
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send raw bytes as they lie in memory."""
+        """Send raw bytes."""
         view = memoryview(data)
         while view:
             self._await_turn()
@@ -63,7 +63,7 @@ class Connection:
     def receive[Message](
         self, decoder: 'msgspec.msgpack.Decoder[Message]', limit: int = MAX_MESSAGE_BYTES
     ) -> Message:
-        """Receive one message of at most `limit` bytes; nothing longer is even allocated."""
+        """Receive one message of at most `limit` bytes; never allocates more."""
         prefix = bytearray(_LENGTH.size)
         self.receive_into(memoryview(prefix))
         (length,) = _LENGTH.unpack(prefix)
@@ -94,7 +94,7 @@ class Connection:
             view = view[received:]
 
     def shutdown(self) -> None:
-        """Wake up whichever thread waits on this connection. Called by any thread."""
+        """Wake up the thread that waits on this connection. Any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # already gone

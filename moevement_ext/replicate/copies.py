@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the copies of each rank's windows are: with twins, which capture the same, and holders.
+"""Placement of the copies of each rank's windows on twins and holders.
 
-A *twin* captures the same anyway, as peers with the same shard do; it is sent what little differs
-(`memory.window.twin`). Holders are sent all. A rank has as many copies as are asked for, each in a
-failure domain of its own, and none in that of the rank: no domain that is lost takes all.
+A *twin* captures the same anyway, as peers with the same shard do; the owner sends it only the few
+different bytes (`memory.window.twin`). Holders receive whole windows. The requested copies of a
+rank are in different failure domains, none of them the rank's own, so that the loss of one domain
+never destroys all copies.
 
 Every rank computes the whole placement from the same failure domains, without communication.
 """
@@ -17,38 +18,38 @@ from moevement_ext.replicate.domains import LEVELS
 from moevement_ext.replicate.placement import place_replicas
 
 MOST_EXCHANGED = 1024
-"""Ranks up to which a placement by distance and groups is improved by exchanges, which takes time
-and memory with the square of them."""
+"""Maximum number of ranks for which exchanges improve a placement by distance and groups; their
+time and memory grow with the square of this number."""
 
 
 class Copies(NamedTuple):
     """Ranks that have copies of each rank's windows, by owner."""
 
     twins: list[tuple[int, ...]]
-    """They capture the same."""
+    """Ranks with the same captures."""
     holders: list[tuple[int, ...]]
-    """They are sent all of it."""
+    """Ranks that receive whole windows."""
 
     def least(self) -> int:
-        """Copies of the rank with the fewest."""
+        """Number of copies of the rank with the fewest copies."""
         both = zip(self.twins, self.holders, strict=True)
         return min((len(twins) + len(held_by) for twins, held_by in both), default=0)
 
     def reached(self, owner: int) -> tuple[int, ...]:
-        """All ranks that an owner sends something to, twins first."""
+        """All ranks that receive data of an owner, twins first."""
         return self.twins[owner] + self.holders[owner]
 
 
 def place_copies(domains: Sequence[str], replicas: int, families: Sequence[int]) -> Copies:
-    """Twins and holders of each rank.
+    """Compute twins and holders of each rank.
 
-    Near ones come first; distance is the number of levels on which two domains differ. Holders are
-    loaded alike as far as all that allows.
+    Near ranks are preferred; distance is the number of levels on which two domains differ. Within
+    these rules, holders get equal loads.
 
     Args:
-        domains: failure domain of each rank; a path where the topology file names levels.
+        domains: failure domain of each rank; a path if the topology file names levels.
         replicas: copies of each rank's windows on other ranks.
-        families: lowest of the ranks that capture the same, of each rank.
+        families: for each rank, the lowest rank with the same captures.
 
     Raises:
         ValueError: `replicas` is negative.
@@ -83,12 +84,12 @@ def place_copies(domains: Sequence[str], replicas: int, families: Sequence[int])
 
 
 def _distances(names: Sequence[str]) -> np.ndarray:
-    """Levels on which domains differ, int64 (domains, domains)."""
+    """Number of levels on which domains differ, int64 (domains, domains)."""
     paths = [name.split(LEVELS) for name in names]
     depth = max(map(len, paths), default=0)
     distance = np.zeros((len(names), len(names)), dtype=np.int64)
     apart = np.zeros_like(distance, dtype=bool)
-    for level in range(depth):  # from the outermost; below one that differs all do
+    for level in range(depth):  # from the outermost; below a different level all levels differ
         at = np.unique([LEVELS.join(path[: level + 1]) for path in paths], return_inverse=True)[1]
         apart |= at[:, None] != at
         distance += apart
@@ -98,15 +99,15 @@ def _distances(names: Sequence[str]) -> np.ndarray:
 def _twins(
     ring: np.ndarray, of_rank: np.ndarray, distance: np.ndarray, most: int
 ) -> tuple[int, ...]:
-    """The nearest of each other domain, as many as are asked for.
+    """Choose the nearest twins, at most one in each other domain.
 
-    Of equally near ones those that come next, so that all are the twin of as many.
+    Of equally near ranks the next in the ring is chosen, so that all are twins equally often.
 
     Args:
-        ring: ranks that capture the same, the owner first.
-        of_rank: number of the domain of each rank.
+        ring: ranks with the same captures, the owner first.
+        of_rank: domain number of each rank.
         distance: between domains.
-        most: twins that are asked for.
+        most: maximum number of twins.
     """
     home = of_rank[ring[0]]
     away = distance[home, of_rank[ring]]
@@ -126,10 +127,10 @@ def _completed(
     distance: np.ndarray,
     wanted: int,
 ) -> list[tuple[int, ...]]:
-    """Holders that make up the copies that are wanted, in domains that have none yet.
+    """Choose holders for the missing copies, in domains without a copy.
 
-    What is proposed is taken as far as it does that. Then come ranks that hold less than their
-    share, the nearest first, else those that hold the least.
+    Suitable proposed holders come first. Then come ranks that hold less than their share, the
+    nearest first, and then the ranks that hold the least.
     """
     load = np.zeros(len(of_rank), dtype=np.int64)
     holders: list[list[int]] = []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failure domains: what is lost together, and what of them is near.
+"""Failure domains: sets of nodes that fail together, and their distances.
 
-A topology file gives each node its failure domain, or that and the levels above it: `"rack7"`,
-`["rack7", "pod2"]` or, as a path, `"pod2/rack7"`. Nodes with the same whole path are lost together.
+A topology file gives each node its failure domain, with or without the levels above it: `"rack7"`,
+`["rack7", "pod2"]` or, as a path, `"pod2/rack7"`. Nodes with the same whole path fail together.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 from moevement_ext.config import ConfigurationError
 
 LEVELS = '/'
-"""Between the levels of a failure domain, the outermost first."""
+"""Separator between the levels of a failure domain, the outermost first."""
 
 
 def own_domain(node: str, topology: str | None) -> str:
-    """Failure domain of one node; empty if the topology file does not tell."""
+    """Failure domain of one node; empty if the topology file does not name it."""
     try:
         return failure_domains([node], topology)[0]
     except ConfigurationError:
@@ -27,8 +27,8 @@ def failure_domains(nodes: Sequence[str], topology: str | None) -> list[str]:
     """Failure domain of each rank: its node, unless a topology file says otherwise.
 
     Raises:
-        ConfigurationError: the file cannot be read, does not name every node, or not all with as
-            many levels.
+        ConfigurationError: the file is unreadable, does not name every node, or has different
+            numbers of levels.
     """
     if topology is None:
         return list(nodes)
@@ -56,7 +56,7 @@ def failure_domains(nodes: Sequence[str], topology: str | None) -> list[str]:
 
 
 def _path(node: str, levels: object) -> str:
-    """A failure domain as a path, the outermost level first."""
+    """Format a failure domain as a path, the outermost level first."""
     levels = str(levels) if isinstance(levels, int) else levels
     names = levels.split(LEVELS) if isinstance(levels, str) else levels
     if not isinstance(names, list) or not names or not all(_is_name(name) for name in names):

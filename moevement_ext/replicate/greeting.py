@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How two ranks of one job recognise each other before anything else is said.
+"""Mutual authentication of two ranks of one job, before any other message.
 
-Both prove, without sending it, that they know the secret of this life of the job: an HMAC over what
-both have just drawn, so that nothing recorded earlier is of use. The server proves first, so that
-no client takes a stranger's word for what is in a window.
+Both sides prove, without sending it, that they know the secret of this start of the job: an HMAC
+over fresh random numbers of both sides, so that recorded messages are useless. The server proves
+first, so that no client accepts a window from a stranger.
 
     client: Hello(version, nonce) -> server: Challenge(nonce, proof) | Refused
     client: Response(proof) -> server: Ack | Refused
 
-Bytes are neither encrypted nor signed afterwards: the network between the hosts is trusted to
-deliver what was sent.
+Later bytes are neither encrypted nor signed: the network between the hosts is trusted to deliver
+them unchanged.
 """
 
 import hmac
@@ -36,14 +36,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """Answer of the server, which proves that it has the secret and asks for the same."""
+    """Answer of the server, which proves its secret and requests the client's proof."""
 
     nonce: Nonce
     proof: Proof
 
 
 class Response(msgspec.Struct, frozen=True, tag=True):
-    """Answer of the client, which proves that it has the secret, too."""
+    """Answer of the client, which proves its secret."""
 
     proof: Proof
 
@@ -57,15 +57,15 @@ _VERDICT: msgspec.msgpack.Decoder[Ack | Refused] = msgspec.msgpack.Decoder(Ack |
 
 
 def new_secret() -> bytes:
-    """Random secret for one life of a job, 32 bytes."""
+    """Random secret for one start of a job, 32 bytes."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def admit(connection: Connection, secret: bytes) -> None:
-    """Recognise the client of a new connection, as its server. The caller sets the deadline.
+    """Authenticate the client of a new connection. The caller sets the deadline.
 
     Raises:
-        ProtocolError: it does not belong to the job; it was told why, if it speaks the protocol.
+        ProtocolError: the client is not of this job; it received the reason, if possible.
         OSError: it is gone, or too slow.
     """
     hello = connection.receive(_HELLO, MAX_GREETING_BYTES)
@@ -83,10 +83,10 @@ def admit(connection: Connection, secret: bytes) -> None:
 
 
 def introduce(connection: Connection, secret: bytes) -> str | None:
-    """Greet a server and recognise it. The caller sets the deadline.
+    """Greet and authenticate a server. The caller sets the deadline.
 
     Returns:
-        The server's reason to refuse this client; None: both have recognised each other.
+        The server's reason to refuse this client; None after mutual authentication.
 
     Raises:
         ProtocolError: the server does not belong to the job.
@@ -109,5 +109,5 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
 
 
 def _proof(secret: bytes, role: bytes, client: bytes, server: bytes) -> bytes:
-    """Proof for one side; the role keeps it from being sent back to who made it."""
+    """Proof for one side; the role prevents a reflection to its sender."""
     return hmac.digest(secret, role + client + server, 'sha256')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything one rank keeps in host memory, and its connections to the ranks it shares with.
+"""All host memory of one rank, and its connections to peers.
 
 Set up once before iteration 1, collectively: sizes are exchanged, the budget is checked, files are
 reserved, replica holders are placed and servers started.
@@ -55,76 +55,76 @@ from moevement_ext.replicate.twin_client import TwinClient
 logger = logging.getLogger(__name__)
 
 Exchange = Callable[[bytes], list[bytes]]
-"""Collective: every rank gives some bytes and gets those of all ranks, by rank."""
+"""Collective all-gather of bytes, by rank."""
 
 
 class Share(NamedTuple):
-    """What one rank is to keep in host memory."""
+    """Contents and sizes of one rank's host memory."""
 
     identity: RankIdentity
-    """Which rank it is, in which run."""
+    """Run, layout and rank."""
     capacity_bytes: int
     """Size of one window file of this rank."""
     logged: Logged = NOTHING_LOGGED
-    """What it logs; its upstream log is sized for that."""
+    """Logged bytes, for the size of the upstream log."""
     hosts_replicas: bool = True
-    """Hold those that are placed here; without them, their owners lack one."""
+    """Hold the replicas placed here; otherwise their owners have one copy fewer."""
     disk: DiskWindows | None = None
-    """Where its windows are on disk."""
+    """The rank's windows on disk."""
     longest_window: int | None = None
-    """W that all of that is for; None: as configured."""
+    """The W that all sizes are for; None: as configured."""
     window: int | None = None
-    """W to begin with, which the log has room for; None: the longest."""
+    """The first W, for which the log has room; None: the longest."""
     twin: 'TwinShare | None' = None
-    """What its twins are to keep of its windows; None: it has none."""
+    """Stubs of this rank's windows at its twins; None: no twins."""
 
 
 class TwinShare(NamedTuple):
-    """What there is to know of a rank for others that capture the same."""
+    """Description of a rank for its twins."""
 
     family: int
-    """Lowest of those ranks."""
+    """Lowest rank with the same captures."""
     stub_bytes: int
-    """Size of a file for stubs of its windows."""
+    """Size of a stub file for the rank's windows."""
     slot_bytes: int
-    """Mean size of a slot in the windows that the job begins with."""
+    """Mean slot size in the first windows of the job."""
     own_parts: OwnParts
-    """What a twin need not have alike."""
+    """Parts that may differ at a twin."""
 
 
 class HostMemory:
     """Window files, replicas held for others, ledger and server of one rank.
 
-    Construction and `connect` are collective. Any thread may call `fetch` and `interrupt_fetch`,
-    the training thread the rest.
+    Construction and `connect` are collective. Any thread may call `fetch` and `interrupt_fetch`;
+    the training thread calls the other methods.
 
     Args:
         config: settings.
         run_id: directory name of the run.
-        share: what this rank keeps.
-        device: where the state lives, and the tensors of the log come from.
-        on_degraded: called with a reason when the log cannot keep all it should.
+        share: contents and sizes of this rank's memory.
+        device: of the state and of the logged tensors.
+        on_degraded: called with a reason when the log cannot keep all records.
         exchange: collective over all ranks.
         secret: of the job.
 
     Attributes:
         rank: global rank.
         store: directory of the run on this node.
-        members: what all ranks have said of themselves, by rank.
-        copies: where those of the windows of each rank are.
+        members: descriptions of all ranks, by rank.
+        copies: placement of the copies of all ranks' windows.
         plan: bytes of all ranks of this node.
         windows: the window files of this rank.
         ledger: its ledger.
-        witness: what it had captured before a recovery that is not judged yet.
-        log: its upstream log, None if it keeps none.
-        disk: where its windows are on disk, None if nowhere.
-        server: serves all of that to the peers.
-        cores: that it has, if ranks of one host have equal parts of it.
+        witness: headers captured before a recovery that is not judged yet.
+        log: its upstream log, or None.
+        disk: its windows on disk, or None.
+        server: serves windows and log to the peers.
+        cores: CPU cores of this rank, assuming equal shares of the ranks of a host.
         mark: of the secret of the job.
 
     Raises:
-        HostMemoryError: over the budget, the tmpfs is too small, not ours or not writable, CUDA
-            cannot pin so much, or no other host could reach this one.
+        HostMemoryError: the budget is exceeded, the tmpfs is too small, foreign or not writable,
+            CUDA cannot pin the memory, or other hosts cannot reach this one.
         StoreInUseError: another live job has the same run id.
         ConfigurationError: the topology file is wrong.
     """
@@ -176,7 +176,7 @@ class HostMemory:
         except HostMemoryError:
             self.give_up()
             raise
-        except OSError as error:  # costs protection as well, and not the training
+        except OSError as error:  # costs only protection, not the training
             self.give_up()
             raise HostMemoryError(f'{self.store.path}: {error}') from error
 
@@ -213,17 +213,17 @@ class HostMemory:
             self.server.serve_log(self.log)
 
     def make_room_in_log(self, window: int) -> None:
-        """Have room in the log for windows of that length; the plan has it. Called by any thread.
+        """Enlarge the log for windows of this length, within the memory plan. Any thread.
 
         Raises:
-            HostMemoryError, OSError: something else has taken it.
+            HostMemoryError, OSError: other files have taken the space.
         """
         if self.log is not None:
             needed = self._log_bytes(self.members[self.rank], min(window, self._longest_window))
             self.log.grow(needed)
 
     def describe(self) -> str:
-        """What this node keeps in host memory."""
+        """Description of this node's host memory, for the log."""
         return (
             f'node: {self.members[self.rank].node} | {self.plan.describe()} | '
             f'directory: {self.store.path} | {self._replicas()} | {self._windows_that_fit()}'
@@ -248,7 +248,7 @@ class HostMemory:
         return said if longest == most else f'{said}, as {most} do not fit'
 
     def first_on_node(self) -> bool:
-        """True on one rank of each node, the one that speaks for it."""
+        """True on exactly one rank of each node."""
         return self.rank == min(self.plan.ranks)
 
     def by_kind(self) -> dict[str, int]:
@@ -256,23 +256,23 @@ class HostMemory:
         return msgspec.structs.asdict(self.plan.ranks[self.rank])
 
     def connect(self, exchange: Exchange) -> None:
-        """Tell the others where this rank's server listens. Collective."""
+        """Exchange the addresses of all ranks' servers. Collective."""
         address = msgspec.msgpack.encode(self.server.address)
         decoded = (msgspec.msgpack.decode(item, type=tuple[str, int]) for item in exchange(address))
         self.addresses = list(decoded)
         self.addresses[self.rank] = self.server.address
 
     def client(self, rank: int) -> ReplicaClient:
-        """New client of another rank's server, not yet connected."""
+        """Create a client of another rank's server, not yet connected."""
         log_bytes = self._log_bytes(self.members[rank])
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
-        """Host and port where each twin, and each holder of this rank's replicas, listens now."""
+        """Current host and port of each twin and each holder of this rank's replicas."""
         return [self.addresses[rank] for rank in self.copies.reached(self.rank)]
 
     def peers(self) -> dict[int, ReplicaClient]:
-        """New clients of this rank's twins, and of the holders of its replicas, by rank."""
+        """Create clients of this rank's twins and replica holders, by rank."""
         twins = {
             rank: TwinClient(self.addresses[rank], self._secret, self._own_parts)
             for rank in self.copies.twins[self.rank]
@@ -285,15 +285,15 @@ class HostMemory:
         holder: int,
         received: Callable[[WindowFile, SlotHeader], None],
     ) -> WindowFile:
-        """Fetch this rank's part of a window and commit it here. Called by any one thread.
+        """Fetch this rank's part of a window and commit it here. Any single thread.
 
         Args:
             window: the window.
-            holder: rank whose node has it.
+            holder: rank whose node has the window.
             received: called with every slot that has come and is undamaged, slot 0 first.
 
         Raises:
-            RefusedWindow, PeerLost, PeerRefused, HostMemoryError: it could not be had there.
+            RefusedWindow, PeerLost, PeerRefused, HostMemoryError: the fetch failed.
         """
         client = self._fetching = self.client(holder)
         try:
@@ -303,26 +303,26 @@ class HostMemory:
                 lambda file: client.fetch_window(self.rank, window.name, file, received),
             )
         finally:
-            if self._fetching is client:  # one that was left behind has a successor
+            if self._fetching is client:  # an abandoned thread has a successor
                 self._fetching = None
             client.close()
 
     def fetch_from_disk(
         self, window: Window, received: Callable[[WindowFile, SlotHeader], None]
     ) -> WindowFile:
-        """The same from the disk of this rank, which must have one.
+        """`fetch` from the disk of this rank, which must have one.
 
         Raises:
-            RefusedWindow, PeerLost, HostMemoryError: it could not be had there.
+            RefusedWindow, PeerLost, HostMemoryError: the read failed.
         """
         disk = self.disk
         assert disk is not None
         return self._receive(window, lambda file: disk.read(window.name, file, received))
 
     def _receive(self, window: Window, deliver: Callable[[WindowFile], object]) -> WindowFile:
-        """A window that comes from elsewhere, committed.
+        """Receive and commit a window from another place.
 
-        Other flags may have made it longer than those of now, for which files are made.
+        Under earlier flags the window may have been larger than the files of this start.
         """
         try:
             return self._fill(self._free_file(window), deliver)
@@ -334,7 +334,7 @@ class HostMemory:
     def _free_file(self, window: Window) -> WindowFile:
         try:
             file = self.windows.begin(window.name)
-        except ValueError as error:  # a thread that was left behind still waits for somebody
+        except ValueError as error:  # an abandoned thread still waits for a peer
             raise PeerLost(f'window {window.start} is still received: {error}') from error
         if file is None:
             raise RefusedWindow(f'no free window file on rank {self.rank}')
@@ -350,9 +350,9 @@ class HostMemory:
             raise
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """Headers of what was captured of this rank's state in windows that begin after `start`.
+        """Headers of this rank's captures in windows that begin after `start`.
 
-        From its own memory or, if nothing is there, from whoever holds its replicas.
+        From its own memory or, if that is empty, from a holder of its replicas.
         """
         found = self.windows.headers_after(start)
         for holder, client in self.peers().items():
@@ -367,10 +367,10 @@ class HostMemory:
         return found
 
     def forget_window(self, name: WindowName) -> None:
-        """Drop a window in this rank's memory, its own part and those it holds for others.
+        """Drop a window in this rank's memory: its own part and the replicas for other ranks.
 
-        All ranks do so, each its own: nobody need be asked who may have ended. What earlier lives
-        of the job kept on this node for ranks that are elsewhere now goes, too.
+        Every rank drops its own files, so that no rank depends on one that may have ended. This
+        also frees memory that earlier starts of the job kept here for ranks that are elsewhere now.
         """
         self.windows.discard(name)
         self.server.discard(name)
@@ -379,10 +379,10 @@ class HostMemory:
                 stored.path.unlink(missing_ok=True)
 
     def forget_former_places(self) -> None:
-        """Free what earlier lives of the job kept on this node for ranks that are elsewhere now.
+        """Free memory that earlier starts of the job kept here for ranks that are elsewhere now.
 
-        Called by any thread, once all ranks have a window where they and their holders are now, or
-        at the end. Takes as long as the system takes to free memory.
+        Any thread, once all ranks and their holders have a window at their current places, or at
+        the end. Takes as long as the system needs to free the memory.
         """
         hosted, stubs = self._hosted(self.rank), self._stubs(self.rank)
         self.store.remove_owners_but({self.rank, *hosted}, self.rank, stubs)
@@ -390,13 +390,13 @@ class HostMemory:
             self.store.remove_holders_but(self.plan.ranks)
 
     def interrupt_fetch(self) -> None:
-        """Let a `fetch` in progress on another thread end with `PeerLost`. Called by any thread."""
+        """Make a running `fetch` on another thread raise `PeerLost`. Any thread."""
         client = self._fetching
         if client is not None:
             client.interrupt()
 
     def give_up(self) -> None:
-        """Free what was reserved, but no window that a predecessor may still be recovered from."""
+        """Free the reserved memory, but keep windows that a recovery may still need."""
         if hasattr(self, 'server'):
             self.server.stop()
         if self.log is not None:
@@ -409,7 +409,7 @@ class HostMemory:
             self.store.remove_rank(self.rank)
 
     def close(self, remove: bool) -> None:
-        """Stop serving; with `remove` (a clean exit) delete what this rank keeps."""
+        """Stop serving; with `remove` (a clean exit) delete this rank's files."""
         self.server.stop()
         if self.log is not None:
             self.log.close()
@@ -421,13 +421,13 @@ class HostMemory:
             self.store.close()
 
     def _hosted(self, rank: int) -> dict[int, int]:
-        """Bytes of a window file by owner, of those whose replicas `rank` holds."""
+        """Window file bytes by owner, for the owners with replicas on `rank`."""
         if rank == self.rank and not self._hosts_replicas:
             return {}
         return hosted_by(rank, self.members, self.copies.holders)
 
     def _stubs(self, rank: int) -> dict[int, int]:
-        """Bytes of a file for stubs by owner, of those that `rank` is a twin of."""
+        """Stub file bytes by owner, for the owners with `rank` as a twin."""
         if rank == self.rank and not self._hosts_replicas:
             return {}
         return stubs_at(rank, self.members, self.copies.twins)
@@ -445,7 +445,7 @@ class HostMemory:
         )
 
     def _log_bytes(self, member: Member, window: int | None = None) -> int:
-        """Size of a rank's upstream log for windows of that length; None: for the longest."""
+        """Size of a rank's upstream log for windows of this length; None: for the longest."""
         return log_bytes(member, self.members, window or self._longest_window, self._log_lag)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a holder has received, or is receiving, of one owner's windows (paper sec. 3.3)."""
+"""A holder's replicas of one owner's windows, complete or in transfer (paper sec. 3.3)."""
 
 import threading
 from collections.abc import Iterator
@@ -25,20 +25,20 @@ from moevement_ext.replicate.protocol import (
     Reply,
 )
 
+# Wait for the base of a stub before the owner must ask again.
 _BASE_SECONDS = 0.5
-"""So long the base of a stub is waited for before the owner must ask again."""
 
 
 class Inbox:
     """Replicas of one owner; any thread may answer a request, one at a time.
 
     Args:
-        windows: where they are kept.
+        windows: files of the replicas.
         cost: counts the CPU time of receiving and comparing.
-        bases: what they are stubs for (see `window.twin`): the holder's own windows. None: they are
-            whole windows.
-        verify_every: of so many windows one is compared with its checksums when it is committed;
-            any is when it is read.
+        bases: the holder's own windows, if the replicas are stubs for them (see `window.twin`);
+            None: the replicas are whole windows.
+        verify_every: one of this many windows is verified at its commit; every window is verified
+            by its reader.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Inbox:
         self._cost = cost
         self._bases = bases
         self._verify_every = verify_every
-        # Windows that were committed since one was compared.
+        # Windows committed since the last verified one.
         self._unverified = 0
         self._receiving: WindowFile | None = None
         self._lock = threading.Lock()
@@ -64,18 +64,18 @@ class Inbox:
         request: PutSlot | CommitWindow | DiscardAfter,
         timeout_s: float,
     ) -> Reply:
-        """Do what the owner asks.
+        """Carry out a request of the owner.
 
         Args:
-            connection: over which it asks, and sends what follows.
+            connection: of the request and its payload.
             request: the message.
-            timeout_s: time for the exchange, besides time to move its bytes.
+            timeout_s: time for the exchange, plus time to move its bytes.
 
         Returns:
-            The answer, which is still to be sent.
+            The answer; the caller sends it.
 
         Raises:
-            RefusedWindow, HostMemoryError, ValueError: a refusal; the connection is still of use.
+            RefusedWindow, HostMemoryError, ValueError: a refusal; the connection stays usable.
             OSError: the connection is lost.
         """
         with self._admitted(connection, timeout_s):
@@ -84,14 +84,14 @@ class Inbox:
     def headers_after(
         self, connection: Connection, start: int, timeout_s: float
     ) -> list[SlotHeader]:
-        """Headers of what was received of windows after `start`; errors as in `answer`."""
+        """Headers of received slots of windows after `start`; errors as in `answer`."""
         with self._admitted(connection, timeout_s):
             return self.windows.headers_after(start)
 
     @contextmanager
     def _admitted(self, connection: Connection, timeout_s: float) -> Iterator[None]:
-        # An older connection of this owner may still be receiving into the file: cut it off, or
-        # what the kernel has buffered for it would be written under the newer transfer.
+        # An older connection of this owner may still receive into the file: cut it off, or bytes
+        # in its kernel buffer would overwrite the newer transfer.
         stale = self._current
         if stale is not None and stale is not connection:
             stale.shutdown()
@@ -128,9 +128,9 @@ class Inbox:
                 return Ack()
             if file is not self._receiving:
                 raise ValueError(f'committed window {request.window} has other content')
-            self._abandon()  # left from an attempt the owner has given up
+            self._abandon()  # from an attempt that the owner has given up
             file = self._file_for(request)
-        file.reserve_slot(request.slot, request.payload_bytes)  # refuse before bytes are sent
+        file.reserve_slot(request.slot, request.payload_bytes)  # refuse before the transfer
         nbytes = request.payload_bytes + request.frame_bytes
         connection.set_deadline(timeout_s, nbytes)
         connection.send(Proceed())
@@ -141,7 +141,7 @@ class Inbox:
         return Ack()
 
     def _file_for(self, request: PutSlot) -> WindowFile:
-        """The committed window of this name, or the one being received, begun if need be."""
+        """The committed or partly received window of this name; begins it if there is none."""
         name = request.window
         committed = self.windows.file(name)
         if committed is not None:
@@ -179,7 +179,7 @@ class Inbox:
             self._abandon()
             return Differs(str(difference))
         except RefusedWindow:
-            self._abandon()  # the owner sends it again from the first slot
+            self._abandon()  # the owner sends the window again from the first slot
             raise
         except OSError as error:  # its file is gone
             self._abandon()
@@ -189,7 +189,7 @@ class Inbox:
         return Ack()
 
     def _verify(self, file: WindowFile, name: WindowName) -> bool:
-        """True if its bytes were compared; one that is refused is when it is sent again, too."""
+        """True if the window was verified; a refused window is verified again when resent."""
         due = self._unverified + 1 >= self._verify_every
         headers = file.verify_identity(Expected(owner=self.windows.owner, name=name))
         if due:
@@ -198,18 +198,18 @@ class Inbox:
         return due
 
     def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:
-        """It is here already, and what it needs still is, too."""
+        """Confirm an existing window, if its base still exists."""
         try:
             return Ack() if self._has_base(committed, name) else NotYet()
         except RefusedWindow:
-            self.windows.discard(name)  # its base is another one: the owner sends it again
+            self.windows.discard(name)  # its base has changed: the owner sends it again
             raise
 
     def _has_base(self, stub: WindowFile, name: WindowName) -> bool:
-        """False: what the stub is to be put together with is not here, or not any more.
+        """True if the base of the stub is here.
 
         Raises:
-            OtherBytes: it is another state.
+            OtherBytes: the base holds another state.
         """
         if self._bases is None:
             return True

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to end a thread that may be within an exchange with a peer, or about to begin one."""
+"""Ends a thread that is in an exchange with a peer, or about to begin one."""
 
 import threading
 import time
 from collections.abc import Callable
 
-_SECONDS = 5.0  # only a connection that is just being opened keeps the thread longer
+_SECONDS = 5.0  # longer only while the thread opens a connection
 _AGAIN_SECONDS = 0.1
 
 
 def join_interrupted(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
-    """Wait for a thread that was told to end, but not for long.
+    """Wait a limited time for the end of a stopped thread.
 
     Args:
         thread: the thread.
-        interrupt: cuts off the exchange it is in; called again and again, as a connection may
-            just have been opened when it was interrupted.
+        interrupt: cuts off the thread's exchange; called repeatedly, as the thread may just have
+            opened a connection.
     """
     expires = time.monotonic() + _SECONDS
     while thread.is_alive() and time.monotonic() < expires:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what a neighbour has logged, ahead of the replay that needs it (paper sec. 3.4)."""
+"""Prefetches a neighbour's log records for a replay (paper sec. 3.4)."""
 
 import math
 import threading
@@ -33,11 +33,10 @@ class LogReader:
     The replaying thread calls `take`; any thread may call `close`.
 
     Args:
-        client: the neighbour; it belongs to the reader from now on, and is closed with it.
+        client: of the neighbour; the reader owns and closes it.
         direction: where the neighbour sent the tensors.
-        counts: iterations in ascending order, each with the number of its tensors.
-        max_bytes: nothing more is fetched while this much waits to be taken, so host memory holds
-            that and one record.
+        counts: iterations in ascending order, each with its number of tensors.
+        max_bytes: limit of prefetched bytes; host memory holds at most one record more.
     """
 
     def __init__(
@@ -62,19 +61,19 @@ class LogReader:
         self._thread.start()
 
     def take(self, iteration: int, sequence: int, timeout_s: float | None = None) -> torch.Tensor:
-        """Next tensor, on the CPU, once it is here; the caller owns its memory.
+        """Wait for the next tensor, on the CPU; the caller owns its memory.
 
         Args:
-            iteration: number of the iteration in which it was sent.
-            sequence: its place among those sent in that iteration, from 0.
-            timeout_s: None: wait until it comes, the neighbour fails or the reader is closed.
+            iteration: iteration in which the tensor was sent.
+            sequence: index among the tensors of that iteration, from 0.
+            timeout_s: None: wait until it arrives, the neighbour fails or the reader is closed.
 
         Raises:
             ReaderClosed: also while waiting.
-            PeerLost, PeerRefused, CorruptLog: the neighbour cannot deliver it; the message names
-                it. All later takes raise the same.
-            TimeoutError: it has not come within `timeout_s`; it may be taken again.
-            ValueError: it is not the next in order.
+            PeerLost, PeerRefused, CorruptLog: the neighbour cannot deliver the tensor; the message
+                names it. All later calls raise the same error.
+            TimeoutError: the tensor did not arrive within `timeout_s`; the call may be repeated.
+            ValueError: the tensor is not the next in order.
         """
         key = LogKey(iteration, self._direction, sequence)
         with self._changed:
@@ -93,7 +92,7 @@ class LogReader:
         return tensor
 
     def close(self) -> None:
-        """End the thread and wake up whoever takes."""
+        """End the thread and wake up a waiting `take`."""
         with self._changed:
             self._fetched.clear()
             self._error = ReaderClosed(f'the reader of {self._neighbour} was closed')
@@ -112,13 +111,13 @@ class LogReader:
                     break
         except (PeerLost, PeerRefused, CorruptLog) as error:
             self._fail(type(error)(f'{self._neighbour} cannot deliver {key}: {error}'))
-        except Exception as error:  # e.g. no memory: whoever takes must learn of it
+        except Exception as error:  # e.g. no memory: `take` must raise it
             self._fail(error)
         finally:
             self._client.close()
 
     def _fetch(self, key: LogKey) -> bool:
-        """Fetch one record, however long it takes; False: the reader was closed."""
+        """Fetch one record, without a timeout; False if the reader was closed."""
         while self._may_go_on():
             reply = self._client.fetch_log(key)  # the neighbour waits a moment for the record
             if reply is not None:
@@ -127,7 +126,7 @@ class LogReader:
         return False
 
     def _may_go_on(self) -> bool:
-        """Wait until there is room for another record; False: the reader was closed."""
+        """Wait until there is room for another record; False if the reader was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._bytes_ahead < self._max_bytes or self._error)
             return self._error is None
@@ -142,7 +141,7 @@ class LogReader:
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            self._error = self._error or error  # what an interrupted exchange says is no news
+            self._error = self._error or error  # an interrupted exchange only repeats the first
             self._changed.notify_all()
 
 
@@ -157,5 +156,5 @@ def _as_tensor(logged: LoggedTensor, data: bytearray) -> torch.Tensor:
         if not data:
             return torch.empty(logged.shape, dtype=dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(logged.shape)
-    except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond what torch can count
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes beyond torch's integers
         raise CorruptLog(f'no tensor has the shape {logged.shape}') from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a node keep in host memory, from what all ranks tell of themselves."""
+"""Host memory of a node's ranks, computed from the descriptions of all ranks."""
 
 from collections.abc import Collection, Sequence
 
@@ -11,38 +11,38 @@ from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
 
 ALONE = -1
-"""In place of a rank: no other captures the same."""
+"""Value of `family` without another rank with the same captures."""
 
 
 class Member(msgspec.Struct, frozen=True):
-    """What a rank tells the others about its host memory."""
+    """A rank's description of its host memory for the other ranks."""
 
     node: str
     """Name of its node, real or emulated."""
     capacity_bytes: int
     """Size of one of its window files."""
     logged: Logged
-    """What it logs; its upstream log is sized for that."""
+    """Logged bytes, for the size of its upstream log."""
     host: str
-    """The real host, which emulated nodes share."""
+    """Real host, shared by emulated nodes."""
     salt: bytes
-    """Makes the secret of the job one of this life, from rank 0; what others draw is not used."""
+    """Salt of this start's secret; only rank 0's salt is used."""
     domain: str = ''
-    """Failure domain by the topology file of its node; empty: that does not tell."""
+    """Failure domain by the topology file of its node; empty if not named there."""
     family: int = ALONE
-    """Lowest of the ranks that capture the same as it does, itself included."""
+    """Lowest rank with the same captures, itself included."""
     stub_bytes: int = 0
-    """Size of a file for stubs of its windows, which twins keep."""
+    """Size of a twin's stub file for its windows."""
     slot_bytes: int = 0
-    """Mean size of one of its slots in the windows that the job begins with."""
+    """Mean slot size in the first windows of the job."""
 
 
 def copies_of(members: Sequence[Member], topology: str | None, replicas: int) -> Copies:
-    """Where the copies of the windows of all ranks are.
+    """Compute the placement of the copies of all ranks' windows.
 
     Args:
-        members: all ranks, where they were when the job began.
-        topology: file of failure domains.
+        members: all ranks, at their places at the start of the job.
+        topology: path of the topology file.
         replicas: copies of each rank's windows.
 
     Raises:
@@ -55,7 +55,7 @@ def copies_of(members: Sequence[Member], topology: str | None, replicas: int) ->
 
 
 def domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
-    """Failure domains by rank, as known to all: a replacement's node may lack the file."""
+    """Failure domains by rank, from the members: a replacement's node may lack the file."""
     told = [member.domain for member in members]
     if topology is not None and all(told):
         return told
@@ -65,7 +65,7 @@ def domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
 def hosted_by(
     rank: int, members: Sequence[Member], holders: Sequence[Collection[int]]
 ) -> dict[int, int]:
-    """Bytes of a window file by owner, of those whose replicas `rank` holds."""
+    """Window file bytes by owner, for the owners with replicas on `rank`."""
     return {
         owner: members[owner].capacity_bytes for owner, peers in enumerate(holders) if rank in peers
     }
@@ -74,14 +74,14 @@ def hosted_by(
 def stubs_at(
     rank: int, members: Sequence[Member], twins: Sequence[Collection[int]]
 ) -> dict[int, int]:
-    """Bytes of a file for stubs by owner, of those that `rank` is a twin of."""
+    """Stub file bytes by owner, for the owners with `rank` as a twin."""
     return {owner: members[owner].stub_bytes for owner, of in enumerate(twins) if rank in of}
 
 
 def log_bytes(
     member: Member, members: Sequence[Member], longest_window: int, log_lag: float
 ) -> int:
-    """Size of the upstream log of one of the members."""
+    """Size of a member's upstream log."""
     most = max((other.logged for other in members), key=lambda it: it.iteration_bytes)
     return log_ring_bytes(member.logged, most, longest_window, log_lag)
 
@@ -98,13 +98,13 @@ def node_plan(
     """Bytes of every rank on a node.
 
     Args:
-        node: its name.
+        node: name of the node.
         members: all ranks.
-        copies: where those of each rank are.
-        longest_window: W that window files and logs are for.
+        copies: placement of the copies.
+        longest_window: the W that window files and logs are sized for.
         log_lag: as of `log_ring_bytes`.
         to_disk: windows are copied to disk.
-        holds_none: a rank that holds no replicas, although some are placed there.
+        holds_none: a rank that holds no replicas in spite of the placement.
     """
     ranks = {}
     for rank, member in enumerate(members):

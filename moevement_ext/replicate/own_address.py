@@ -12,7 +12,7 @@ from moevement_ext.errors import HostMemoryError
 
 _FLAG = '--sparse-ckpt-interface'
 _VARIABLES = ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')
-# Of documentation only (RFC 5737 and 3849): whoever asks for the way there gets the default route.
+# Addresses for documentation (RFC 5737 and 3849); the route to them is the default route.
 _ELSEWHERE = {socket.AF_INET: '192.0.2.1', socket.AF_INET6: '2001:db8::1'}
 
 
@@ -21,7 +21,7 @@ class NoAddressError(HostMemoryError):
 
 
 def host_identity() -> str:
-    """Name of the real host, the same for all emulated nodes and other for every machine."""
+    """Name of the real host: the same for all emulated nodes, unique per machine."""
     try:
         with open('/proc/sys/kernel/random/boot_id') as file:
             boot = file.read().strip()
@@ -31,15 +31,14 @@ def host_identity() -> str:
 
 
 def local_host(interface: str | None = None, several_hosts: bool = False) -> str:
-    """IP under which the other ranks reach this host; nothing is sent.
+    """IP under which the other ranks reach this host; sends no packet.
 
-    In this order: of the interface asked for, by flag or as gloo and NCCL are told; of the
-    interface that faces the job's master (`MASTER_ADDR`); of the default route; of the only
-    interface there is.
+    In order of preference: the interface named by the flag, or by gloo's and NCCL's variables; the
+    interface towards the job's master (`MASTER_ADDR`); the default route; the only interface.
 
     Args:
         interface: `--sparse-ckpt-interface`.
-        several_hosts: others are on other machines, so the loopback interface will not do.
+        several_hosts: other ranks are on other machines, so loopback is not usable.
 
     Raises:
         NoAddressError: the interface has no address, or none can be chosen.
@@ -62,12 +61,12 @@ def local_host(interface: str | None = None, several_hosts: bool = False) -> str
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Addresses that others can use, IPv4 first, by interface that is up."""
+    """Addresses usable from other hosts, IPv4 first, by active interface."""
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         ips = [entry.address for entry in entries if entry.family in _ELSEWHERE]
-        # What begins with fe80: is of no use without the number of an interface of the reader.
+        # Link-local addresses need an interface number of the connecting host.
         usable = [ip for ip in ips if not ipaddress.ip_address(ip.partition('%')[0]).is_link_local]
         if name in up and usable:
             found[name] = sorted(usable, key=lambda ip: ':' in ip)
@@ -75,15 +74,15 @@ def _addresses() -> dict[str, list[str]]:
 
 
 def _named(value: str, known: Mapping[str, list[str]], exact: bool) -> list[str]:
-    """The interfaces that a variable names, by its list or, after a `^`, by its exceptions.
+    """The interfaces that a variable lists or, after a `^`, excludes.
 
-    Of NCCL a list is one of prefixes unless a `=` stands before it. Gloo knows names alone, and
-    exceptions not at all; but where only NCCL is used, one value is often set for both.
+    In NCCL's syntax a list has prefixes, unless it begins with `=`. Gloo supports names only, and
+    no exceptions; but with NCCL alone, users often set one value for both.
 
     Args:
-        value: of the variable.
+        value: value of the variable.
         known: addresses by interface.
-        exact: a list without a `=` is one of names.
+        exact: a list without a `=` has names, not prefixes.
     """
     excepted = value.startswith('^')
     listed = value.removeprefix('^')
@@ -104,7 +103,7 @@ def _of_interfaces(
     setting: str,
     several_hosts: bool,
 ) -> str:
-    """The address that a setting chooses, if those reach it for which it is meant."""
+    """The address that a setting selects, if the other hosts can reach it."""
     found = [ip for name in names for ip in addresses.get(name, [])]
     useful = [ip for ip in found if not (several_hosts and _is_loopback(ip))]
     if useful:
@@ -120,7 +119,7 @@ def _of_interfaces(
 
 
 def _facing(host: str) -> str | None:
-    """IP of the interface from which packets to `host` would leave; None: there is no way."""
+    """IP of the interface for packets to `host`; None without a route."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which peers hold copies of a rank's captured state, and what that survives.
+"""Placement of copies of a rank's captured state, and its survival probability.
 
 Every rank computes the whole placement from the same failure domains, without communication.
 """
@@ -26,17 +26,16 @@ def place_replicas(
 ) -> list[tuple[int, ...]]:
     """Ranks that hold the copies of each rank's state, indexed by owner.
 
-    A failure domain is what fails as a whole (a node, a rack). The copies and the owner are all
-    in different domains; where there are fewer other domains than `replicas`, an owner has fewer
-    holders, down to none. Ranks are loaded as equally as that allows, all exactly alike where
-    domains are of one size.
+    A failure domain fails as a whole (a node, a rack). The copies and the owner are all in
+    different domains; with fewer other domains than `replicas`, an owner has fewer holders, down to
+    none. Within these rules, ranks get equal loads, exactly equal if all domains have the same
+    size.
 
-    Ranks that capture the same are copies already and count: there are only as many holders as
-    the rank with the fewest of them in other domains still needs, and holders keep out of the
-    domains of the owner's group where they can. Between placements that load alike, the one whose
-    links are cheaper is taken: the best turns of the ring of domains, then exchanges of two holders
-    as long as one helps (a local optimum). With `groups` or `distance`, time and memory grow with
-    the square of the ranks.
+    Ranks with the same captures count as copies: the number of holders is that of the rank with
+    the fewest such copies in other domains, and holders avoid the domains of the owner's group if
+    possible. Of placements with equal loads the one with cheaper links is taken: first the best
+    turns of the ring of domains, then exchanges of two holders as long as one helps (a local
+    optimum). With `groups` or `distance`, time and memory grow with the square of the ranks.
 
     Args:
         domains: failure domain of each rank.
@@ -72,10 +71,10 @@ def survival_probability(
     samples: int = 100_000,
     seed: int = 0,
 ) -> float:
-    """Probability that `failed_domains` domains lost at once leave a copy of every rank's state.
+    """Probability that every rank's state survives a simultaneous loss of `failed_domains` domains.
 
-    A rank's state survives in the owner, in any of its holders, and in those of the ranks with the
-    same state; every set of domains is equally likely. Exact up to `ENUMERATION_LIMIT` sets.
+    A rank's state survives in the owner, in its holders, and in the ranks with the same state and
+    their holders. Every set of domains is equally likely. Exact up to `ENUMERATION_LIMIT` sets.
 
     Args:
         domains: failure domain of each rank.
@@ -132,7 +131,7 @@ def is_exact(domains: int, failed_domains: int) -> bool:
 
 
 class _Domains:
-    """Domains as numbers, and in which of them a rank's state is anyway."""
+    """Domains as numbers, and the domains that contain a rank's state already."""
 
     def __init__(self, domains: Sequence[str], groups: Sequence[Sequence[int]]) -> None:
         index = {name: position for position, name in enumerate(dict.fromkeys(domains))}
@@ -145,7 +144,7 @@ class _Domains:
             self.present[list(members)] = self.present[list(members)].any(axis=0)
 
     def further_copies(self, replicas: int) -> int:
-        """Holders that the rank with the least redundancy needs; every rank gets as many."""
+        """Number of holders of every rank: as many as the rank with the least redundancy needs."""
         if not len(self.of_rank):
             return 0
         others = int(self.present.sum(axis=1).min()) - 1
@@ -165,7 +164,7 @@ def _rotate(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.nda
     """Placement by turning the ring of ranks, domain after domain; int64 (ranks, copies).
 
     A turn is a permutation, so it loads every rank alike. Turns by multiples of the largest domain
-    that stop as far short of a full circle take a rank out of its own domain, and no two of them
+    that stop as far short of a full circle move a rank out of its own domain, and no two of them
     lead into the same one.
     """
     ring = np.argsort(domains.of_rank, kind='stable')
@@ -181,9 +180,9 @@ def _rotate(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.nda
 
 
 def _exchange(domains: _Domains, holders: np.ndarray, prices: np.ndarray) -> None:
-    """Let two owners exchange a holder wherever that is cheaper and keeps all domains apart.
+    """Exchange holders of two owners if that is cheaper and keeps all domains different.
 
-    An exchange leaves every load as it is. Changes `holders` in place, to a local optimum.
+    Exchanges do not change loads. Changes `holders` in place, to a local optimum.
     """
     prices = prices.copy()
     prices[domains.of_rank[:, None] == domains.of_rank] = np.inf
@@ -207,7 +206,7 @@ def _exchange(domains: _Domains, holders: np.ndarray, prices: np.ndarray) -> Non
 
 
 def _least_loaded(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.ndarray:
-    """Placement where one domain is so large that no turn of the ring leaves it.
+    """Placement with a domain so large that no turn of the ring leaves it.
 
     Owners in large domains have the least choice, so they choose first.
     """

@@ -2,8 +2,8 @@
 """Messages between the holders of replicas.
 
 Every exchange is a request and its reply, both a 4-byte length and a tagged msgpack struct. Bulk
-bytes follow a message raw and are received straight into the mapped file. Plain TCP, because it
-must outlive the torch process groups that are torn down and rebuilt in a recovery.
+bytes follow a message raw, and the receiver reads them straight into the mapped file. The transport
+is plain TCP, because it must outlive torch's process groups, which a recovery replaces.
 
 A connection begins with a greeting (`greeting`); then, from the client's side:
 
@@ -27,7 +27,7 @@ PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
-"""Slowest transfer that is waited for: deadlines grow with the bytes to move at this rate."""
+"""Slowest accepted transfer: deadlines grow with the bytes to move at this rate."""
 
 FrameBytes = Annotated[int, msgspec.Meta(ge=0, le=MAX_FRAME_BYTES)]
 
@@ -43,20 +43,20 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     frame_checksum: Count
     """Identifies the content of the slot (`slot.frame_checksum`)."""
     agreed: Agreed
-    """What, as far as the owner was told, all ranks agreed on about their windows."""
+    """The ranks' agreement about their windows, as known to the owner."""
     window_bytes: Count = 0
-    """Size of the owner's file; a window of other flags may need more than the holder's have."""
+    """Size of the owner's file; may exceed the holder's files after a change of flags."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):
-    """Request to verify a whole window, all of whose slots were sent, and to make it permanent."""
+    """Request to verify and commit a window after all its slots were sent."""
 
     owner: Count
     window: WindowName
 
 
 class DiscardAfter(msgspec.Struct, frozen=True, tag=True):
-    """Request to drop windows after `start` (-1: all), which belong to an abandoned past."""
+    """Request to drop windows after `start` (-1: all), which belong to an abandoned history."""
 
     owner: Count
     start: int
@@ -87,7 +87,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the place is reserved, send payload and frame now."""
+    """Answer: the place is reserved; send payload and frame now."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -97,7 +97,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class WindowHead(msgspec.Struct, frozen=True, tag=True):
-    """Head of the window, or of the headers, that follow: number of slots and of bytes."""
+    """Head of a following window or list of headers: number of slots and of bytes."""
 
     slots: Count
     nbytes: Count
@@ -118,11 +118,11 @@ class LogHead(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotYet(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the record, or a stub's base, is not there but may still come, ask again."""
+    """Answer: the record, or a stub's base, is not there yet; ask again."""
 
 
 class Differs(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the twin does not hold the same bytes, so it is none; where they differ."""
+    """Answer: the twin's bytes differ, so it is no twin; names the difference."""
 
     reason: str
 

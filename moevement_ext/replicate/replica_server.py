@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of one rank: replicas it holds, windows on its node, its upstream log (sec. 3.3).
 
-One thread accepts, one thread per connection works. Nothing here ever raises into training: what
-goes wrong is answered with `Refused` or ends the connection. Whoever has not proved to belong to
-the job gets a thread for some seconds and 256 bytes, and only so many at a time.
+One thread accepts connections, and one thread per connection works. No error here reaches training:
+errors are answered with `Refused` or end the connection. A client that has not proved to belong to
+the job gets a thread for some seconds and 256 bytes; the number of such clients is limited.
 """
 
 import logging
@@ -47,7 +47,7 @@ from moevement_ext.replicate.protocol import (
 )
 from moevement_ext.replicate.strangers import Strangers
 
-if TYPE_CHECKING:  # a holder of replicas alone needs no torch
+if TYPE_CHECKING:  # a process that only holds replicas needs no torch
     from moevement_ext.memory.upstream_log.log import UpstreamLog
 
 logger = logging.getLogger(__name__)
@@ -56,25 +56,25 @@ _REFUSALS = (RefusedWindow, HostMemoryError, LogGap, ValueError)
 _POLL_SECONDS = 0.1  # longest delay of stop()
 _GREETING_SECONDS = 5.0
 _MAX_CONNECTIONS = 512
-# A record that is not in the log yet is waited for so long before the client must ask again.
+# Longest wait for a record that is not in the log yet, before the client must ask again.
 _LOG_WAIT_SECONDS = 0.5
 
 
 class Stubs(NamedTuple):
-    """What a holder keeps of owners that capture the same bytes as it does."""
+    """A holder's stubs of owners that capture the same bytes."""
 
     capacities: Mapping[int, int]
-    """Bytes of a file for stubs, by owner."""
+    """Stub file bytes, by owner."""
     bases: OwnerWindows
     """The holder's own windows."""
 
 
 class Keeping(NamedTuple):
-    """How a holder keeps what it receives."""
+    """A holder's policy for received windows."""
 
     stubs: Stubs | None = None
     verify_every: int = 1
-    """The checksums of every n-th window are compared when it is committed."""
+    """Verify the checksums of every n-th window at its commit."""
 
 
 _WHOLE = Keeping()
@@ -84,9 +84,9 @@ class _Served(NamedTuple):
     """A window to send."""
 
     files: dict[Path, int | None]
-    """What it lies in, with the inodes."""
+    """Files of the window, with their inodes."""
     slots: dict[int, tuple[list[memoryview], memoryview]]
-    """Pieces of the payload, and the frame."""
+    """Payload pieces and frame, by slot."""
 
     @property
     def nbytes(self) -> int:
@@ -97,18 +97,18 @@ _Opened = Callable[[Path, Expected], _Served]
 
 
 class ReplicaServer:
-    """Listener for the peers of a rank: it takes replicas and serves windows and the rank's log.
+    """Server for a rank's peers: takes replicas, and serves windows and the rank's log.
 
-    `serve_log` and `stop` are called by the training thread.
+    The training thread calls `serve_log` and `stop`.
 
     Args:
         store: store of this node.
         rank: the holder.
         capacities: bytes of a window file, by owner this rank holds replicas for.
-        secret: secret of this life of the job; every client must prove that it has it.
-        address: host and port to listen on, of either family; port 0 lets the system choose.
-        timeout_s: time for one exchange once it has begun, besides time to move its bytes.
-        keeping: how it keeps what it receives.
+        secret: secret of this start of the job; every client must prove its knowledge.
+        address: host and port to listen on, IPv4 or IPv6; port 0 lets the system choose.
+        timeout_s: time for one exchange after its begin, plus time to move its bytes.
+        keeping: policy for received windows.
 
     Attributes:
         cost: of replicas that it received and compared.
@@ -165,7 +165,7 @@ class ReplicaServer:
         self._log = log
 
     def discard(self, name: WindowName) -> None:
-        """Drop the replicas of one window. Called by any thread."""
+        """Drop the replicas of one window. Any thread."""
         for inbox in self._inboxes.values():
             inbox.windows.discard(name)
 
@@ -181,7 +181,7 @@ class ReplicaServer:
             thread.join(self._timeout_s)
 
     def accept(self, connection: Connection) -> None:
-        """Serve a new connection on a thread of its own, if there is room for it.
+        """Serve a new connection on its own thread, unless there are too many.
 
         Called by the listening thread.
         """
@@ -196,7 +196,7 @@ class ReplicaServer:
         self._strangers.add(connection, thread)
         try:
             thread.start()
-        except BaseException:  # no more threads
+        except BaseException:  # no thread could be started
             self._forget(connection)
             raise
 
@@ -219,7 +219,7 @@ class ReplicaServer:
                 self._answer(connection, request)
         except OSError as error:
             logger.debug('connection ended: %s', error)
-        except Exception:  # whatever a peer has sent, it costs no more than its connection
+        except Exception:  # bad data of a peer costs only its connection
             logger.exception('connection ended')
         finally:
             self._forget(connection)
@@ -271,8 +271,8 @@ class ReplicaServer:
     def _send_window(self, connection: Connection, request: FetchWindow) -> None:
         """Stream a window.
 
-        Its file is never locked: a rename before the first overwritten byte tells afterwards
-        whether all that was sent was still immutable.
+        The file is never locked: a rename precedes the first overwritten byte, so a check after
+        the transfer shows whether all sent bytes were immutable.
         """
         found = self._open_whole(request)
         connection.set_deadline(self._timeout_s, found.nbytes)
@@ -301,7 +301,7 @@ class ReplicaServer:
         connection.send(Ack())
 
     def _open_whole(self, request: FetchWindow) -> _Served:
-        """The first undamaged copy on this node, whoever holds it."""
+        """The first undamaged copy of any holder on this node."""
         expected = Expected(owner=request.owner, name=request.window)
         refusals: list[str] = []
         stubs = twin_windows(self._store.scan_stubs())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How all peers of one owner are kept up to date, in the background (paper sec. 3.3).
+"""Keeps the replicas of one owner up to date, in the background (paper sec. 3.3).
 
-It never holds up or fails training.
+The replicator never delays or fails training.
 """
 
 import itertools
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_SECONDS = 0.1
 _LAST_RETRY_SECONDS = 30.0
 _BASE_RETRY_SECONDS = 0.02
-# By which the rate is known: old enough to be whole, young enough to follow a link.
+# Windows for the measured rate: enough to average, and few enough to follow the link.
 _WINDOWS_MEASURED = 2
 
 
 class _Peer:
-    """One peer, and what it is known to have."""
+    """One peer, and the slots that it is known to have."""
 
     def __init__(self, client: ReplicaClient) -> None:
         self.client = client
@@ -52,7 +52,7 @@ class _Peer:
 
 
 class _Job:
-    """One window on its way to the peers."""
+    """One window in transfer to the peers."""
 
     def __init__(self, file: WindowFile, name: WindowName, length: int) -> None:
         self.file = file
@@ -61,7 +61,7 @@ class _Job:
         self.urgent = False
         self.slots: list[int] = []
         self.came: list[float] = []
-        """When each of them did."""
+        """Arrival time of each slot."""
 
     @property
     def complete(self) -> bool:
@@ -70,31 +70,31 @@ class _Job:
 
     @property
     def recycled(self) -> bool:
-        """True if the file was taken for another window while this one was still to be sent."""
+        """True if the file was reused for another window before the transfer ended."""
         return self.file.name != self.name
 
 
 class Replicator:
-    """Background thread that keeps the replicas of one owner up to date; any thread calls it.
+    """Background thread that keeps the replicas of one owner up to date. Any thread calls it.
 
-    The thread compares what should be at each peer with what is, and does the oldest missing thing
-    next: so a lost peer, a retry and a new peer need no handling of their own.
+    The thread compares the wanted with the known state of each peer, and performs the oldest
+    missing step next. So a lost peer, a retry and a new peer need no special handling.
 
     Args:
         owner: rank whose windows these are.
-        peers: clients by rank; they belong to the replicator from now on.
+        peers: clients by rank; the replicator owns them.
         on_window_replicated: called with a window once every peer has committed it.
         on_degraded: called with a reason when a peer is lost, refuses or falls behind; protection
             is reduced until `on_window_replicated` is called again. Both callbacks run on the
             replicator's thread.
-        max_windows: windows waiting at most; beyond it the oldest is given up.
+        max_windows: maximum of waiting windows; beyond it the oldest is given up.
 
     Attributes:
-        limit: bytes/s at which slots are sent at most; None: there is no such rate.
-        spreads: without a limit, slots of a window under way are sent so that none waits when its
-            last one comes, and no faster, by the sizes and times of the window before.
-        cost: of what was sent.
-        hurries: true while nothing is to be held up, as in a recovery.
+        limit: rate limit of sends in bytes/s; None: no limit.
+        spreads: without a limit, send the slots of a window just fast enough that none waits when
+            the last one comes, by the sizes and times of the previous window.
+        cost: CPU time of the sends.
+        hurries: ignore all rates, as in a recovery.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Replicator:
         self._reports: deque[str] = deque(maxlen=16)
         self._agreed = Agreed()
         self._sent: dict[WindowName, tuple[int, float]] = {}
-        """Bytes and seconds of the newest windows, the oldest first; replaced, never changed."""
+        """Bytes and seconds of the newest windows, oldest first; replaced, never modified."""
         self.limit: float | None = None
         self.spreads = False
         self.hurries: Callable[[], bool] = lambda: False
         self._spread: tuple[int, float | None] = (0, None)
-        """Slots of the window before, and bytes/s that would have spread them."""
+        """Slots of the previous window, and the bytes/s that would have spread them."""
         self._stopping = threading.Event()
         self._bucket = TokenBucket(self._stopping.wait, CHUNK_BYTES)
         self._changed = threading.Condition()
@@ -129,15 +129,15 @@ class Replicator:
         self._thread.start()
 
     def submit(self, file: WindowFile, slot: int, urgent: bool = False) -> None:
-        """Queue a sealed slot; never blocks. When the last slot was sent the peers commit.
+        """Queue a sealed slot; never blocks. After the last slot the peers commit.
 
-        Called by the sealing thread, or, for a window that is to be sent again (new peers), by
-        whoever finds it committed.
+        Called by the sealing thread, or by another thread for a committed window to resend (to new
+        peers).
 
         Args:
             file: the window.
             slot: index of the slot.
-            urgent: the window is protected by too little until it is sent: no rate is kept.
+            urgent: ignore rates, as the window has too few copies.
         """
         name = file.required_name()
         with self._changed:
@@ -146,7 +146,7 @@ class Replicator:
             job = next((job for job in self._jobs if job.name == name), None)
             if job is None:
                 job = _Job(file, name, file.header(slot).window)
-                # A peer takes in one window at a time, so older ones do not come in between.
+                # A peer receives one window at a time, so older windows must not come in between.
                 self._jobs = deque(sorted([*self._jobs, job], key=lambda other: other.name))
                 self._give_up_oldest()
             job.urgent |= urgent
@@ -158,18 +158,18 @@ class Replicator:
             self._changed.notify()
 
     def abandon(self, window: WindowName) -> None:
-        """Stop sending a window that was given up or is to be recycled."""
+        """Stop sending a window that was given up or will be recycled."""
         with self._changed:
             self._drop(window)
 
     def abandon_after(self, start: int) -> None:
-        """Stop sending windows that begin after `start`; what peers have of them stays."""
+        """Stop sending windows that begin after `start`; the peers keep received slots."""
         with self._changed:
             for job in [job for job in self._jobs if job.name.start > start]:
                 self._drop(job.name)
 
     def agree(self, agreed: Agreed) -> None:
-        """Note what all ranks agreed on; peers are told with the next slot.
+        """Note an agreement of all ranks; the next slot carries it to the peers.
 
         A window that another rank gave up is not sent any further.
         """
@@ -179,7 +179,7 @@ class Replicator:
                 self._drop(job.name)
 
     def discard_after(self, start: int) -> None:
-        """Have all peers drop what begins after `start`, before anything else is sent."""
+        """Make all peers drop windows after `start`, before any other step."""
         with self._changed:
             for job in [job for job in self._jobs if job.name.start > start]:
                 self._drop(job.name)
@@ -194,7 +194,7 @@ class Replicator:
     def set_peers(
         self, peers: Mapping[int, ReplicaClient], windows: Iterable[WindowFile] = ()
     ) -> None:
-        """Replace the peers after a recovery, and offer these committed windows to the new ones."""
+        """Replace the peers after a recovery, and offer these committed windows to new peers."""
         with self._changed:
             self._retired.extend(peer.client for peer in self._peers.values())
             self._peers = {rank: _Peer(client) for rank, client in peers.items()}
@@ -206,15 +206,15 @@ class Replicator:
     def bytes_per_s(self) -> float | None:
         """Rate at which peers took slots of the newest windows, bytes/s; None before the first.
 
-        Whole windows, as the slots of one may be of any size, but for slots that had to wait for
-        their turn. Called by any thread.
+        Measured over whole windows, as slot sizes vary, without slots that waited for their turn.
+        Any thread.
         """
         of_windows = self._sent.values()
         seconds = sum(taken for _, taken in of_windows)
         return sum(nbytes for nbytes, _ in of_windows) / seconds if seconds else None
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """End the thread after the exchange it is in; windows not yet sent are left."""
+        """End the thread after its current exchange; unsent windows are dropped."""
         self._stopping.set()
         with self._changed:
             self._changed.notify()
@@ -227,7 +227,7 @@ class Replicator:
             late = self._jobs[0].name
             self._drop(late)
             if self._agreed.is_outdated(late.start):
-                continue  # offered to new peers beside those that are of more use
+                continue  # a window for new peers, beside more useful ones
             self._reports.append(
                 f'replication of rank {self.owner} falls behind: window {late.start} was given up'
             )
@@ -256,7 +256,7 @@ class Replicator:
         return min(waits, default=None) if not self._stopping.is_set() else 0.0
 
     def _next_action(self) -> Callable[[], None] | None:
-        """Next thing to do; None: nothing, until something changes or a retry is due."""
+        """Next step; None: wait for a change or a retry."""
         if self._reports:
             return partial(self._on_degraded, self._reports.popleft())
         if self._retired:
@@ -282,7 +282,7 @@ class Replicator:
         return None
 
     def _tell(self, job: _Job) -> None:
-        """Report a window, unless it was dropped: after `discard_after` it is not any more."""
+        """Report a replicated window, unless `discard_after` has dropped it."""
         with self._changed:
             if job in self._jobs:
                 self._drop(job.name)
@@ -318,7 +318,7 @@ class Replicator:
                 peer.sent.add((job.name, slot))
 
     def _rate(self, job: _Job) -> float | None:
-        """For the next bytes of a window, bytes/s; None: whatever the link carries."""
+        """Rate for the next bytes of a window in bytes/s; None: full speed."""
         if self._stopping.is_set() or job.urgent or job not in self._jobs or self.hurries():
             return None
         length, rate = self._spread
@@ -343,7 +343,7 @@ class Replicator:
         except BaseAwaited:
             self._ask_again(job, peer)
             return
-        except OtherBytes as difference:  # they will not become the same: it is no copy
+        except OtherBytes as difference:  # the bytes stay different, so this is no copy
             self._on_degraded(f'window {job.name.start} has a copy fewer: {difference}')
         with self._changed:
             peer.failures = (
@@ -353,7 +353,7 @@ class Replicator:
                 peer.committed.add(job.name)
 
     def _ask_again(self, job: _Job, peer: _Peer) -> None:
-        """A twin captures the window a moment later, or never if it has joined since."""
+        """Retry later: a twin captures the window a moment later, or never if it joined since."""
         with self._changed:
             peer.retry_at = time.monotonic() + _BASE_RETRY_SECONDS
             newer = any(other.name > job.name for other in self._jobs)
@@ -363,16 +363,16 @@ class Replicator:
     def _discard(self, start: int, peer: _Peer) -> None:
         peer.client.discard_after(self.owner, start)
         with self._changed:
-            if peer.discard_after == start:  # not asked for again meanwhile
+            if peer.discard_after == start:  # no newer request
                 peer.discard_after = None
 
     def _attempt(self, rank: int, peer: _Peer, step: Callable[[_Peer], None]) -> None:
-        """Take one step with one peer; on failure let it rest and start over with it later."""
+        """Perform one step with one peer; after a failure start over with it after a pause."""
         try:
             step(peer)
-        except Exception as error:  # whatever it is (invariant I6), at once it would fail again
+        except Exception as error:  # any error (invariant I6); an immediate retry would fail again
             with self._changed:
-                # It may have restarted and lost what it had received: offer all slots again.
+                # The peer may have restarted and lost received slots: offer all slots again.
                 peer.sent.clear()
                 delay = peer.backoff()
             self._on_degraded(f'replica on rank {rank}: {error}; next attempt in {delay:.1f} s')

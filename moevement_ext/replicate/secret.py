@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret by which the ranks of a job recognise each other, and how each comes to know it.
+"""The shared secret of a job's ranks, and its distribution.
 
-It is never in the store where they meet, which answers everybody, nor in a command line or a log.
-The launchers of this project draw one and hand it to the workers in their environment, which other
-users cannot read; under torchrun the user may do so (`VARIABLE`). Without that rank 0 draws one and
-gives it to the others over the process group, and each node keeps it in a file that is this user's
-alone, for a process that takes the place of a lost one there. One on another node cannot know it
-then, so that all start again (see `recover.verdict`).
+The secret is never in the store, which answers every client, nor in a command line or a log. Our
+launchers generate a secret and pass it to the workers in their environment, which other users
+cannot read; under torchrun the user may set it (`VARIABLE`). Otherwise rank 0 generates one and
+sends it to the other ranks over the process group. Each node then keeps the secret in a private
+file, for replacement processes on this node. A replacement on another node cannot know it, so that
+all workers restart (see `recover.verdict`).
 
-What is in the store is a *mark*, which tells whether two have the same secret, and a salt.
+The store contains a *mark*, which shows whether two ranks have the same secret, and a salt.
 """
 
 import hashlib
@@ -30,58 +30,58 @@ from moevement_ext.replicate.greeting import SECRET_BYTES, new_secret
 logger = logging.getLogger(__name__)
 
 VARIABLE = 'MOEVEMENT_SECRET'
-"""In the environment of workers."""
+"""Environment variable of workers with the secret."""
 _LEAST_CHARACTERS = 16
 _MARK_BYTES = 8
 _FILE = 'secret'
 
 
 class UnknownSecretError(HostMemoryError):
-    """This process takes a lost one's place and has nothing that the others would know it by."""
+    """This replacement process has no secret that the other ranks know."""
 
 
 class _Marks(msgspec.Struct, frozen=True):
-    """What a rank says of the secrets that it has."""
+    """Marks of the secrets of a rank."""
 
     given: bytes
-    """That of the secret in its environment; empty: there is none."""
+    """Mark of the secret in its environment; empty without one."""
     drawn: bytes
-    """That of one that it has drawn; the one of rank 0 counts, if none is given."""
+    """Mark of a generated secret; rank 0's counts if none is given."""
 
 
 class SecretExchange(Protocol):
-    """That of `membership.exchange`."""
+    """Interface of `membership.exchange`."""
 
     joining: bool
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
-        """What every rank gave; it is in the store as well."""
+        """All-gather over all ranks; the values are also in the store."""
 
     @staticmethod
     def from_first(own: bytes, ranks: Sequence[int], group: None) -> bytes:
-        """What the first of some ranks gives, over the process group alone."""
+        """Broadcast from the first of some ranks, over the process group only."""
 
 
 def variables() -> dict[str, str]:
-    """A new secret, for the environment of all workers of a launch."""
+    """Environment variable with a new secret, for all workers of a launch."""
     return {VARIABLE: new_secret().hex()}
 
 
 def variables_of(secret: bytes) -> dict[str, str]:
-    """The same of a secret that only the launchers of the job have, wherever they are."""
+    """Environment variable with a secret derived from the launchers' secret."""
     return {VARIABLE: hmac.digest(secret, b'workers', 'sha256').hex()}
 
 
 def agree(exchange: SecretExchange, node: NodeStore) -> bytes:
-    """The secret of the job. Collective; by a process that joins alone.
+    """Agree on the secret of the job. Collective, except in a joining process.
 
     Args:
         exchange: with all ranks.
-        node: memory of the run on this node.
+        node: the run's directory on this node.
 
     Raises:
-        ConfigurationError: ranks have been given different ones, or only some have been.
-        UnknownSecretError: the others know one that this process, which joins them, does not.
+        ConfigurationError: ranks have different secrets, or only some ranks have one.
+        UnknownSecretError: this joining process does not know the job's secret.
     """
     given, drawn = given_in(os.environ), new_secret()
     own = _Marks(b'' if given is None else mark(given), mark(drawn))
@@ -98,15 +98,15 @@ def agree(exchange: SecretExchange, node: NodeStore) -> bytes:
 
 
 def marks_here(node: NodeStore) -> list[bytes]:
-    """Marks of the secrets by which a new process on this node may be known."""
+    """Marks of the secrets available to a new process on this node."""
     return [mark(secret) for secret in _here(given_in(os.environ), node)]
 
 
 def given_in(environment: Mapping[str, str]) -> bytes | None:
-    """The secret in an environment; None: there is none.
+    """The secret in an environment, or None.
 
     Raises:
-        ConfigurationError: it could be guessed.
+        ConfigurationError: the secret is too short.
     """
     text = environment.get(VARIABLE, '')
     if not text:
@@ -120,16 +120,16 @@ def given_in(environment: Mapping[str, str]) -> bytes | None:
 
 
 def mark(secret: bytes) -> bytes:
-    """What may be known to everybody of a secret."""
+    """The public mark of a secret."""
     return hmac.digest(secret, b'mark', 'sha256')[:_MARK_BYTES]
 
 
 def of_life(secret: bytes, salt: bytes) -> bytes:
-    """The secret of one life of a job, which is of no use in another.
+    """Derive the secret of one start of a job, useless in another.
 
     Args:
         secret: of the job.
-        salt: drawn for that life; it may be known to everybody.
+        salt: random and public, of this start.
     """
     return hmac.digest(secret, b'life' + salt, 'sha256')
 
@@ -178,7 +178,7 @@ def _kept(node: NodeStore) -> bytes | None:
 
 
 def _keep(secret: bytes, node: NodeStore) -> None:
-    """For a replacement on this node; all ranks of it write the same."""
+    """Save the secret for a replacement on this node; all its ranks write the same value."""
     path = node.shared / f'{_FILE}-{os.getpid()}'
     try:
         private.make_directories(node.root, node.shared)

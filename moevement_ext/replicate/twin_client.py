@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to a twin: a peer that captures the same bytes, so that it is sent stubs alone."""
+"""A connection to a twin: a peer that captures the same bytes and receives only stubs."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ from moevement_ext.replicate.client import ReplicaClient
 
 
 class TwinClient(ReplicaClient):
-    """Speaks to a twin as its base does to a holder. One thread at a time uses it.
+    """Client of a twin. One thread at a time uses it.
 
     Args:
-        address: host and port of its `ReplicaServer`.
-        secret: secret of this life of the job.
-        own_parts: what the twin need not have alike.
+        address: host and port of the twin's `ReplicaServer`.
+        secret: secret of this start of the job.
+        own_parts: parts that may differ at the twin.
     """
 
     takes_all = False
@@ -33,12 +33,12 @@ class TwinClient(ReplicaClient):
         agreed: Agreed = NOTHING_AGREED,
         before: Callable[[int], object] = lambda nbytes: None,
     ) -> int:
-        """Send the stub of a sealed slot; what few bytes take says nothing of the link: 0."""
+        """Send the stub of a sealed slot; returns 0, as few bytes do not measure the link."""
         super().put_slot(owner, file, slot, agreed, before)
         return 0
 
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
-        """Headers as the owner has sealed them."""
+        """Headers as sealed by the owner."""
         stubs = super().fetch_headers(owner, start)
         return [owner_header(stub, f'peer {self.address[0]}') for stub in stubs]
 
@@ -46,6 +46,6 @@ class TwinClient(ReplicaClient):
         return stub_of(file, slot, self._own_parts)
 
     def _window_bytes(self, file: WindowFile) -> int:
-        """0: as usual; of a window that is sent again, and may be of other flags, it is known."""
+        """0 for the usual size; known for a resent window, which may be from other flags."""
         whole = len(file.slots()) == file.header(file.slots()[0]).window
         return stub_window_bytes(file, self._own_parts) if whole else 0

@@ -23,6 +23,8 @@ ENGINE: tuple[str, ...] = (
     'moevement_ext/plan',
     'moevement_ext/regroup',
     'moevement_ext/protect',
+    'moevement_ext/replicate',
+    'moevement_ext/recover',
     'moevement_ext/config.py',
     'moevement_ext/errors.py',
     'moevement_ext/events.py',

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what each part of the method is worth over the same faults (the paper's figure 13).
+"""Measures the benefit of each part of the method with equal faults (the paper's figure 13).
 
     python -m tools.bench.ablation --json ablation.json
 
-A GPT on 4 pipeline stages, each on an emulated node of its own, whose routers balance nothing, so
-that few experts have most tokens. The same workers are killed after the same iterations in four
-ways to recover, each with all parts of those before it:
+A GPT on 4 pipeline stages, each on its own emulated node, with routers without load balancing, so
+that few experts have most tokens. The same workers are killed after the same iterations with four
+ways to recover, each with all parts of the ways before it:
 
-  sparse windows   all stages go back in place and replay; frozen operators cost as much as others
-  + frozen         weight gradients of frozen operators are left out
+  sparse windows   all stages roll back in place and replay; frozen operators save nothing
+  + frozen         a replay skips the weight gradients of frozen operators
   + popularity     experts with the most tokens are captured last, so they are frozen longest
-  + localized      only the lost stage goes back, from the logs of its neighbours
+  + localized      only the lost stage rolls back, and replays from the logs of its neighbours
 
-ETTR is the time of the iterations in plain Megatron over that of the job with its faults; predicted
-is what the simulator's closed form says for what this run has measured of itself: iteration,
+ETTR is the time of the iterations in plain Megatron divided by the time of the job with faults;
+the prediction is the simulator's closed formula with measurements of this run: iteration,
 restart, bytes, token shares, failures. Processes start as hot spares.
 
 Exit status: 0 done, 1 a final state differs from plain Megatron's, 2 a run failed.
@@ -54,12 +54,12 @@ from tools.simulate.systems import Options, build
 STAGES = 4
 _SKEWED = '--moe-router-load-balancing-type none --moe-aux-loss-coeff 0'.split()
 _WARM_UP = 3
-# The part of an iteration that is spared with all operators frozen (docs/measurements/frozen.json).
+# Part of an iteration saved with all operators frozen (docs/measurements/frozen.json).
 _FROZEN_SAVING = 0.28
 
 
 class Parts(NamedTuple):
-    """Which parts of the method a way to recover has."""
+    """The parts of the method in a way to recover."""
 
     title: str
     freeze: str
@@ -83,19 +83,19 @@ WAYS = (
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One job with its faults."""
+    """Results of one job with faults."""
 
     ettr: float
     predicted: float | None
-    """None: the run does not say enough of itself."""
+    """None: the events are not sufficient."""
     recovery_s: float
-    """Median over the faults, until the last rank was back."""
+    """Median over the faults; seconds until the last rank has recovered."""
     phases: dict[str, float]
-    """Seconds of the rank that computed most again, medians over the faults."""
+    """Seconds on the rank with the most repeated iterations, medians over the faults."""
     again: float
-    """Stage-iterations that were computed again for a fault, mean."""
+    """Mean number of repeated stage-iterations per fault."""
     different: list[str]
-    """Kinds of state that do not equal those of plain Megatron."""
+    """Kinds of state that differ from plain Megatron."""
 
 
 class WayResult(msgspec.Struct, frozen=True):
@@ -106,31 +106,31 @@ class WayResult(msgspec.Struct, frozen=True):
     predicted: Spread | None
     recovery_s: Spread
     ratio: Spread
-    """`recovery_s` over that of the first way in the same round."""
+    """`recovery_s` divided by that of the first way in the same round."""
     phases: dict[str, float]
     again: float
     different: list[str]
 
 
 class AblationReport(msgspec.Struct, frozen=True):
-    """Everything that was found."""
+    """Results of all ways."""
 
     hardware: Hardware
     stages: int
     window: int
     iterations: int
     faults: list[tuple[int, int]]
-    """After which iteration which rank was killed."""
+    """Pairs of iteration and rank of the kills."""
     ways: list[WayResult]
 
     @property
     def exact(self) -> bool:
-        """All final states were those of plain Megatron."""
+        """True if all final states equal that of plain Megatron."""
         return not any(way.different for way in self.ways)
 
 
 class Bench(NamedTuple):
-    """What is to be run."""
+    """Parameters of the benchmark."""
 
     data: Path
     output: Path
@@ -139,24 +139,24 @@ class Bench(NamedTuple):
 
     @property
     def trace(self) -> list[tuple[int, int]]:
-        """After which iteration which rank is killed; all windows before are complete."""
+        """Pairs of iteration and rank of the kills; all earlier windows are complete."""
         apart = 2 * self.window + 2
         return [(apart * (1 + n), (1 + 2 * n) % STAGES) for n in range(self.faults)]
 
     @property
     def iterations(self) -> int:
-        """What each job trains: one more window after the last fault."""
+        """Iterations of each job: one more window after the last fault."""
         return self.trace[-1][0] + self.window
 
     def plain(self) -> Trained:
-        """Plain Megatron when nothing happens to it."""
+        """Run plain Megatron without a fault."""
         return train(Launch(self.output / 'plain', self._flags(), STAGES, 1))
 
     def hurt(self, number: int, way: Parts, plain: Trained) -> Measured:
-        """The job with all faults of the trace.
+        """Run the job with all faults of the trace.
 
         Raises:
-            LabError: it failed, or came back in another way.
+            LabError: the job failed, or recovered in another way.
         """
         folder = self.output / f'{number}-{WAYS.index(way)}'
         with memory_directory() as memory:
@@ -187,18 +187,18 @@ def measured(
     window: int,
     events: Path,
 ) -> Measured:
-    """What a job with its faults says.
+    """Results of a job with faults.
 
     Args:
         found: the job.
-        killed: when each fault came (seconds since the epoch).
-        plain: the same without windows and faults.
-        way: to recover.
+        killed: times of the faults (seconds since the epoch).
+        plain: the job without windows and faults.
+        way: the way to recover.
         window: W.
         events: folder of the events.
 
     Raises:
-        LabError: a fault was not recovered from.
+        LabError: the job did not recover from a fault.
     """
     ends = [*killed[1:], float('inf')]
     recoveries = [
@@ -228,7 +228,7 @@ def measured(
 
 
 def predicted(events: Path, way: Parts, window: int, mtbf_s: float) -> float | None:
-    """ETTR by the closed form, from what the run has measured of itself."""
+    """ETTR by the closed formula, from measurements of the run."""
     try:
         profile = run_profile.derive(events, {})
         options = Options(
@@ -244,12 +244,12 @@ def predicted(events: Path, way: Parts, window: int, mtbf_s: float) -> float | N
 
 
 def _span_s(iterations: Sequence[Iteration]) -> float:
-    """From the first iteration that counts to the last."""
+    """Seconds from the first counted iteration to the last."""
     return iterations[-1].time - iterations[_WARM_UP].time
 
 
 def _useful_s(iterations: Sequence[Iteration], plain: Trained) -> float:
-    """What plain Megatron takes for the same."""
+    """Seconds of the same iterations in plain Megatron."""
     trained = iterations[-1].number - iterations[_WARM_UP].number
     return trained * statistics.median(plain.log.wall_seconds(_WARM_UP))
 
@@ -257,7 +257,7 @@ def _useful_s(iterations: Sequence[Iteration], plain: Trained) -> float:
 def summarize(
     hardware: Hardware, bench: Bench, rounds: Sequence[Sequence[Measured]]
 ) -> AblationReport:
-    """Ratios within each round, then over the rounds."""
+    """Compute ratios within each round, then over the rounds."""
     ways = [
         _way(way.title, runs, [of_round[0] for of_round in rounds])
         for way, runs in zip(WAYS, zip(*rounds, strict=True), strict=True)
@@ -286,7 +286,7 @@ def _way(title: str, runs: Sequence[Measured], first: Sequence[Measured]) -> Way
 
 
 def print_report(report: AblationReport, console: Console) -> None:
-    """For people."""
+    """Print the report for people."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -314,7 +314,7 @@ def print_report(report: AblationReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The flags, checked; exits with a message if they are wrong."""
+    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.ablation', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=2, help='turns of all ways (default: 2)')
@@ -330,7 +330,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> AblationReport:
-    """All rounds.
+    """Run all rounds.
 
     Raises:
         LabError: a run failed.

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must be so before Megatron is imported, by whatever file a process has been started with."""
+"""Preparation of a process before Megatron is imported, for any entry point."""
 
 import time
 from collections.abc import Sequence
 
 PROGRAM_START = time.time()
-"""Seconds since the epoch, before torch is imported."""
+"""Time in seconds since the epoch, before torch is imported."""
 
 from megatron.moevement.seams import cpu_device, preflight, quiet  # noqa: E402
 from moevement_ext.process import user_errors  # noqa: E402
 
 
 def prepare(flags: Sequence[str] | None) -> None:
-    """Check the installation; put the CPU in the place of a GPU that is not there.
+    """Check the installation; redirect CUDA to the CPU on machines without a GPU.
 
     Args:
-        flags: of the command line, if this process is to train with them.
+        flags: flags of the command line; None: this process does not train.
     """
     with user_errors.in_one_line():
         preflight.check_installation()

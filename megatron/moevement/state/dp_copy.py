@@ -32,11 +32,11 @@ def replicas(facts: JobFacts) -> list[int]:
 
 
 def twins(facts: JobFacts) -> list[int]:
-    """Global ranks that capture what this rank captures, itself left out.
+    """Other global ranks that capture the same state as this rank.
 
-    Of each instance of the distributed optimizer the rank with the same shard. Random numbers and
-    amax histories may differ. None without it: data-parallel ranks hold the same state, and each
-    captures another share of it. None where parameters may differ.
+    With several instances of the distributed optimizer: the ranks with the same shard. Random
+    numbers and amax histories may differ. Empty without the distributed optimizer, where each
+    data-parallel rank captures another share, and where parameters may differ.
     """
     if not facts.use_distributed_optimizer or facts.data_parallel_random_init:
         return []

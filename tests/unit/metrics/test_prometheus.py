@@ -209,7 +209,7 @@ def test_a_port_that_another_program_has_is_named(port: int, tmp_path: Path) -> 
         finally:
             process.process.kill()
     [line] = log.read_text().splitlines()
-    assert line.startswith(f'--sparse-ckpt-metrics {port}: nobody can read') and 'in use' in line
+    assert line.startswith(f'--sparse-ckpt-metrics {port}: no client can read') and 'in use' in line
 
 
 def test_a_port_that_another_rank_has_is_no_problem(port: int, tmp_path: Path) -> None:
