@@ -15,6 +15,8 @@ RULES = tuple((TESTS / 'unit').glob('test_*.py'))
 JOBS = ('pretrain_gpt', 'moevement_ext.launch.command_line', 'moevement_ext.launch.torchrun')
 """Programs that the tests in the folders of `TRAINING` start."""
 TRAINING = ('distributed', 'cluster', 'image', 'transformer_engine', 'gpu')
+COMMAND = ROOT / 'moevement_ext' / 'command.py'
+"""Names all programs, for which hardly any of those that import it care."""
 EVERYTHING = ('pyproject.toml', 'setup.py', 'conftest.py', '.python-version', 'setup_env.sh')
 """Names of files that can touch any test."""
 
@@ -116,7 +118,7 @@ def _imports(path: Path) -> frozenset[Path]:
         elif isinstance(node, ast.ImportFrom):
             found.add(_file_of(node.module or ''))
             found |= {_file_of(f'{node.module}.{alias.name}') for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path != COMMAND:
             found |= _started(node.value)
     conftests = {parent / 'conftest.py' for parent in path.parents if parent != TESTS}
     if path.name.startswith('test_'):
