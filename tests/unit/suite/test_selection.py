@@ -53,7 +53,11 @@ def test_what_is_imported_by_others_is_reached() -> None:
 @pytest.mark.parametrize(
     ('changed', 'touched', 'not_touched'),
     [
-        ('moevement_ext/recover/verdict.py', 'recover/test_verdict.py', 'tools/plan/test_sizes.py'),
+        (
+            'moevement_ext/recover/verdict.py',
+            'recover/test_verdict.py',
+            'plan/test_byte_planner.py',
+        ),
         ('moevement_ext/recover/verdict.py', '../distributed/test_torchrun.py', 'readable.py'),
         ('tools/plan/sizes.py', 'tools/plan/test_sizes.py', 'recover/test_verdict.py'),
         ('tools/plot_run.py', 'test_design.py', '../distributed/test_torchrun.py'),
