@@ -53,7 +53,7 @@ class Beside:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Nobody is met beside any more."""
+        """No further epoch is joined beside the training thread."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -65,7 +65,7 @@ class Beside:
             wait: until there is something.
 
         Raises:
-            EpochBroken: nobody is met beside any more.
+            EpochBroken: no further epoch is joined beside the training thread.
         """
         with self._changed:
             if wait:

@@ -98,7 +98,7 @@ class Membership:
         self._in_use: list[Store] = []
         self._closed = threading.Event()
         self._setting_up = threading.Lock()
-        """Held by who moves on to the next epoch in the place of the training thread."""
+        """Held by the thread that joins the next epoch in place of the training thread."""
         self._settled = False
         self._beside: Beside | None = None
         self._lost: SparseCheckpointError | None = None
@@ -290,7 +290,7 @@ class Membership:
             return True
 
     def _end_beside(self, beside: Beside) -> None:
-        """With the lock. Who was to meet beside, and has not begun, does nothing any more."""
+        """With the lock. A joining thread that has not begun yet does nothing any more."""
         self._beside = None
         beside.end()
         if self._watch.broken.is_set():
@@ -370,7 +370,7 @@ class Membership:
             raise EpochBroken(self._watch.reason or 'unknown')
 
     def _take(self, meeting: Meeting) -> None:
-        """The training thread, or who moves on in its place, is in the next epoch."""
+        """The training thread, or the thread that joins in its place, is in the next epoch."""
         self._interrupted = threading.Event()
         """Set when it is to leave."""
         self._taken, self.reports = meeting, decode_all(meeting.reports)
@@ -442,7 +442,7 @@ class Membership:
                 self._see_that_it_is_the_same_job(reports)
                 goes_on = beside.goes_on(reports)
                 if goes_on:
-                    # For the others, who wait until all know each other's addresses.
+                    # The other ranks wait until all know each other's addresses.
                     self._rendezvous.sign(meeting, 'ready')
                     self._watch.judge()
                     beside.add(Met(watch.reason or '', detect_s, before, meeting, reports))

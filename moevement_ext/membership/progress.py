@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank has committed in the present epoch, for others to see who holds them up."""
+"""What each rank has committed in the present epoch, so that others see which rank is behind."""
 
 import time
 
@@ -15,7 +15,7 @@ class Progress:
 
     Args:
         rank: whose.
-        timeout_s: of a wait, after which others ask for it: nobody gets on then but who is behind.
+        timeout_s: of a wait, after which others ask: then only the rank that is behind gets on.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:

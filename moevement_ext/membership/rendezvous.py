@@ -319,7 +319,7 @@ class Rendezvous:
 
     def sign(self, meeting: Meeting, name: str) -> None:
         """Come to a barrier, and wait there later if at all; to come again changes nothing."""
-        assert name in BARRIERS  # or else nobody would be woken up by a failure
+        assert name in BARRIERS  # else a failure would wake up no rank that waits there
         gate, store = _barrier_gate(meeting.epoch, name), meeting.connection
         if gate not in self._signed:
             self._signed.add(gate)
@@ -395,7 +395,7 @@ class Rendezvous:
         return True
 
     def finish(self) -> None:
-        """Nobody is met any more: end what goes on beside."""
+        """This rank joins no further epoch: end what goes on beside."""
         if self._forgetting is not None:
             self._forgetting.join(_FINISH_SECONDS)
 

@@ -2,8 +2,8 @@
 """What a process does about its own training thread, or that of another, when it stands still.
 
 One that is stuck by itself, or in a wait that was ended, is never going to leave: its process ends.
-One that waits for others for longer than a collective may last ends the epoch: somebody hangs who
-gives signs of life, or the network does.
+A thread that waits for others for longer than a collective may last ends the epoch: a rank that
+still gives signs of life hangs, or the network does.
 """
 
 import time
@@ -106,7 +106,7 @@ class Standstill:
     def _end_hang(self, store: Store, present: Present, look: Look) -> None:
         """End the epoch if this rank has waited for others for longer than a collective may last.
 
-        Who hangs cannot leave, and is found by that; one that alone is behind is replaced at once.
+        A rank that hangs cannot leave, which shows; one that alone is behind is replaced at once.
         """
         if look.same_place_s <= self._timeout_s:
             return

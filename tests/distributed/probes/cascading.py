@@ -26,7 +26,7 @@ class Kill(NamedTuple):
     """Once in the life of a job."""
 
     rank: int
-    """Who replays."""
+    """The rank that replays."""
     iteration: int
     """In which it, or another one of its stage, was lost."""
     phase: Phase

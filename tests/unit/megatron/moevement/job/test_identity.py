@@ -154,7 +154,7 @@ def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
 
 
 def test_a_flag_that_a_new_megatron_brings_makes_another_run_by_its_name() -> None:
-    """No list of ours has it: with another value windows are refused, and who joins a job, too."""
+    """No list has the flag: with another value windows are refused, and so is a new process."""
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     parser.add_argument('--moe-router-made-up-noise', type=float, default=0.0)
     was, now = (
