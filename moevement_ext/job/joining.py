@@ -95,7 +95,7 @@ def join(
 def join_launched(
     config: SparseCheckpointConfig, settings: Mapping[str, object], backend: str, timeout: timedelta
 ) -> Joined:
-    """As `join`, for the rank that the launcher gives to this process in its environment.
+    """Join with the rank that the launcher gives to this process in its environment.
 
     Args:
         config: settings.
