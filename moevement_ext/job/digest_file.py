@@ -57,9 +57,9 @@ def refuse_unwritable(path: str) -> None:
 
 
 def digest_of_slices(slices: Mapping[str, OperatorSlices]) -> dict[str, str]:
-    """Digests of all captured tensors of this rank, by name and part."""
+    """Digests of all captured tensors of this rank, by part and name."""
     return {
-        f'{item.tensor}/{item.part}': digest_of_tensor(item.source)
+        f'{item.part}/{item.tensor}': digest_of_tensor(item.source)
         for operator in slices.values()
         for item in (*operator.full, *operator.always)
     }

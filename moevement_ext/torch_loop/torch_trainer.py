@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -88,7 +89,7 @@ class TorchTrainer:
         self.loop: Loop = PlainLoop()
         self.tokens = NoTokens()
         self.operators = ModuleOperators(model, optimizer, self._operator_of)
-        self.small_state = LoopState(self.state_dict, self.load_state_dict)
+        self.small_state = LoopState(self._state, self._load_state)
         before = rank - self._per_stage if self.stage else None
         after = rank + self._per_stage if self.stage + 1 < stages else None
         self.pipeline = TorchPipeline(before, after, micro_batches, boundary_bytes)
@@ -129,10 +130,9 @@ class TorchTrainer:
         raise NotImplementedError
 
     def state_dict(self) -> Any:
-        """State besides tensors of model and optimizer, random numbers and the iteration.
+        """State besides model, optimizer, random numbers and iteration, such as of a schedule.
 
-        Such as of a schedule or of the data: numbers, strings, bytes, lists, dicts, small tensors.
-        It must be complete after `update`.
+        Numbers, strings, bytes, lists, dicts and small tensors. It must be complete after `update`.
         """
         return None
 
@@ -162,10 +162,11 @@ class TorchTrainer:
         group = groups[self.stage]
         assert isinstance(group, dist.ProcessGroup)
         self.operators.group = group
-        # A copy from another rank is exact only where also random numbers are the same.
-        own = digest_of_bytes(self.small_state.now()).encode()
+        # A copy from another rank is exact only where all is the same: random numbers, and no
+        # buffers, in which each rank may note what it has seen of the data.
+        own = b'' if self._buffers else digest_of_bytes(self.small_state.now()).encode()
         states = self._job.rank.exchange('small state', own)
-        alike = all(states[member] == own for member in members)
+        alike = bool(own) and all(states[member] == own for member in members)
         others = [member for member in members if member != self._job.rank.number]
         return Place(self.stage, members, group, others if alike else [], interleaved=False)
 
@@ -250,6 +251,23 @@ class TorchTrainer:
                 f'reduce() returned {len(reduced)} numbers; at most {MAX_SCALARS} are recorded.'
             )
         return [float(number) for number in reduced]
+
+    def _state(self) -> dict[str, Any]:
+        """Settings of the parameter groups, which a schedule changes, and what the loop adds."""
+        groups = [
+            {name: value for name, value in group.items() if name != 'params'}
+            for group in self.optimizer.param_groups
+        ]
+        return {'groups': groups, 'loop': self.state_dict()}
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        for group, saved in zip(self.optimizer.param_groups, state['groups'], strict=True):
+            for name, value in saved.items():
+                if torch.is_tensor(group.get(name)):
+                    group[name].copy_(value)
+                else:
+                    group[name] = tuple(value) if isinstance(value, list) else value
+        self.load_state_dict(state['loop'])
 
     def _operator_of(self, name: str) -> tuple[str, str]:
         operator, kind = self.operator_of(name)
