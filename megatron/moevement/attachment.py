@@ -17,7 +17,6 @@ its first `step` brings the job to the newest committed iteration, as in `exampl
 Checked against megatron-core 0.19.2.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -57,8 +56,7 @@ from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.job import own_device
 from moevement_ext.job.digest_file import write_digest
-
-logger = logging.getLogger(__name__)
+from moevement_ext.job.loop_entry import LoopGoesOn
 
 
 @dataclass
@@ -122,10 +120,6 @@ class ReplayableData:
 
     def move_validation(self, consumed_samples: int) -> None:
         """Do nothing: the loop moves its own validation data."""
-
-
-class _LoopGoesOn(BaseException):
-    """Raised when the loop caught the error that interrupted a step, and asks for the next step."""
 
 
 @contextmanager
@@ -198,7 +192,6 @@ class Attachment:
         self._connected = False
         self._built: Built | None = None
         self._may_step: bool | None = None
-        self._cut_off: BaseException | None = None
 
     @property
     def iteration(self) -> int:
@@ -318,13 +311,9 @@ class Attachment:
         """
         counters = self._counters
         self._check_turn()
-        try:
-            with self._random.step():
-                step = partial(self._step, train_step)
-                result = cast(Result, self._session.step(step, counters.iteration))
-        except BaseException as error:
-            self._cut_off = error
-            raise
+        with self._random.step():
+            step = partial(self._step, train_step)
+            result = cast(Result, self._session.step(step, counters.iteration))
         counters.iteration = counters.curr_iteration = counters.iteration + 1
         counters.consumed_train_samples += self._plan.global_batch_size
         self._session.report(counters.iteration)
@@ -340,21 +329,9 @@ class Attachment:
         write_digest(str(path), self.iteration, digest)
 
     def _enter(self, loop: Callable[[], object]) -> object:
-        """Call `loop`; raise the error that interrupted a step, even if `loop` caught the error.
-
-        The error is not stored on this object: its traceback holds the frames of the interrupted
-        step, which must be freed.
-        """
-        try:
-            result = loop()
-        except _LoopGoesOn:
-            result = None
-        finally:
-            cut_off, self._cut_off = self._cut_off, None
-        if cut_off is not None:
-            logger.warning('sparse checkpointing: the loop is left: %r in a step', cut_off)
-            raise cut_off
-        if self.iteration < self._plan.train_iters and self._session.job.recovering:
+        """Call `loop`, and end the program if it returns without the step that recovers."""
+        result, job = loop(), self._session.job
+        if job.entry.cut_off is None and self.iteration < self._plan.train_iters and job.recovering:
             self._session.leave_before_recovery()
         return result
 
@@ -363,8 +340,8 @@ class Attachment:
             raise ConfigurationError(
                 'job.step was called outside of job.train; call it in the loop given to job.train.'
             )
-        if self._cut_off is not None:
-            raise _LoopGoesOn
+        if self._session.job.entry.cut_off is not None:
+            raise LoopGoesOn
         if self.iteration >= self._plan.train_iters:
             raise ConfigurationError(
                 f'job.step was called after iteration {self.iteration}, the last one of '

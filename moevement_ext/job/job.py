@@ -10,29 +10,36 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 import torch
 
-from moevement_ext.config import LOCALIZED, OFF, SparseCheckpointConfig, node_name
+from moevement_ext.config import (
+    LOCALIZED,
+    OFF,
+    ConfigurationError,
+    SparseCheckpointConfig,
+    node_name,
+)
 from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import own_device
+from moevement_ext.job.before_training import check_limits, guarded
 from moevement_ext.job.digest_file import digest_of_bytes, digest_of_slices, write_digest
 from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
 from moevement_ext.job.joining import connect, join_launched, own_store
 from moevement_ext.job.localized_mode import LocalizedMode
+from moevement_ext.job.loop_entry import LoopEntry
 from moevement_ext.job.unprotected_mode import UnprotectedMode
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
-from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.memory import limits
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
@@ -45,12 +52,11 @@ from moevement_ext.recover import whole_job
 from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
-from moevement_ext.regroup import nccl_environment, waits
+from moevement_ext.regroup import nccl_environment
 from moevement_ext.replicate.secret import UnknownSecretError
 
 logger = logging.getLogger(__name__)
 
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -69,6 +75,7 @@ class Job:
 
     Attributes:
         keeps_windows: windows stay after the end; None: if it comes before the last iteration.
+        entry: the present call of the loop.
 
     Raises:
         UserError: `--sparse-ckpt-disk` is not usable.
@@ -86,6 +93,7 @@ class Job:
         self.membership = membership
         self.store = store
         self.keeps_windows: bool | None = None
+        self.entry = LoopEntry()
         self.joining = membership is not None and membership.joining
         """This process replaces a lost one in a running job."""
         self.protection: Protection | None = None
@@ -286,9 +294,9 @@ class Job:
         Args:
             run: the loop; it calls `step` for every iteration.
         """
-        self._check_limits()
+        check_limits(self.rank, self.protection, self.joining)
         if self.membership is None:
-            self._guard = self._guarded()
+            self._guard = guarded(self.rank)
         if watchdog.under_torchrun():
             says = self.rank.number == 0  # one line per job, not per rank
             hang_timeout = self.rank.config.hang_timeout
@@ -301,7 +309,7 @@ class Job:
         if not isinstance(self._mode, UnprotectedMode):
             mode = self._mode
             self.trainer.around_update(mode.before_update, mode.updating, mode.stepped)
-        return self._mode.train(run)
+        return self._mode.train(partial(self.entry.enter, run))
 
     @property
     def iteration(self) -> int:
@@ -316,35 +324,22 @@ class Job:
 
         Returns:
             The last result of `Trainer.iterate`, or `LOOP_ENDS`.
-        """
-        assert self._mode is not None
-        return self._mode.step(self.iteration if iteration is None else iteration)
-
-    def _check_limits(self) -> None:
-        """Check the system limits of a recovery, once all is connected and before training.
 
         Raises:
-            HostMemoryError: a limit on this rank is too low, and protection is required.
+            ConfigurationError: training has not begun, or is over.
         """
-        if self.protection is None or self.joining:
-            return
-        ranks, backend = len(self.protection.memory.plan.ranks), self.rank.backend
-        for reason in limits.shortages(ranks, limits.over_infiniband(backend)):
-            if self.rank.config.strict:
-                raise HostMemoryError(reason)
-            self.rank.events.emit(ProtectionReduced(reason=reason))
-            logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        with self.entry.step():
+            if self._mode is None or (iteration is None and self.iteration >= self._last):
+                raise ConfigurationError(
+                    'job.step was called outside of the loop given to job.train, or after its last '
+                    'iteration. A loop steps while job.iteration is below that, since it is called '
+                    'again after a failure.'
+                )
+            return self._mode.step(self.iteration if iteration is None else iteration)
 
-    def _guarded(self) -> Guard | None:
-        """Start hang detection; None without a launcher's store. Collective."""
-        pids = self.rank.exchange('pids', str(os.getpid()).encode())
-        store = launcher_store(_STORE_TIMEOUT)
-        if store is None:
-            return None
-        config = self.rank.config
-        timeouts = config.hang_timeout, config.stuck_timeout
-        waits.show()  # the guard must not end processes that wait for other ranks
-        return Guard(store, self.rank.number, [int(pid) for pid in pids], *timeouts)
+    @property
+    def _last(self) -> int:
+        return self.trainer.last_iteration
 
     def _lose_device(self, what: str) -> None:
         """End this process, so that the launcher starts a replacement. Any thread."""
@@ -443,7 +438,7 @@ class Job:
         announce(self.rank.number, 0)
         keeps = self.keeps_windows
         if keeps is None:
-            keeps = self.trainer.iteration < self.trainer.last_iteration
+            keeps = self.trainer.iteration < self._last
         self.close(remove=not keeps)
 
     def write_digest(self, path: str) -> None:

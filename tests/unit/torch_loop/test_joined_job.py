@@ -106,3 +106,12 @@ def test_an_error_of_the_loop_ends_the_program_and_windows_stay(directory: Path)
 def test_windows_of_other_settings_are_not_used(directory: Path) -> None:
     run(ends_early, directory)
     assert run(has_other_settings, directory)[0] == 0
+
+
+def steps_too_far(directory: Path) -> Any:
+    return trains(directory, stop_at=LAST + 1)
+
+
+def test_a_step_after_the_last_is_refused(directory: Path) -> None:
+    with pytest.raises(Raised, match='ConfigurationError: job.step .* after its last iteration'):
+        run(steps_too_far, directory)
