@@ -254,6 +254,7 @@ class SparseCheckpointer:
             records=layout.records,
             context=msgspec.msgpack.encode(context),
             settings=b'' if slot else self._settings,
+            placed=self._identity.placed,
         )
         self.statistics.slot_bytes = layout.payload_bytes
         self.statistics.captured_bytes += layout.payload_bytes

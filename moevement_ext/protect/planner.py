@@ -85,6 +85,7 @@ class Planner:
         encoded = msgspec.msgpack.encode(own)
         self.place = place
         self._number = rank.number
+        self._placed = rank.identity.placed
         self._own = own
         self._operators_held = operators
         self._exchange = rank.exchange
@@ -286,6 +287,7 @@ class Planner:
             payload_bytes=0,
             records=records,
             context=bytes(context_bytes + names),
+            placed=self._placed,
         )
 
     def _all_names(self) -> set[str]:

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.membership.place import Place
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.plan.windows import Budgets
 from moevement_ext.protect import stage_plan
@@ -98,7 +99,9 @@ def stages_of_a_job() -> Stages:
         replicas = [other for other in members if stage and other != rank]
         place = Place(stage, members, None, replicas, interleaved=False)
         exchange = GatheringThread(rank, gathered, joining)
-        made = Planner(SimpleNamespace(number=rank, exchange=exchange), operators(rank), place)
+        identity = RankIdentity('run', 'layout', rank)
+        job = SimpleNamespace(number=rank, identity=identity, exchange=exchange)
+        made = Planner(job, operators(rank), place)
         made.compare_windows(4)
         return made
 
