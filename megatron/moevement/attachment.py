@@ -51,13 +51,14 @@ from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam
 from megatron.moevement.seams.micro_batches import MicroBatches
-from megatron.moevement.state.digest import state_digest, write_digest
+from megatron.moevement.state.digest import state_digest
 from megatron.moevement.state.iteration_state import rng_kept
 from megatron.moevement.state.loop_random import LoopRandom
 from megatron.moevement.state.operation_count import OperationCount
 from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.job import own_device
+from moevement_ext.job.digest_file import write_digest
 
 logger = logging.getLogger(__name__)
 
