@@ -63,7 +63,7 @@ def draw_goodput(report: Comparison, target: Path) -> None:
         axes.invert_yaxis()
         axes.grid(axis='y', visible=False)
         axes.set_xlim(left=0)
-        axes.set_xlabel('seconds since the first iteration; beside each strip: ETTR')
+        axes.set_xlabel('seconds since the warm-up; beside each strip: ETTR')
 
 
 def draw_ettr(report: Comparison, target: Path) -> None:

@@ -18,7 +18,9 @@ from tools.simulate.systems import Options, System, build
 _HISTORIES = 2  # the first one has the faults of the job
 
 
-def predicted(row: Row, lived: Lived, iteration_s: float, period: int) -> float | None:
+def predicted(
+    row: Row, lived: Lived, iteration_s: float, period: int, waited_ms: float
+) -> float | None:
     """ETTR that the simulator gives the row under the same faults, over the same time.
 
     The profile is that of the job itself: pace, rates, bytes, seconds of restarts.
@@ -28,6 +30,7 @@ def predicted(row: Row, lived: Lived, iteration_s: float, period: int) -> float 
         lived: its job.
         iteration_s: seconds of an iteration of plain Megatron.
         period: iterations between checkpoints, or of a window.
+        waited_ms: milliseconds in an iteration for which training waits for checkpoints.
     """
     log = lived.trained.log
     origin, wall_s = log.iterations[0].time, measuring.span_s(log)
@@ -38,7 +41,7 @@ def predicted(row: Row, lived: Lived, iteration_s: float, period: int) -> float 
         wall_s,
     )
     try:
-        system = _system(row, lived, iteration_s, period, back)
+        system = _system(row, lived, iteration_s, (period, waited_ms), back)
         found = simulate(
             system.run or system.costs, process, nodes=RANKS, histories=_HISTORIES
         )  # fmt: skip
@@ -49,19 +52,19 @@ def predicted(row: Row, lived: Lived, iteration_s: float, period: int) -> float 
 
 
 def _system(
-    row: Row, lived: Lived, iteration_s: float, period: int, back: list[Comeback]
+    row: Row, lived: Lived, iteration_s: float, checkpoints: tuple[int, float], back: list[Comeback]
 ) -> System:
     """The row for the simulator. Raises ProfileError, FieldError, InfeasiblePlan."""
     log = lived.trained.log
+    period, waited_ms = checkpoints
     again = {'iterations again', 'new iteration'}
     restart_s = measuring.medians([one.phases for one in back])
     ready_s = sum(value for name, value in restart_s.items() if name not in again)
     if row.keeps is not Keeps.MEMORY:
-        saves = len(log.saved_ms)
         return build(row.system, Options(
             iteration_s=iteration_s,
             interval=period if row.keeps is Keeps.DISK else None,
-            stall_s=sum(log.saved_ms) / 1000 / saves if saves else 0.0,
+            stall_s=waited_ms * period / 1000,
             restart_s=ready_s,
             job_s=log.iterations[-1].number * iteration_s,
         ))  # fmt: skip

@@ -17,6 +17,8 @@ from tools.compare.trace import PlannedFault
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 
+VALIDATION = 'validation losses'
+"""Beside kinds of state: what evaluations gave."""
 COLUMNS = (
     'I or W', 'iteration', 'bytes/it', 'stall/it ms', 'recovery s', 'of it start', 'restore',
     'again', 'stage-it again', 'PLT', 'loss diff', 'bits', 'ETTR', 'warm', 'predicted', 'diff',
@@ -36,6 +38,8 @@ class Conditions(msgspec.Struct, frozen=True):
     network_gb_per_s: float
     forked: bool
     """Processes start as forks of one that has imported the program."""
+    warm_up: int
+    """Iterations before the trace and the measurement begin."""
     faults: list[PlannedFault]
 
 
@@ -98,30 +102,33 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
         LabError: the job did not recover from a fault.
     """
     log, reference = lived.trained.log, plain.trained.log
-    iteration_s, trained = measuring.pace_s(reference), len(log.iterations)
+    iteration_s = measuring.pace_s(reference)
     back = list(measuring.comebacks(lived))
     phases = measuring.medians([one.phases for one in back])
     period = measuring.period(row.keeps, lived, course.interval)
-    waited_ms = sum(slot.exposed_ms for slot in log.captured) + sum(log.saved_ms)
     saved = lived.checkpoint_bytes / RANKS / course.interval
-    captured = sum(slot.nbytes for slot in log.captured) / trained
+    captured = sum(slot.nbytes for slot in log.captured) / lived.logged
+    different = lived.trained.different(plain.trained)
+    if log.validated != reference.validated:
+        different.append(VALIDATION)
+    waited_ms = measuring.waited_ms(row.keeps, lived, course)
     return Figures(
         period=str(period) if row.keeps is not Keeps.NOTHING else '-',
         ratio=statistics.mean(measuring.undisturbed(log, lived.strikes)) / iteration_s,
         bytes=captured or saved,
-        stall_ms=waited_ms / trained,
+        stall_ms=waited_ms,
         recovery_s=statistics.median(one.seconds for one in back),
         phases=phases,
         engine=measuring.medians([one.engine for one in back]),
         again=measuring.stage_iterations(lived),
         lost_tokens=measuring.lost_tokens(lived) if row.lossy else None,
         loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
-        different=lived.trained.different(plain.trained),
+        different=different,
         ettr=measuring.ettr(log, iteration_s),
         ettr_warm=measuring.ettr(
             log, iteration_s, sum(one.phases[PHASES[0]] for one in back)
         ),
-        predicted=predicted(row, lived, iteration_s, period),
+        predicted=predicted(row, lived, iteration_s, period, waited_ms),
         unprotected=measuring.unprotected(row.keeps, lived, course.interval),
         curves=measuring.curves(lived),
     )  # fmt: skip
@@ -194,7 +201,7 @@ def caption(conditions: Conditions) -> list[str]:
         conditions.hardware.line(),
         f'{RANKS} ranks on {RANKS} emulated nodes, {conditions.iterations} iterations, of '
         f'{pace} s in plain Megatron; load {loads} at the start of each round.',
-        f'Seconds after the first iteration: {faults}.',
+        f'Measured from iteration {conditions.warm_up} on; seconds after it: {faults}.',
         f'Copies to host memory are limited to {1000 * conditions.copy_gb_per_s:g} MB/s, sends '
         f'of windows to {1000 * conditions.network_gb_per_s:g} MB/s a rank, but not in rows '
         'with *.',
