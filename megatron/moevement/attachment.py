@@ -12,8 +12,7 @@
         job.train(loop, data)
 
 A failure of another rank may interrupt the loop anywhere; `train` then calls the loop again, and
-the first `step` brings the job to the newest committed iteration. `examples/own_loop.py` shows it.
-first `step` brings the job to the newest committed iteration. `examples/own_loop.py` is an example.
+its first `step` brings the job to the newest committed iteration, as in `examples/own_loop.py`.
 
 Checked against megatron-core 0.19.2.
 """
@@ -36,7 +35,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.moevement.built import Built, MegatronOptimizer
 from megatron.moevement.facts import JobFacts
@@ -170,7 +168,7 @@ def attach(
     operations = OperationCount(lambda: 0.0)
     with protected_job(settings, facts, counters, sparse, data, operations) as session:
         yield Attachment(session, facts, counters, data, plan)
-        session.keeps_windows = counters.iteration < plan.train_iters
+        session.job.keeps_windows = counters.iteration < plan.train_iters
 
 
 def _first_rank() -> bool:
@@ -217,14 +215,7 @@ class Attachment:
 
         With NCCL create model-parallel groups with `create_gloo_process_groups=False`.
         """
-        joining = self._session.job.joining
-        torch.distributed.init_process_group(
-            'fake' if joining else self._plan.backend,
-            store=FakeStore() if joining else self._session.store,
-            timeout=None if joining else self._plan.timeout,
-            rank=self._facts.rank,
-            world_size=self._facts.world_size,
-        )
+        self._session.job.init_process_group(self._plan.timeout)
         self._connected = True
 
     def set_up(

@@ -10,7 +10,7 @@ Its parts are `Operators` (the tensors), `SmallState` (all else that an iteratio
 thread calls everything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -220,6 +220,20 @@ class Trainer(Protocol):
         Args:
             state: small state before it.
             began: it had begun; else only the small state may have changed.
+        """
+
+    def around_update(
+        self,
+        wait: Callable[[], None],
+        writing: Callable[[], None],
+        written: Callable[[bool], None],
+    ) -> None:
+        """Have each update call these.
+
+        Args:
+            wait: before the first write to captured state; waits until the write is allowed.
+            writing: right before the optimizer writes; the gradients are complete.
+            written: after the write, with whether the update was skipped.
         """
 
     def iterate(self, iteration: int) -> Any:

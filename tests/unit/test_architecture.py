@@ -27,6 +27,7 @@ ENGINE_FLOORS = (
     {'recover', 'metrics'},
     {'launch'},
     {'slurm', 'job'},
+    {'torch_loop'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
