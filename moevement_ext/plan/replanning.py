@@ -72,6 +72,17 @@ class PlanParameters(msgspec.Struct, frozen=True):
     window: int
     shares: dict[str, float]
     """Popularity by expert operator; see `plan.popularity`."""
+    idle: int = 0
+    """Iterations without a capture after each window."""
+
+    @property
+    def period(self) -> int:
+        """Iterations from the start of a window to the start of the next."""
+        return self.window + self.idle
+
+    def after(self, start: int) -> int:
+        """Origin of the next plan, decided by what was seen of the cycle that began at `start`."""
+        return start + _WINDOWS_AHEAD * self.period
 
 
 def decide_plan(
@@ -101,7 +112,7 @@ def decide_plan(
         return None
     return PlanParameters(
         version=present.version + 1,
-        origin=loads[0].start + _WINDOWS_AHEAD * present.window,
+        origin=present.after(loads[0].start),
         window=window,
         shares=shares if reorder else present.shares,
     )

@@ -36,6 +36,7 @@ RUNS = {
     rf'{_PYTHON}tools\.drill ': r'drill passed, all bits are equal: .*',
     r'\.venv/bin/torchrun --nproc-per-node 8 --max-restarts 100 ': r'.*',
     rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered on the .*',
+    rf'{_PYTHON}tools\.compare --quick': r'.*',
     rf'{_PYTHON}tools\.compare_digests ': r'equal: 1 digests of 1 ranks after iteration 4',
     rf'{_PYTHON}tools\.plan ': rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.placement ': _TABLE,
@@ -79,6 +80,7 @@ ELSEWHERE = {
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
+    rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
     rf'{_PYTHON}tools\.compatibility --write':

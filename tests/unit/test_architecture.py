@@ -21,7 +21,7 @@ ENGINE_FLOORS = (
     {'config', 'events'},
     {'faults', 'token_bucket', 'cpu_cost'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
-    {'replicate', 'store'},
+    {'replicate', 'store', 'strategy'},
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},

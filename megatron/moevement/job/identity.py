@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a run: windows of another run or another layout are refused by name.
 
+Three digests: the run and the parallel layout, which together say that windows can be loaded as
+they are; and the training, which is the run without what another layout may change (`MAY_CHANGE`),
+by which windows of another layout of the same training are found.
+
 The digests cover flags only. `run_settings` has the flags by name, and also the content of files
 (see `named_files`), versions and environment variables (see `computing`).
 
@@ -29,9 +33,10 @@ import torch
 import xxhash
 
 from megatron.moevement.facts import Settings
-from megatron.moevement.job import computing, named_files
+from megatron.moevement.job import computing, named_files, placing
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.settings import RunSettings, bounded
 
 _DENSE_CHECKPOINTS = (
@@ -108,6 +113,21 @@ LAYOUT = frozenset(
 )
 
 
+MAY_CHANGE = frozenset(
+    (
+        'use_distributed_optimizer overlap_grad_reduce overlap_param_gather '
+        'overlap_param_gather_with_optimizer_step align_grad_reduce align_param_gather '
+        'ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw '
+        'ddp_average_in_collective overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm '
+        'microbatch_group_size_per_vp_stage defer_embedding_wgrad_compute wgrad_deferral_limit '
+        'recompute_granularity recompute_method recompute_num_layers recompute_modules '
+        'distribute_saved_activations'
+    ).split()
+)
+"""Settings of the run that say how a layout does its work, not what is trained: sharding of the
+optimizer, overlap, buckets, recomputation. Upstream derives some of them from the layout."""
+
+
 def run_identity(settings: Settings, run_id: str) -> str:
     """Digest of the run id and of all settings that may decide bits.
 
@@ -135,6 +155,18 @@ def counts(name: str) -> bool:
     return name not in INDIFFERENT | LAYOUT and not name.startswith('sparse_ckpt')
 
 
+def training_identity(settings: Settings, run_id: str) -> str:
+    """Digest of what must not change from layout to layout: data, schedules, seeds, model.
+
+    Args:
+        settings: as before training begins.
+        run_id: the value of the flag.
+    """
+    counting = _counting(settings)
+    kept = {name: value for name, value in counting.items() if name not in MAY_CHANGE}
+    return _digest({'run id': run_id, **kept})
+
+
 def topology_identity(settings: Settings) -> str:
     """Digest of the parallel layout."""
     return _digest({name: settings.get(name) for name in LAYOUT})
@@ -144,13 +176,23 @@ def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig)
     """The stamp of every slot of this rank."""
     run_id = run_name(settings, config)
     run, topology = run_identity(settings, run_id), topology_identity(settings)
-    return RankIdentity(run, topology, rank, run_settings(settings, run_id))
+    told = run_settings(settings, run_id)
+    layout = placing.layout_of(settings)
+    if layout is None:
+        return RankIdentity(run, topology, rank, told)
+    seat = placing.seat_of(rank, layout, bool(settings.get('use_tp_pp_dp_mapping')))
+    placed = Placed(training_identity(settings, run_id), layout, seat)
+    return RankIdentity(run, topology, rank, told, placed)
 
 
 def run_settings(settings: Settings, run_id: str) -> RunSettings:
     """Settings of this launch by name, to report how two launches differ."""
-    layout = {_flag(name): _shown(settings.get(name)) for name in LAYOUT}
-    flags = {_flag(name): _shown(value) for name, value in _counting(settings).items()}
+    counting = _counting(settings)
+    changing = {name: settings.get(name) for name in LAYOUT | (MAY_CHANGE & counting.keys())}
+    layout = {_flag(name): _shown(value) for name, value in changing.items()}
+    flags = {
+        _flag(name): _shown(value) for name, value in counting.items() if name not in MAY_CHANGE
+    }
     on_cpu = settings.get('distributed_backend') == 'gloo'
     return bounded(
         RunSettings(

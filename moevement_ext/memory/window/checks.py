@@ -8,7 +8,7 @@ from moevement_ext.memory.window.expected import IDENTITY, Expected
 from moevement_ext.memory.window.format import Entry, check_layout, unknown_version
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import CorruptWindow, TruncatedWindow
-from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotHeader, decode_frame
+from moevement_ext.memory.window.slot import READABLE_VERSIONS, Record, SlotHeader, decode_frame
 
 
 def verified_header(
@@ -27,7 +27,7 @@ def verified_header(
     """
     try:
         header = decode_frame(frame)
-        if header.version != FORMAT_VERSION:
+        if header.version not in READABLE_VERSIONS:
             raise unknown_version(path, header.version)
         if header.slot != entry.slot:
             raise ValueError(f'the header is that of slot {header.slot}')

@@ -17,7 +17,13 @@ import xxhash
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.name import Count, WindowName
 from moevement_ext.memory.window.refused import CorruptWindow, TruncatedWindow, UnknownVersion
-from moevement_ext.memory.window.slot import ALIGNMENT, FORMAT_VERSION, SlotHeader, align_up
+from moevement_ext.memory.window.slot import (
+    ALIGNMENT,
+    FORMAT_VERSION,
+    READABLE_VERSIONS,
+    SlotHeader,
+    align_up,
+)
 
 PREAMBLE_BYTES = 64 * 1024
 MAX_SLOTS = 1024
@@ -83,7 +89,7 @@ def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
     magic, version, length, capacity, checksum = _PREAMBLE.unpack_from(preamble)
     if magic != _MAGIC:
         raise CorruptWindow(f'{path}: not a window file')
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise unknown_version(path, version)
     if length > PREAMBLE_BYTES - _PREAMBLE.size:
         raise CorruptWindow(f'{path}: impossible directory of {length} bytes')
@@ -132,7 +138,8 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
 def unknown_version(path: Path, version: int) -> UnknownVersion:
     """Build the error about a file or header of another format version."""
     return UnknownVersion(
-        f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
+        f'{path}: format version {version}, this program reads '
+        f'{" and ".join(map(str, READABLE_VERSIONS))}; '
         f'it was written by another release'
     )
 

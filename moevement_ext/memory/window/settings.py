@@ -34,9 +34,9 @@ class RunSettings(msgspec.Struct, frozen=True):
     """Settings of a job; the tables that surely decide bits come first."""
 
     flags: Table = {}
-    """The flags that decide bits."""
+    """The flags that decide bits, in any layout."""
     layout: Table = {}
-    """The parallel layout."""
+    """The parallel layout, and flags that may change with it."""
     files: Table = {}
     """Content of files that flags name; unknown for a file that a rank does not see."""
     versions: Table = {}
@@ -74,7 +74,8 @@ def differences(
     """
     known = one.files.keys() & other.files.keys()
     files = [{name: item.files[name] for name in known} for item in (one, other)]
-    decisive = [(one.flags, other.flags), (one.layout, other.layout), (files[0], files[1])]
+    flags = [{**item.flags, **item.layout} for item in (one, other)]  # a release may move some
+    decisive = [(flags[0], flags[1]), (files[0], files[1])]
     doubtful = [(one.versions, other.versions), (one.environment, other.environment)]
     return Differences(
         [line for pair in decisive for line in _lines(*pair, words)],

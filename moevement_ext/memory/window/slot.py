@@ -13,11 +13,15 @@ from typing import Annotated
 
 import msgspec
 import xxhash
+from msgspec import UNSET, UnsetType
 
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import Count, WindowName
+from moevement_ext.memory.window.placed import Placed
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (2, 3)
+"""Version 2 has no `placed`, so only the layout that captured it reads it."""
 ALIGNMENT = 64
 
 _CHECKSUM = struct.Struct('<Q')
@@ -75,6 +79,8 @@ class SlotHeader(msgspec.Struct):
     """Opaque small state (RNG, schedulers, ...), covered by the checksum of the frame."""
     settings: bytes = b''
     """In slot 0: encoded settings of the job (see `settings`)."""
+    placed: Placed | UnsetType = UNSET
+    """Layout and place of the owner; unset in version 2, and if the trainer has none."""
 
     @property
     def name(self) -> WindowName:

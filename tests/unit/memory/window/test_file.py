@@ -18,6 +18,7 @@ from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import PREAMBLE_BYTES, window_capacity
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.refused import (
     CorruptWindow,
     ForeignRun,
@@ -230,16 +231,35 @@ def test_damaged_settings_are_refused(shm: Path) -> None:
 
 def test_the_bytes_of_a_file_are_those_of_the_format(shm: Path) -> None:
     """Files outlive the program that wrote them: other bytes need another format version."""
-    file = WindowFile.create(shm / 'w', capacity())
+    file = WindowFile.create(shm / 'w', 2**17)
     file.begin(named(5))
     for slot in range(WINDOW):
         header = make_header(slot, start=5)
         payload = file.reserve_slot(slot, header.payload_bytes)
         payload[:] = np.arange(header.payload_bytes) % 251
         launched = b'' if slot else encode(RunSettings({'--seed': '1'}))
+        placed = Placed('training', Layout(4, pipeline=2, data=2), Seat(pipeline=1))
+        file.seal_slot(msgspec.structs.replace(header, settings=launched, placed=placed))
+    assert FORMAT_VERSION == 3
+    assert digest(shm / 'w') == 'ec1e07f13b6916762590d87a671c6316fa7d4ab6c38a851ba5a9e2f1367bf26a'
+
+
+def test_a_window_of_the_version_before_is_read(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is byte for byte what the release before this one wrote, and has no place of its owner."""
+    monkeypatch.setattr(window_format, 'FORMAT_VERSION', 2)
+    file = WindowFile.create(shm / 'w', capacity())
+    file.begin(named(5))
+    for slot in range(WINDOW):
+        header = msgspec.structs.replace(make_header(slot, start=5), version=2)
+        payload = file.reserve_slot(slot, header.payload_bytes)
+        payload[:] = np.arange(header.payload_bytes) % 251
+        launched = b'' if slot else encode(RunSettings({'--seed': '1'}))
         file.seal_slot(msgspec.structs.replace(header, settings=launched))
-    assert FORMAT_VERSION == 2
     assert digest(shm / 'w') == '46e6991a5b89cb8e7c76f6ef4ca69760fe94652971e9d84c183ecfe0201e0e5b'
+    monkeypatch.undo()
+    headers = WindowFile.open(shm / 'w').verify(Expected(RUN, TOPOLOGY, 0, named(5)))
+    assert [header.version for header in headers] == [2] * WINDOW
+    assert all(header.placed is msgspec.UNSET for header in headers)
 
 
 def test_unknown_version_of_file(shm: Path) -> None:

@@ -24,6 +24,7 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.placed import Layout, Placed
 from moevement_ext.memory.window.refused import ForeignRun
 from moevement_ext.memory.window.settings import encode
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
@@ -282,3 +283,36 @@ def test_configurations_have_none_of_the_flags_of_upstreams_trainer() -> None:
     refuse_unsupported(settings)
     assert not_localized(settings) is None
     assert '--async-save' in str(not_localized({**settings, 'async_save': True}))
+
+
+@each('name', sorted(identity.LAYOUT | identity.MAY_CHANGE))
+def test_another_layout_is_the_same_training(defaults: Namespace, name: str) -> None:
+    known = Namespace(**{name: None, **vars(defaults)})  # some are set by validation
+    changed = _changed(known, name)
+    assert _identities(changed) != _identities(known)
+    assert _training(changed) == _training(defaults)
+
+
+@each('name', DECISIVE)
+def test_what_changes_the_bits_is_another_training(defaults: Namespace, name: str) -> None:
+    assert _training(_changed(defaults, name)) != _training(defaults)
+
+
+def test_a_slot_says_layout_and_place_of_its_owner() -> None:
+    args = parsed('--pipeline-model-parallel-size', '2', '--use-distributed-optimizer')
+    args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
+    config = SparseCheckpointConfig(run_id='run')
+    found = [identity.rank_identity(vars(args), rank, config) for rank in range(4)]
+    placed = [one.placed for one in found if isinstance(one.placed, Placed)]
+    assert [(one.seat.pipeline, one.seat.data) for one in placed] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert {one.layout for one in placed} == {Layout(4, pipeline=2, data=2, sharded=True)}
+    assert '--use-distributed-optimizer' in found[0].settings.layout
+
+
+def _training(args: Namespace) -> str:
+    return identity.training_identity(vars(args), 'run')

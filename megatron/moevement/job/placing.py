@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parallel layout of a job, and the place of a rank in it, from the settings alone.
+
+Computed as upstream's `RankGenerator` does: tensor-parallel ranks are next to each other, then
+those of context and data parallelism (or of experts and their replicas), then stages; with
+`--use-tp-pp-dp-mapping` stages come before data parallelism.
+
+Checked against megatron-core 0.19.2.
+"""
+
+from typing import Any
+
+from megatron.moevement.facts import Settings
+from moevement_ext.memory.window.placed import Layout, Seat
+
+_STAGES = (
+    'pipeline_model_parallel_layout num_layers_in_first_pipeline_stage '
+    'num_layers_in_last_pipeline_stage decoder_first_pipeline_num_layers '
+    'decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split '
+    'account_for_loss_in_pipeline_split'
+).split()
+# Splits a tensor in ways that the numbers of a layout do not show.
+_UNKNOWN = (
+    'gtp_weight_remat_size expert_gtp_weight_remat_size tensor_parallel_num_weight_shards '
+    'expert_tensor_parallel_num_weight_shards'
+).split()
+
+
+def layout_of(settings: Settings) -> Layout | None:
+    """Sizes of the parallel groups; None for layouts that these numbers do not describe."""
+    if any(_size(settings, name) > 1 for name in _UNKNOWN):
+        return None
+    ranks, tensor = _size(settings, 'world_size'), _size(settings, 'tensor_model_parallel_size')
+    pipeline = _size(settings, 'pipeline_model_parallel_size')
+    context = _size(settings, 'context_parallel_size')
+    told = settings.get('expert_tensor_parallel_size')
+    return Layout(
+        ranks=ranks,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        chunks=_size(settings, 'virtual_pipeline_model_parallel_size'),
+        data=ranks // (tensor * pipeline * context),
+        expert=_size(settings, 'expert_model_parallel_size'),
+        expert_tensor=tensor if told is None else _size(settings, 'expert_tensor_parallel_size'),
+        instances=_size(settings, 'num_distributed_optimizer_instances'),
+        sharded=bool(settings.get('use_distributed_optimizer')),
+        stages=', '.join(
+            f'{name} {settings[name]}'
+            for name in _STAGES
+            if settings.get(name) not in (None, False)
+        ),
+    )
+
+
+def seat_of(rank: int, layout: Layout, stages_before_data: bool = False) -> Seat:
+    """Place of a rank.
+
+    Args:
+        rank: global rank.
+        layout: of the job.
+        stages_before_data: `--use-tp-pp-dp-mapping`.
+    """
+    copies = layout.ranks // (layout.expert_tensor * layout.expert * layout.pipeline)
+    dense = [layout.tensor, layout.context, layout.data, layout.pipeline]
+    experts = [layout.expert_tensor, layout.expert, copies, layout.pipeline]
+    if stages_before_data:
+        dense, experts = ([*sizes[:2], sizes[3], sizes[2]] for sizes in (dense, experts))
+    tensor, context, *rest = _digits(rank, dense)
+    expert_tensor, expert, *rest_of_experts = _digits(rank, experts)
+    if stages_before_data:
+        rest, rest_of_experts = rest[::-1], rest_of_experts[::-1]
+    return Seat(
+        tensor=tensor,
+        context=context,
+        pipeline=rest[1],
+        data=rest[0],
+        expert=expert,
+        expert_tensor=expert_tensor,
+        expert_data=rest_of_experts[0],
+    )
+
+
+def _digits(number: int, sizes: list[int]) -> list[int]:
+    """Digits of a number in a mixed base, the fastest first."""
+    digits = []
+    for size in sizes:
+        number, digit = divmod(number, max(size, 1))
+        digits.append(digit)
+    return digits
+
+
+def _size(settings: Settings, name: str) -> int:
+    value: Any = settings.get(name)
+    return max(int(value or 1), 1)

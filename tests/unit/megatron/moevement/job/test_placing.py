@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The place of a rank, computed from flags, is the one that upstream gives it."""
+
+from itertools import product
+
+import pytest
+from megatron.core.parallel_state import RankGenerator
+
+from megatron.moevement.job.placing import layout_of, seat_of
+
+AXES = {'tp': 'tensor', 'cp': 'context', 'dp': 'data', 'pp': 'pipeline'}
+EXPERT_AXES = {'tp': 'expert_tensor', 'ep': 'expert', 'dp': 'expert_data', 'pp': 'pipeline'}
+
+
+@pytest.mark.parametrize('before', [False, True])
+@pytest.mark.parametrize(
+    ('tp', 'cp', 'pp', 'dp', 'ep', 'etp'),
+    [
+        (1, 1, 2, 2, 2, 1),
+        (2, 1, 2, 2, 2, 1),
+        (2, 2, 1, 4, 4, 2),
+        (1, 1, 1, 4, 4, 1),
+        (2, 1, 3, 2, 1, 2),
+    ],
+)  # fmt: skip
+def test_seats_are_those_of_upstream(
+    tp: int, cp: int, pp: int, dp: int, ep: int, etp: int, before: bool
+) -> None:
+    ranks = tp * cp * pp * dp
+    layout = layout_of({
+        'world_size': ranks,
+        'tensor_model_parallel_size': tp,
+        'context_parallel_size': cp,
+        'pipeline_model_parallel_size': pp,
+        'expert_model_parallel_size': ep,
+        'expert_tensor_parallel_size': etp,
+    })  # fmt: skip
+    assert layout is not None and layout.data == dp
+    order = 'tp-cp-ep-pp-dp' if before else 'tp-cp-ep-dp-pp'
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    copies = ranks // (etp * ep * pp)
+    if before and pp > 1 and copies != dp:
+        return  # upstream refuses it
+    experts = RankGenerator(tp=etp, ep=ep, dp=copies, pp=pp, cp=1, order=order)
+    for generator, axes in ((dense, AXES), (experts, EXPERT_AXES)):
+        for axis, field in axes.items():
+            for group in generator.get_ranks(axis):
+                seats = [seat_of(rank, layout, before) for rank in group]
+                assert [getattr(seat, field) for seat in seats] == list(range(len(group)))
+
+
+def test_every_seat_is_taken_once() -> None:
+    layout = layout_of({'world_size': 8, 'pipeline_model_parallel_size': 2,
+                        'expert_model_parallel_size': 2})  # fmt: skip
+    assert layout is not None
+    seats = [seat_of(rank, layout) for rank in range(8)]
+    dense = [(seat.data, seat.pipeline) for seat in seats]
+    experts = [(seat.expert, seat.expert_data, seat.pipeline) for seat in seats]
+    assert sorted(dense) == sorted(product(range(4), range(2)))
+    assert sorted(experts) == sorted(product(range(2), range(2), range(2)))
+
+
+def test_a_layout_that_numbers_do_not_describe_has_none() -> None:
+    assert layout_of({'world_size': 4, 'gtp_weight_remat_size': 2}) is None
+
+
+def test_a_layout_says_its_sizes() -> None:
+    sizes = {'world_size': 4, 'pipeline_model_parallel_size': 2, 'expert_model_parallel_size': 2}
+    layout = layout_of({**sizes, 'use_distributed_optimizer': True})
+    assert str(layout) == '4 ranks (PP 2, DP 2, EP 2, sharded optimizer)'
