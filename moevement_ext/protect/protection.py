@@ -10,11 +10,12 @@ from functools import partial
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
+from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import Protected, Replanned
+from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
@@ -445,6 +446,8 @@ class Protection:
                 for name, held in self._operators.slices.items()
             },
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
+            strategy=UNSET if rank.config.strategy == MOEVEMENT else rank.config.strategy,
+            interval=self.checkpointer.schedule.interval,
         )
 
     def _shortest_window(self, seen: Measured) -> int | None:
@@ -489,9 +492,4 @@ class Protection:
         bind_thread(self._device)
         self._make_room_in_log(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
-        own = self._operators.slices
-        shares = {name: share for name, share in plan.shares.items() if name in own}
-        window, version = plan.plan.window, plan.version
-        self._rank.events.emit(
-            Replanned(origin=plan.origin, window=window, version=version, shares=shares)
-        )
+        self._rank.events.emit(plan.event(self._operators.slices))
