@@ -37,6 +37,7 @@ from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.store.outside import meet_there
+from moevement_ext.strategy.choice import only_source
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,9 @@ def _meet(
         tell_joining(launcher, identity.rank)
         tell_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
-        report = partial(replacement_report, node, identity)
+        report = partial(
+            replacement_report, node, identity, only_source(config, run_id, identity.rank)
+        )
         copy = NodeCopy(directory, node.shared)
         membership = Membership(
             Rendezvous(launcher, identity.rank, world_size, copy),

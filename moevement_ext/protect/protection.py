@@ -10,11 +10,12 @@ from functools import partial
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
+from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import Protected, Replanned
+from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
@@ -331,6 +332,9 @@ class Protection:
                 self.windows.send_bytes_per_s(),
                 capacity,
                 self._cpu_bytes_per_s(),
+                self._statistics.waited_s(),
+                self._checkpoint_s(),
+                self._statistics.persist_s,
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -379,7 +383,8 @@ class Protection:
 
     def _persisted(self, window: WindowName) -> None:
         """Handle a newly persisted window. Board's thread."""
-        self.memory.ledger.note_complete(window.start)
+        if not self.memory.disk_only:
+            self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
         if self._disk is not None:
@@ -441,6 +446,8 @@ class Protection:
                 for name, held in self._operators.slices.items()
             },
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
+            strategy=UNSET if rank.config.strategy == MOEVEMENT else rank.config.strategy,
+            interval=self.checkpointer.schedule.interval,
         )
 
     def _shortest_window(self, seen: Measured) -> int | None:
@@ -455,6 +462,14 @@ class Protection:
             cpu_bytes_per_s=seen.cpu_bytes_per_s,
         )
         return self.planner.shortest_window(carried, self._longest)
+
+    def _checkpoint_s(self) -> float | None:
+        """See `WindowLoad`; for checkpoints of one slot."""
+        nbytes, copies = self._statistics.slot_bytes, self.windows.holders
+        copied, sent = self.checkpointer.copy_bytes_per_s(), self.windows.send_bytes_per_s()
+        if copied is None or (copies and sent is None):
+            return None
+        return nbytes / copied + (copies * nbytes / sent if sent else 0.0)
 
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""
@@ -477,9 +492,4 @@ class Protection:
         bind_thread(self._device)
         self._make_room_in_log(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
-        own = self._operators.slices
-        shares = {name: share for name, share in plan.shares.items() if name in own}
-        window, version = plan.plan.window, plan.version
-        self._rank.events.emit(
-            Replanned(origin=plan.origin, window=window, version=version, shares=shares)
-        )
+        self._rank.events.emit(plan.event(self._operators.slices))
