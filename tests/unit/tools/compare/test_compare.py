@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import Recovered, WindowPersisted
+from moevement_ext.events import Recovered, WindowCommitted, WindowPersisted
 from tools.compare import measuring, program, report, trace
 from tools.compare.__main__ import main
 from tools.compare.measuring import PHASES, Curves, Figures
@@ -183,6 +183,18 @@ def test_faults_before_the_first_checkpoint_are_counted() -> None:
     window = msgspec.structs.replace(WindowPersisted(start=1, plan=''), time=5.0)
     protected = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, [window]))
     assert measuring.unprotected(Keeps.MEMORY, protected, 3) == 0
+
+
+def test_interval_is_the_distance_of_windows() -> None:
+    events = [
+        msgspec.structs.replace(WindowCommitted(start=start, plan=''), time=time, rank=rank)
+        for rank in (0, 1)
+        for time, start in ((1.0, 1), (2.0, 4), (3.0, 7), (4.0, 4), (5.0, 7))
+    ]
+    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
+    assert measuring.period(Keeps.MEMORY, job, 6) == 3
+    assert measuring.period(Keeps.DISK, job, 6) == 6
+    assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
 
 
 def test_the_simulator_gets_the_same_faults() -> None:
