@@ -45,7 +45,7 @@ from tools.lab.trained import Trained, train
 
 _PROG = 'python -m tools.compare peers'
 _BEGINS = re.compile(re.escape(peer_program.BEGINS) + r'(\d+)')
-_FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 16, 1
+_FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 40, 1
 COLUMNS = (
     'iteration', 'CPU', 'training thread', 'tmpfs MB', 'memory MB', 'back s', 'start', 'again',
     'bits', 'load',
