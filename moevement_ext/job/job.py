@@ -45,6 +45,7 @@ from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment, waits
 from moevement_ext.replicate.secret import UnknownSecretError
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class Job:
             root = Path(self.rank.config.disk)
             return DiskWindows(root, self.rank.run_id, self.rank.number)
         except UserError as error:
-            if not self.joining:
+            if not self.joining or disk_only(self.rank.config):
                 raise
             self._without_disk(str(error))
             return None

@@ -24,6 +24,7 @@ from moevement_ext.process.watchdog import watch_set_up
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.store.outside import meet_there
+from moevement_ext.strategy.choice import only_source
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ def join(
         tell_joining(launcher, identity.rank)
         tell_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
-        report = partial(replacement_report, node, identity)
+        report = partial(
+            replacement_report, node, identity, only_source(config, run_id, identity.rank)
+        )
         copy = NodeCopy(directory, node.shared)
         membership = Membership(
             Rendezvous(launcher, identity.rank, world_size, copy),

@@ -331,6 +331,9 @@ class Protection:
                 self.windows.send_bytes_per_s(),
                 capacity,
                 self._cpu_bytes_per_s(),
+                self._statistics.waited_s(),
+                self._checkpoint_s(),
+                self._statistics.persist_s,
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -379,7 +382,8 @@ class Protection:
 
     def _persisted(self, window: WindowName) -> None:
         """Handle a newly persisted window. Board's thread."""
-        self.memory.ledger.note_complete(window.start)
+        if not self.memory.disk_only:
+            self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
         if self._disk is not None:
@@ -455,6 +459,14 @@ class Protection:
             cpu_bytes_per_s=seen.cpu_bytes_per_s,
         )
         return self.planner.shortest_window(carried, self._longest)
+
+    def _checkpoint_s(self) -> float | None:
+        """See `WindowLoad`; for checkpoints of one slot."""
+        nbytes, copies = self._statistics.slot_bytes, self.windows.holders
+        copied, sent = self.checkpointer.copy_bytes_per_s(), self.windows.send_bytes_per_s()
+        if copied is None or (copies and sent is None):
+            return None
+        return nbytes / copied + (copies * nbytes / sent if sent else 0.0)
 
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""

@@ -39,6 +39,7 @@ from moevement_ext.recover.sources import (
     verified_window,
 )
 from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ def find(
         AbsentWindows: no window is complete any more, and ranks are without any.
     """
     found_here = msgspec.structs.replace(
-        take_stock(store, disk, rank.identity), deaths=deaths.noted(store.shared)
+        take_stock(store, disk, rank.identity, disk_only(rank.config)),
+        deaths=deaths.noted(store.shared),
     )
     inventories = [
         msgspec.msgpack.decode(item, type=Inventory)
