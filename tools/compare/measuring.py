@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from moevement_ext.events import Recovered, WindowCommitted, WindowPersisted
+from moevement_ext.events import Recovered, WindowCommitted, WindowOnDisk, WindowPersisted
 from tools.compare.rows import Keeps
 from tools.compare.running import RANKS, STAGES, Course, Lived, Strike
 from tools.lab.errors import LabError
@@ -243,8 +243,11 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
         # The next iteration after a synchronous save is logged once that is complete.
         ready = min((item.time for item in log if item.number > interval), default=0.0)
     else:
-        persisted = kind_of(lived.trained.events, WindowPersisted)
-        ready = min((event.time for event in persisted), default=float('inf'))
+        # One that is copied to disk counts once all ranks have it there.
+        events = lived.trained.events
+        on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
+        persisted = [event.time for event in kind_of(events, WindowPersisted)]
+        ready = min(on_disk or persisted, default=float('inf'))
     return sum(strike.at < ready for strike in lived.strikes)
 
 
