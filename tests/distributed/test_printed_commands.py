@@ -64,7 +64,7 @@ ELSEWHERE = {
     rf'{_PYTHON}moevement_ext\.store\.branch': 'its store; tests/unit/store',
     rf'{_PYTHON}tools\.lab\.pack_libraries': 'tests/unit/tools/lab/test_pack_libraries.py',
     r'docker |kubectl ': 'a daemon of containers, or a cluster; tests/image, tests/unit/deploy',
-    r'apt-get |pip |scripts/setup_env\.sh|scripts/build_transformer_engine\.sh':
+    r'apt-get |pip |scripts/(setup_env|peers|build_transformer_engine)\.sh':
         'it installs something; tests/unit/test_setup_env.py',
     r'promtool ': 'Prometheus; tests/unit/metrics/test_deploy.py, where it is installed',
     r'scripts/test\.sh|(.*-m )?pytest ': 'they run these tests',
@@ -80,6 +80,7 @@ ELSEWHERE = {
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
+    rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
     rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
@@ -97,6 +98,7 @@ _SHORTER = {
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.precision': '--iterations 20',
+    'tools.compare': '--rows none,localized --iterations 32 --interval 4',
     'tools.drill': '--first 6 --second 12 --iterations 16',
 }
 """Flags that a long one gets besides."""
