@@ -387,7 +387,7 @@ class Job:
 
         All ranks call it, after the same iteration; does nothing without `--sparse-ckpt-elastic`.
         """
-        protection, kept = self.protection, self.rank.config.elastic != OFF
+        protection, kept = self.protection, self.rank.config.elastic != OFF and not is_export()
         if not kept or protection is None or self.recovering or protection.unjudged:
             return
         iteration = self.committed

@@ -2,6 +2,7 @@
 """Windows of other layouts in the life of a job: found, picked up, freed. Training thread."""
 
 from moevement_ext.config import OFF
+from moevement_ext.job.exporting import is_export
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.recover import whole_job
@@ -41,7 +42,7 @@ class OtherLayouts:
     def keep_until_replaced(self, memory: HostMemory, disk: DiskWindows | None) -> None:
         """Free them once all ranks have a window of their own; on disk, two of them there."""
         shelf, runs = self._shelf, self._elsewhere.runs
-        if shelf is None:
+        if shelf is None or is_export():
             return
         memory.forget_other_layouts = lambda: shelf.remove(runs)
         if disk is not None:

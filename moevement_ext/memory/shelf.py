@@ -13,7 +13,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,6 +54,31 @@ def directory_of(run: str, layout: str) -> str:
     return f'{run}.{layout[:8]}'
 
 
+def base_of(run_id: str) -> str:
+    """Name of the run that has this directory for one of its layouts."""
+    return _SUFFIX.sub('', run_id)
+
+
+def directories_of(root: Path, run: str) -> list[str]:
+    """Directories of a run, of all layouts; the first is that of a job that has one for all."""
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    of_run = re.compile(re.escape(run) + f'(?:{_SUFFIX.pattern})?')
+    return sorted(name for name in names if of_run.fullmatch(name))
+
+
+def left_by_elastic(store: NodeStore) -> list[str]:
+    """Why a job without `--sparse-ckpt-elastic` leaves windows of its run alone."""
+    found = directories_of(store.root, store.run_id)
+    return [
+        f'{store.root / name} is of a start with --sparse-ckpt-elastic, and this one is without'
+        for name in found
+        if name != store.run_id and (store.root / name / store.path.name).is_dir()
+    ]
+
+
 class ShelvedCopy(NamedTuple):
     """One copy of a part, verified but for its payload."""
 
@@ -82,13 +106,9 @@ class Shelf:
     def runs(self) -> list[str]:
         """Directories of other layouts."""
         own = self._store.run_id
-        base = _SUFFIX.sub('', own)
-        found = set()
-        for root in filter(None, (self._store.root, self._disk)):
-            with suppress(OSError):
-                found.update(os.listdir(root))
-        kin = re.compile(re.escape(base) + r'(\.[0-9a-f]{8})?')
-        return sorted(name for name in found if name != own and kin.fullmatch(name))
+        roots = filter(None, (self._store.root, self._disk))
+        found = {name for root in roots for name in directories_of(root, base_of(own))}
+        return sorted(found - {own})
 
     def look(self, run: str) -> Iterator[tuple[Part, SlotHeader]]:
         """Whole windows of a layout with the header of their first slot; payloads are not read.

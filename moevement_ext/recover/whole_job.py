@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
+from moevement_ext.config import OFF
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
@@ -20,6 +21,7 @@ from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import left_by_elastic
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
@@ -91,8 +93,10 @@ def find(
         UserError: ranks were launched differently (see `launched_alike.check`).
         AbsentWindows: no window is complete any more, and ranks are without any.
     """
+    stock = take_stock(store, disk, rank.identity)
+    left = left_by_elastic(store) if rank.config.elastic == OFF else []
     found_here = msgspec.structs.replace(
-        take_stock(store, disk, rank.identity), deaths=deaths.noted(store.shared)
+        stock, deaths=deaths.noted(store.shared), refused=[*stock.refused, *left]
     )
     inventories = [
         msgspec.msgpack.decode(item, type=Inventory)

@@ -13,7 +13,7 @@ import torch
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.shelf import Shelf
+from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -283,3 +283,15 @@ def test_what_is_removed_is_gone_and_the_own_layout_stays(shm: Path) -> None:
     assert [path.name for path in (shm / OLD).iterdir()] == ['b']
     Shelf(NodeStore(shm, NEW, 'b'), None).remove([OLD])
     assert [path.name for path in shm.iterdir()] == [NEW]
+
+
+def test_directories_of_a_run_are_those_of_its_layouts(shm: Path) -> None:
+    for name in ('run', OLD, NEW, 'run.1', 'runs', 'run.aaaaaaaa.bbbbbbbb', 'run.AAAAAAAA'):
+        (shm / name / 'a').mkdir(parents=True)
+    assert directories_of(shm, 'run') == ['run', OLD, NEW]
+    assert Shelf(NodeStore(shm, NEW, 'a'), None).runs() == ['run', OLD]
+    assert [base_of(name) for name in ('run', OLD)] == ['run', 'run']
+    assert left_by_elastic(NodeStore(shm, OLD, 'a')) == [
+        f'{shm / OLD}.bbbbbbbb is of a start with --sparse-ckpt-elastic, and this one is without'
+    ]
+    assert left_by_elastic(NodeStore(shm, 'run', 'b')) == []
