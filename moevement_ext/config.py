@@ -104,6 +104,9 @@ class SparseCheckpointConfig:
     """'gpu': bind each worker to the CPUs near its GPU; 'off': keep the launcher's binding."""
     elastic: str = OFF
     """'restart': a job with another parallel layout goes on from the windows of the last one."""
+    elastic_layouts: str | None = None
+    """Layouts that a start takes if the number of its ranks does not fit the flags; the first that
+    fits."""
     elastic_exact: bool = False
     """Refuse windows of another layout that it can only continue up to rounding."""
     forget: bool = False
@@ -147,7 +150,7 @@ class SparseCheckpointConfig:
         _one_of('--sparse-ckpt-order', self.order, *ORDERS)
         _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
-        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
+        self._check_elastic()
         if self.verify not in (OFF, REPORT, STOP):
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
@@ -172,6 +175,14 @@ class SparseCheckpointConfig:
         self._check_network()
         if self.store is not None:
             _ = self.store_address
+
+    def _check_elastic(self) -> None:
+        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
+        for flag, given in (('layouts', self.elastic_layouts), ('exact', self.elastic_exact)):
+            if given and self.elastic == OFF:
+                raise ConfigurationError(
+                    f'--sparse-ckpt-elastic-{flag} needs --sparse-ckpt-elastic {RESTART}.'
+                )
 
     def _check_disk(self) -> None:
         if self.disk is not None and not os.path.isabs(self.disk):

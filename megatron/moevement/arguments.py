@@ -244,6 +244,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'be given from the first start on.',
     )
     group.add_argument(
+        '--sparse-ckpt-elastic-layouts',
+        default=None,
+        metavar='LAYOUTS',
+        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4": a start takes that of the '
+        'flags if its ranks fit, else the first of these that fits. Sizes that are left out are 1; '
+        'tensor parallelism stays.',
+    )
+    group.add_argument(
         '--sparse-ckpt-elastic-exact',
         action='store_true',
         help='Refuse to start another layout from a window of several iterations, which it '
