@@ -26,7 +26,7 @@ ENGINE_FLOORS = (
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},
-    {'launch'},
+    {'launch', 'relayout'},
     {'slurm', 'job'},
     {'torch_loop'},
 )

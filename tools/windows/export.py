@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.job.exporting import VARIABLE
+from moevement_ext.memory.shelf import base_of
 from tools.lab.errors import LabError
 from tools.windows.found import DISK, Found, complete
 from tools.windows.pruning import live_runs
@@ -94,7 +95,10 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
 
 def _flags(source: Source, output: Path, command: Sequence[str]) -> list[str]:
     """Flags of the launch; the last value of a flag counts."""
-    flags = [*source.flags, '--save', str(output.absolute()), '--ckpt-format', TORCH_DIST]
+    flags = list(source.flags)
+    if '--sparse-ckpt-elastic' in command:  # it finds the directory of the layout by itself
+        flags[-1] = base_of(source.run)
+    flags += ['--save', str(output.absolute()), '--ckpt-format', TORCH_DIST]
     flags += ['--save-interval', '1', '--exit-interval', '1']
     if '--use-distributed-optimizer' in command:  # for other layouts to load its state
         flags.append('--dist-ckpt-optim-fully-reshardable')
