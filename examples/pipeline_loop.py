@@ -297,7 +297,7 @@ class PipelineTrainer:
         self.operators = StageOperators(self.stage, self.model, self.optimizer)
         self.small_state = StageState()
         self.pipeline = Boundary(self.stage, self.stages)
-        self.loop, self.tokens = PlainLoop(), NoTokens()
+        self.loop, self.tokens, self.relaying = PlainLoop(), NoTokens(), None
         alone = [dist.new_group([stage]) for stage in range(self.stages)][self.stage]
         assert isinstance(alone, dist.ProcessGroup)
         self.place = Place(self.stage, [self.stage], alone, [], interleaved=False)

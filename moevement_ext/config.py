@@ -18,6 +18,7 @@ OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
 GPU = 'gpu'
+RESTART = 'restart'
 SLOWEST_NETWORK_GB_PER_S = 0.02
 """Twice the rate at which a peer gives up waiting."""
 POPULARITY = 'popularity'
@@ -101,6 +102,10 @@ class SparseCheckpointConfig:
     worker ends to be replaced; 0: never."""
     bind: str = GPU
     """'gpu': bind each worker to the CPUs near its GPU; 'off': keep the launcher's binding."""
+    elastic: str = OFF
+    """'restart': a job with another parallel layout goes on from the windows of the last one."""
+    elastic_exact: bool = False
+    """Refuse windows of another layout that it can only continue up to rounding."""
     forget: bool = False
     """Start over although some ranks still have windows that all ranks had."""
     strict: bool = False
@@ -142,6 +147,7 @@ class SparseCheckpointConfig:
         _one_of('--sparse-ckpt-order', self.order, *ORDERS)
         _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
+        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
         if self.verify not in (OFF, REPORT, STOP):
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'

@@ -39,6 +39,7 @@ class EventName(enum.StrEnum):
     FAILURE_DETECTED = 'failure_detected'
     RECOVERY_PHASE = 'recovery_phase'
     RECOVERY_STARTED = 'recovery_started'
+    RELAID = 'relaid'
     RECOVERED = 'recovered'
     NEXT_TIER = 'next_tier'
     DEVICE_PROBLEM = 'device_problem'
@@ -221,6 +222,24 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
     source: str | UnsetType = UNSET
     """Source of this rank's window: `own memory`, `rank <holder>` or `disk`; not set in a localized
     recovery, which fetches the window during the replay."""
+
+
+class Relaid(Event, frozen=True, kw_only=True):
+    """This rank put its part of a window together from what another layout has left."""
+
+    name = EventName.RELAID
+
+    start: int
+    """First iteration of the window."""
+    dense_at: int
+    """Iteration of its last slot."""
+    was: str
+    """The layout that captured it."""
+    local_bytes: int
+    """Read on this node, or on a disk that it sees."""
+    remote_bytes: int
+    """Read from other ranks."""
+    seconds: float
 
 
 class Recovered(Event, frozen=True, kw_only=True):

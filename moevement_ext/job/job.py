@@ -10,6 +10,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, W
 from moevement_ext.job import own_device
 from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
 from moevement_ext.job.localized_mode import LocalizedMode
+from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.job.unprotected_mode import UnprotectedMode
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.guard import Guard
@@ -35,8 +37,10 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.metrics import observer as metrics
 from moevement_ext.process import watchdog
+from moevement_ext.protect.parting import part
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
@@ -76,6 +80,7 @@ class Job:
         self.protection: Protection | None = None
         self._disk = self._open_disk()
         self._on_disk: WindowName | None = None
+        self._layouts = OtherLayouts(rank)
         self._restart: Restart | None = None
         self._mode: UnprotectedMode | WholeJobMode | None = None
         self._guard: Guard | None = None
@@ -104,12 +109,12 @@ class Job:
             last_iteration: iteration at which training ends, None if unknown.
 
         Raises:
-            UserError: an export finds no window.
+            UserError: an export finds no window, or this layout cannot go on from that of before.
             HostMemoryError: host memory cannot be set up, although there are windows to recover
                 from or protection is required.
         """
         predecessor, find_s = self._find(dense_iteration, last_iteration)
-        found = predecessor is not None and bool(predecessor.candidates)
+        found = predecessor is not None and bool(predecessor.candidates or self._layouts.candidates)
         if not found:
             self._refuse_without_window()
         self.trainer = build(not (self.joining or found))
@@ -130,7 +135,10 @@ class Job:
             return None, 0.0
         began = time.perf_counter()
         store = NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
-        found = whole_job.find(store, self._disk, self.rank, dense_iteration, last_iteration)
+        elsewhere = self._layouts.find(dense_iteration, last_iteration)
+        found = whole_job.find(
+            store, self._disk, self.rank, dense_iteration, last_iteration, elsewhere
+        )
         return found, time.perf_counter() - began
 
     def _refuse_without_window(self) -> None:
@@ -196,6 +204,7 @@ class Job:
             self.rank.events.emit(ProtectionReduced(reason=str(error)))
             logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
             return
+        self._layouts.keep_until_replaced(self.protection.memory, self._disk)
         if self.protection.memory.first_on_node():
             print(f' sparse ckpt | {self.protection.memory.describe()} |', flush=True)
 
@@ -208,9 +217,14 @@ class Job:
         """Fetch and verify the window to convert; set the data position to the replay's start."""
         assert self.protection is not None  # it was required
         began = time.perf_counter()
-        captured = self.protection.captured_after(predecessor.candidates[0].start)
-        check = self.trainer.operators.check
-        source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
+        captured: list[SlotHeader] = []
+        source = self._layouts.obtain(self.protection.memory, self.trainer, predecessor)
+        if source is not None:  # nothing of another layout has the same bits
+            predecessor = replace(predecessor, candidates=[], committed=-1)
+        elif predecessor.candidates:
+            captured = self.protection.captured_after(predecessor.candidates[0].start)
+            check = self.trainer.operators.check
+            source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
         if source is None:
             return None
         conversion = source.conversion
@@ -367,6 +381,24 @@ class Job:
     def kept_in(self) -> Path | None:
         """Directory of this rank's windows, None while training is unprotected."""
         return None if self.protection is None else self.protection.memory.store.path
+
+    def part(self) -> None:
+        """Before a planned end, keep the state in one slot, for a start of any layout.
+
+        All ranks call it, after the same iteration; does nothing without `--sparse-ckpt-elastic`.
+        """
+        protection, kept = self.protection, self.rank.config.elastic != OFF
+        if not kept or protection is None or self.recovering or protection.unjudged:
+            return
+        iteration = self.committed
+        try:
+            state = self.trainer.begin_iteration(iteration)
+            held = part(protection, self.rank, self.trainer.operators, iteration, state)
+        except HostMemoryError as error:
+            logger.warning('the window before last is what a start goes on from: %s', error)
+            return
+        if not held:
+            logger.warning('not all ranks have said that they keep the state of %d', iteration)
 
     def close(self, remove: bool = True) -> None:
         """Stop all threads; with `remove` also free this run's host memory.

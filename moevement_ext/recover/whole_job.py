@@ -75,6 +75,7 @@ def find(
     rank: Rank,
     dense_iteration: int,
     last_iteration: int | None,
+    elsewhere: int = -1,
 ) -> Predecessor:
     """Look for windows of a predecessor on all nodes. Collective.
 
@@ -84,6 +85,7 @@ def find(
         rank: this rank.
         dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
         last_iteration: at which training ends, None if that is not known yet.
+        elsewhere: iteration of a dense state in windows of another layout, -1 if there is none.
 
     Raises:
         UserError: ranks were launched differently (see `launched_alike.check`).
@@ -122,8 +124,8 @@ def find(
         other_runs.say(store, rank)
     if not complete:
         traces = [inventory.traces for inventory in inventories]
-        refuse_to_forget(everything, traces, dense_iteration, rank.config)
-    if (everything or refused) and not usable:
+        refuse_to_forget(everything, traces, max(dense_iteration, elsewhere), rank.config)
+    if (everything or refused) and not usable and elsewhere < 0:
         next_tier(_why_none(complete, refused, dense_iteration), rank, dense_iteration)
     return predecessor
 

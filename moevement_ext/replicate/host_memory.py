@@ -50,6 +50,7 @@ from moevement_ext.replicate.node_plan import (
 from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
 from moevement_ext.replicate.secret import mark, of_life
+from moevement_ext.replicate.shelf_client import ShelfClient
 from moevement_ext.replicate.twin_client import TwinClient
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class HostMemory:
         server: serves windows and log to the peers.
         cores: CPU cores of this rank, assuming equal shares of the ranks of a host.
         mark: of the secret of the job.
+        forget_other_layouts: called on one rank of each node once they are worthless.
 
     Raises:
         HostMemoryError: the budget is exceeded, the tmpfs is too small, foreign or not writable,
@@ -168,6 +170,7 @@ class HostMemory:
         self.copies = copies_of(self.members, config.topology, config.replicas)
         self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
+        self.forget_other_layouts: Callable[[], None] = lambda: None
         self._fetching: ReplicaClient | None = None
         self.plan = self._plan()
         try:
@@ -267,6 +270,10 @@ class HostMemory:
         log_bytes = self._log_bytes(self.members[rank])
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
+    def shelf_client(self, rank: int) -> ShelfClient:
+        """Create a client for what another rank sees of other layouts, not yet connected."""
+        return ShelfClient(self.addresses[rank], self._secret)
+
     def peer_addresses(self) -> list[tuple[str, int]]:
         """Current host and port of each twin and each holder of this rank's replicas."""
         return [self.addresses[rank] for rank in self.copies.reached(self.rank)]
@@ -298,7 +305,7 @@ class HostMemory:
         client = self._fetching = self.client(holder)
         try:
             client.open()
-            return self._receive(
+            return self.receive(
                 window,
                 lambda file: client.fetch_window(self.rank, window.name, file, received),
             )
@@ -317,10 +324,10 @@ class HostMemory:
         """
         disk = self.disk
         assert disk is not None
-        return self._receive(window, lambda file: disk.read(window.name, file, received))
+        return self.receive(window, lambda file: disk.read(window.name, file, received))
 
-    def _receive(self, window: Window, deliver: Callable[[WindowFile], object]) -> WindowFile:
-        """Receive and commit a window from another place.
+    def receive(self, window: Window, deliver: Callable[[WindowFile], object]) -> WindowFile:
+        """Receive and commit a window from another place. Errors as of `fetch`.
 
         Under earlier flags the window may have been larger than the files of this start.
         """
@@ -388,6 +395,7 @@ class HostMemory:
         self.store.remove_owners_but({self.rank, *hosted}, self.rank, stubs)
         if self.first_on_node():
             self.store.remove_holders_but(self.plan.ranks)
+            self.forget_other_layouts()
 
     def interrupt_fetch(self) -> None:
         """Make a running `fetch` on another thread raise `PeerLost`. Any thread."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
@@ -26,7 +27,7 @@ from moevement_ext.memory.window.name import StoredWindow, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
-from moevement_ext.replicate import greeting
+from moevement_ext.replicate import greeting, shelf_server
 from moevement_ext.replicate.connection import Connection, ProtocolError
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.protocol import (
@@ -35,6 +36,8 @@ from moevement_ext.replicate.protocol import (
     DiscardAfter,
     FetchHeaders,
     FetchLog,
+    FetchPart,
+    FetchRanges,
     FetchWindow,
     LogHead,
     NotYet,
@@ -142,6 +145,7 @@ class ReplicaServer:
                 kept = OwnerWindows(store, rank, owner, capacity, stubs=True)
                 self._inboxes[owner] = Inbox(kept, self.cost, keeping.verify_every, stubs.bases)
         self._log: UpstreamLog | None = None
+        self._shelf: Shelf | None = None
         self._connections: dict[Connection, threading.Thread] = {}
         self._strangers = Strangers()  # are among them
         self._lock = threading.Lock()
@@ -163,6 +167,10 @@ class ReplicaServer:
     def serve_log(self, log: 'UpstreamLog | None') -> None:
         """Serve this log from now on; None: refuse requests for it."""
         self._log = log
+
+    def serve_shelf(self, shelf: Shelf) -> None:
+        """Serve windows of other layouts from now on."""
+        self._shelf = shelf
 
     def discard(self, name: WindowName) -> None:
         """Drop the replicas of one window. Any thread."""
@@ -241,6 +249,9 @@ class ReplicaServer:
                     return
                 case FetchHeaders():
                     self._send_headers(connection, request)
+                    return
+                case FetchPart() | FetchRanges():
+                    shelf_server.answer(connection, self._shelf, request, self._timeout_s)
                     return
                 case PutSlot() | CommitWindow() | DiscardAfter():
                     inbox = self._inbox(request.owner)

@@ -76,6 +76,7 @@ ELSEWHERE = {
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
     r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
     r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
+    r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',

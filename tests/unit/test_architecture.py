@@ -25,7 +25,7 @@ ENGINE_FLOORS = (
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},
-    {'launch'},
+    {'launch', 'relayout'},
     {'slurm', 'job'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
