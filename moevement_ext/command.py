@@ -51,7 +51,7 @@ PROGRAMS = {
     'simulate': Subcommand('tools.simulate', 'systems for fault tolerance compared'),
     'status': Subcommand('tools.status', 'a running job in the terminal'),
     'report': Subcommand('tools.report', 'one page about a run'),
-    'windows': Subcommand('tools.windows', 'list, verify, prune and export windows'),
+    'windows': Subcommand('tools.windows', 'list, verify, prune, export and try windows'),
     'compare-digests': Subcommand('tools.compare_digests', 'whether two final states are equal'),
     'plot-run': Subcommand('tools.plot_run', 'losses and times of two logs as a picture'),
     'drill': Subcommand('tools.drill', 'your job for a minute, with failures, bits compared'),

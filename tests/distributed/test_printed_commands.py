@@ -90,6 +90,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/unit/test_readme.py',
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
+    rf'{_PYTHON}tools\.windows check': 'windows of a job; tests/distributed/test_export_offline.py',
     rf'{_PYTHON}tools\.windows \w+ /': 'directories of other machines; tests/unit/tools/windows',
 }  # fmt: skip
 """Commands that do not run here, and what is missing, or which test runs them."""
