@@ -62,6 +62,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Capacity of each of these experts in tokens; None without a limit."""
     cpu_bytes_per_s: float | None = None
     """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
+    room: int | None = None
+    """Longest W that this rank has host memory for; None: that of all ranks."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
