@@ -95,15 +95,10 @@ class Protection:
         twin = TwinShare(
             planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
         )
-        shorter = [(capacity(length), stub(length)) for length in window_lengths(longest)]
-        self.memory = reserve(
-            rank,
-            Share(
-                rank.identity, capacity(longest), logged, True, disk, longest, window, twin, shorter
-            ),
-            operators.device,
-            self._statistics.degraded,
-        )
+        sizes = [(capacity(length), stub(length)) for length in window_lengths(longest)]
+        share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
+        share = share._replace(shorter=sizes)
+        self.memory = reserve(rank, share, operators.device, self._statistics.degraded)
         self._room = WindowRoom(self.memory, self._statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
@@ -355,6 +350,7 @@ class Protection:
             persisted=of_rank.persisted,
             training_s=of_rank.training_s,
             exposed_s=of_rank.exposed_s,
+            device_wait_s=of_rank.device_wait_s,
             iterations=of_rank.iterations,
             captured_bytes=of_rank.captured_bytes,
             slot_bytes=of_rank.slot_bytes,
