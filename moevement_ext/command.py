@@ -58,6 +58,9 @@ PROGRAMS = {
     'chaos': Subcommand('tools.chaos', 'failures at random, bits compared'),
     'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
     'bench-overhead': Subcommand('tools.bench.overhead', 'what protection costs an iteration'),
+    'bench-host-memory': Subcommand(
+        'tools.bench.host_memory', 'what host memory protection takes, by kind'
+    ),
     'bench-precision': Subcommand('tools.bench.precision', 'the same for narrow formats'),
     'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),
     'bench-regroup': Subcommand(
