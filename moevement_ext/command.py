@@ -59,6 +59,9 @@ PROGRAMS = {
     'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
     'compare': Subcommand('tools.compare', 'ways to survive failures side by side'),
     'bench-overhead': Subcommand('tools.bench.overhead', 'what protection costs an iteration'),
+    'bench-host-memory': Subcommand(
+        'tools.bench.host_memory', 'what host memory protection takes, by kind'
+    ),
     'bench-precision': Subcommand('tools.bench.precision', 'the same for narrow formats'),
     'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),
     'bench-regroup': Subcommand(

@@ -98,6 +98,7 @@ ELSEWHERE = {
 _SHORTER = {
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
+    'tools.bench.host_memory': '--iterations 8 --windows 1',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.precision': '--iterations 20',
     'tools.compare': '--rows none,localized --iterations 32 --interval 4',
