@@ -7,8 +7,8 @@ The launcher itself owns the machine of emulated nodes; under Slurm each agent o
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -74,7 +74,7 @@ class Machine:
         self._loop = loop
         self._tell = tell
         self.spares = SparePool(self._config, self._environment, loop, report)
-        self._template = Template(job.program, self._environment) if job.fork else None
+        self._template = Template(job.program, job.flags, self._environment) if job.fork else None
         self._running: dict[int, _Running] = {}
 
     def obey(self, message: messages.FromSupervisor) -> None:
@@ -95,12 +95,12 @@ class Machine:
 
     def close(self) -> None:
         """Kill all processes of this machine."""
-        self.spares.close()
         for running in self._running.values():
             running.child.signal(signal.SIGKILL)
         for running in self._running.values():
             if running.child.dies():
                 running.child.reap()
+        self.spares.close()
         if self._template is not None:
             self._template.close()
 
@@ -109,8 +109,7 @@ class Machine:
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
         try:
-            spare = self.spares.take(order.variables, log)
-            child = spare or self._new_process(order.variables, log)
+            child, was_spare = self._new_worker(order.variables, log)
         except OSError as error:
             why = f'cannot be started on {node}: {error}'
             self._tell(messages.Ended(order.key, _NOT_STARTED, [why]))
@@ -123,21 +122,19 @@ class Machine:
             self._loop.watch(relay.fd, partial(self._pump, relay))
         self._running[order.key] = _Running(child, node, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
-        self._tell(messages.Started(order.key, child.pid, was_spare=spare is not None))
+        self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
 
-    def _new_process(self, variables: Mapping[str, str], log: Path | None) -> OwnChild:
-        command = [self._config.program, *self._config.flags]
+    def _new_worker(self, variables: Mapping[str, str], log: Path | None) -> tuple[OwnChild, bool]:
+        """Start a worker; True if a hot spare started it, or became it."""
         environment = {**self._environment, **variables}
-        if log is None:
-            return self._run(command, environment, None)
-        with log.open('ab') as output:
-            return self._run(command, environment, output)
+        with nullcontext() if log is None else log.open('ab') as output:
+            spare = self.spares.take(environment, output)
+            return spare or self._new_process(environment, output), spare is not None
 
-    def _run(
-        self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
-    ) -> OwnChild:
+    def _new_process(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild:
+        command = [self._config.program, *self._config.flags]
         if self._template is not None:
-            return self._template.fork(command, environment, log)
+            return self._template.start(command, environment, log)
         stdout = subprocess.PIPE if log is None else log
         return SpawnedChild(command, environment, stdout=stdout, stderr=subprocess.STDOUT)
 
