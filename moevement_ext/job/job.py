@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 
@@ -26,12 +27,14 @@ from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.job.unprotected_mode import UnprotectedMode
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
+from moevement_ext.membership.exchange import leave, left_by
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory import limits
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.early import EarlyReservation, KeptFile, kept_by
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
@@ -49,6 +52,8 @@ from moevement_ext.replicate.secret import UnknownSecretError
 logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=60)
+# Under which ranks leave the list of their files.
+_FILES = 'files'
 
 AroundUpdate = Callable[[Callable[[], None], Callable[[], None], Callable[[bool], None]], None]
 
@@ -112,15 +117,40 @@ class Job:
         found = predecessor is not None and bool(predecessor.candidates)
         if not found:
             self._refuse_without_window()
+        early = self._reserve_early()
         self.trainer = build(not (self.joining or found))
         self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
+        if early is not None:
+            early.wait()
         self._protect(required=self.joining or found)
+        self._leave_for_successors()
         if predecessor is not None and found:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
                 self._refuse_without_window()
                 load_dense()
         self._continue_on_disk(predecessor)
+
+    def _reserve_early(self) -> EarlyReservation | None:
+        """Begin to reserve what a lost process kept, which this one takes the place of."""
+        if self.membership is None or not self.joining:
+            return None
+        left = left_by(self.membership.archive, _FILES, self.rank.number)
+        if left is None:
+            return None
+        files = msgspec.msgpack.decode(left, type=list[KeptFile])
+        return EarlyReservation(self._node_store(), self.rank.number, files)
+
+    def _leave_for_successors(self) -> None:
+        """Leave for a process that replaces this one which files this rank keeps."""
+        if self.membership is None or self.joining or self.protection is None:
+            return
+        files = kept_by(self.protection.memory.store, self.rank.number)
+        encoded = msgspec.msgpack.encode(files)
+        leave(self.membership.archive, _FILES, self.rank.number, encoded)
+
+    def _node_store(self) -> NodeStore:
+        return NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
 
     def _find(
         self, dense_iteration: int, last_iteration: int | None
@@ -129,8 +159,9 @@ class Job:
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
-        store = NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
-        found = whole_job.find(store, self._disk, self.rank, dense_iteration, last_iteration)
+        found = whole_job.find(
+            self._node_store(), self._disk, self.rank, dense_iteration, last_iteration
+        )
         return found, time.perf_counter() - began
 
     def _refuse_without_window(self) -> None:
