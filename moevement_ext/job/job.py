@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import torch
 
@@ -27,14 +26,14 @@ from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.job.unprotected_mode import UnprotectedMode
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
+from moevement_ext.launch.statements import tell_files
 from moevement_ext.membership.exchange import leave, left_by
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.memory import limits
+from moevement_ext.memory import early, limits
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.early import EarlyReservation, KeptFile, kept_by
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
@@ -117,11 +116,11 @@ class Job:
         found = predecessor is not None and bool(predecessor.candidates)
         if not found:
             self._refuse_without_window()
-        early = self._reserve_early()
+        reserving = self._reserve_early()
         self.trainer = build(not (self.joining or found))
         self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
-        if early is not None:
-            early.wait()
+        if reserving is not None:
+            reserving.wait()
         self._protect(required=self.joining or found)
         self._leave_for_successors()
         if predecessor is not None and found:
@@ -131,23 +130,25 @@ class Job:
                 load_dense()
         self._continue_on_disk(predecessor)
 
-    def _reserve_early(self) -> EarlyReservation | None:
+    def _reserve_early(self) -> early.EarlyReservation | None:
         """Begin to reserve what a lost process kept, which this one takes the place of."""
         if self.membership is None or not self.joining:
             return None
         left = left_by(self.membership.archive, _FILES, self.rank.number)
         if left is None:
             return None
-        files = msgspec.msgpack.decode(left, type=list[KeptFile])
-        return EarlyReservation(self._node_store(), self.rank.number, files)
+        return early.EarlyReservation(self._node_store(), self.rank.number, early.decode(left))
 
     def _leave_for_successors(self) -> None:
-        """Leave for a process that replaces this one which files this rank keeps."""
+        """Tell which files this rank keeps: to a process that replaces it, and to the launcher."""
         if self.membership is None or self.joining or self.protection is None:
             return
-        files = kept_by(self.protection.memory.store, self.rank.number)
-        encoded = msgspec.msgpack.encode(files)
-        leave(self.membership.archive, _FILES, self.rank.number, encoded)
+        number = self.rank.number
+        files = early.encode(early.kept_by(self.protection.memory.store, number))
+        leave(self.membership.archive, _FILES, number, files)
+        launcher = launcher_store(_STORE_TIMEOUT)
+        if launcher is not None:
+            tell_files(launcher, number, files)
 
     def _node_store(self) -> NodeStore:
         return NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())

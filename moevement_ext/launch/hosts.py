@@ -84,6 +84,7 @@ class SlurmStarter:
             host: Node(host, loop, self._act, self._lost, self._missed) for host in hosts
         }
         self._children = Children(report)
+        self.moves_ranks = len(self._nodes) > config.nodes
         self._secret = new_secret()
         self._listener: Listener | None = None
         self._branches: Branches | None = None
@@ -91,6 +92,7 @@ class SlurmStarter:
         self._vacated = 0.0
         self._met = False
         self._gathered = False
+        self._reserve: messages.Reserve | None = None
         self._spares = 0
         """Hot spares on each node that trains."""
 
@@ -123,6 +125,16 @@ class SlurmStarter:
         for node in self._nodes.values():
             if node.seat is not None:
                 node.send(messages.KeepSpares(self._spares))
+
+    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
+        """Have each spare node reserve what the ranks of the largest node keep."""
+        seats = [self._config.ranks_of(seat) for seat in range(self._config.nodes)]
+        of_seats = [[size for rank in ranks for size in files[rank]] for ranks in seats]
+        largest = max(of_seats, key=sum)
+        self._reserve = messages.Reserve(str(memory.parent), memory.name, largest)
+        for node in self._nodes.values():
+            if node.is_spare:
+                node.send(self._reserve)
 
     def spares_left(self) -> str:
         """Describe the spare nodes of the allocation."""
@@ -261,6 +273,8 @@ class SlurmStarter:
             if node.is_spare and not node.is_hot:
                 node.is_hot = True
                 node.send(messages.KeepSpares(self._config.workers_per_node))
+                if self._reserve is not None:
+                    node.send(self._reserve)
 
     def _take(self, seat: int) -> bool:
         spares = [node for node in self._nodes.values() if node.is_spare]

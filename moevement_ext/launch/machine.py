@@ -7,7 +7,8 @@ The launcher itself owns the machine of emulated nodes; under Slurm each agent o
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
 from moevement_ext.launch.template import Template
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
 
 _NOT_STARTED = 1
 NODE = 'MOEVEMENT_NODE'
@@ -76,6 +78,7 @@ class Machine:
         self.spares = SparePool(self._config, self._environment, loop, report)
         self._template = Template(job.program, job.flags, self._environment) if job.fork else None
         self._running: dict[int, _Running] = {}
+        self._pages: ReservedPages | None = None
 
     def obey(self, message: messages.FromSupervisor) -> None:
         """Carry out an order of the supervisor.
@@ -90,6 +93,8 @@ class Machine:
                 self._running[key].child.signal(number)
             case messages.KeepSpares(count):
                 self.spares.keep(count)
+            case messages.Reserve(directory, run_id, sizes):
+                self._reserve(NodeStore(Path(directory), run_id, self._environment[NODE]), sizes)
             case messages.Vanish(node, directory, run_id):
                 self._vanish(node, NodeStore(Path(directory), run_id, node))
 
@@ -103,6 +108,8 @@ class Machine:
         self.spares.close()
         if self._template is not None:
             self._template.close()
+        if self._pages is not None:
+            self._pages.remove()
 
     def _start(self, order: messages.StartWorker) -> None:
         """Start a worker; an OS error, of its log or of the fork, counts as the worker's end."""
@@ -147,6 +154,13 @@ class Machine:
             running.relay.finish()
         running.child.close()
         self._tell(messages.Ended(key, code, running.last_lines() if code else []))
+
+    def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:
+        """Reserve pages on a thread; orders are carried out meanwhile."""
+        self._pages = ReservedPages(memory)
+        threading.Thread(
+            target=self._pages.reserve, args=(sizes,), name='launch-reserve', daemon=True
+        ).start()
 
     def _vanish(self, node: str, memory: NodeStore) -> None:
         here = [running.child for running in self._running.values() if running.node == node]

@@ -18,8 +18,6 @@ _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64
 # A process that takes longer to fork is stopped.
 _TO_ANSWER_S = 30.0
-# torch then counts GPUs without using one, which a process that forks must not have done.
-_UNLIKE_A_WORKER = {'PYTORCH_NVML_BASED_CUDA_CHECK': '1'}
 
 
 class TemplateLost(LaunchError):
@@ -55,7 +53,7 @@ class Template:
         with other:
             self.process = SpawnedChild(
                 [str(_SPARE), program, str(other.fileno()), *flags],
-                {**environment, **_UNLIKE_A_WORKER},
+                environment,
                 stdout=log,
                 stderr=log,
                 pass_fds=[other.fileno()],

@@ -105,7 +105,7 @@ class HostMemoryPlan:
         free = free_bytes(directory)
         left = memory_left(process) if is_in_memory(directory) else None
         reserved = {rank: reserved_bytes(directory / str(rank)) for rank in self.ranks}
-        adopted = sum(reserved.values())
+        adopted = sum(reserved.values()) + reserved_bytes(directory / 'reserved')
         # A rank with files from an earlier process needs no further space.
         beside = sum(self.ranks[rank].beside for rank, found in reserved.items() if found)
         # An earlier start may have written the secret of the job already.

@@ -22,6 +22,7 @@ from moevement_ext.memory.budget import free_bytes
 from moevement_ext.memory.cgroup import memory_left
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import STUB, NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.window.file_names import free_name
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,25 @@ def kept_by(store: NodeStore, holder: int) -> list[KeptFile]:
     return found
 
 
+def encode(files: Sequence[KeptFile]) -> bytes:
+    """The bytes that ranks leave for their successors, and for the launcher."""
+    return msgspec.msgpack.encode(files)
+
+
+def decode(files: bytes) -> list[KeptFile]:
+    """What `encode` was given.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are of something else.
+    """
+    return msgspec.msgpack.decode(files, type=list[KeptFile])
+
+
+def sizes_in(files: bytes) -> list[int]:
+    """Bytes with pages of encoded files."""
+    return [file.reserved for file in decode(files)]
+
+
 class EarlyReservation:
     """Reserves files in the directory of a rank on threads; nothing if there are windows already.
 
@@ -73,6 +93,7 @@ class EarlyReservation:
     def __init__(self, store: NodeStore, holder: int, files: Sequence[KeptFile]) -> None:
         self._store = store
         self._path = store.holder_path(holder)
+        self._pages = ReservedPages(store)
         self._missing: queue.SimpleQueue[tuple[str, KeptFile]] = queue.SimpleQueue()
         self._created: list[str] = []
         self._failed = threading.Event()
@@ -100,6 +121,7 @@ class EarlyReservation:
             return False
         needed = sum(file.reserved for file in files)
         left = memory_left()
+        needed -= self._pages.nbytes()
         return needed <= free_bytes(self._path) and (left is None or needed <= left.nbytes)
 
     def _begin(self, files: Sequence[KeptFile]) -> None:
@@ -130,8 +152,9 @@ class EarlyReservation:
     def _reserve(self, name: str, file: KeptFile) -> None:
         path = self._path / name
         private.make_directories(self._store.root, path.parent)
-        fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
         self._created.append(name)
+        self._pages.take(file.reserved, path)
+        fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(fd, file.nbytes)
             if file.reserved:

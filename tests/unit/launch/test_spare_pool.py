@@ -107,6 +107,22 @@ def test_a_spare_that_does_not_answer_is_killed_and_a_worker_started_without_it(
     assert [event.code for event in spares_ended(job)] == [-9]
 
 
+def test_a_spare_on_a_machine_without_gpu_imports_as_a_worker_does(job: Job) -> None:
+    """The adapter stands in for CUDA there, and asks torch again once it does."""
+    job.program.write_text(
+        job.program.read_text().replace(
+            'imported = {', "imported = {'nvml': os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'), "
+        )
+    )
+    job.on_event = lambda event: (
+        (job.folder / 'ready').touch() if isinstance(event, SpareReady) else None
+    )
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=kill:ready', spares=1) == 0
+    expected = '1' if os.path.exists('/dev/nvidiactl') else None
+    assert job.life(0, 1)['imported']['nvml'] == expected
+
+
 def test_what_the_program_prepares_is_there_in_a_worker(job: Job, tmp_path: Path) -> None:
     job.program.write_text(
         job.program.read_text() + "\ndef warm_up(flags):\n    imported['warm'] = list(flags)\n"

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.memory import early
+from moevement_ext.memory import budget, early, reserved_pages
+from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.early import EarlyReservation, KeptFile, kept_by
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import tmpfs_directory
 
@@ -125,3 +127,69 @@ def test_a_process_that_dies_while_it_reserves_costs_its_successor_nothing(
 def test_a_list_that_leads_elsewhere_is_not_followed(root: Path, directory: str) -> None:
     EarlyReservation(on(root, 'spare'), 2, [KeptFile(directory, NBYTES, NBYTES)]).wait()
     assert not any(file.suffix == '.window' for file in root.rglob('*'))
+
+
+# ---- a node that has reserved pages in advance
+
+
+def test_what_a_spare_node_has_reserved_is_taken_over(root: Path, files: list[KeptFile]) -> None:
+    spare = on(root, 'spare')
+    pages = ReservedPages(spare)
+    pages.reserve([file.reserved for file in files])
+    reserved = {path.stat().st_ino for path in pages.path.iterdir()}
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert set(whole(spare).values()) == reserved
+    assert pages.nbytes() == 0
+
+
+def test_files_of_other_sizes_are_made_to_fit(root: Path) -> None:
+    """The seat is another one, or other ranks of the node were faster."""
+    spare = on(root, 'spare')
+    pages = ReservedPages(spare)
+    pages.reserve([NBYTES // 4, 2 * NBYTES])
+    wanted = [KeptFile('2', NBYTES, NBYTES) for _ in range(3)]
+    EarlyReservation(on(root, 'spare'), 2, wanted).wait()
+    assert len(whole(spare)) == 3
+
+
+def test_reserved_pages_count_as_room(
+    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = on(root, 'spare')
+    ReservedPages(spare).reserve([file.reserved for file in files])
+    monkeypatch.setattr(early, 'free_bytes', lambda path: 0)
+    monkeypatch.setattr(budget, 'free_bytes', lambda path: 0)
+    plan = HostMemoryPlan({2: RankMemory(own_windows=5 * NBYTES, replicas=0, ledger=0)})
+    plan.check(None, spare.path)
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert len(whole(spare)) == 5
+    plan.check(None, spare.path)
+
+
+def test_a_spare_node_without_room_reserves_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = on(root, 'spare')
+    allocate, asked = os.posix_fallocate, []
+
+    def full_at_the_second(fd: int, offset: int, nbytes: int) -> None:
+        asked.append(fd)
+        if len(asked) == 2:
+            raise OSError(errno.ENOSPC, 'full')
+        allocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(reserved_pages.os, 'posix_fallocate', full_at_the_second)
+    ReservedPages(spare).reserve([NBYTES, NBYTES, NBYTES])
+    assert not spare.path.exists()
+
+
+def test_a_spare_node_that_dies_while_it_reserves_leaves_what_fits(
+    root: Path, files: list[KeptFile]
+) -> None:
+    if (pid := os.fork()) == 0:
+        reserved_pages.os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ReservedPages(on(root, 'spare')).reserve([file.reserved for file in files])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert len(whole(on(root, 'spare'))) == 5
