@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ from moevement_ext.config import (
     OFF,
     ConfigurationError,
     SparseCheckpointConfig,
-    node_name,
 )
 from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
@@ -35,15 +35,17 @@ from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_
 from moevement_ext.job.joining import connect, join_launched, own_store
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.job.loop_entry import LoopEntry
+from moevement_ext.job.other_layouts import OtherLayouts
+from moevement_ext.job.successors import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.unprotected_mode import UnprotectedMode
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.metrics import observer as metrics
 from moevement_ext.process import watchdog
 from moevement_ext.protect.planner import Planner
@@ -54,6 +56,7 @@ from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
 from moevement_ext.replicate.secret import UnknownSecretError
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,7 @@ class Job:
         self.protection: Protection | None = None
         self._disk = self._open_disk()
         self._on_disk: WindowName | None = None
+        self._layouts = OtherLayouts(rank)
         self._restart: Restart | None = None
         self._mode: UnprotectedMode | WholeJobMode | None = None
         self._guard: Guard | None = None
@@ -162,17 +166,22 @@ class Job:
             last_iteration: iteration at which training ends, None if unknown.
 
         Raises:
-            UserError: an export finds no window.
+            UserError: an export finds no window, or this layout cannot go on from that of before.
             HostMemoryError: host memory cannot be set up, although there are windows to recover
                 from or protection is required.
         """
         predecessor, find_s = self._find(dense_iteration, last_iteration)
-        found = predecessor is not None and bool(predecessor.candidates)
+        found = predecessor is not None and bool(predecessor.candidates or self._layouts.candidates)
         if not found:
             self._refuse_without_window()
+        reserving = reserve_early(self.rank, self.membership) if self.joining else None
         self.trainer = build(not (self.joining or found))
         self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
+        if reserving is not None:
+            reserving.wait()
         self._protect(required=self.joining or found)
+        if not self.joining and self.protection is not None:
+            leave_for_successors(self.rank, self.membership, self.protection.memory.store)
         if predecessor is not None and found:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
@@ -187,8 +196,10 @@ class Job:
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
-        store = NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
-        found = whole_job.find(store, self._disk, self.rank, dense_iteration, last_iteration)
+        elsewhere = self._layouts.find(dense_iteration, last_iteration)
+        found = whole_job.find(
+            node_store(self.rank), self._disk, self.rank, dense_iteration, last_iteration, elsewhere
+        )
         return found, time.perf_counter() - began
 
     def _refuse_without_window(self) -> None:
@@ -203,7 +214,7 @@ class Job:
             root = Path(self.rank.config.disk)
             return DiskWindows(root, self.rank.run_id, self.rank.number)
         except UserError as error:
-            if not self.joining:
+            if not self.joining or disk_only(self.rank.config):
                 raise
             self._without_disk(str(error))
             return None
@@ -254,6 +265,7 @@ class Job:
             self.rank.events.emit(ProtectionReduced(reason=str(error)))
             logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
             return
+        self._layouts.keep_until_replaced(self.protection.memory, self._disk)
         if self.protection.memory.first_on_node():
             print(f' sparse ckpt | {self.protection.memory.describe()} |', flush=True)
 
@@ -266,9 +278,14 @@ class Job:
         """Fetch and verify the window to convert; set the data position to the replay's start."""
         assert self.protection is not None  # it was required
         began = time.perf_counter()
-        captured = self.protection.captured_after(predecessor.candidates[0].start)
-        check = self.trainer.operators.check
-        source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
+        captured: list[SlotHeader] = []
+        source = self._layouts.obtain(self.protection.memory, self.trainer, predecessor)
+        if source is not None:  # nothing of another layout has the same bits
+            predecessor = replace(predecessor, candidates=[], committed=-1)
+        elif predecessor.candidates:
+            captured = self.protection.captured_after(predecessor.candidates[0].start)
+            check = self.trainer.operators.check
+            source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
         if source is None:
             return None
         conversion = source.conversion
@@ -434,11 +451,13 @@ class Job:
 
     def _finish(self) -> None:
         """End the job on this rank once all ranks have finished. Collective."""
-        torch.distributed.barrier()  # no rank frees windows that another may need to recover
-        announce(self.rank.number, 0)
         keeps = self.keeps_windows
         if keeps is None:
             keeps = self.trainer.iteration < self._last
+        if keeps:
+            self.part()
+        torch.distributed.barrier()  # no rank frees windows that another may need to recover
+        announce(self.rank.number, 0)
         self.close(remove=not keeps)
 
     def write_digest(self, path: str) -> None:
@@ -446,6 +465,11 @@ class Job:
         operators, state = self.trainer.operators, self.trainer.small_state.now()
         entries = digest_of_slices(operators.slices) | {'small state': digest_of_bytes(state)}
         write_digest(path, self.iteration, entries)
+
+    def part(self) -> None:
+        """Before a planned end, keep the state for any layout, if elastic. All ranks call it."""
+        if self.protection is not None and not self.recovering:
+            self._layouts.part(self.protection, self.trainer, self.committed)
 
     def close(self, remove: bool = True) -> None:
         """Stop all threads; with `remove` also free this run's host memory.

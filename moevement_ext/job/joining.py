@@ -16,7 +16,7 @@ import torch
 from torch.distributed import PrefixStore, Store, init_process_group
 
 from moevement_ext import faults
-from moevement_ext.config import WHOLE_JOB, SparseCheckpointConfig, node_name
+from moevement_ext.config import OFF, WHOLE_JOB, SparseCheckpointConfig, node_name
 from moevement_ext.errors import UserError
 from moevement_ext.events import EventLog
 from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
@@ -27,6 +27,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
 from moevement_ext.memory.file_system import warn_unless_in_memory
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import base_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import RunSettings, bounded, digest_of
 from moevement_ext.process.forks import isolate_children
@@ -37,6 +38,7 @@ from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.store.outside import meet_there
+from moevement_ext.strategy.choice import only_source
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ def _meet(
     end_orphans(directory / run_id)
     watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)
-    meet_there(config, run_id, timeout)
+    meet_there(config, run_id if config.elastic == OFF else base_of(run_id), timeout)
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None
@@ -138,7 +140,9 @@ def _meet(
         tell_joining(launcher, identity.rank)
         tell_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
-        report = partial(replacement_report, node, identity)
+        report = partial(
+            replacement_report, node, identity, only_source(config, run_id, identity.rank)
+        )
         copy = NodeCopy(directory, node.shared)
         membership = Membership(
             Rendezvous(launcher, identity.rank, world_size, copy),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from moevement_ext.capture.operators import Operators
+from moevement_ext.capture.relaying import Relaying
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
@@ -206,6 +207,10 @@ class Trainer(Protocol):
     @property
     def tokens(self) -> TokenCounter:
         """The load of the experts."""
+
+    @property
+    def relaying(self) -> Relaying | None:
+        """How its state moves to another layout, None if it cannot."""
 
     def begin_iteration(self, iteration: int) -> bytes:
         """The iteration after `iteration` begins: note what it will accumulate into.

@@ -88,6 +88,7 @@ class TorchTrainer:
         self.loss: float | None = None
         self.loop: Loop = PlainLoop()
         self.tokens = NoTokens()
+        self.relaying = None
         self.operators = ModuleOperators(model, optimizer, self._operator_of)
         self.small_state = LoopState(self._state, self._load_state)
         before = rank - self._per_stage if self.stage else None

@@ -4,6 +4,7 @@
     python -m tools.compare --quick
     python -m tools.compare --json compare.json --plot pictures
     python -m tools.compare --rows torch-dist-sync,global,localized --faults 4
+    python -m tools.compare peers    # other projects; its own --help
 
 A small GPT on 4 emulated nodes trains to its end once for each row, and the same ranks are killed,
 or lose their node with its memory, at the same seconds after the warm-up, by whose end each row has
@@ -208,7 +209,12 @@ def show(report: Comparison, console: Console, args: argparse.Namespace) -> None
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    args = parse_arguments(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ['peers']:
+        from tools.compare import peers
+
+        return peers.main(given[1:])
+    args = parse_arguments(given)
     return run_benchmark(
         'compare',
         lambda console: measure(args, console),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from moevement_ext.events import Recovered, WindowPersisted
+from moevement_ext.events import Recovered, WindowCommitted, WindowOnDisk, WindowPersisted
 from tools.compare.rows import Keeps
 from tools.compare.running import RANKS, STAGES, Course, Lived, Strike
 from tools.lab.errors import LabError
@@ -216,11 +216,22 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
 
 
 def period(keeps: Keeps, lived: Lived, interval: int) -> int:
-    """Iterations between two checkpoints, or of the last window; without any, of the job."""
-    log = lived.trained.log
+    """Iterations between two checkpoints, or of a window; without any, of the job.
+
+    In host memory, the median distance of windows that a rank committed.
+    """
     if keeps is Keeps.DISK:
         return interval
-    return log.captured[-1].window if log.captured else log.iterations[-1].number
+    committed = kind_of(lived.trained.events, WindowCommitted)
+    by_rank = itertools.groupby(sorted(committed, key=lambda event: (event.rank, event.time)),
+                                key=lambda event: event.rank)  # fmt: skip
+    gaps = [
+        after.start - before.start
+        for _, events in by_rank
+        for before, after in itertools.pairwise(events)
+        if after.start > before.start
+    ]
+    return round(statistics.median(gaps)) if gaps else lived.trained.log.iterations[-1].number
 
 
 def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
@@ -232,8 +243,11 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
         # The next iteration after a synchronous save is logged once that is complete.
         ready = min((item.time for item in log if item.number > interval), default=0.0)
     else:
-        persisted = kind_of(lived.trained.events, WindowPersisted)
-        ready = min((event.time for event in persisted), default=float('inf'))
+        # One that is copied to disk counts once all ranks have it there.
+        events = lived.trained.events
+        on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
+        persisted = [event.time for event in kind_of(events, WindowPersisted)]
+        ready = min(on_disk or persisted, default=float('inf'))
     return sum(strike.at < ready for strike in lived.strikes)
 
 

@@ -16,6 +16,9 @@ from tools.simulate.profile import Profile, ProfileError
 from tools.simulate.systems import Options, System, build
 
 _HISTORIES = 2  # the first one has the faults of the job
+# Without replicas nothing measures the network, which is then not used; the default of
+# --sparse-ckpt-disk-gb-per-s.
+_NOT_IN_EVENTS = {'network_bytes_per_s': 1e9, 'disk_bytes_per_s': 1e9}
 
 
 def predicted(
@@ -68,7 +71,8 @@ def _system(
             restart_s=ready_s,
             job_s=log.iterations[-1].number * iteration_s,
         ))  # fmt: skip
-    profile = _with_pace(run_profile.derive(lived.folder / 'events', {}), iteration_s)
+    given = _NOT_IN_EVENTS if row.system == 'checkfreq' else {}
+    profile = _with_pace(run_profile.derive(lived.folder / 'events', given), iteration_s)
     windows = row.system in ('ours', 'copy')
     options = Options(
         window=period if windows else None,

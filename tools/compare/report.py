@@ -2,7 +2,8 @@
 """The report of a comparison: figures of all rows over all rounds, and the table."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -17,6 +18,8 @@ from tools.compare.trace import PlannedFault
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 
+# Characters in a line of a document.
+_WIDTH = 100
 VALIDATION = 'validation losses'
 """Beside kinds of state: what evaluations gave."""
 COLUMNS = (
@@ -198,7 +201,7 @@ def caption(conditions: Conditions) -> list[str]:
         else 'Workers are new processes, unless a row has a hot spare.'
     )
     return [
-        conditions.hardware.line(),
+        f'{conditions.hardware.line()}.',
         f'{RANKS} ranks on {RANKS} emulated nodes, {conditions.iterations} iterations, of '
         f'{pace} s in plain Megatron; load {loads} at the start of each round.',
         f'Measured from iteration {conditions.warm_up} on; seconds after it: {faults}.',
@@ -207,6 +210,19 @@ def caption(conditions: Conditions) -> list[str]:
         'with *.',
         how,
     ]
+
+
+def notes(report: Comparison) -> list[str]:
+    """What is not as it should be, in lines."""
+    found = [f'{name} did not run: {why}' for name, why in report.not_run.items()]
+    for row in report.rows.values():
+        if row.unprotected:
+            found.append(
+                f'{row.title}: {row.unprotected} faults before its first checkpoint was complete.'
+            )
+        if row.broken:
+            found.append(f'{row.title}: the final state differs in {", ".join(row.different)}.')
+    return found
 
 
 def print_report(report: Comparison, console: Console) -> None:
@@ -225,13 +241,8 @@ def print_report(report: Comparison, console: Console) -> None:
     # A table of so many columns is cut at the width of a terminal, and useless then.
     wide = Console(file=console.file, width=max(console.width, 220))
     wide.print(table, soft_wrap=True)
-    for name, why in report.not_run.items():
-        say(f'{name} did not run: {why}')
-    for row in report.rows.values():
-        if row.unprotected:
-            say(f'{row.title}: {row.unprotected} faults before its first checkpoint was complete.')
-        if row.broken:
-            say(f'{row.title}: the final state differs in {", ".join(row.different)}.')
+    for line in notes(report):
+        say(line)
 
 
 def marked(row: RowResult) -> str:
@@ -240,8 +251,11 @@ def marked(row: RowResult) -> str:
 
 
 def markdown(report: Comparison) -> str:
-    """The table for a document."""
-    rows: list[Mapping[str, str] | list[str]] = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
-    lines = [f'| {" | ".join(row)} |' for row in rows]
-    lines += [f'| {" | ".join([marked(row), *cells(row)])} |' for row in report.rows.values()]
-    return '\n'.join(lines) + '\n'
+    """Caption, table and notes for a document."""
+    lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
+    lines += [[marked(row).replace('*', '\\*'), *cells(row)] for row in report.rows.values()]
+    table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    text = ' '.join(caption(report.conditions)).replace('*', '\\*')
+    parts = [textwrap.fill(text, _WIDTH, break_on_hyphens=False), table]
+    parts += [textwrap.fill(' '.join(notes(report)), _WIDTH)] if notes(report) else []
+    return '\n\n'.join(parts) + '\n'

@@ -133,7 +133,7 @@ class Course(NamedTuple):
         log = since(trained.log, self.warm_up)
         logged = len(trained.log.iterations)
         measured = trained._replace(log=log)
-        return Lived(measured, logged, strikes, _starts(folder), folder, checkpoint_bytes)
+        return Lived(measured, logged, strikes, starts(folder), folder, checkpoint_bytes)
 
     def _moments(self, job: Job, faults: Sequence[PlannedFault]) -> list[float]:
         """Times of the faults, in seconds since the epoch, once the warm-up is over."""
@@ -183,9 +183,9 @@ def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:
     return Strike(job.send(rest, signal.SIGKILL), fault.rank, fault.kind)
 
 
-def _starts(folder: Path) -> list[float]:
+def starts(folder: Path) -> list[float]:
     """Times at which the program began, in the logs of all ranks."""
-    texts = (path.read_text('utf-8', errors='replace') for path in folder.glob('logs/rank*.log'))
+    texts = (path.read_text('utf-8', errors='replace') for path in folder.glob('logs/*.log'))
     return sorted(float(found) for text in texts for found in _STARTED.findall(text))
 
 

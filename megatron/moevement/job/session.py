@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import NoReturn
 
 from megatron.core.utils import get_model_config
+from msgspec import UNSET
 
 from megatron.moevement.built import Built
 from megatron.moevement.counters import Counters
@@ -22,7 +23,7 @@ from megatron.moevement.seams import data_caches, upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
-from moevement_ext.config import ON
+from moevement_ext.config import OFF, ON
 from moevement_ext.events import LossLogged
 from moevement_ext.job.ending import announce
 from moevement_ext.job.job import Job
@@ -87,11 +88,17 @@ class Session:
             with parameter_groups.of_all_ranks(self.job.rank.exchange):
                 model, optimizer, scheduler = build(with_dense)
             check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
-            skips = self.job.rank.config.freeze == ON
+            config = self.job.rank.config
+            skips = config.freeze == ON
             self._training = TrainingState(model, optimizer, scheduler, skips)
             localized = self.job.membership is not None
             self._trainer = MegatronTrainer(
-                self._facts, self._counters, self._training, self.around, localized
+                self._facts,
+                self._counters,
+                self._training,
+                self.around,
+                localized,
+                UNSET if config.elastic == OFF else self.job.rank.identity.placed,
             )
             return self._trainer
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import Recovered, WindowPersisted
+from moevement_ext.events import Recovered, WindowCommitted, WindowPersisted
 from tools.compare import measuring, program, report, trace
 from tools.compare.__main__ import main
 from tools.compare.measuring import PHASES, Curves, Figures
@@ -22,6 +22,7 @@ from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 from tools.lab.job import Kind
+from tools.lab.launch import ROOT
 from tools.lab.run_log import Captured, Iteration, RunLog, parse_log
 from tools.lab.trained import Trained
 from tools.lab.trainer_flags import trainer_parser
@@ -185,6 +186,18 @@ def test_faults_before_the_first_checkpoint_are_counted() -> None:
     assert measuring.unprotected(Keeps.MEMORY, protected, 3) == 0
 
 
+def test_interval_is_the_distance_of_windows() -> None:
+    events = [
+        msgspec.structs.replace(WindowCommitted(start=start, plan=''), time=time, rank=rank)
+        for rank in (0, 1)
+        for time, start in ((1.0, 1), (2.0, 4), (3.0, 7), (4.0, 4), (5.0, 7))
+    ]
+    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
+    assert measuring.period(Keeps.MEMORY, job, 6) == 3
+    assert measuring.period(Keeps.DISK, job, 6) == 6
+    assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
+
+
 def test_the_simulator_gets_the_same_faults() -> None:
     """A restart of 3 s, and a checkpoint every 3 iterations: iterations 4 and 5 are lost."""
     found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3, 0.0)
@@ -227,8 +240,11 @@ def test_table_has_all_columns() -> None:
     assert by_name['ETTR'] == '0.51  (0.50 to 0.52)'
     assert (by_name['bits'], by_name['diff'], by_name['PLT']) == ('equal', '-0.19', '-')
     lines = markdown(comparison(row, results(0.4, [], 'none'))).splitlines()
-    assert len({line.count('|') for line in lines}) == 1
-    assert lines[-1].startswith('| no checkpoints * |'), 'no limit holds there'
+    table = [line for line in lines if line.startswith('|')]
+    assert len({line.count('|') for line in table}) == 1
+    assert table[-1].startswith(r'| no checkpoints \* |'), 'no limit holds there'
+    assert all(len(line) <= 100 for line in lines if line not in table)
+    assert lines[-1] == 'none did not run: why'
 
 
 def test_report_says_what_it_is_worth(capsys: pytest.CaptureFixture[str]) -> None:
@@ -311,3 +327,10 @@ def test_a_bad_flag_is_named(
     with pytest.raises(SystemExit, match='2'):
         main(flags)
     assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['compare'])
+def test_table_of_the_page_is_that_of_its_file(name: str) -> None:
+    docs = ROOT / 'docs'
+    found = msgspec.json.decode((docs / f'measurements/{name}.json').read_bytes(), type=Comparison)
+    assert markdown(found) in (docs / 'comparison.md').read_text('utf-8')
