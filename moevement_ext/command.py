@@ -57,6 +57,7 @@ PROGRAMS = {
     'drill': Subcommand('tools.drill', 'your job for a minute, with failures, bits compared'),
     'chaos': Subcommand('tools.chaos', 'failures at random, bits compared'),
     'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
+    'compare': Subcommand('tools.compare', 'ways to survive failures side by side'),
     'bench-overhead': Subcommand('tools.bench.overhead', 'what protection costs an iteration'),
     'bench-precision': Subcommand('tools.bench.precision', 'the same for narrow formats'),
     'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),

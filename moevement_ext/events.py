@@ -121,6 +121,10 @@ class Protected(Event, frozen=True, kw_only=True):
     """Bytes of each operator captured in full, and as compute weights."""
     experts: list[str]
     """The operators that are experts."""
+    strategy: str | UnsetType = UNSET
+    """`--sparse-ckpt-strategy`, if it is another one than moevement."""
+    interval: int | UnsetType = UNSET
+    """Iterations from one window to the next, if not all are captured."""
 
 
 class WindowCommitted(Event, frozen=True, kw_only=True):
@@ -179,6 +183,8 @@ class Replanned(Event, frozen=True, kw_only=True):
     """Sequence number of the plan in the run."""
     shares: dict[str, float] | UnsetType = UNSET
     """Share of the layer's tokens, by expert on this rank."""
+    interval: int | UnsetType = UNSET
+    """Iterations from one window to the next, if not all are captured."""
 
 
 class ProtectionReduced(Event, frozen=True, kw_only=True):

@@ -33,9 +33,9 @@ from megatron.moevement.job import identity
 from megatron.moevement.job.local_files import refuse_missing
 from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
 from megatron.moevement.seams import dense_tier, fp8_masters, patches
-from megatron.moevement.state.digest import refuse_unwritable
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig
 from moevement_ext.errors import UserError
+from moevement_ext.job.digest_file import refuse_unwritable
 from moevement_ext.memory.disk import require_mounted
 from moevement_ext.memory.node_store import require_directory_name
 from moevement_ext.replicate.domains import failure_domains

@@ -16,8 +16,9 @@ from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam, upstream
 from megatron.moevement.seams.data_position import UpstreamData
-from megatron.moevement.state.digest import refuse_unwritable, state_digest, write_digest
+from megatron.moevement.state.digest import state_digest
 from megatron.moevement.state.operation_count import OperationCount
+from moevement_ext.job.digest_file import refuse_unwritable, write_digest
 from moevement_ext.job.ending import announce
 from moevement_ext.process.leaving import leave
 from moevement_ext.recover.handover import handovers
@@ -61,7 +62,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
 def _train(train: Callable[..., object], counters: Counters, session: Session) -> None:
     membership = session.job.membership
     if membership is None or not membership.joining:
-        train(store=session.store)
+        train(store=session.job.store)
         return
     # A replacement of a lost worker gets from the survivors what set-up learns by collectives.
     handover = decode_handover(handovers(membership.reports)[0].trainer)

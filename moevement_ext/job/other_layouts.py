@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows of other layouts in the life of a job: found, picked up, freed. Training thread."""
 
+import logging
+
 from moevement_ext.config import OFF
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.job.exporting import is_export
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.protect.parting import part
+from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.relayout.found import NOTHING, Candidate, find, shelf_of
 from moevement_ext.relayout.picking_up import PickingUp
 from moevement_ext.replicate.host_memory import HostMemory
+
+logger = logging.getLogger(__name__)
 
 
 class OtherLayouts:
@@ -47,6 +54,25 @@ class OtherLayouts:
         memory.forget_other_layouts = lambda: shelf.remove(runs)
         if disk is not None:
             disk.forget_other_layouts = lambda: shelf.remove_on_disk(runs)
+
+    def part(self, protection: Protection, trainer: Trainer, iteration: int) -> None:
+        """Before a planned end, keep the state in one slot, for a start of any layout.
+
+        Args:
+            protection: of this rank.
+            trainer: of this rank.
+            iteration: committed iterations, the same on all ranks.
+        """
+        if self._shelf is None or is_export() or protection.unjudged:
+            return
+        try:
+            state = trainer.begin_iteration(iteration)
+            held = part(protection, self._rank, trainer.operators, iteration, state)
+        except HostMemoryError as error:
+            logger.warning('the state at the end is not kept, but windows before it: %s', error)
+            return
+        if not held:
+            logger.warning('not all ranks have said that they keep the state of %d', iteration)
 
     def obtain(
         self, memory: HostMemory, trainer: Trainer, own: whole_job.Predecessor

@@ -57,6 +57,16 @@ def require_mounted(root: Path) -> None:
         raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
 
 
+def directory_of(root: Path, run_id: str, rank: int) -> Path:
+    """Directory of a rank's windows below `--sparse-ckpt-disk`."""
+    return root / run_id / f'rank{rank}'
+
+
+def stored_in(directory: Path, rank: int) -> list[StoredWindow]:
+    """The committed windows of a rank by file name, newest first."""
+    return sorted(committed_in(directory, rank, rank), reverse=True)
+
+
 class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
@@ -78,7 +88,7 @@ class DiskWindows:
         require_directory_name('--sparse-ckpt-run-id', run_id)
         self.rank = rank
         self.forget_other_layouts: Callable[[], None] = lambda: None
-        self.path = root / run_id / f'rank{rank}'
+        self.path = directory_of(root, run_id, rank)
         require_mounted(root)
         try:
             private.make_directories(root, self.path)
@@ -96,7 +106,7 @@ class DiskWindows:
 
     def stored(self) -> list[StoredWindow]:
         """The committed windows by file name, newest first."""
-        return sorted(committed_in(self.path, self.rank, self.rank), reverse=True)
+        return stored_in(self.path, self.rank)
 
     def has(self, name: WindowName) -> bool:
         """True if there is a committed window of that name."""

@@ -62,6 +62,12 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Capacity of each of these experts in tokens; None without a limit."""
     cpu_bytes_per_s: float | None = None
     """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
+    waited_s: float = 0.0
+    """Seconds by which checkpointing delayed training since the cycle before."""
+    checkpoint_s: float | None = None
+    """Seconds of a copy to host memory and to all holders, one after the other; None: unknown."""
+    persist_s: float | None = None
+    """Seconds of the newest copy to disk; None before the first."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
@@ -72,6 +78,17 @@ class PlanParameters(msgspec.Struct, frozen=True):
     window: int
     shares: dict[str, float]
     """Popularity by expert operator; see `plan.popularity`."""
+    idle: int = 0
+    """Iterations without a capture after each window."""
+
+    @property
+    def period(self) -> int:
+        """Iterations from the start of a window to the start of the next."""
+        return self.window + self.idle
+
+    def after(self, start: int) -> int:
+        """Origin of the next plan, decided by what was seen of the cycle that began at `start`."""
+        return start + _WINDOWS_AHEAD * self.period
 
 
 def decide_plan(
@@ -101,7 +118,7 @@ def decide_plan(
         return None
     return PlanParameters(
         version=present.version + 1,
-        origin=loads[0].start + _WINDOWS_AHEAD * present.window,
+        origin=present.after(loads[0].start),
         window=window,
         shares=shares if reorder else present.shares,
     )

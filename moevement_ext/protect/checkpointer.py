@@ -7,7 +7,6 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -20,23 +19,9 @@ from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
-from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.statistics import CaptureStatistics
-
-
-class ScheduledPlan(NamedTuple):
-    """A plan and the iteration whose state is the first captured under it.
-
-    Windows begin at `origin`, `origin + W`, ... on every rank, so that ranks which learn of a plan
-    late join at the next boundary. `digest` covers the plans of all stages, so that windows of
-    different plans never count as one. Of two plans, the plan with the higher `version` is later.
-    """
-
-    origin: int
-    plan: WindowPlan
-    digest: str
-    version: int = 0
+from moevement_ext.strategy.cycle import Cycle
 
 
 @dataclass(eq=False)
@@ -80,7 +65,7 @@ class SparseCheckpointer:
         operators: Mapping[str, OperatorSlices],
         device: torch.device,
         life: WindowLife,
-        schedule: ScheduledPlan,
+        schedule: Cycle,
     ) -> None:
         self._identity = identity
         self._settings = settings.encode(identity.settings)
@@ -92,7 +77,7 @@ class SparseCheckpointer:
         self._window: _Writing | None = None
         self._given_up: list[_Writing] = []
         self._captured = -1
-        self._upcoming: list[ScheduledPlan] = []
+        self._upcoming: list[Cycle] = []
         self._aligned = schedule.origin  # where all ranks began a window under any plan
         self._adopt(schedule)
 
@@ -102,11 +87,11 @@ class SparseCheckpointer:
         return self._life.statistics
 
     @property
-    def schedule(self) -> ScheduledPlan:
+    def schedule(self) -> Cycle:
         """The plan in force."""
         return self._schedule
 
-    def schedule_next(self, schedule: ScheduledPlan) -> None:
+    def schedule_next(self, schedule: Cycle) -> None:
         """Change to another plan at its origin. Any thread."""
         with self._lock:
             self._upcoming.append(schedule)
@@ -137,9 +122,8 @@ class SparseCheckpointer:
         self._captured = iteration
         self._change_plan(iteration)
         self._release_given_up()
-        offset = iteration - self._schedule.origin
-        slot = offset % self._schedule.plan.window
-        if offset < 0:
+        slot = self._schedule.slot(iteration)
+        if slot is None:
             return
         if slot == 0:
             name = WindowName(iteration, self._schedule.digest)
@@ -202,7 +186,7 @@ class SparseCheckpointer:
         """End the capture threads; files stay."""
         self._copier.stop()
 
-    def _adopt(self, schedule: ScheduledPlan) -> None:
+    def _adopt(self, schedule: Cycle) -> None:
         self._schedule = schedule
         self._layouts = [
             SlotLayout(schedule.plan, slot, self._operators) for slot in range(schedule.plan.window)

@@ -108,6 +108,11 @@ class WindowLife:
         """Send rate to the holders of replicas, as in the events. Any thread."""
         return self._replicator.bytes_per_s()
 
+    @property
+    def holders(self) -> int:
+        """Number of peers that are sent whole windows. Any thread."""
+        return self._replicator.holders
+
     def send_cost(self) -> float:
         """CPU seconds for a byte that is sent to a holder. Any thread."""
         return self._replicator.cost.s_per_byte()

@@ -130,13 +130,12 @@ class Planner:
         """Stages that share weights: first and last one, for the embedding."""
         return frozenset(rank.stage for rank in self._ranks if rank.tied)
 
-    def first_plan(self, window: int) -> StagePlan:
+    def first_plan(self, parameters: PlanParameters) -> StagePlan:
         """The plan of a new job, from iteration 0 on. Collective, except in a joining process.
 
         Args:
-            window: W, of all stages.
+            parameters: of all stages.
         """
-        parameters = PlanParameters(0, 0, window, {})
         if self._exchange.joining:
             return self.plan(parameters)
         own = self.plan(parameters).packed() if self.is_first else b''
@@ -152,12 +151,14 @@ class Planner:
         shares, window = parameters.shares, parameters.window
         table = self._table(shares)
         everything = [[rank.operators for rank in self._ranks], window, sorted(shares.items())]
+        everything += [parameters.idle] if parameters.idle else []
         return StagePlan(
             parameters.version,
             parameters.origin,
             balanced(table, window),
             xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything)),
             {name: shares[name] for name in table.names if name in shares},
+            parameters.idle,
         )
 
     def announced_plan(self, version: int, store: Store) -> StagePlan:

@@ -4,17 +4,18 @@
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, FIXED, OFF, SOFT, STOP, node_name
+from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import Protected, Replanned
+from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
@@ -22,11 +23,10 @@ from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.plan.auto_window import FIRST_WINDOW, AutoWindow, Measured
-from moevement_ext.plan.popularity import Popularity
-from moevement_ext.plan.replanning import PlanParameters, TokenCounter, WindowLoad, decide_plan
+from moevement_ext.plan.auto_window import Measured
+from moevement_ext.plan.replanning import TokenCounter, WindowLoad
 from moevement_ext.plan.windows import budgets
-from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
+from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.disk_tier import GIGA, DiskSettings, DiskTier
 from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.persistence import PersistenceBoard
@@ -37,6 +37,8 @@ from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.host_memory import Share, TwinShare
+from moevement_ext.strategy.choice import strategy_of
+from moevement_ext.strategy.cycle import Cycle
 
 
 class Protection:
@@ -71,10 +73,9 @@ class Protection:
         self._counter = tokens
         tokens.soft = rank.config.order == SOFT
         self._counted: tuple[dict[str, float], float | None] = ({}, None)
-        self._popularity = Popularity(rank.config.order)
         self._seconds: list[float] = []
         self._windows_seen = 0
-        self._slot = 0
+        self._position = 0
         self._step_began = 0.0
         self._waited_before = 0.0
         self._started = self._former_places = False
@@ -82,13 +83,11 @@ class Protection:
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
         longest = longest_window(rank, Sizes(capacity, stub, planner.family), logged)
-        window = longest
-        self._auto_window: AutoWindow | None = None
+        self._strategy = strategy_of(rank.config, longest, self._shortest_window)
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
-            window = min(longest, FIRST_WINDOW)
-            self._auto_window = AutoWindow(self._shortest_window, longest)
-        self._first_plan = planner.first_plan(window)
+        self._first_plan = planner.first_plan(self._strategy.first())
+        window = self._first_plan.plan.window
         self._longest = longest
         self._device = with_index(operators.device)
         self._disk: DiskTier | None = None
@@ -104,7 +103,7 @@ class Protection:
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
-    def present(self) -> ScheduledPlan:
+    def present(self) -> Cycle:
         """The plan in force."""
         return self.checkpointer.schedule
 
@@ -170,7 +169,7 @@ class Protection:
             rank.number,
             rank.world_size,
             present,
-            self._decide,
+            self._strategy.next,
             self.planner.next_plan,
             self._adopt,
         )
@@ -300,10 +299,10 @@ class Protection:
         """Start capturing the state after `iteration`. Training thread."""
         self.checkpointer.begin(iteration, state)
         schedule = self.checkpointer.schedule
-        self._slot = (iteration - schedule.origin) % schedule.plan.window
-        counts = self._rank.config.order != FIXED
-        self._counter.counting = counts and self._slot == 0 and iteration >= schedule.origin
-        if self._slot == 0:
+        self._position = schedule.position(iteration)
+        counts = self._strategy.counts_tokens
+        self._counter.counting = counts and schedule.slot(iteration) == 0
+        if self._position == 0:
             self._shorten_log(iteration, schedule.plan.window)
         self._waited_before = self.checkpointer.waited_s
         self._step_began = time.perf_counter()
@@ -323,16 +322,19 @@ class Protection:
         if self._counter.counting:
             self._counted = (self._counter.take(), self._counter.take_capacity())
             self._counter.counting = False
-        if self._slot == schedule.plan.window - 1:
+        if self._position == schedule.period - 1:
             tokens, capacity = self._counted
             load = WindowLoad(
-                iteration - schedule.plan.window,
+                iteration - schedule.period,
                 tokens,
                 statistics.median(self._seconds),
                 self.checkpointer.copy_bytes_per_s(),
                 self.windows.send_bytes_per_s(),
                 capacity,
                 self._cpu_bytes_per_s(),
+                self._statistics.waited_s(),
+                self._checkpoint_s(),
+                self._statistics.persist_s,
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -381,7 +383,8 @@ class Protection:
 
     def _persisted(self, window: WindowName) -> None:
         """Handle a newly persisted window. Board's thread."""
-        self.memory.ledger.note_complete(window.start)
+        if not self.memory.disk_only:
+            self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
         if self._disk is not None:
@@ -443,19 +446,8 @@ class Protection:
                 for name, held in self._operators.slices.items()
             },
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
-        )
-
-    def _decide(
-        self, present: PlanParameters, loads: Sequence[WindowLoad]
-    ) -> PlanParameters | None:
-        """Decide about a new plan. On rank 0's replanner thread."""
-        return decide_plan(
-            present,
-            loads,
-            popularity=self._popularity.of,
-            auto_window=self._auto_window,
-            change=self._rank.config.reorder_change,
-            fraction=self._rank.config.reorder_fraction,
+            strategy=UNSET if rank.config.strategy == MOEVEMENT else rank.config.strategy,
+            interval=self.checkpointer.schedule.interval,
         )
 
     def _shortest_window(self, seen: Measured) -> int | None:
@@ -470,6 +462,14 @@ class Protection:
             cpu_bytes_per_s=seen.cpu_bytes_per_s,
         )
         return self.planner.shortest_window(carried, self._longest)
+
+    def _checkpoint_s(self) -> float | None:
+        """See `WindowLoad`; for checkpoints of one slot."""
+        nbytes, copies = self._statistics.slot_bytes, self.windows.holders
+        copied, sent = self.checkpointer.copy_bytes_per_s(), self.windows.send_bytes_per_s()
+        if copied is None or (copies and sent is None):
+            return None
+        return nbytes / copied + (copies * nbytes / sent if sent else 0.0)
 
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""
@@ -492,9 +492,4 @@ class Protection:
         bind_thread(self._device)
         self._make_room_in_log(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
-        own = self._operators.slices
-        shares = {name: share for name, share in plan.shares.items() if name in own}
-        window, version = plan.plan.window, plan.version
-        self._rank.events.emit(
-            Replanned(origin=plan.origin, window=window, version=version, shares=shares)
-        )
+        self._rank.events.emit(plan.event(self._operators.slices))

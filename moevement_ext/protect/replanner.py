@@ -36,7 +36,7 @@ class Replanner:
         rank: of this process; rank 0 decides.
         world_size: number of ranks that publish.
         present: the plan to begin with.
-        decide: `decide_plan` with the settings of the run; on rank 0.
+        decide: `Strategy.next` of the run; on rank 0.
         next_plan: returns the plan of this stage by version and store; None: not available yet.
         adopt: called on the replanner's thread with each new plan.
     """
@@ -55,7 +55,9 @@ class Replanner:
         self._rank = rank
         self._world_size = world_size
         self._version = present.version
-        self._present = PlanParameters(present.version, present.origin, present.plan.window, {})
+        self._present = PlanParameters(
+            present.version, present.origin, present.plan.window, {}, present.idle
+        )
         """On rank 0: the plan to compare the next one with; without shares until they are read."""
         self._decide = decide
         self._next_plan = next_plan

@@ -5,15 +5,17 @@ The other ranks read the plan in the launcher's store, so that they neither read
 experts of the model nor repeat the same computation on a thousand ranks.
 """
 
+from collections.abc import Collection
 from datetime import timedelta
 
 import msgspec
 from torch.distributed import DistStoreError, Store
 
+from moevement_ext.events import Replanned
 from moevement_ext.membership import packing
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters
-from moevement_ext.protect.checkpointer import ScheduledPlan
+from moevement_ext.strategy.cycle import Cycle
 
 VERSIONS_KEPT = 4
 """Plans kept in the store; the plan in force is the newest or the previous one."""
@@ -31,10 +33,22 @@ class StagePlan(msgspec.Struct, frozen=True):
     """Digest of the inputs of the plans of all stages."""
     shares: dict[str, float]
     """Share of the layer's tokens, by expert operator of the stage."""
+    idle: int = 0
+    """Iterations without a capture after each window."""
 
-    def schedule(self) -> ScheduledPlan:
+    def schedule(self) -> Cycle:
         """The plan in the form of the checkpointer."""
-        return ScheduledPlan(self.origin, self.plan, self.digest, self.version)
+        return Cycle(self.origin, self.plan, self.digest, self.version, self.idle)
+
+    def event(self, operators: Collection[str]) -> Replanned:
+        """The event of a rank with these operators that takes the plan over."""
+        return Replanned(
+            origin=self.origin,
+            window=self.plan.window,
+            version=self.version,
+            shares={name: share for name, share in self.shares.items() if name in operators},
+            interval=self.schedule().interval,
+        )
 
     def packed(self) -> bytes:
         """Encode and compress the plan, as operator names repeat."""

@@ -81,14 +81,22 @@ class CaptureStatistics:
     """Start of the newest window that every rank has on disk."""
     disk_bytes: int | None = None
     """Bytes of this rank's windows on disk; None without a disk."""
+    persist_s: float | None = None
+    """Seconds of the newest copy to disk that ended well; None before the first."""
 
     _reported: tuple[float, int] = (0.0, 0)
+    _observed_s: float = 0.0
 
     def exposed_ms(self) -> float:
         """Milliseconds exposed per iteration since the last call. Training thread."""
         seconds, iterations = self._reported
         self._reported = self.exposed_s, self.iterations
         return 1000 * (self.exposed_s - seconds) / max(self.iterations - iterations, 1)
+
+    def waited_s(self) -> float:
+        """Seconds exposed since the last call. Training thread."""
+        before, self._observed_s = self._observed_s, self.exposed_s
+        return self.exposed_s - before
 
     def degraded(self, reason: str) -> None:
         """Record and log that protection is reduced. Any thread."""

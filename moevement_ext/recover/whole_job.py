@@ -41,6 +41,7 @@ from moevement_ext.recover.sources import (
     verified_window,
 )
 from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def find(
         UserError: ranks were launched differently (see `launched_alike.check`).
         AbsentWindows: no window is complete any more, and ranks are without any.
     """
-    stock = take_stock(store, disk, rank.identity)
+    stock = take_stock(store, disk, rank.identity, disk_only(rank.config))
     left = left_by_elastic(store) if rank.config.elastic == OFF else []
     found_here = msgspec.structs.replace(
         stock, deaths=deaths.noted(store.shared), refused=[*stock.refused, *left]

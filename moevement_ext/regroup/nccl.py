@@ -43,6 +43,7 @@ class Nccl:
     """Backends for tensors in GPU memory."""
 
     waits_return = True
+    at_a_time = 1  # communicators of one process are created one after the other
 
     def __init__(self) -> None:
         self._open_calls = OpenCalls()

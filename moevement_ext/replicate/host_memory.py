@@ -52,6 +52,7 @@ from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
 from moevement_ext.replicate.secret import mark, of_life
 from moevement_ext.replicate.shelf_client import ShelfClient
 from moevement_ext.replicate.twin_client import TwinClient
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class HostMemory:
         witness: headers captured before a recovery that is not judged yet.
         log: its upstream log, or None.
         disk: its windows on disk, or None.
+        disk_only: its windows in memory are no source of a recovery.
         server: serves windows and log to the peers.
         cores: CPU cores of this rank, assuming equal shares of the ranks of a host.
         mark: of the secret of the job.
@@ -149,6 +151,7 @@ class HostMemory:
         self._hosts_replicas = share.hosts_replicas
         self._to_disk = config.disk is not None
         self.disk = share.disk
+        self.disk_only = disk_only(config)
         twin = share.twin or TwinShare(ALONE, 0, 0, frozenset())
         self._own_parts = twin.own_parts
         self.store = NodeStore(Path(config.dir), run_id, node_name())

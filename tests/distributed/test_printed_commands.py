@@ -36,6 +36,7 @@ RUNS = {
     rf'{_PYTHON}tools\.drill ': r'drill passed, all bits are equal: .*',
     r'\.venv/bin/torchrun --nproc-per-node 8 --max-restarts 100 ': r'.*',
     rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered on the .*',
+    rf'{_PYTHON}tools\.compare --quick': r'.*',
     rf'{_PYTHON}tools\.compare_digests ': r'equal: 1 digests of 1 ranks after iteration 4',
     rf'{_PYTHON}tools\.plan ': rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.placement ': _TABLE,
@@ -63,7 +64,7 @@ ELSEWHERE = {
     rf'{_PYTHON}moevement_ext\.store\.branch': 'its store; tests/unit/store',
     rf'{_PYTHON}tools\.lab\.pack_libraries': 'tests/unit/tools/lab/test_pack_libraries.py',
     r'docker |kubectl ': 'a daemon of containers, or a cluster; tests/image, tests/unit/deploy',
-    r'apt-get |pip |scripts/setup_env\.sh|scripts/build_transformer_engine\.sh':
+    r'apt-get |pip |scripts/(setup_env|peers|build_transformer_engine)\.sh':
         'it installs something; tests/unit/test_setup_env.py',
     r'promtool ': 'Prometheus; tests/unit/metrics/test_deploy.py, where it is installed',
     r'scripts/test\.sh|(.*-m )?pytest ': 'they run these tests',
@@ -80,6 +81,8 @@ ELSEWHERE = {
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
+    rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
+    rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
     rf'{_PYTHON}tools\.compatibility --write':
@@ -96,6 +99,7 @@ _SHORTER = {
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.precision': '--iterations 20',
+    'tools.compare': '--rows none,localized --iterations 32 --interval 4',
     'tools.drill': '--first 6 --second 12 --iterations 16',
 }
 """Flags that a long one gets besides."""

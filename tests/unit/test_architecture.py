@@ -21,12 +21,14 @@ ENGINE_FLOORS = (
     {'config', 'events'},
     {'faults', 'token_bucket', 'cpu_cost'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
-    {'replicate', 'store'},
+    {'strategy', 'store'},
+    {'replicate'},
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},
     {'launch', 'relayout'},
     {'slurm', 'job'},
+    {'torch_loop'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 

@@ -19,6 +19,9 @@ _CAPTURED = re.compile(
     r'exposed \(ms\): (?P<exposed>[\d.]+) \|'
 )
 _CONVERTED = ' sparse ckpt | converted window: '
+_VALIDATED = re.compile(
+    r'validation loss at iteration (?P<iteration>\d+) \| lm loss value: (?P<loss>[\d.E+-]+) \|'
+)
 _SAVED = re.compile(r'save-checkpoint \.+: \([\d.]+, (?P<ms>[\d.]+)\)')
 
 
@@ -55,6 +58,8 @@ class RunLog:
     captured: list[Captured]
     saved_ms: list[float] = field(default_factory=list)
     """Milliseconds of each dense checkpoint, on the slowest rank."""
+    validated: dict[int, float] = field(default_factory=dict)
+    """Validation loss by iteration; the newest one if it was computed again."""
 
     @property
     def iterations(self) -> list[Iteration]:
@@ -84,6 +89,7 @@ def parse_log(text: str) -> RunLog:
     lives: list[list[Iteration]] = []
     captured: list[Captured] = []
     saved_ms: list[float] = []
+    validated: dict[int, float] = {}
     restarted = True
     for line in text.splitlines():
         if found := _ITERATION.search(line):
@@ -108,9 +114,11 @@ def parse_log(text: str) -> RunLog:
             )
         elif found := _SAVED.search(line):
             saved_ms.append(float(found['ms']))
+        elif found := _VALIDATED.search(line):
+            validated[int(found['iteration'])] = float(found['loss'])
         elif _CONVERTED in line:
             restarted = True
-    return RunLog(lives, captured, saved_ms)
+    return RunLog(lives, captured, saved_ms, validated)
 
 
 def read_log(path: Path) -> RunLog:

@@ -34,7 +34,7 @@ import xxhash
 
 from megatron.moevement.facts import Settings
 from megatron.moevement.job import computing, named_files, placing
-from moevement_ext.config import OFF, SparseCheckpointConfig
+from moevement_ext.config import MOEVEMENT, OFF, SparseCheckpointConfig
 from moevement_ext.memory.shelf import directory_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Placed
@@ -95,6 +95,8 @@ _PROGRESS = (
 ).split()
 INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
 
+_STRATEGY = 'sparse_ckpt_strategy'
+
 _PLAIN = (type(None), bool, float, str, bytes, torch.dtype, torch.device, PurePath, timedelta)
 
 LAYOUT = frozenset(
@@ -142,10 +144,15 @@ def run_identity(settings: Settings, run_id: str) -> str:
 def _counting(settings: Settings) -> dict[str, object]:
     """Settings that count, by name.
 
+    The strategy counts, although it changes no bit: its windows have other content. The default is
+    left out, as windows of earlier versions do not name it.
+
     The number of query groups is left out where it is unused: with `--use-checkpoint-args` it is 1
     before the first checkpoint, and the number of heads afterwards.
     """
     found = {name: value for name, value in settings.items() if counts(name)}
+    if settings.get(_STRATEGY, MOEVEMENT) != MOEVEMENT:
+        found[_STRATEGY] = settings[_STRATEGY]
     if not found.get('group_query_attention'):
         found.pop('num_query_groups', None)
     return found
@@ -176,6 +183,7 @@ def topology_identity(settings: Settings) -> str:
 def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig) -> RankIdentity:
     """The stamp of every slot of this rank."""
     run_id = _name(settings, config)
+    settings = {**settings, _STRATEGY: config.strategy}
     run, topology = run_identity(settings, run_id), topology_identity(settings)
     told = run_settings(settings, run_id)
     layout = placing.layout_of(settings)
@@ -222,7 +230,7 @@ def _name(settings: Settings, config: SparseCheckpointConfig) -> str:
     if 'SLURM_JOB_ID' in os.environ:
         return f'slurm-{os.environ["SLURM_JOB_ID"]}'
     digest = run_identity if config.elastic == OFF else training_identity
-    return f'run-{digest(settings, "")}'
+    return f'run-{digest({**settings, _STRATEGY: config.strategy}, "")}'
 
 
 def _flag(name: str) -> str:

@@ -130,6 +130,10 @@ class MegatronTrainer:
             self._broken.put_back()
         self.small_state.move_data(state)
 
+    def around_update(self, *calls: Callable[..., None]) -> None:
+        """Wrap the optimizer step; see `TrainingState.around_update`."""
+        self.operators.around_update(*calls)
+
     def iterate(self, iteration: int) -> object:
         """Run upstream's `train_step`, or the custom loop's."""
         assert self._step is not None

@@ -35,6 +35,10 @@ UPSTREAM = {
         'seed_dp_group', 'seed_tp_group', 'seed_ep_group', 'seed_etp_group', 'skip_random_seed',
     ),
     'megatron.training.arguments:_print_args': ('title', 'args'),
+    'megatron.training.argument_utils:ArgumentGroupFactory._get_field_docstrings': (
+        'self', 'src_cfg_class',
+    ),
+    'megatron.training.ft_integration:setup': (),
     'megatron.training.training:setup_model_and_optimizer': (
         'model_type', 'model_provider_func', 'checkpointing_context', 'cfg_container',
         'pg_collection',

@@ -14,9 +14,9 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.state.broadcast import broadcast_packed
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState
+from moevement_ext.capture.broadcast import broadcast_packed
 
 
 def replicas(facts: JobFacts) -> list[int]:

@@ -7,13 +7,11 @@ of that iteration.
 Checked against megatron-core 0.19.2.
 """
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -28,6 +26,13 @@ from megatron.moevement.built import MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
+from moevement_ext.capture.generators import (
+    GeneratorStates,
+    capture_generators,
+    restore_generators,
+    state_bytes,
+    state_tensor,
+)
 
 Setting = bool | int | float | str | None | list[float]
 """A value of a parameter group or a schedule; a tuple of numbers (betas) becomes a list."""
@@ -36,13 +41,9 @@ Setting = bool | int | float | str | None | list[float]
 _CHANGING = ('params', 'step', 'lr', 'weight_decay', 'num_steps')
 
 
-class RngState(msgspec.Struct):
+class RngState(GeneratorStates):
     """States of all random number generators of the process."""
 
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, bytes, int, int, float]
-    torch: bytes
-    cuda: bytes
     tracker: dict[str, bytes]
 
 
@@ -156,31 +157,21 @@ def skipped_samples() -> int:
 
 def capture_rng() -> RngState:
     """States of all generators of this process."""
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    return RngState(
-        python=(version, internal, gauss),
-        numpy=(name, keys.tobytes(), position, has_gauss, cached),
-        torch=_bytes(torch.get_rng_state()),
-        cuda=_bytes(torch.cuda.get_rng_state()),
-        tracker={
-            key: _bytes(convert_cuda_rng_state(value))
-            for key, value in get_cuda_rng_tracker().get_states().items()
-        },
-    )
+    tracker = {
+        key: state_bytes(convert_cuda_rng_state(value))
+        for key, value in get_cuda_rng_tracker().get_states().items()
+    }
+    return RngState(**msgspec.structs.asdict(capture_generators(on_device=True)), tracker=tracker)
 
 
 def restore_rng(state: RngState) -> None:
     """Set all generators of this process."""
-    version, internal, gauss = state.python
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = state.numpy
-    np.random.set_state((name, np.frombuffer(keys, np.uint32), position, has_gauss, cached))
-    torch.cuda.set_rng_state(_tensor(state.cuda))
-    torch.set_rng_state(_tensor(state.torch))  # last: without a GPU both are the same generator
+    restore_generators(state)
     tracker = get_cuda_rng_tracker()
     present = tracker.get_states()
-    tracker.set_states({k: _put_back(present.get(k), _tensor(v)) for k, v in state.tracker.items()})
+    tracker.set_states(
+        {key: _put_back(present.get(key), state_tensor(v)) for key, v in state.tracker.items()}
+    )
 
 
 @contextmanager
@@ -199,14 +190,6 @@ def _put_back(present: Any, state: torch.Tensor) -> object:
         return state
     present.set_state(state)
     return present
-
-
-def _bytes(state: torch.Tensor) -> bytes:
-    return state.cpu().numpy().tobytes()
-
-
-def _tensor(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _scalers(optimizer: MegatronOptimizer) -> list[Any]:

@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron.moevement.built import Chunks, MegatronOptimizer
 from megatron.moevement.state import stored
-from megatron.moevement.state.broadcast import broadcast_packed
+from moevement_ext.capture.broadcast import broadcast_packed
 from moevement_ext.errors import SparseCheckpointError
 
 # Class names of optimizers beside torch's Adam; their packages may be missing.

@@ -2,7 +2,6 @@
 """Operators as slices to capture, and back: from the slices of a slot to the training state."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +10,10 @@ from megatron.moevement.built import Chunks
 from megatron.moevement.state import stored
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, complete_restore
+from moevement_ext.capture.fitting import check_fits
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
-from moevement_ext.memory.dtypes import dtype_name, dtype_of
-from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader, decode_context
+from moevement_ext.memory.dtypes import dtype_of
+from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
 
 
 def operator_slices(
@@ -73,20 +72,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
-class _Part(NamedTuple):
-    """Expected record of a captured tensor, which a slot must have."""
-
-    operator: str
-    tensor: str
-    part: str
-    dtype: str
-    start: int
-    end: int
-
-    def __str__(self) -> str:
-        return f'{self.tensor} ({self.part}, {self.dtype}, elements {self.start} to {self.end})'
-
-
 class SlotLoader:
     """Loads slots into the training state of this rank. Training thread only.
 
@@ -127,40 +112,7 @@ class SlotLoader:
         Raises:
             RefusedWindow: the slot belongs to another model; the message names a parameter.
         """
-        context = decode_context(header.context)
-        needed = set(self._needed(context))
-        held = {
-            _Part(item.operator, item.tensor, item.part, item.dtype, item.start, item.end)
-            for item in header.records
-        }
-        where = f'slot {header.slot} of window {header.start}'
-        for part in sorted(needed - held):
-            raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
-        for part in sorted(held - needed):
-            raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model has not')
-        absent = self._operators.keys() - {*context.full, *context.light}
-        if header.slot == 0 and absent:
-            raise RefusedWindow(f'{where} has nothing of {min(absent)}, which the model has')
-
-    def _needed(self, context: SlotContext) -> Iterator[_Part]:
-        parts = [
-            *(
-                item
-                for name in context.full
-                if name in self._slices
-                for item in self._slices[name].full
-            ),
-            *(
-                item
-                for name in context.light
-                if name in self._slices
-                for item in self._slices[name].light
-            ),
-            *(item for slices in self._slices.values() for item in slices.always),
-        ]
-        for item in parts:
-            dtype = dtype_name(item.source.dtype)
-            yield _Part(item.operator, item.tensor, item.part, dtype, item.start, item.end)
+        check_fits(header, self._slices)
 
     @torch.no_grad()
     def load(self, header: SlotHeader, payload: np.ndarray, context: SlotContext) -> None:

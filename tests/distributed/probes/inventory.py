@@ -10,6 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.moevement.state.optimizer_state import chained
 from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.protect.planner import Planner
 from tests.distributed.probes import training as probes
 
@@ -25,7 +26,7 @@ def write_inventory() -> None:
 
 def _look(session: Any, training: TrainingState) -> dict[str, Any]:
     planner: Planner = session.job.planner
-    plan = planner.first_plan(3)
+    plan = planner.first_plan(PlanParameters(0, 0, 3, {}))
     return {
         'place': {
             'stage': parallel_state.get_pipeline_model_parallel_rank(),

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.protect.checkpointer import ScheduledPlan
+from moevement_ext.strategy.cycle import Cycle
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.protect.training import SCHEDULE, Training, W
 
-LATER = ScheduledPlan(
+LATER = Cycle(
     2 * W, WindowPlan((('router', 'expert0'), ('expert1',))), 'later', version=1
 )  # of two iterations
 TARGET = 2 * W + 1

@@ -14,7 +14,7 @@ from moevement_ext.events import Event, WindowCommitted
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.protect.checkpointer import ScheduledPlan
+from moevement_ext.strategy.cycle import Cycle
 from tests.unit.memory.samples import PLAN, digest, tmpfs_directory
 from tests.unit.protect.training import (
     DEADLINE_S,
@@ -85,7 +85,7 @@ def test_nothing_is_captured_before_the_origin(shm: Path) -> None:
 
 def test_another_plan_takes_over_at_its_origin(training: Training) -> None:
     """The window that it cuts short is given up, and its file is used again."""
-    other = ScheduledPlan(7, WindowPlan((('router',), ('expert1', 'expert0'))), 'plan2')
+    other = Cycle(7, WindowPlan((('router',), ('expert1', 'expert0'))), 'plan2')
     training.run_until(4)
     training.checkpointer.schedule_next(other)
     training.run_until(7)
@@ -297,10 +297,10 @@ def test_after_a_rollback_later_windows_are_captured_again(shm: Path) -> None:
 def test_what_a_job_is_recovered_from_is_not_captured_by_another_plan(shm: Path) -> None:
     """Only the first window of a start counts, so the file of the second would be lost for ever."""
     plan = WindowPlan((NAMES,))
-    before = Training(shm, ScheduledPlan(0, plan, 'plan1'))
+    before = Training(shm, Cycle(0, plan, 'plan1'))
     before.run_until(3)
     before.stop()
-    after = Training(shm, ScheduledPlan(2, plan, 'plan2'), max_wait_s=0)
+    after = Training(shm, Cycle(2, plan, 'plan2'), max_wait_s=0)
     after.iteration = 2
     after.heard.extend(window.name for window in after.windows.committed())
     after.life.go_back_to(WindowName(2, 'plan1'))

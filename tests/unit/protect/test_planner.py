@@ -33,6 +33,7 @@ HELD = [
 BYTES = 1024
 """Of an operator in full."""
 WORLD = len(HELD)
+FIRST = PlanParameters(0, 0, 2, {})
 
 
 class Gathered:
@@ -107,7 +108,7 @@ def stages_of_a_job() -> Stages:
 
     with ThreadPoolExecutor(WORLD) as threads:
         planners = list(threads.map(planner, range(WORLD)))
-        first = list(threads.map(lambda made: made.first_plan(2), planners))
+        first = list(threads.map(lambda made: made.first_plan(FIRST), planners))
     return Stages(planners, first, lambda rank: planner(rank, joining=True))
 
 
@@ -167,10 +168,34 @@ def test_plans_of_all_stages_count_together_and_others_do_not(planners: list[Pla
     assert len(set.union(*found)) == 3
 
 
+SHARES = {'expert0': 0.4, 'expert1': 0.3, 'expert2': 0.2, 'expert3': 0.1}
+DIGESTS = {
+    1: ('4886364b0099d4ea', '31dbb586458e9a86'),
+    2: ('837cfb667ae8feb1', 'eadec878c4c4ea1f'),
+    3: ('85c2b5f319613c55', 'f9a5c05831269e16'),
+    5: ('689c0d5a329d11b2', '18911a2f91ba0435'),
+}
+"""By W: in the order of the model, and by popularity."""
+
+
+@pytest.mark.parametrize('window', DIGESTS)
+def test_windows_of_an_earlier_version_keep_their_names(
+    window: int, planners: list[Planner]
+) -> None:
+    found = [plan(planners[0], window, shares).digest for shares in ({}, SHARES)]
+    assert tuple(found) == DIGESTS[window]
+
+
+def test_a_plan_with_idle_iterations_is_another_plan(planners: list[Planner]) -> None:
+    dense = planners[0].plan(PlanParameters(1, 0, 1, {}, idle=4))
+    assert dense.digest not in DIGESTS[1]
+    assert [len(dense.plan.slots), dense.idle, dense.schedule().period] == [1, 4, 5]
+
+
 def test_a_job_begins_with_the_plan_of_the_first_rank_of_each_stage(stages: Stages) -> None:
     of_first, of_second = stages.first[::2]
     assert stages.first == [of_first, of_first, of_second, of_second]
-    assert of_first == stages.planners[0].plan(PlanParameters(0, 0, 2, {}))
+    assert of_first == stages.planners[0].plan(FIRST)
     assert [len(one.plan.slots) for one in (of_first, of_second)] == [2, 2]
 
 
@@ -203,7 +228,7 @@ def test_who_joins_needs_nobody_to_plan_for_it(stages: Stages, store: TCPStore) 
     publish(store, PlanParameters(1, 8, 3, {'expert1': 0.5}))
     for rank in range(WORLD):
         joined = stages.join(rank)
-        assert joined.first_plan(2) == stages.first[rank]
+        assert joined.first_plan(FIRST) == stages.first[rank]
         assert joined.shortest_window(copied(3 * BYTES), 4) == 1
     joined = stages.join(1)
     assert joined.announced_plan(1, store) == stages.planners[0].plan(published(store, 1))

@@ -18,9 +18,10 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.protect.checkpointer import ScheduledPlan, SparseCheckpointer
+from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.lifecycle import WindowLife
 from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.strategy.cycle import Cycle
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY
 
 W = 3
@@ -34,7 +35,7 @@ DEADLINE_S = 30.0
 """How long a test waits for something that comes at once."""
 
 NAMES = ('expert0', 'expert1', 'router')
-SCHEDULE = ScheduledPlan(0, WindowPlan(tuple((name,) for name in NAMES)), PLAN)
+SCHEDULE = Cycle(0, WindowPlan(tuple((name,) for name in NAMES)), PLAN)
 
 
 class Training:
@@ -46,7 +47,7 @@ class Training:
     def __init__(
         self,
         shm: Path,
-        schedule: ScheduledPlan = SCHEDULE,
+        schedule: Cycle = SCHEDULE,
         max_wait_s: float = DEADLINE_S,
         device: torch.device = CPU,
         elements: int = 100,

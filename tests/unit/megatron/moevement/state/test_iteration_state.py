@@ -134,7 +134,7 @@ def drawn() -> list[object]:
 def test_every_generator_draws_the_same_again(tracker: None) -> None:
     random.gauss(), np.random.randn()  # each has another one ready now
     state = iteration_state.capture_rng()
-    state.cuda = iteration_state._bytes(torch.Generator().manual_seed(9).get_state())
+    state.cuda = iteration_state.state_bytes(torch.Generator().manual_seed(9).get_state())
     expected = drawn()
     assert all(one != other for one, other in zip(drawn(), expected, strict=True))
     iteration_state.restore_rng(state)

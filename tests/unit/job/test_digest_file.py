@@ -5,12 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.moevement.state.digest import refuse_unwritable  # noqa: E402
-from moevement_ext.config import ConfigurationError  # noqa: E402
+from moevement_ext.config import ConfigurationError
+from moevement_ext.job.digest_file import refuse_unwritable
 
 
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:

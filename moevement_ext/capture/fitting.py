@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the records of a slot with the slices of a model."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.memory.dtypes import dtype_name
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
+
+
+class _Part(NamedTuple):
+    """Expected record of a captured tensor, which a slot must have."""
+
+    operator: str
+    tensor: str
+    part: str
+    dtype: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f'{self.tensor} ({self.part}, {self.dtype}, elements {self.start} to {self.end})'
+
+
+def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None:
+    """Check that a slot has all records that a model needs, and no others.
+
+    Args:
+        header: of the slot.
+        slices: captured slices of each operator of this rank.
+
+    Raises:
+        RefusedWindow: the slot belongs to another model; the message names a parameter.
+    """
+    context = decode_context(header.context)
+    needed = set(_needed(context, slices))
+    held = {
+        _Part(item.operator, item.tensor, item.part, item.dtype, item.start, item.end)
+        for item in header.records
+    }
+    where = f'slot {header.slot} of window {header.start}'
+    for part in sorted(needed - held):
+        raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
+    for part in sorted(held - needed):
+        raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model has not')
+    absent = slices.keys() - {*context.full, *context.light}
+    if header.slot == 0 and absent:
+        raise RefusedWindow(f'{where} has nothing of {min(absent)}, which the model has')
+
+
+def _needed(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[_Part]:
+    for item in _slices_of(context, slices):
+        dtype = dtype_name(item.source.dtype)
+        yield _Part(item.operator, item.tensor, item.part, dtype, item.start, item.end)
+
+
+def _slices_of(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[TensorSlice]:
+    for name in slices.keys() & context.full:
+        yield from slices[name].full
+    for name in slices.keys() & context.light:
+        yield from slices[name].light
+    for operator in slices.values():
+        yield from operator.always

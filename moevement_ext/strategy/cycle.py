@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cycle: the iterations from one checkpoint to the next, on one pipeline stage."""
+
+from typing import NamedTuple
+
+from msgspec import UNSET, UnsetType
+
+from moevement_ext.plan.byte_planner import WindowPlan
+
+
+class Cycle(NamedTuple):
+    """What a stage captures, in which iterations. Every rank captures its own part.
+
+    Cycles begin at `origin`, `origin + period`, ... on every rank, so that ranks which learn of a
+    plan late join at the next boundary. The first iterations of a cycle are its window, one slot
+    each; the others, which are `idle`, capture nothing. `digest` covers the plans of all stages, so
+    that windows of different plans never count as one. Of two cycles, the one with the higher
+    `version` is later.
+    """
+
+    origin: int
+    """Iteration whose state is the first to be captured."""
+    plan: WindowPlan
+    """Operators captured in full, by slot."""
+    digest: str
+    version: int = 0
+    idle: int = 0
+    """Iterations without a capture after each window."""
+
+    @property
+    def period(self) -> int:
+        """Iterations from the start of a window to the start of the next."""
+        return self.plan.window + self.idle
+
+    @property
+    def interval(self) -> int | UnsetType:
+        """The same for an event, which has it only if there are idle iterations."""
+        return self.period if self.idle else UNSET
+
+    def position(self, iteration: int) -> int:
+        """Iterations since the cycle began that captures the state after `iteration`."""
+        return (iteration - self.origin) % self.period
+
+    def slot(self, iteration: int) -> int | None:
+        """The slot for the state after `iteration`; None if it is not captured."""
+        position = self.position(iteration)
+        return position if iteration >= self.origin and position < self.plan.window else None

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison: its rows, its trace, its arithmetic, its table."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.events import Recovered, WindowCommitted, WindowPersisted
+from tools.compare import measuring, program, report, trace
+from tools.compare.__main__ import main
+from tools.compare.measuring import PHASES, Curves, Figures
+from tools.compare.pictures import draw_all, goodput, split
+from tools.compare.prediction import predicted
+from tools.compare.report import COLUMNS, Comparison, Conditions, cells, markdown, over_rounds
+from tools.compare.rows import ROWS, Keeps, Places, chosen
+from tools.compare.running import Course, Lived, Strike, since
+from tools.compare.trace import PlannedFault
+from tools.lab.digests import StateDigest
+from tools.lab.errors import LabError
+from tools.lab.hardware import Hardware
+from tools.lab.job import Kind
+from tools.lab.launch import ROOT
+from tools.lab.run_log import Captured, Iteration, RunLog, parse_log
+from tools.lab.trained import Trained
+from tools.lab.trainer_flags import trainer_parser
+
+PLACES = Places(Path('/folder'), Path('/memory'), 6, '3', 0.02, 60.0)
+SAME = StateDigest('00', 8, {})
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_the_trainer_takes_the_flags_of_a_row(name: str) -> None:
+    flags = ROWS[name].training_flags(PLACES)
+    _, unknown = trainer_parser().parse_known_args(flags)
+    assert not [flag for flag in unknown if flag.startswith('--sparse-ckpt')]
+    assert ('--sparse-ckpt' in flags) == (ROWS[name].keeps is Keeps.MEMORY)
+    assert not any('{' in flag for flag in flags)
+
+
+def test_a_row_of_the_default_way_has_the_default_recovery() -> None:
+    parsed, _ = trainer_parser().parse_known_args(ROWS['localized'].training_flags(PLACES))
+    config = {name.removeprefix('sparse_ckpt_'): value for name, value in vars(parsed).items()}
+    assert config['recovery'] == SparseCheckpointConfig().recovery == 'localized'
+    assert config['window'] == 3
+
+
+def test_forked_workers_are_hot_spares_already() -> None:
+    assert set(ROWS) - set(chosen('all', forked=True)) == {'localized-spare'}
+    assert chosen('all', forked=False) == ROWS
+    with pytest.raises(ValueError, match='starts as a hot spare does'):
+        chosen('localized-spare', forked=True)
+    with pytest.raises(ValueError, match='no row nothing'):
+        chosen('global,nothing', forked=False)
+
+
+# ---- trace
+
+
+def test_a_trace_is_the_same_for_a_seed_and_apart() -> None:
+    faults = trace.draw(3, 4, 10.0, 50.0, 4)
+    assert faults == trace.draw(3, 4, 10.0, 50.0, 4) != trace.draw(4, 4, 10.0, 50.0, 4)
+    assert [fault.kind for fault in faults] == [Kind.KILL, Kind.NODE] * 2
+    assert 10 <= faults[0].at_s and faults[-1].at_s <= 50
+    gaps = [after.at_s - one.at_s for one, after in zip(faults, faults[1:], strict=False)]
+    assert min(gaps) >= 5.0 - 0.001
+    assert {fault.rank for fault in faults} <= set(range(4))
+
+
+def test_a_trace_survives_its_file(tmp_path: Path) -> None:
+    faults = trace.draw(3, 3, 10.0, 50.0, 4)
+    trace.write(tmp_path / 'trace.csv', faults)
+    assert trace.read(tmp_path / 'trace.csv', 4) == faults
+
+
+@pytest.mark.parametrize(
+    ('text', 'wrong'),
+    [
+        ('time,rank\n1,0\n', 'no column event'),
+        ('time,rank,event\n', 'no fault in it'),
+        ('time,rank,event\n-1,0,kill\n', ":2: time is '-1'"),
+        ('time,rank,event\n1,0,stop\n', ":2: event is 'stop'"),
+        ('time,rank,event\n1,4,kill\n', ":2: rank is '4'"),
+    ],
+)
+def test_a_bad_trace_is_named(text: str, wrong: str, tmp_path: Path) -> None:
+    (tmp_path / 'trace.csv').write_text(text)
+    with pytest.raises(trace.TraceProblem, match=wrong):
+        trace.read(tmp_path / 'trace.csv', 4)
+
+
+# ---- arithmetic
+
+
+def logged(*lines: tuple[float, int]) -> RunLog:
+    return RunLog([[Iteration(time, number, 500.0, 1.0) for time, number in lines]], [])
+
+
+PLAIN = logged(*((float(number), number) for number in range(1, 11)))
+"""Ten iterations of a second."""
+ROLLED_BACK = logged(
+    (1, 1), (2, 2), (3, 3), (4, 4), (5, 5),  # at 5.5 all is killed, the newest checkpoint is of 3
+    (9, 4), (10, 5), (11, 6), (12, 7), (13, 8), (14, 9), (15, 10),
+)  # fmt: skip
+RESTARTED = Lived(
+    Trained(ROLLED_BACK, SAME, []), 12, [Strike(5.5, 2, Kind.KILL)], [0.0, 0.5, 7.5], Path(), 4000
+)
+
+
+def test_time_at_the_pace_of_plain_megatron_counts() -> None:
+    assert measuring.pace_s(PLAIN) == 1.0
+    assert measuring.ettr(PLAIN, 1.0) == 1.0
+    assert measuring.ettr(ROLLED_BACK, 1.0) == 9 / 14
+    assert measuring.ettr(ROLLED_BACK, 1.0, without_s=2.0) == 9 / 12
+    with pytest.raises(LabError, match='fewer than two'):
+        measuring.span_s(logged((1, 1)))
+
+
+def test_phases_of_a_restart_are_those_of_the_log() -> None:
+    (back,) = measuring.comebacks(RESTARTED)
+    assert back.seconds == 5.5, 'iteration 6 is the first that was not there'
+    assert back.phases == dict(zip(PHASES, (2.0, 1.0, 1.5, 1.0), strict=True))
+    assert measuring.stage_iterations(RESTARTED) == 4.0, 'two iterations on two stages'
+    assert sum(back.phases.values()) == back.seconds
+
+
+def recovered(rank: int, time: float, replayed: int) -> Recovered:
+    back = Recovered(
+        target=5, replayed=replayed, verified=1, verified_at=5, differing=[],
+        seconds={'convert': 0.5, 'fetch': 0.0},
+    )  # fmt: skip
+    return msgspec.structs.replace(back, rank=rank, time=time)
+
+
+def test_a_replay_is_not_in_the_log() -> None:
+    log = logged((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 6), (9, 7))
+    events = [recovered(0, 6.0, 0), recovered(2, 7.0, 3), recovered(3, 6.9, 3)]
+    job = Lived(Trained(log, SAME, events), 7, [Strike(5.5, 2, Kind.NODE)], [0.0, 6.0], Path(), 0)
+    (back,) = measuring.comebacks(job)
+    assert back.phases == dict(zip(PHASES, (0.5, 1.0, 0.0, 1.0), strict=True))
+    assert back.engine == {'convert': 0.5}
+    assert measuring.stage_iterations(job) == 3.0
+    assert measuring.undisturbed(log, job.strikes) == [1.0] * 5
+
+
+def test_the_warm_up_does_not_count() -> None:
+    lives = [*logged((1, 1), (2, 2), (3, 3)).lives, *logged((5, 1), (6, 2)).lives]
+    found = since(RunLog(lives, []), 3)
+    assert [item.number for item in found.iterations] == [3, 1, 2]
+    assert measuring.repeated(found) == 2, 'these had been trained before'
+    assert not since(RunLog(lives, []), 4).iterations
+
+
+def test_a_save_is_what_its_iteration_takes_longer() -> None:
+    """Every third iteration saves for half a second; every fourth evaluates for longer."""
+    times, now = [], 0.0
+    for number in range(1, 13):
+        now += 1.0 + (0.5 if number % 3 == 1 else 0) + (7.0 if number % 4 == 1 else 0)
+        times.append((now, number))
+    course = Course(Path(), Path(), 12, 0, 4, 3, 'auto', 0.0, 0.0, True)
+    job = RESTARTED._replace(trained=Trained(logged(*times), SAME, []), strikes=[])
+    assert measuring.waited_ms(Keeps.DISK, job, course) == pytest.approx(500 / 3)
+    log = RunLog(job.trained.log.lives, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
+    captured = job._replace(trained=Trained(log, SAME, []))
+    assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0
+
+
+def test_a_job_that_never_came_back_is_an_error() -> None:
+    job = RESTARTED._replace(trained=Trained(logged((1, 1), (5, 5), (9, 4)), SAME, []))
+    with pytest.raises(LabError, match='never got beyond iteration 5'):
+        list(measuring.comebacks(job))
+
+
+def test_faults_before_the_first_checkpoint_are_counted() -> None:
+    assert measuring.unprotected(Keeps.NOTHING, RESTARTED, 3) == 0
+    assert measuring.unprotected(Keeps.DISK, RESTARTED, 3) == 0, 'iteration 4 was logged before'
+    assert measuring.unprotected(Keeps.DISK, RESTARTED, 5) == 1
+    assert measuring.unprotected(Keeps.MEMORY, RESTARTED, 3) == 1
+    window = msgspec.structs.replace(WindowPersisted(start=1, plan=''), time=5.0)
+    protected = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, [window]))
+    assert measuring.unprotected(Keeps.MEMORY, protected, 3) == 0
+
+
+def test_interval_is_the_distance_of_windows() -> None:
+    events = [
+        msgspec.structs.replace(WindowCommitted(start=start, plan=''), time=time, rank=rank)
+        for rank in (0, 1)
+        for time, start in ((1.0, 1), (2.0, 4), (3.0, 7), (4.0, 4), (5.0, 7))
+    ]
+    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
+    assert measuring.period(Keeps.MEMORY, job, 6) == 3
+    assert measuring.period(Keeps.DISK, job, 6) == 6
+    assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
+
+
+def test_the_simulator_gets_the_same_faults() -> None:
+    """A restart of 3 s, and a checkpoint every 3 iterations: iterations 4 and 5 are lost."""
+    found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3, 0.0)
+    # From the first line at 1 s: 4.5 s until the fault keep 3 iterations; 6.5 s after 3 s.
+    assert found == pytest.approx((3 + 6.5) / 14)
+    assert predicted(ROWS['localized'], RESTARTED, 1.0, 3, 0.0) is None, 'there are no events'
+
+
+# ---- report
+
+
+def results(ettr: float, different: list[str], name: str = 'global') -> report.RowResult:
+    curves = measuring.curves(RESTARTED)
+    one = Figures(
+        '3', 1.1, 2e6, 3.0, 5.5, dict.fromkeys(PHASES, 1.0), {}, 4.0, None, 0.0, different,
+        ettr, ettr + 0.1, 0.7, 0, curves,
+    )  # fmt: skip
+    return over_rounds(ROWS[name], [one, msgspec.structs.replace(one, ettr=ettr + 0.02)])
+
+
+def comparison(*rows: report.RowResult) -> Comparison:
+    conditions = Conditions(
+        Hardware.here(gpu=False), [1.0, 2.0], 10, [1.0], 0.001, 0.02, True, 4,
+        [PlannedFault(4.5, Kind.KILL, 2)],
+    )  # fmt: skip
+    plain = Curves([], [(0.0, 1)], [], {5: 2.0})
+    return Comparison(conditions, plain, {row.title: row for row in rows}, {'none': 'why'}, [])
+
+
+def test_only_a_broken_promise_fails() -> None:
+    assert comparison(results(0.5, [])).exact
+    assert comparison(results(0.5, ['experts'], 'torch-dist-sync')).exact
+    assert not comparison(results(0.5, ['experts'])).exact
+
+
+def test_table_has_all_columns() -> None:
+    row = results(0.5, [])
+    assert len(cells(row)) == len(COLUMNS)
+    by_name = dict(zip(COLUMNS, cells(row), strict=True))
+    assert by_name['ETTR'] == '0.51  (0.50 to 0.52)'
+    assert (by_name['bits'], by_name['diff'], by_name['PLT']) == ('equal', '-0.19', '-')
+    lines = markdown(comparison(row, results(0.4, [], 'none'))).splitlines()
+    table = [line for line in lines if line.startswith('|')]
+    assert len({line.count('|') for line in table}) == 1
+    assert table[-1].startswith(r'| no checkpoints \* |'), 'no limit holds there'
+    assert all(len(line) <= 100 for line in lines if line not in table)
+    assert lines[-1] == 'none did not run: why'
+
+
+def test_report_says_what_it_is_worth(capsys: pytest.CaptureFixture[str]) -> None:
+    broken = msgspec.structs.replace(results(0.5, ['experts']), unprotected=1)
+    report.print_report(comparison(broken), Console())
+    text = capsys.readouterr().out
+    assert 'load 1.0, 2.0 at the start of each round' in text
+    assert 'Copies to host memory are limited to 1 MB/s' in text
+    assert 'kill of rank 2 at 4.5 s' in text
+    assert 'none did not run: why' in text
+    assert '1 faults before its first checkpoint' in text
+    assert 'the final state differs in experts' in text
+
+
+# ---- pictures
+
+
+def test_iterations_that_were_trained_again_count_for_nothing() -> None:
+    curves = measuring.curves(RESTARTED)
+    found = goodput(curves, 1.0, 2.0)
+    # Iterations 1 to 3 end at 0, 1, 2 s; 4 to 10 at 8 to 14 s.
+    assert found.tolist() == [1.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]
+    assert curves.hit == [5]
+    assert curves.faults == [(4.5, 'kill')]
+
+
+def test_rows_with_the_same_losses_are_one_line(tmp_path: Path) -> None:
+    equal, other = results(0.5, []), results(0.4, [], 'none')
+    with_loss = [
+        msgspec.structs.replace(
+            row, curves=msgspec.structs.replace(row.curves, validated={5: loss})
+        )
+        for row, loss in ((equal, 2.0), (other, 2.5))
+    ]
+    found = comparison(*with_loss)
+    assert split(found) == ([with_loss[0]], [with_loss[1]])
+    assert all(path.stat().st_size > 5000 for path in draw_all(found, tmp_path))
+
+
+def test_validation_losses_are_those_after_the_last_repetition() -> None:
+    line = ' validation loss at iteration {} | lm loss value: {} | lm loss PPL: 8.1E+01 | '
+    end = ' validation loss at iteration 8 on test set | lm loss value: 9.0E+00 | lm loss PPL: 1 |'
+    text = '\n'.join([line.format(4, '4.0E+00'), line.format(8, '3.0E+00'),
+                      line.format(8, '2.5E+00'), end])  # fmt: skip
+    assert parse_log(text).validated == {4: 4.0, 8: 2.5}
+
+
+# ---- the program
+
+
+def test_copies_take_as_long_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    issued: list[object] = []
+    monkeypatch.setattr(program.Copier, '_issue', lambda copier, piece: issued.append(piece))
+    monkeypatch.setattr(program.time, 'sleep', waited.append)
+    program.limit_copies(1000.0)
+
+    class Piece:
+        nbytes = 500
+
+    program.Copier._issue(None, Piece())  # type: ignore[arg-type]
+    assert len(issued) == 1
+    assert waited == [pytest.approx(0.5, abs=0.01)]
+
+
+@pytest.mark.parametrize(
+    ('flags', 'wrong'),
+    [
+        (['--faults', '0'], '--faults 0: must be at least 1'),
+        (['--rows', 'x'], 'no row x'),
+        (['--iterations', '47'], 'must be at least 48, 8 x --interval'),
+        (['--dense-copy', '0'], '--dense-copy 0: must be above 0'),
+        (['--window', 'x'], '--window x: must be a whole number'),
+        (['--trace', '/none.csv'], '/none.csv: cannot be read'),
+    ],
+)
+def test_a_bad_flag_is_named(
+    flags: list[str], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match='2'):
+        main(flags)
+    assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['compare'])
+def test_table_of_the_page_is_that_of_its_file(name: str) -> None:
+    docs = ROOT / 'docs'
+    found = msgspec.json.decode((docs / f'measurements/{name}.json').read_bytes(), type=Comparison)
+    assert markdown(found) in (docs / 'comparison.md').read_text('utf-8')

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts ways to survive failures side by side: one job, one trace of failures, one table.
+
+    python -m tools.compare --quick
+    python -m tools.compare --json compare.json --plot pictures
+    python -m tools.compare --rows torch-dist-sync,global,localized --faults 4
+    python -m tools.compare peers    # other projects; its own --help
+
+A small GPT on 4 emulated nodes trains to its end once for each row, and the same ranks are killed,
+or lose their node with its memory, at the same seconds after the warm-up, by whose end each row has
+a complete checkpoint. Plain Megatron without failures runs first in every round; ratios are taken
+within a round. Each prediction is the simulator's, from the profile of the same job. Copies to host
+memory and sends of windows are limited, or a toy would hide everything: a capture of the whole
+state takes --dense-copy iterations.
+
+With --quick all workers are forks of one process that has imported the program, as hot spares
+are; otherwise they are new processes, and the start of a process takes most of a recovery on a CPU.
+`start` is that time; `warm` is ETTR without it. PLT: share of all tokens whose updates were lost.
+
+Exit status: 0 done, 1 a row that promises equal bits ended in others, 2 no result.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.compare import measuring, trace
+from tools.compare.measuring import Figures
+from tools.compare.report import (
+    Comparison,
+    Conditions,
+    figures,
+    markdown,
+    over_rounds,
+    print_report,
+)
+from tools.compare.rows import ROWS, Row, chosen
+from tools.compare.running import RANKS, STATE_BYTES, Course, Lived
+from tools.compare.trace import PlannedFault
+from tools.lab.arguments import Parser
+from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.errors import LabError
+from tools.lab.figures import replacing
+from tools.lab.hardware import Hardware
+from tools.lab.models import prepare_text
+
+_PROG = 'python -m tools.compare'
+# Parts of the duration of plain Megatron after the warm-up, between which faults are drawn.
+_FIRST, _LAST = 0.2, 0.8
+_LEAST_NETWORK_GB_PER_S = 0.02
+# Each row has a complete checkpoint after so many intervals.
+_INTERVALS_OF_WARM_UP = 2
+# By flag: with --quick, and without.
+_SIZES = {'iterations': (48, 120), 'faults': (2, 4), 'rounds': (1, 2)}
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the flags; exits with a message if they are wrong."""
+    parser = Parser(prog=_PROG, description=__doc__)
+    add = parser.add_argument
+    add('--quick', action='store_true', help='minutes: a shorter job, fewer faults, forked workers')
+    add('--rows', default='all', help=f'some of {",".join(ROWS)} (default: all)')
+    for name, what in (('rounds', 'turns of all rows'), ('iterations', 'of each job'),
+                       ('faults', 'in each job')):  # fmt: skip
+        quick, full = _SIZES[name]
+        add(f'--{name}', type=int, help=f'{what} (default: {full}; {quick} with --quick)')
+    add('--interval', type=int, default=6, help='iterations between dense checkpoints (default: 6)')
+    add('--window', default='auto', help='iterations of a window, or auto (default: auto)')
+    add('--dense-copy', type=float, default=2.0, metavar='N', help='a copy of the whole state '
+        'takes as long as N iterations (default: 2)')  # fmt: skip
+    add('--seed', type=int, default=1, help='seed of the trace (default: 1)')
+    add('--trace', type=Path, metavar='FILE', help=f'faults, {",".join(trace.COLUMNS)} a line')
+    add('--output', type=Path, default=Path('runs/compare'), help='folder for logs')
+    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add('--plot', type=Path, metavar='DIR', help='write pictures here')
+    add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
+    args = parser.parse_args(argv)
+    for name, sizes in _SIZES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, sizes[not args.quick])
+    for name, least in (('rounds', 1), ('faults', 1), ('interval', 1)):
+        if getattr(args, name) < least:
+            parser.error(f'--{name} {getattr(args, name)}: must be at least {least}')
+    if args.iterations < 4 * _INTERVALS_OF_WARM_UP * args.interval:
+        least = 4 * _INTERVALS_OF_WARM_UP * args.interval
+        parser.error(f'--iterations {args.iterations}: must be at least {least}, 8 x --interval')
+    if not args.dense_copy > 0:
+        parser.error(f'--dense-copy {args.dense_copy:g}: must be above 0')
+    if args.window != 'auto' and not (args.window.isdecimal() and int(args.window)):
+        parser.error(f'--window {args.window}: must be a whole number above 0, or auto')
+    try:
+        args.rows = chosen(args.rows, args.quick)
+        args.given = trace.read(args.trace, RANKS) if args.trace else None
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+class _Round:
+    """One turn of plain Megatron and all rows."""
+
+    def __init__(self, number: int, course: Course) -> None:
+        self.number, self.course = number, course
+        self._plain: dict[bool, Lived] = {}
+
+    def plain(self, copies: bool) -> Lived:
+        """Plain Megatron in the layout of a row, run once."""
+        if copies not in self._plain:
+            self._plain[copies] = self.course.plain(self.number, copies)
+        return self._plain[copies]
+
+
+def measure(args: argparse.Namespace, console: Console) -> Comparison:
+    """Run all rounds.
+
+    Raises:
+        LabError: plain Megatron failed, or all rows did.
+    """
+    hardware = Hardware.here(gpu=False)
+    output = args.output.resolve() / 'jobs'
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    course = Course(
+        data=prepare_text(args.output.resolve() / 'data'), output=output,
+        iterations=args.iterations, warm_up=_INTERVALS_OF_WARM_UP * args.interval,
+        evaluate=max(args.iterations // 12, 1),
+        interval=args.interval, window=args.window,
+        copy_gb_per_s=0.0, network_gb_per_s=0.0, fork=args.quick,
+    )  # fmt: skip
+    faults: list[PlannedFault] | None = args.given
+    found: dict[str, list[Figures]] = {name: [] for name in args.rows}
+    failed: dict[str, str] = {}
+    paces: list[float] = []
+    loads: list[float] = []
+    for number in range(1, args.rounds + 1):
+        loads.append(round(os.getloadavg()[0], 1))
+        turn = _Round(number, course)
+        plain = turn.plain(copies=False)
+        paces.append(measuring.pace_s(plain.trained.log))
+        if number == 1:
+            faults = faults or _drawn(args, plain)
+            turn.course = course = _limited(course, args.dense_copy, paces[0])
+        assert faults is not None
+        for name, row in args.rows.items():
+            try:
+                one = _one(turn, name, row, faults)
+            except LabError as error:
+                failed.setdefault(name, str(error))
+                console.print(f'{number}: {row.title}: {error}', highlight=False, markup=False)
+                continue
+            found[name].append(one)
+            console.print(f'{number}: ETTR {one.ettr:.3f}, recovery {one.recovery_s:5.1f} s  '
+                          f'{row.title}', highlight=False, markup=False)  # fmt: skip
+    if not any(found.values()):
+        raise LabError('no row ran; see the messages above')
+    assert faults is not None
+    return Comparison(
+        Conditions(hardware, loads, args.iterations, paces, course.copy_gb_per_s,
+                   course.network_gb_per_s, args.quick, course.warm_up, faults),
+        measuring.curves(plain),
+        {name: over_rounds(args.rows[name], runs) for name, runs in found.items() if runs},
+        failed,
+        [row.title for row in args.rows.values() if row.copies],
+    )  # fmt: skip
+
+
+def _one(turn: _Round, name: str, row: Row, faults: list[PlannedFault]) -> Figures:
+    plain = turn.plain(row.copies)
+    return figures(row, turn.course.hurt(turn.number, name, row, faults), plain, turn.course)
+
+
+def _drawn(args: argparse.Namespace, plain: Lived) -> list[PlannedFault]:
+    span_s = measuring.span_s(plain.trained.log)
+    return trace.draw(args.seed, args.faults, _FIRST * span_s, _LAST * span_s, RANKS)
+
+
+def _limited(course: Course, dense_copy: float, iteration_s: float) -> Course:
+    """With the limits that the pace of plain Megatron asks for."""
+    copy = STATE_BYTES / (dense_copy * iteration_s) / 1e9
+    return course._replace(
+        copy_gb_per_s=copy, network_gb_per_s=max(2 * copy, _LEAST_NETWORK_GB_PER_S)
+    )
+
+
+def show(report: Comparison, console: Console, args: argparse.Namespace) -> None:
+    """Print the report, and write what was asked for.
+
+    Raises:
+        LabError: a file cannot be written.
+    """
+    print_report(report, console)
+    try:
+        if args.plot:
+            from tools.compare.pictures import draw_all  # matplotlib takes a second
+
+            for path in draw_all(report, args.plot):
+                console.print(str(path), highlight=False, soft_wrap=True)
+        if args.table:
+            with replacing(args.table) as partial:
+                partial.write_text(markdown(report), 'utf-8')
+    except OSError as error:
+        raise LabError(f'{error.filename}: {error.strerror}') from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ['peers']:
+        from tools.compare import peers
+
+        return peers.main(given[1:])
+    args = parse_arguments(given)
+    return run_benchmark(
+        'compare',
+        lambda console: measure(args, console),
+        lambda report, console: show(report, console, args),
+        args.json,
+        passed=lambda report: report.exact,
+    )
+
+
+if __name__ == '__main__':
+    exit_on_sigterm()
+    sys.exit(main())

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job of a comparison comes to: pure functions of its log and events."""
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from moevement_ext.events import Recovered, WindowCommitted, WindowOnDisk, WindowPersisted
+from tools.compare.rows import Keeps
+from tools.compare.running import RANKS, STAGES, Course, Lived, Strike
+from tools.lab.errors import LabError
+from tools.lab.evidence import kind_of
+from tools.lab.run_log import Iteration, RunLog
+
+PHASES = ('process start', 'restore', 'iterations again', 'new iteration')
+"""Phases of every recovery, in order."""
+
+
+class Comeback(NamedTuple):
+    """The recovery from one fault."""
+
+    seconds: float
+    """From the fault to the first iteration that was not there before it."""
+    phases: dict[str, float]
+    """Seconds by phase, of `PHASES`."""
+    engine: dict[str, float]
+    """Seconds by phase of a replay, on the rank that repeated most; empty without one."""
+
+
+class Curves(msgspec.Struct, frozen=True):
+    """A run over time, for pictures; seconds since its first iteration."""
+
+    faults: list[tuple[float, str]]
+    """Seconds and kind."""
+    kept: list[tuple[float, int]]
+    """Seconds at which each iteration was trained that was kept, and its number."""
+    hit: list[int]
+    """Newest iteration before each fault."""
+    validated: dict[int, float]
+    """Validation loss by iteration."""
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """Figures of one job."""
+
+    period: str
+    """The interval of its checkpoints, or the window."""
+    ratio: float
+    """Seconds of an undisturbed iteration over those of plain Megatron."""
+    bytes: float
+    """Bytes that a rank captures, or saves, in an iteration; mean."""
+    stall_ms: float
+    """Milliseconds in an iteration for which training waits for checkpoints; mean."""
+    recovery_s: float
+    """Median over the faults."""
+    phases: dict[str, float]
+    """Medians over the faults."""
+    engine: dict[str, float]
+    """Phases of the replay; medians over the faults."""
+    again: float
+    """Stage-iterations computed again, per fault."""
+    lost_tokens: float | None
+    """Share of all tokens whose updates of experts were lost (PLT); None: cannot happen."""
+    loss_difference: float
+    """Loss of the last iteration, minus that of plain Megatron."""
+    different: list[str]
+    """Kinds of state that differ from plain Megatron at the end."""
+    ettr: float
+    """Time of the iterations that were kept, at the pace of plain Megatron, over all time."""
+    ettr_warm: float
+    """The same without the seconds until new processes ran the program."""
+    predicted: float | None
+    """By the simulator, from the profile of this run; None: it has no such system."""
+    unprotected: int
+    """Faults before the first checkpoint was complete."""
+    curves: Curves
+
+
+def span_s(log: RunLog) -> float:
+    """Seconds from the first logged iteration to the last.
+
+    Raises:
+        LabError: there are fewer than two.
+    """
+    if len(log.iterations) < 2:
+        raise LabError('a job logged fewer than two iterations; take more --iterations')
+    return log.iterations[-1].time - log.iterations[0].time
+
+
+def pace_s(plain: RunLog) -> float:
+    """Mean seconds of an iteration of plain Megatron."""
+    return span_s(plain) / (plain.iterations[-1].number - plain.iterations[0].number)
+
+
+def ettr(log: RunLog, iteration_s: float, without_s: float = 0.0) -> float:
+    """Useful time over wall time, from the first iteration on.
+
+    Args:
+        log: log of the job.
+        iteration_s: seconds of an iteration of plain Megatron.
+        without_s: seconds of the wall time that do not count.
+    """
+    useful = log.iterations[-1].number - log.iterations[0].number
+    return useful * iteration_s / (span_s(log) - without_s)
+
+
+def undisturbed(log: RunLog, strikes: Sequence[Strike]) -> list[float]:
+    """Seconds of the iterations in which, and right after which, nothing failed."""
+    pairs = itertools.pairwise(log.iterations)
+    return [
+        after.time - before.time
+        for before, after in pairs
+        if after.number == before.number + 1
+        and not any(before.time <= strike.at <= after.time for strike in strikes)
+    ]
+
+
+def repeated(log: RunLog) -> int:
+    """Number of logged iterations that had been trained, or are trained again later."""
+    return len(log.iterations) - len(kept(log))
+
+
+def kept(log: RunLog) -> list[Iteration]:
+    """Iterations from the first one on that are not trained again later, in order."""
+    last = {item.number: item for item in log.iterations}
+    return [last[number] for number in sorted(last) if number >= log.iterations[0].number]
+
+
+def comebacks(lived: Lived) -> Iterator[Comeback]:
+    """The recovery from each fault.
+
+    Raises:
+        LabError: no new iteration followed a fault.
+    """
+    ends = [*(strike.at for strike in lived.strikes[1:]), float('inf')]
+    for strike, end in zip(lived.strikes, ends, strict=True):
+        yield _comeback(lived, strike.at, end)
+
+
+def _comeback(lived: Lived, at: float, end: float) -> Comeback:
+    log = lived.trained.log.iterations
+    before = max((item.number for item in log if item.time <= at), default=0)
+    later = [item for item in log if item.time > at]
+    new = next((item for item in later if item.number > before), None)
+    if new is None:
+        raise LabError(f'the job never got beyond iteration {before}; see {lived.folder}')
+    until = min(new.time, end)
+    started = max((time for time in lived.started if at < time < until), default=at)
+    reports = [event for event in kind_of(lived.trained.events, Recovered)
+               if at < event.time < until]  # fmt: skip
+    trains = later[0].time - later[0].elapsed_ms / 1000
+    if reports:
+        trains = max(event.time for event in reports)
+    trains = min(max(trains, started), later[0].time)
+    again = max((item.time for item in later if item.number <= before and item.time < new.time),
+                default=trains)  # fmt: skip
+    moments = (at, started, trains, max(again, trains), new.time)
+    seconds = (after - earlier for earlier, after in itertools.pairwise(moments))
+    slowest = max(reports, key=lambda event: (event.replayed, event.time), default=None)
+    engine = {} if slowest is None else {k: v for k, v in slowest.seconds.items() if v}
+    return Comeback(new.time - at, dict(zip(PHASES, seconds, strict=True)), engine)
+
+
+def medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Median of each name, 0 where it is missing."""
+    names = dict.fromkeys(itertools.chain.from_iterable(found))
+    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in names}
+
+
+def stage_iterations(lived: Lived) -> float:
+    """Stage-iterations computed again, per fault: trained again by all, or replayed by some."""
+    replayed = sum(event.replayed for event in kind_of(lived.trained.events, Recovered))
+    per_stage = RANKS // STAGES
+    return (repeated(lived.trained.log) * STAGES + replayed / per_stage) / len(lived.strikes)
+
+
+def curves(lived: Lived) -> Curves:
+    """The run over time."""
+    log = lived.trained.log
+    origin = log.iterations[0].time
+    before = [
+        max(item.number for item in log.iterations if item.time <= strike.at)
+        for strike in lived.strikes
+    ]
+    return Curves(
+        faults=[(strike.at - origin, str(strike.kind)) for strike in lived.strikes],
+        kept=[(item.time - origin, item.number) for item in kept(log)],
+        hit=before,
+        validated=log.validated,
+    )
+
+
+def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
+    """Milliseconds in an iteration for which training waits for checkpoints, mean.
+
+    Sparse checkpointing logs them. Around a save of Megatron, they are what an iteration takes
+    longer than others, evaluations apart.
+    """
+    log = lived.trained.log
+    if keeps is not Keeps.DISK:
+        return sum(slot.exposed_ms for slot in log.captured) / lived.logged
+    saves: list[float] = []
+    others: list[float] = []
+    for before, after in itertools.pairwise(log.iterations):
+        struck = any(before.time <= strike.at <= after.time for strike in lived.strikes)
+        if after.number == before.number + 1 and not struck and before.number % course.evaluate:
+            seconds = after.time - before.time
+            (others if before.number % course.interval else saves).append(seconds)
+    if not saves or not others:
+        return 0.0
+    stall_s = statistics.median(saves) - statistics.median(others)
+    return max(1000 * stall_s / course.interval, 0.0)
+
+
+def period(keeps: Keeps, lived: Lived, interval: int) -> int:
+    """Iterations between two checkpoints, or of a window; without any, of the job.
+
+    In host memory, the median distance of windows that a rank committed.
+    """
+    if keeps is Keeps.DISK:
+        return interval
+    committed = kind_of(lived.trained.events, WindowCommitted)
+    by_rank = itertools.groupby(sorted(committed, key=lambda event: (event.rank, event.time)),
+                                key=lambda event: event.rank)  # fmt: skip
+    gaps = [
+        after.start - before.start
+        for _, events in by_rank
+        for before, after in itertools.pairwise(events)
+        if after.start > before.start
+    ]
+    return round(statistics.median(gaps)) if gaps else lived.trained.log.iterations[-1].number
+
+
+def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
+    """Number of faults before the first checkpoint was complete."""
+    log = lived.trained.log.iterations
+    if keeps is Keeps.NOTHING:
+        return 0
+    if keeps is Keeps.DISK:
+        # The next iteration after a synchronous save is logged once that is complete.
+        ready = min((item.time for item in log if item.number > interval), default=0.0)
+    else:
+        # One that is copied to disk counts once all ranks have it there.
+        events = lived.trained.events
+        on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
+        persisted = [event.time for event in kind_of(events, WindowPersisted)]
+        ready = min(on_disk or persisted, default=float('inf'))
+    return sum(strike.at < ready for strike in lived.strikes)
+
+
+def lost_tokens(lived: Lived) -> float | None:
+    """Share of all tokens whose updates of experts were lost, as the newest recovery says."""
+    shares = [
+        share
+        for event in kind_of(lived.trained.events, Recovered)
+        if isinstance(share := getattr(event, 'lost_tokens', None), float)
+    ]
+    return shares[-1] if shares else None

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a comparison: figures of all rows over all rounds, and the table."""
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tools.compare import measuring
+from tools.compare.measuring import PHASES, Curves, Figures
+from tools.compare.prediction import predicted
+from tools.compare.rows import Keeps, Row
+from tools.compare.running import RANKS, Course, Lived
+from tools.compare.trace import PlannedFault
+from tools.lab.figures import Spread
+from tools.lab.hardware import Hardware
+
+# Characters in a line of a document.
+_WIDTH = 100
+VALIDATION = 'validation losses'
+"""Beside kinds of state: what evaluations gave."""
+COLUMNS = (
+    'I or W', 'iteration', 'bytes/it', 'stall/it ms', 'recovery s', 'of it start', 'restore',
+    'again', 'stage-it again', 'PLT', 'loss diff', 'bits', 'ETTR', 'warm', 'predicted', 'diff',
+)  # fmt: skip
+
+
+class Conditions(msgspec.Struct, frozen=True):
+    """What holds for all rows."""
+
+    hardware: Hardware
+    loads: list[float]
+    """Load of the last minute at the start of each round."""
+    iterations: int
+    iteration_s: list[float]
+    """Seconds of an iteration of plain Megatron, by round."""
+    copy_gb_per_s: float
+    network_gb_per_s: float
+    forked: bool
+    """Processes start as forks of one that has imported the program."""
+    warm_up: int
+    """Iterations before the trace and the measurement begin."""
+    faults: list[PlannedFault]
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """One row, over all rounds."""
+
+    title: str
+    exact: bool
+    """Promises equal bits."""
+    lossy: bool
+    throttled: bool
+    period: str
+    ratio: Spread
+    bytes: float
+    stall_ms: Spread
+    recovery_s: Spread
+    phases: dict[str, float]
+    """Median seconds."""
+    engine: dict[str, float]
+    """Phases of the replay; median seconds."""
+    again: float
+    lost_tokens: float | None
+    loss_difference: float
+    different: list[str]
+    ettr: Spread
+    ettr_warm: Spread
+    predicted: Spread | None
+    unprotected: int
+    curves: Curves
+    """Those of the last round."""
+
+    @property
+    def broken(self) -> bool:
+        """True if equal bits were promised and not found."""
+        return self.exact and bool(self.different)
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The whole report."""
+
+    conditions: Conditions
+    plain: Curves
+    """Plain Megatron without failures, last round."""
+    rows: dict[str, RowResult]
+    not_run: dict[str, str]
+    """Rows that failed here, and why."""
+    other_layout: list[str]
+    """Titles of rows whose plain Megatron has another layout."""
+
+    @property
+    def exact(self) -> bool:
+        """True if every row that promises equal bits has them."""
+        return not any(row.broken for row in self.rows.values())
+
+
+def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
+    """What a job comes to, beside plain Megatron in the same round.
+
+    Raises:
+        LabError: the job did not recover from a fault.
+    """
+    log, reference = lived.trained.log, plain.trained.log
+    iteration_s = measuring.pace_s(reference)
+    back = list(measuring.comebacks(lived))
+    phases = measuring.medians([one.phases for one in back])
+    period = measuring.period(row.keeps, lived, course.interval)
+    saved = lived.checkpoint_bytes / RANKS / course.interval
+    captured = sum(slot.nbytes for slot in log.captured) / lived.logged
+    different = lived.trained.different(plain.trained)
+    if log.validated != reference.validated:
+        different.append(VALIDATION)
+    waited_ms = measuring.waited_ms(row.keeps, lived, course)
+    return Figures(
+        period=str(period) if row.keeps is not Keeps.NOTHING else '-',
+        ratio=statistics.mean(measuring.undisturbed(log, lived.strikes)) / iteration_s,
+        bytes=captured or saved,
+        stall_ms=waited_ms,
+        recovery_s=statistics.median(one.seconds for one in back),
+        phases=phases,
+        engine=measuring.medians([one.engine for one in back]),
+        again=measuring.stage_iterations(lived),
+        lost_tokens=measuring.lost_tokens(lived) if row.lossy else None,
+        loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
+        different=different,
+        ettr=measuring.ettr(log, iteration_s),
+        ettr_warm=measuring.ettr(
+            log, iteration_s, sum(one.phases[PHASES[0]] for one in back)
+        ),
+        predicted=predicted(row, lived, iteration_s, period, waited_ms),
+        unprotected=measuring.unprotected(row.keeps, lived, course.interval),
+        curves=measuring.curves(lived),
+    )  # fmt: skip
+
+
+def over_rounds(row: Row, runs: Sequence[Figures]) -> RowResult:
+    """Figures of a row over all rounds; ratios were taken within each."""
+    known = [run.predicted for run in runs if run.predicted is not None]
+    lost = [run.lost_tokens for run in runs if run.lost_tokens is not None]
+    return RowResult(
+        title=row.title,
+        exact=row.exact,
+        lossy=row.lossy,
+        throttled=row.throttled,
+        period=runs[-1].period,
+        ratio=Spread.of([run.ratio for run in runs]),
+        bytes=statistics.median(run.bytes for run in runs),
+        stall_ms=Spread.of([run.stall_ms for run in runs]),
+        recovery_s=Spread.of([run.recovery_s for run in runs]),
+        phases=measuring.medians([run.phases for run in runs]),
+        engine=measuring.medians([run.engine for run in runs]),
+        again=statistics.mean(run.again for run in runs),
+        lost_tokens=statistics.mean(lost) if lost else None,
+        loss_difference=statistics.median(run.loss_difference for run in runs),
+        different=sorted({kind for run in runs for kind in run.different}),
+        ettr=Spread.of([run.ettr for run in runs]),
+        ettr_warm=Spread.of([run.ettr_warm for run in runs]),
+        predicted=Spread.of(known) if known else None,
+        unprotected=sum(run.unprotected for run in runs),
+        curves=runs[-1].curves,
+    )
+
+
+def cells(row: RowResult) -> list[str]:
+    """Text of a row, in the order of `COLUMNS`."""
+    phases = (row.phases.get(name, 0.0) for name in PHASES[:3])
+    differs = row.different and ('differs' if row.exact or row.lossy else row.different[0])
+    predicted_s = row.predicted
+    return [
+        row.period,
+        row.ratio.text(),
+        f'{row.bytes / 1e6:.2f} MB' if row.bytes else '-',
+        f'{row.stall_ms.median:.0f}',
+        row.recovery_s.text(1),
+        *(f'{seconds:.1f}' for seconds in phases),
+        f'{row.again:.1f}',
+        '-' if row.lost_tokens is None else f'{row.lost_tokens:.1%}',
+        f'{row.loss_difference:+.4f}' if row.loss_difference else '0',
+        differs or 'equal',
+        row.ettr.text(),
+        row.ettr_warm.text(),
+        '-' if predicted_s is None else predicted_s.text(),
+        '-' if predicted_s is None else f'{row.ettr.median - predicted_s.median:+.2f}',
+    ]
+
+
+def caption(conditions: Conditions) -> list[str]:
+    """What holds for the whole table, in lines."""
+    faults = ', '.join(
+        f'{fault.kind} of rank {fault.rank} at {fault.at_s:.1f} s' for fault in conditions.faults
+    )
+    pace = ', '.join(f'{seconds:.2f}' for seconds in conditions.iteration_s)
+    loads = ', '.join(f'{load:.1f}' for load in conditions.loads)
+    how = (
+        'Workers are forks of a process that has imported the program, as warm as hot spares.'
+        if conditions.forked
+        else 'Workers are new processes, unless a row has a hot spare.'
+    )
+    return [
+        f'{conditions.hardware.line()}.',
+        f'{RANKS} ranks on {RANKS} emulated nodes, {conditions.iterations} iterations, of '
+        f'{pace} s in plain Megatron; load {loads} at the start of each round.',
+        f'Measured from iteration {conditions.warm_up} on; seconds after it: {faults}.',
+        f'Copies to host memory are limited to {1000 * conditions.copy_gb_per_s:g} MB/s, sends '
+        f'of windows to {1000 * conditions.network_gb_per_s:g} MB/s a rank, but not in rows '
+        'with *.',
+        how,
+    ]
+
+
+def notes(report: Comparison) -> list[str]:
+    """What is not as it should be, in lines."""
+    found = [f'{name} did not run: {why}' for name, why in report.not_run.items()]
+    for row in report.rows.values():
+        if row.unprotected:
+            found.append(
+                f'{row.title}: {row.unprotected} faults before its first checkpoint was complete.'
+            )
+        if row.broken:
+            found.append(f'{row.title}: the final state differs in {", ".join(row.different)}.')
+    return found
+
+
+def print_report(report: Comparison, console: Console) -> None:
+    """Print the report for people."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    for line in caption(report.conditions):
+        say(line)
+    table = Table('')
+    for column in COLUMNS:
+        table.add_column(column, justify='right')
+    for row in report.rows.values():
+        table.add_row(marked(row), *cells(row))
+    # A table of so many columns is cut at the width of a terminal, and useless then.
+    wide = Console(file=console.file, width=max(console.width, 220))
+    wide.print(table, soft_wrap=True)
+    for line in notes(report):
+        say(line)
+
+
+def marked(row: RowResult) -> str:
+    """Title of a row, marked if the limits do not apply to it."""
+    return row.title if row.throttled else f'{row.title} *'
+
+
+def markdown(report: Comparison) -> str:
+    """Caption, table and notes for a document."""
+    lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
+    lines += [[marked(row).replace('*', '\\*'), *cells(row)] for row in report.rows.values()]
+    table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    text = ' '.join(caption(report.conditions)).replace('*', '\\*')
+    parts = [textwrap.fill(text, _WIDTH, break_on_hyphens=False), table]
+    parts += [textwrap.fill(' '.join(notes(report)), _WIDTH)] if notes(report) else []
+    return '\n\n'.join(parts) + '\n'

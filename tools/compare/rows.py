@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a comparison, each a small declaration."""
+
+import enum
+from pathlib import Path
+from typing import NamedTuple
+
+from moevement_ext.config import AUTO
+from tools.lab import models
+
+
+class Keeps(enum.StrEnum):
+    """Where a row keeps the state that it recovers from."""
+
+    NOTHING = 'nothing'
+    DISK = 'disk'
+    """Checkpoints of Megatron."""
+    MEMORY = 'memory'
+    """Host memory, by sparse checkpointing."""
+
+
+class Places(NamedTuple):
+    """What the flags of a job need to know."""
+
+    folder: Path
+    """Folder of the job."""
+    memory: Path
+    """Directory in a tmpfs."""
+    interval: int
+    """Iterations between two dense checkpoints."""
+    window: str
+    """Iterations of a window, or `auto`."""
+    network_gb_per_s: float
+    mtbf_s: float
+    """Mean seconds between the faults of the trace."""
+
+
+class Row(NamedTuple):
+    """A way to survive failures."""
+
+    title: str
+    keeps: Keeps
+    system: str
+    """The simulator's name for it (`tools.simulate --system`)."""
+    flags: str = ''
+    """Further flags of the trainer; names of `Places` in braces are filled in."""
+    exact: bool = True
+    """Promises the bits of a run without failures."""
+    lossy: bool = False
+    """Recovers without some updates of experts."""
+    restarts_all: bool = False
+    """Every failure restarts all workers."""
+    spares: int = 0
+    """Hot spares, where processes really start."""
+    asynchronous: bool = False
+    """Saves of Megatron in the background."""
+    copies: bool = False
+    """Optimizers of data-parallel ranks are copies of each other; experts are not sharded."""
+    localized: bool = False
+    """Only lost stages go back."""
+    saved: int | None = None
+    """Experts in a checkpoint, for the simulator of a lossy row."""
+
+    @property
+    def throttled(self) -> bool:
+        """The limits of copies and network apply to it."""
+        return self.keeps is Keeps.MEMORY
+
+    def training_flags(self, places: Places) -> list[str]:
+        """Flags of the trainer, beside those of the model."""
+        more = self.flags.format(**places._asdict()).split()
+        if self.keeps is Keeps.NOTHING:
+            return more
+        if self.keeps is Keeps.DISK:
+            checkpoints = places.folder / 'checkpoints'
+            return [*models.dense_flags(checkpoints, places.interval, self.asynchronous), *more]
+        events = places.folder / 'events'
+        return [*models.sparse_flags(places.memory, RUN_ID, AUTO, events), *more]
+
+
+RUN_ID = 'compare'
+PLAIN = 'plain'
+"""Plain Megatron without failures: what all rows are compared with."""
+_PEERS = '--sparse-ckpt-replicas 1 --sparse-ckpt-network-gb-per-s {network_gb_per_s:g}'
+_WINDOWS = f'--sparse-ckpt-window {{window}} {_PEERS}'
+_STRATEGY = '--sparse-ckpt-strategy'
+_RECOVERY = f'{_WINDOWS} --sparse-ckpt-recovery'
+
+ROWS = {
+    'none': Row('no checkpoints', Keeps.NOTHING, 'none', restarts_all=True),
+    'torch-dist-sync': Row(
+        'torch_dist, synchronous', Keeps.DISK, 'dense', exact=False, restarts_all=True
+    ),
+    'torch-dist-async': Row(
+        'torch_dist, asynchronous', Keeps.DISK, 'dense',
+        exact=False, restarts_all=True, asynchronous=True,
+    ),
+    'checkfreq': Row(
+        'CheckFreq', Keeps.MEMORY, 'checkfreq',
+        f'{_STRATEGY} checkfreq --sparse-ckpt-disk {{folder}}/disk',
+    ),
+    'gemini': Row(
+        'Gemini', Keeps.MEMORY, 'gemini',
+        f'{_STRATEGY} gemini --sparse-ckpt-interval oracle --sparse-ckpt-mtbf {{mtbf_s:g}} '
+        f'{_PEERS}',
+    ),
+    'whole-job': Row(
+        'MoEvement, whole job', Keeps.MEMORY, 'ours',
+        f'{_RECOVERY} whole-job', restarts_all=True,
+    ),
+    'global': Row('MoEvement, global', Keeps.MEMORY, 'ours', f'{_RECOVERY} global'),
+    'localized': Row(
+        'MoEvement, localized', Keeps.MEMORY, 'ours', f'{_RECOVERY} localized', localized=True
+    ),
+    'localized-spare': Row(
+        'MoEvement, localized, hot spare', Keeps.MEMORY, 'ours',
+        f'{_RECOVERY} localized', spares=1, localized=True,
+    ),
+    'copy': Row(
+        'copy from a data-parallel peer', Keeps.MEMORY, 'copy',
+        f'{_RECOVERY} localized', copies=True, localized=True,
+    ),
+}  # fmt: skip
+"""In the order of the table."""
+
+
+def chosen(names: str, forked: bool) -> dict[str, Row]:
+    """Rows by name; `all` are those that differ here.
+
+    Args:
+        names: comma-separated, or `all`.
+        forked: workers are forks of a process that has imported the program, as hot spares are.
+
+    Raises:
+        ValueError: there is no such row; the message names it.
+    """
+    if names == 'all':
+        return {name: row for name, row in ROWS.items() if not (forked and row.spares)}
+    asked = names.split(',')
+    if unknown := [name for name in asked if name not in ROWS]:
+        raise ValueError(f'no row {", ".join(unknown)}; there are {", ".join(ROWS)}')
+    if forked and (same := [name for name in asked if ROWS[name].spares]):
+        raise ValueError(f'{", ".join(same)}: with --quick every worker starts as a hot spare does')
+    return {name: ROWS[name] for name in asked}

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a job of a comparison, and strikes it at the moments of the trace."""
+
+import re
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.compare import program
+from tools.compare.rows import PLAIN, RUN_ID, Keeps, Places, Row
+from tools.compare.trace import PlannedFault
+from tools.lab import four_ranks
+from tools.lab.errors import LabError
+from tools.lab.job import Job, Kind, memory_directory
+from tools.lab.launch import ROOT, Launch
+from tools.lab.run_log import RunLog
+from tools.lab.trained import Trained, train
+
+STAGES, RANKS = 2, 4
+MICRO_BATCHES = 4
+"""Micro-batches of a data-parallel rank in an iteration."""
+STATE_BYTES = 1_532_928
+"""Bytes of a capture of the whole state of a rank, as a job with windows of 1 logs them."""
+_EVERYTHING = range(RANKS)
+_MAX_RESTARTS = 1000
+_POLL_S = 0.02
+_STARTED = re.compile(re.escape(program.STARTED) + r'([\d.]+)')
+_PROGRAM = str(Path(program.__file__).relative_to(ROOT))
+_ZERO = '--use-distributed-optimizer'
+
+
+class Strike(NamedTuple):
+    """A fault that a job was given."""
+
+    at: float
+    """Time in seconds since the epoch."""
+    rank: int
+    kind: Kind
+
+
+class Lived(NamedTuple):
+    """A job of a comparison that has ended."""
+
+    trained: Trained
+    """Its log begins with the end of the warm-up."""
+    logged: int
+    """Iterations in its log, with those of the warm-up."""
+    strikes: list[Strike]
+    started: list[float]
+    """Times when the program began in each process of any rank (seconds since the epoch)."""
+    folder: Path
+    checkpoint_bytes: int
+    """Bytes of the newest checkpoint of Megatron, all ranks; 0: there is none."""
+
+
+class Course(NamedTuple):
+    """What all jobs of a comparison have in common."""
+
+    data: Path
+    output: Path
+    iterations: int
+    warm_up: int
+    """Iterations before the trace and the measurement begin."""
+    evaluate: int
+    """Iterations between two evaluations."""
+    interval: int
+    """Iterations between two dense checkpoints."""
+    window: str
+    copy_gb_per_s: float
+    network_gb_per_s: float
+    fork: bool
+    """Fork all workers from one process that has imported the program."""
+
+    def training_flags(self, copies: bool) -> list[str]:
+        """Flags of plain Megatron; the last value of a flag counts."""
+        flags = four_ranks.training_flags(self.data, self.iterations)
+        flags += ['--eval-interval', str(self.evaluate), '--eval-iters', '1']
+        if copies:
+            flags = [flag for flag in flags if flag != _ZERO]
+            flags += ['--expert-model-parallel-size', '1']
+        return flags
+
+    def plain(self, number: int, copies: bool) -> Lived:
+        """Run plain Megatron without a fault.
+
+        Raises:
+            LabError: the run failed.
+        """
+        folder = self.output / f'{number}-{PLAIN}{"-copies" * copies}'
+        launch = self._launch(folder, self.training_flags(copies))
+        return self._lived(train(launch), [], folder, 0)
+
+    def hurt(self, number: int, name: str, row: Row, faults: Sequence[PlannedFault]) -> Lived:
+        """Run a row under all faults of the trace.
+
+        Raises:
+            LabError: the run failed, or ended before the last fault.
+        """
+        folder = self.output / f'{number}-{name}'
+        strikes: list[Strike] = []
+        with memory_directory('moevement-compare-') as memory:
+            mtbf_s = faults[-1].at_s / len(faults)
+            places = Places(
+                folder, memory, self.interval, self.window, self.network_gb_per_s, mtbf_s
+            )
+            flags = [*self.training_flags(row.copies), *row.training_flags(places)]
+            launch = self._launch(folder, flags, 0 if self.fork else row.spares)
+            if row.throttled:
+                launch = launch._replace(
+                    variables={program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
+                )
+
+            def strike(job: Job) -> float:
+                for fault, due in zip(faults, self._moments(job, faults), strict=True):
+                    strikes.append(_strike(job, row, fault, due))
+                return strikes[-1].at
+
+            try:
+                trained = train(launch, strike, memory=memory / RUN_ID)
+            finally:
+                checkpoints = folder / 'checkpoints'
+                saved = _newest_bytes(checkpoints)
+                shutil.rmtree(checkpoints, ignore_errors=True)
+        return self._lived(trained, strikes, folder, saved)
+
+    def _lived(
+        self, trained: Trained, strikes: list[Strike], folder: Path, checkpoint_bytes: int
+    ) -> Lived:
+        log = since(trained.log, self.warm_up)
+        logged = len(trained.log.iterations)
+        measured = trained._replace(log=log)
+        return Lived(measured, logged, strikes, starts(folder), folder, checkpoint_bytes)
+
+    def _moments(self, job: Job, faults: Sequence[PlannedFault]) -> list[float]:
+        """Times of the faults, in seconds since the epoch, once the warm-up is over."""
+        for log in job.follow(f'iteration {self.warm_up}'):
+            if rest := since(log, self.warm_up).iterations:
+                return [rest[0].time + fault.at_s for fault in faults]
+        raise LabError('the job ended before its warm-up did', job.tail())
+
+    def _launch(self, folder: Path, flags: Sequence[str], spares: int = 0) -> Launch:
+        return Launch(
+            folder, flags, RANKS, 1, _MAX_RESTARTS, spares, self.fork, program_file=_PROGRAM
+        )
+
+
+def since(log: RunLog, number: int) -> RunLog:
+    """The log from the first line of an iteration on; later lives are whole."""
+    lives = log.lives
+    for place, life in enumerate(lives):
+        rest = [item for item in life if item.number >= number]
+        if rest:
+            return replace(log, lives=[rest, *lives[place + 1 :]])
+    return replace(log, lives=[])
+
+
+def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:
+    """Wait for the moment of a fault, and inject it.
+
+    Raises:
+        LabError: the job ended before.
+    """
+    while time.time() < due or not job.pids()[fault.rank]:
+        if not job.running():
+            raise LabError(
+                f'{row.title}: the job ended before the fault at {fault.at_s:g} s; take more '
+                '--iterations'
+            )
+        time.sleep(_POLL_S)
+    if not row.restarts_all:
+        return Strike(job.hurt(fault.kind, [fault.rank]).time, fault.rank, fault.kind)
+    lost: Sequence[int] = ()
+    if fault.kind is Kind.NODE and row.keeps is Keeps.MEMORY:
+        # All stop first: a worker that survived its peers would end, and restart, by itself.
+        job.send(_EVERYTHING, signal.SIGSTOP)
+        job.lose_node(fault.rank)
+        lost = job.ranks_of_node(fault.rank)
+    rest = [rank for rank in _EVERYTHING if rank not in lost]
+    return Strike(job.send(rest, signal.SIGKILL), fault.rank, fault.kind)
+
+
+def starts(folder: Path) -> list[float]:
+    """Times at which the program began, in the logs of all ranks."""
+    texts = (path.read_text('utf-8', errors='replace') for path in folder.glob('logs/*.log'))
+    return sorted(float(found) for text in texts for found in _STARTED.findall(text))
+
+
+def _newest_bytes(checkpoints: Path) -> int:
+    folders = sorted(checkpoints.glob('iter_*'))
+    if not folders:
+        return 0
+    return sum(path.stat().st_size for path in folders[-1].rglob('*') if path.is_file())
