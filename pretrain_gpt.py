@@ -12,7 +12,7 @@ from megatron.moevement.seams import starting
 
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
-    from megatron.moevement.pretrain_gpt import main
+    from megatron.moevement.pretrain_gpt import main, warm_up  # noqa: F401 - for a hot spare
 
 if __name__ == '__main__':
     main()

@@ -19,6 +19,7 @@ OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
 GPU = 'gpu'
+RESTART = 'restart'
 SLOWEST_NETWORK_GB_PER_S = 0.02
 """Twice the rate at which a peer gives up waiting."""
 POPULARITY = 'popularity'
@@ -136,6 +137,13 @@ class SparseCheckpointConfig:
     worker ends to be replaced; 0: never."""
     bind: str = GPU
     """'gpu': bind each worker to the CPUs near its GPU; 'off': keep the launcher's binding."""
+    elastic: str = OFF
+    """'restart': a job with another parallel layout goes on from the windows of the last one."""
+    elastic_layouts: str | None = None
+    """Layouts that a start takes if the number of its ranks does not fit the flags; the first that
+    fits."""
+    elastic_exact: bool = False
+    """Refuse windows of another layout that it can only continue up to rounding."""
     forget: bool = False
     """Start over although some ranks still have windows that all ranks had."""
     strict: bool = False
@@ -178,6 +186,7 @@ class SparseCheckpointConfig:
         _one_of('--sparse-ckpt-order', self.order, *ORDERS)
         _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
+        self._check_elastic()
         if self.verify not in (OFF, REPORT, STOP):
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
@@ -250,6 +259,14 @@ class SparseCheckpointConfig:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk must be given with {flag}, which recovers from disk only.'
             )
+
+    def _check_elastic(self) -> None:
+        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
+        for flag, given in (('layouts', self.elastic_layouts), ('exact', self.elastic_exact)):
+            if given and self.elastic == OFF:
+                raise ConfigurationError(
+                    f'--sparse-ckpt-elastic-{flag} needs --sparse-ckpt-elastic {RESTART}.'
+                )
 
     def _check_disk(self) -> None:
         if self.disk is not None and not os.path.isabs(self.disk):

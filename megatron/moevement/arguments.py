@@ -18,6 +18,7 @@ from moevement_ext.config import (
     ON,
     ORDERS,
     REPORT,
+    RESTART,
     STOP,
     STRATEGIES,
     WHOLE_JOB,
@@ -280,6 +281,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=_DEFAULTS.bind,
         help='gpu: each worker runs on the CPUs near its GPU that its launcher allows, and has its '
         'windows in their memory; off: on any CPU that its launcher allows.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-elastic',
+        choices=(OFF, RESTART),
+        default=_DEFAULTS.elastic,
+        help='restart: a job that is started again with other numbers of ranks, or another '
+        'pipeline, expert or data parallel layout, goes on from the windows of the last one. Must '
+        'be given from the first start on.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-elastic-layouts',
+        default=None,
+        metavar='LAYOUTS',
+        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4": a start takes that of the '
+        'flags if its ranks fit, else the first of these that fits. Sizes that are left out are 1; '
+        'tensor parallelism stays.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-elastic-exact',
+        action='store_true',
+        help='Refuse to start another layout from a window of several iterations, which it '
+        'continues equal up to rounding only; windows of one iteration are continued exactly.',
     )
     group.add_argument(
         '--sparse-ckpt-forget',

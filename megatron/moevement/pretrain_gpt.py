@@ -16,8 +16,9 @@ from megatron.moevement.seams import cpu_device, starting
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 import argparse
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,15 +58,17 @@ if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, 
 
     from megatron.moevement.arguments import add_arguments
     from megatron.moevement.facts import UpstreamArguments
+    from megatron.moevement.job import layout_choice
     from megatron.moevement.job.unsupported import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
-    from megatron.moevement.seams import dataset_helpers, dense_tier, fp8_masters, quiet
+    from megatron.moevement.seams import dataset_helpers, dense_tier, fp8_masters, quiet, warming
     from moevement_ext import faults
 
     dataset_helpers.use_compiled()
     if cpu_device.needed():
         cpu_device.patch_upstream()
 
+_PROTECTED = '--sparse-ckpt'
 _BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 
 
@@ -202,12 +205,25 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def warm_up(flags: Sequence[str]) -> None:
+    """Prepare a process that waits to become a worker, once it has imported this module.
+
+    Args:
+        flags: of the job.
+    """
+    if _PROTECTED in flags:
+        warming.warm_up()
+
+
 def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=starting.PROGRAM_START, main_entry=time.time())
     quiet.arguments_once()
-    if '--sparse-ckpt' in sys.argv:  # upstream's parser may load the flags of a checkpoint
-        dense_tier.let_flags_count_as_given()
+    if _PROTECTED in sys.argv:
+        warming.install()
+        dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
+    with user_errors.in_one_line():
+        sys.argv += layout_choice.fitted(sys.argv[1:], int(os.environ.get('WORLD_SIZE', '1')))
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)

@@ -2,12 +2,14 @@
 """A protected job in which only the stages that lost a worker roll back."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
+from moevement_ext.process import garbage
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import RankState
@@ -54,8 +56,11 @@ class LocalizedMode(WholeJobMode):
             self.protection.planner,
             self._position(),
         )
+        # A process that joins is awaited, and was forked from one that did this, or begins cold.
+        settled = nullcontext() if self._membership.joining else garbage.settled()
         try:
-            result = self._recovery.train(run)
+            with settled:
+                result = self._recovery.train(run)
         except SystemExit:  # all ranks end here together
             self._trained = True
             raise
@@ -80,12 +85,14 @@ class LocalizedMode(WholeJobMode):
     def updating(self) -> None:
         """Note that the optimizer begins to write."""
         if self.running:
-            self.recovery.updating()
+            with self.protection.checkpointer.statistics.device_wait():
+                self.recovery.updating()
 
     def stepped(self, skipped: bool) -> None:
         """Record the update, unless it may be wrong."""
         if self.running:
-            self.recovery.committing()
+            with self.protection.checkpointer.statistics.device_wait():
+                self.recovery.committing()
         super().stepped(skipped)
 
     def begins(self, start: Start) -> None:

@@ -133,7 +133,7 @@ class Membership:
     @property
     def store(self) -> Store:
         """For keys of the epoch in which the training thread is."""
-        return self._taken.store
+        return self.taken.store
 
     @property
     def archive(self) -> Store:
@@ -278,7 +278,7 @@ class Membership:
         """
         met = beside.take(wait)
         if met:
-            self._taken, self.reports = met[-1].meeting, met[-1].reports
+            self.taken, self.reports = met[-1].meeting, met[-1].reports
         return met
 
     def leaves_nothing_to(self, beside: Beside) -> bool:
@@ -311,12 +311,12 @@ class Membership:
         watched = self._standstill.thread is not None
         self._at_barrier = watched
         try:
-            self._rendezvous.barrier(self._taken, name, None if watched else self._timeout)
+            self._rendezvous.barrier(self.taken, name, None if watched else self._timeout)
         finally:
             self._at_barrier = False
 
-    def renew(self, members: Collection[int] | None) -> None:
-        """Connect the process groups of `members` (None: all) anew, silence the others.
+    def renew(self, members: Collection[int] | None, kept: Collection[int] = ()) -> None:
+        """Connect the process groups of `members` (None: all) anew, silence others but of `kept`.
 
         Raises:
             EpochBroken: a failure was announced meanwhile.
@@ -324,11 +324,11 @@ class Membership:
         assert self._groups is not None
         self._raise_if_broken()
         timeout = min(self._timeout, connect_timeout(self._rendezvous.world_size))
-        prefix = PrefixStore(f'groups/{"all" if members is None else "some"}', self.store)
+        prefix = PrefixStore(f'groups/{"all" if members is None else min(members)}', self.store)
         store = InterruptibleStore(prefix, self._interrupted, timeout)
         self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
         try:
-            self._groups.renew(store, members, timeout)
+            self._groups.renew(store, members, timeout, kept)
         finally:
             if self.broken:
                 self._groups.unblock()
@@ -373,7 +373,7 @@ class Membership:
         """The training thread, or the thread that joins in its place, is in the next epoch."""
         self._interrupted = threading.Event()
         """Set when it is to leave."""
-        self._taken, self.reports = meeting, decode_all(meeting.reports)
+        self.taken, self.reports = meeting, decode_all(meeting.reports)
         self._arrive(meeting, self.reports)
 
     def _arrive(self, meeting: Meeting, reports: list[Report]) -> None:

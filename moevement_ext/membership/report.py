@@ -20,6 +20,8 @@ class UnderWay(msgspec.Struct, frozen=True):
     """From which."""
     target: int
     """The iteration at which it ends."""
+    epoch: int = NOWHERE
+    """In which the ranks that replay together were connected."""
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):

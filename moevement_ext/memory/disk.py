@@ -76,6 +76,9 @@ class DiskWindows:
         run_id: `--sparse-ckpt-run-id`.
         rank: owner of the windows.
 
+    Attributes:
+        forget_other_layouts: called once their windows are worthless.
+
     Raises:
         StoreInUseError: another process locks the directory, and does not end.
         UserError: the directory is not usable.
@@ -84,6 +87,7 @@ class DiskWindows:
     def __init__(self, root: Path, run_id: str, rank: int) -> None:
         require_directory_name('--sparse-ckpt-run-id', run_id)
         self.rank = rank
+        self.forget_other_layouts: Callable[[], None] = lambda: None
         self.path = directory_of(root, run_id, rank)
         require_mounted(root)
         try:
@@ -210,6 +214,7 @@ class DiskWindows:
         This includes windows of other runs and windows set aside: the job has come past them.
         Newer windows stay, as they may be all that is left of an earlier history.
         """
+        self.forget_other_layouts()
         names = {committed_name(name) for name in kept}
         past = max(name.start for name in kept)
         for path in self.path.glob('*.window'):
@@ -231,6 +236,7 @@ class DiskWindows:
                     path.unlink(missing_ok=True)
             self.close()
             return
+        self.forget_other_layouts()
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         with suppress(OSError):  # NFS keeps the open lock file; or the run has other ranks

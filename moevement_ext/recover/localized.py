@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
-import msgspec
-
 from moevement_ext import faults
 from moevement_ext.config import GLOBAL, LOCALIZED
 from moevement_ext.events import FailureDetected, Recovered, RecoveryPhase, RecoveryStarted
@@ -35,6 +33,7 @@ from moevement_ext.recover.lost_peer import in_words, lost_peer
 from moevement_ext.recover.outage import Outage, Phases
 from moevement_ext.recover.own_report import OwnReport
 from moevement_ext.recover.rank_state import RankState, Running
+from moevement_ext.recover.reconnection import Reconnection
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start, Trainer
@@ -78,6 +77,7 @@ class LocalizedRecovery:
         self._refused: list[Window] = []
         self._lost_sources = 0
         self._fruitless = Fruitless()
+        self._reconnection = Reconnection(rank.number, membership, protection)
         self._report = OwnReport(rank, membership, trainer, protection, position, self._fruitless)
         self._phases = Phases()
         self._first_iteration = False
@@ -197,20 +197,19 @@ class LocalizedRecovery:
             self._protection.withdraw_after(verdict.window.name)
         else:
             self._sends_no_more()
-        self._exchange_addresses(verdict)
+        self._reconnection.exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         with self._outage.replay(), self._on_trial(verdict):
             if self._rank.number in verdict.ranks:
                 verdict = self._replay_stage(verdict, iterate)
             else:
+                self._phases.regroup += self._reconnection.early(verdict)
                 self._meet_replayed()
         if self._position.rebuilding and self._rank.number in verdict.ranks:
             self._position.rebuilt()
         faults.point(Phase.REGROUP)
-        began = time.perf_counter()
         self._enters('regroup')
-        self._membership.renew(None)
-        self._phases.regroup += time.perf_counter() - began
+        self._phases.regroup += self._reconnection.of_all(verdict)
         if self._rank.number not in verdict.ranks | verdict.copies.keys():
             self._put_back()
         self._copy(verdict)
@@ -262,6 +261,9 @@ class LocalizedRecovery:
     def _meet(self) -> None:
         began = time.perf_counter()
         self._enters('meet')
+        if not self._membership.joining:  # in the time that a new process takes to come
+            self._trainer.loop.leave()
+        self._membership.silence()
         try:
             self._membership.meet(lambda: self._report.now(self._refused))
         except StoreLost as lost:
@@ -296,9 +298,6 @@ class LocalizedRecovery:
         reports = self._membership.reports
         self._position.decided(verdict, self._rank.number)
         self._replay.take_over_ledger(verdict.target, reports, self._stages.stage_of)
-        if not self._membership.joining:
-            self._trainer.loop.leave()
-        self._membership.silence()
         entry = self._protection.memory.ledger.get(verdict.target)
         samples = None if entry is None else entry.consumed_samples
         self._trainer.small_state.count(verdict.target, samples)
@@ -314,25 +313,6 @@ class LocalizedRecovery:
 
     # Recovery
 
-    def _exchange_addresses(self, verdict: Localized) -> None:
-        """Wait until new processes are set up, and learn where they listen."""
-        store, memory = self._membership.store, self._protection.memory
-        rank = self._rank.number
-        if rank in verdict.replacements:
-            encoded = msgspec.msgpack.encode(memory.addresses[rank])
-            store.set(f'address/{rank}', encoded)  # type: ignore[arg-type]
-        self._membership.barrier('ready')
-        for other, theirs in enumerate(self._membership.reports):
-            if theirs.address is not None:
-                memory.addresses[other] = theirs.address
-        for other in verdict.replacements:
-            found = store.get(f'address/{other}')
-            memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
-        newest = verdict.target
-        if verdict.window is not None and rank in verdict.beginning:
-            newest = verdict.window.start
-        self._protection.reach_peers(newest)
-
     def _replay_stage(self, verdict: Localized, iterate: Callable[[int], Any]) -> Localized:
         """Replay with all of the stage, then wait for all others; the verdict by then.
 
@@ -341,10 +321,8 @@ class LocalizedRecovery:
         assert verdict.window is not None
         window = verdict.window
         self._rank.events.emit(RecoveryStarted(start=window.start, dense_at=window.dense_at))
-        began = time.perf_counter()
         self._enters('regroup')
-        self._membership.renew(verdict.beginning)
-        self._phases.regroup += time.perf_counter() - began
+        self._phases.regroup += self._reconnection.early(verdict)
         self._went_on = 0
         if verdict.together:  # no stage gets on without the others
             self._replay_window(verdict, iterate)
@@ -411,7 +389,7 @@ class LocalizedRecovery:
         self._went_on += len(met)
         verdict = self._decide()
         self._position.goes_on(verdict)
-        self._exchange_addresses(verdict)
+        self._reconnection.exchange_addresses(verdict)
         return verdict
 
     def _sends_no_more(self) -> None:

@@ -97,9 +97,8 @@ class OwnReport:
             refused: as of `now`.
         """
         # It may be refused, but by this stage alone: that is judged before others rely on it.
-        before = msgspec.structs.replace(
-            self.now(refused), unjudged=False, under_way=UnderWay(window, target)
-        )
+        under_way = UnderWay(window, target, self._membership.taken.epoch)
+        before = msgspec.structs.replace(self.now(refused), unjudged=False, under_way=under_way)
         store, identity = self._protection.memory.store, self._rank.identity
         return lambda: msgspec.structs.replace(
             before, windows=held_windows(store, identity, self._only_on)

@@ -30,6 +30,7 @@ class Gloo:
     """Backends for tensors in host memory."""
 
     waits_return = False
+    at_a_time = 16
 
     def options(self, backend: ProcessGroupGloo) -> timedelta:
         """Options for a successor of `backend`: the timeout of operations."""

@@ -7,7 +7,8 @@ buckets, optimizers and schedules to them stay valid.
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,10 @@ _CONNECT_SECONDS = 60.0
 _RANKS_CONNECTED = 1024
 
 
+class _GivenUp(RuntimeError):
+    """A group is not connected, as the renewal has failed already."""
+
+
 class RegroupError(SparseCheckpointError):
     """Groups could not reconnect; those with a real backend raise until they do."""
 
@@ -44,6 +49,8 @@ class BackendKind(Protocol):
 
     waits_return: bool
     """True if ended operations return, with undefined contents of tensors; else they raise."""
+    at_a_time: int
+    """Number of groups that may be connected at the same time."""
 
     def options(self, backend: Any) -> Any:
         """Options for a successor of a backend."""
@@ -108,6 +115,14 @@ class _Group(NamedTuple):
         return f'{xxhash.xxh3_64_hexdigest(ranks.encode())}.{self.occurrence}'
 
 
+class _Open(NamedTuple):
+    """A backend that can be used, and is to be closed."""
+
+    kind: str
+    backend: Backend
+    ranks: tuple[int, ...]
+
+
 class ProcessGroups:
     """All process groups of this process, the world included.
 
@@ -133,15 +148,16 @@ class ProcessGroups:
         self._lock = threading.Lock()
         # Below: guarded by the lock.
         self._groups: dict[ProcessGroup, _Group] = {}
-        self._open: list[tuple[str, Backend]] = []
+        self._open: list[_Open] = []
         self._unblocked = False
         self._in_use: set[str] = set()
         """Names of groups that were connected when `unblock` ended them."""
         # Below: for the training thread. A reference, as torch keeps only the C++ part of a store
         # that is a Python object.
         self._tried: Store | None = None
-        self._used: Store | None = None
+        self._used: list[Store] = []
         self._addresses: list[tuple[BackendKind, Store, int]] = []
+        self._destroying: threading.Thread | None = None
         with self._lock:
             self._take_up()
         if self._kinds.keys() == {gloo.NAME}:
@@ -153,7 +169,7 @@ class ProcessGroups:
         On gloo all pending and later operations raise, even half-transferred ones (see `waits`).
         On NCCL waits return, see `Nccl.close`. A running `renew` raises.
         """
-        closing: list[tuple[str, Backend]] = []
+        closing: list[_Open] = []
         try:
             # Atomic: once the first group is closed, the training thread may call `renew`.
             with self._lock:
@@ -178,17 +194,25 @@ class ProcessGroups:
         for kind in self._kinds.values():
             kind.end_calls()
 
-    def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
-        """Give every group a new backend. Training thread, without pending operations.
+    def renew(
+        self,
+        store: Store,
+        members: Collection[int] | None,
+        timeout: timedelta,
+        kept: Collection[int] = (),
+    ) -> None:
+        """Give groups a new backend. Training thread, without pending operations.
 
         Collective over `members`. Groups whose ranks are all members get a real backend; the other
         groups get a fake one, whose operations complete at once and leave tensors unchanged.
 
         Args:
-            store: with a prefix that was never used before. While this waits for a member, other
-                threads on the same connection wait, so a watchdog needs its own connection.
+            store: with a prefix that was never used before, for several threads at a time: one
+                that waits does not occupy the connection (see `InterruptibleStore`).
             members: global ranks; None means all.
-            timeout: for the connection of each group; groups connect one after the other.
+            timeout: for the connection of each group.
+            kept: ranks that are connected since an earlier renewal: their groups stay as they are,
+                on all of these ranks.
 
         Raises:
             RegroupError: a member did not connect or left, or `unblock` was called meanwhile.
@@ -200,10 +224,13 @@ class ProcessGroups:
             self._take_up()
             self._note_in_use()
             groups = sorted(
-                self._groups.values(), key=lambda group: (group.ranks, group.occurrence)
+                (group for group in self._groups.values() if not set(kept) >= set(group.ranks)),
+                key=lambda group: (group.ranks, group.occurrence),
             )
-        self._close_open()
+        self._close_open(kept)
         self.end_calls()
+        if self._destroying is not None:
+            self._destroying.join(_DESTROY_SECONDS)
         for kind in self._kinds.values():
             kind.make_room()
         self._forget_addresses()
@@ -219,8 +246,8 @@ class ProcessGroups:
                 store_of = stores[group.group]
                 replaced += self._install(group, backends.get(group.group), store_of)
             self._in_use -= {group.name for group in inside}  # the new backends show their use
-        _destroy(replaced)
-        self._used = store
+        self._destroying = _destroy(replaced)
+        self._used = [*(self._used if kept else ()), store]
 
     @property
     def waits_returned(self) -> bool:
@@ -277,43 +304,68 @@ class ProcessGroups:
         at_once: set[str],
         timeout: timedelta,
     ) -> dict[ProcessGroup, Backend]:
-        """Connect the groups in the same order on all ranks, to avoid circular waits."""
-        backends: dict[ProcessGroup, Backend] = {}
-        for group in groups:
+        """Begin to connect the groups in the same order on all ranks, to avoid circular waits."""
+        groups = list(groups)
+        together = min(kind.at_a_time for kind in self._kinds.values())
+        failed = threading.Event()
+
+        def connect(group: _Group) -> Backend:
             try:
-                now = group.name in at_once
-                backend = self._connect_one(group, stores[group.group], timeout, now)
-            except (RuntimeError, OSError) as error:  # OSError: from a store in Python
-                self._close_open()
-                self._raise_if_unblocked()
-                raise RegroupError(
-                    f'The process group of ranks {_shown(group.ranks)} could not be connected '
-                    f'within {timeout.total_seconds():g} s: {error}'
-                ) from error
-            backends[group.group] = backend
-            with self._lock:
-                self._open.append((group.kind, backend))
-                unblocked = self._unblocked
-            if unblocked:
-                self._close_open()
-                self._raise_if_unblocked()
-        return backends
+                return self._connect_one(group, stores[group.group], timeout, at_once, failed)
+            except BaseException:
+                failed.set()
+                raise
+
+        with ThreadPoolExecutor(together, thread_name_prefix='sparse-ckpt-groups') as pool:
+            connecting = [pool.submit(connect, group) for group in groups]
+        self._raise_if_failed(groups, connecting, timeout)
+        return {
+            group.group: found.result() for group, found in zip(groups, connecting, strict=True)
+        }
+
+    def _raise_if_failed(
+        self, groups: Sequence[_Group], connecting: Sequence[Future[Backend]], timeout: timedelta
+    ) -> None:
+        errors = [(group, one.exception()) for group, one in zip(groups, connecting, strict=True)]
+        found = [(group, error) for group, error in errors if error is not None]
+        if not found and not self._unblocked:
+            return
+        self._close_open()
+        self._raise_if_unblocked()
+        group, error = next(((g, e) for g, e in found if not isinstance(e, _GivenUp)), found[0])
+        if not isinstance(error, RuntimeError | OSError):  # OSError: from a store in Python
+            raise error
+        raise RegroupError(
+            f'The process group of ranks {_shown(group.ranks)} could not be connected '
+            f'within {timeout.total_seconds():g} s: {error}'
+        ) from error
 
     def _connect_one(
-        self, group: _Group, store: Store, timeout: timedelta, at_once: bool
+        self,
+        group: _Group,
+        store: Store,
+        timeout: timedelta,
+        at_once: set[str],
+        failed: threading.Event,
     ) -> Backend:
+        if self._unblocked or failed.is_set():
+            raise _GivenUp('another group could not be connected')
         kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
-        self._addresses.append((kind, store, rank))
-        return kind.connect(
+        with self._lock:
+            self._addresses.append((kind, store, rank))
+        backend = kind.connect(
             store,
             rank,
             len(group.ranks),
             group.options,
             group.group.bound_device_id,
             timeout,
-            lambda: self._unblocked,
-            at_once,
+            lambda: self._unblocked or failed.is_set(),
+            group.name in at_once,
         )
+        with self._lock:
+            self._open.append(_Open(group.kind, backend, group.ranks))
+        return backend
 
     def _install(self, group: _Group, backend: Backend | None, store: Store) -> list[Backend]:
         kind = group.kind
@@ -326,20 +378,21 @@ class ProcessGroups:
         if self._unblocked:
             raise RegroupError('unblock() was called while the process groups were being connected')
 
-    def _close_open(self) -> None:
+    def _close_open(self, kept: Collection[int] = ()) -> None:
         with self._lock:
-            closing = self._pop_open()
+            closing = self._pop_open(kept)
         self._close(closing)
 
-    def _pop_open(self) -> list[tuple[str, Backend]]:
-        """The open backends, each returned once. Under the lock."""
-        popped, self._open = self._open, []
+    def _pop_open(self, kept: Collection[int] = ()) -> list[_Open]:
+        """The open backends, but of groups of kept ranks, each returned once. Under the lock."""
+        popped = [one for one in self._open if not set(kept) >= set(one.ranks)]
+        self._open = [one for one in self._open if set(kept) >= set(one.ranks)]
         return popped
 
-    def _close(self, closing: list[tuple[str, Backend]]) -> None:
+    def _close(self, closing: list[_Open]) -> None:
         """Close backends in order of connection, the same on every rank."""
         for name, kind in list(self._kinds.items()):
-            kind.close([backend for other, backend in closing if other == name])
+            kind.close([one.backend for one in closing if one.kind == name])
 
     def _forget_addresses(self) -> None:
         """Delete the last renewal's addresses, as its groups are connected or given up."""
@@ -364,7 +417,7 @@ class ProcessGroups:
         name, backend = self._kind_name(ranks, backends), backends[0]
         if name != FAKE:
             kind = self._kinds.setdefault(name, _kind(name))
-            self._open.append((name, backend))
+            self._open.append(_Open(name, backend, ranks))
             return _Group(group, ranks, 0, devices, name, kind.options(backend))
         able = torch.distributed.Backend.backend_capability[self._backend]
         if torch.device('cpu') in devices and 'cpu' not in able:
@@ -392,15 +445,15 @@ class ProcessGroups:
         )
 
 
-def _destroy(backends: list[Backend]) -> None:
-    """Destroy closed backends on a separate thread, which is abandoned after a timeout.
+def _destroy(backends: list[Backend]) -> threading.Thread:
+    """Destroy closed backends on a separate thread; only the next renewal waits for it, a while.
 
     The destructor joins the backend's threads, and a thread in a half-transferred gloo operation
     ends only at the group's timeout.
     """
     thread = threading.Thread(target=backends.clear, name='sparse-ckpt-destroy', daemon=True)
     thread.start()
-    thread.join(_DESTROY_SECONDS)
+    return thread
 
 
 def connect_timeout(world_size: int) -> timedelta:

@@ -9,7 +9,6 @@ grows when the stalls exceed the bound later. Only what all ranks have on disk i
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.strategy.dense import DenseCycles
@@ -35,8 +34,6 @@ class CheckFreq(DenseCycles):
         fixed: iterations from one to the next; None: tuned.
         bound: `--sparse-ckpt-overhead-bound`.
     """
-
-    disk_only: ClassVar[bool] = True
 
     def __init__(self, fixed: int | None, bound: float) -> None:
         super().__init__(fixed)

@@ -3,7 +3,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 
@@ -21,7 +20,6 @@ class DenseCycles(ABC):
         fixed: k; None: `demanded` decides, and the first cycles are of one iteration.
     """
 
-    disk_only: ClassVar[bool] = False
     counts_tokens = False
 
     def __init__(self, fixed: int | None) -> None:

@@ -26,8 +26,9 @@ ENGINE_FLOORS = (
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},
-    {'launch'},
+    {'launch', 'relayout'},
     {'slurm', 'job'},
+    {'torch_loop'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
@@ -38,6 +39,7 @@ ADAPTER_FLOORS = (
     {'job'},
     {'arguments'},
     {'attachment', 'checking', 'program'},
+    {'offline'},
     {'pretrain_gpt'},
 )
 """As `ENGINE_FLOORS`."""

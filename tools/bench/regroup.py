@@ -12,6 +12,7 @@ Exit status: 0 done, 1 a counted resource (all but memory) grew, 2 a process fai
 import argparse
 import multiprocessing
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
@@ -124,7 +126,9 @@ class _Rank:
         unblocked = time.monotonic()
         self._together.wait(_TIMEOUT.total_seconds())
         renewing = time.monotonic()
-        self._process_groups.renew(PrefixStore(f'cycle{cycle}', self._store), None, _TIMEOUT)
+        prefix = PrefixStore(f'cycle{cycle}', self._store)
+        store = InterruptibleStore(prefix, threading.Event(), _TIMEOUT)
+        self._process_groups.renew(store, None, _TIMEOUT)
         return unblocked - start, time.monotonic() - renewing
 
     def _resources(self) -> dict[str, float]:

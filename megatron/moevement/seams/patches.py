@@ -35,6 +35,10 @@ UPSTREAM = {
         'seed_dp_group', 'seed_tp_group', 'seed_ep_group', 'seed_etp_group', 'skip_random_seed',
     ),
     'megatron.training.arguments:_print_args': ('title', 'args'),
+    'megatron.training.argument_utils:ArgumentGroupFactory._get_field_docstrings': (
+        'self', 'src_cfg_class',
+    ),
+    'megatron.training.ft_integration:setup': (),
     'megatron.training.training:setup_model_and_optimizer': (
         'model_type', 'model_provider_func', 'checkpointing_context', 'cfg_container',
         'pg_collection',
@@ -50,6 +54,10 @@ UPSTREAM = {
         'expert_rank', 'tensor_rank', 'pipeline_parallel', 'expert_parallel',
         'non_persistent_ckpt', 'train_data_iterator', 'preprocess_common_state_dict_fn', 'release',
         'tp_group', 'pp_group', 'dp_cp_group', 'dp_group', 'expt_dp_group', 'rng_state_key_prefix',
+    ),
+    'megatron.training.checkpointing:generate_state_dict': (
+        'args', 'model', 'optimizer', 'opt_param_scheduler', 'rng_state', 'iteration',
+        'optim_sd_kwargs', 'model_sd_kwargs', 'rerun_state',
     ),
     'megatron.training.checkpointing:load_args_from_checkpoint': (
         'args', 'load_arg', 'checkpointing_context',

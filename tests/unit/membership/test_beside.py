@@ -80,7 +80,7 @@ def test_it_is_interrupted_if_it_cannot_go_on(job: Job, members: list[Membership
         first.take_over(beside, wait=True)
     moving = [job.move_on(member) for member in members]
     assert [len(future.result()) for future in moving] == 3 * [WORLD]
-    assert not first.broken and first._taken.epoch == 2
+    assert not first.broken and first.taken.epoch == 2
 
 
 def test_who_fails_by_itself_meanwhile_leaves_the_epoch_that_was_met(

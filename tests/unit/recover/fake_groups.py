@@ -90,8 +90,17 @@ class FakeGroups:
             self._ended = True
             self._network.changed.notify_all()
 
-    def renew(self, store: Store, members: Collection[int] | None, timeout: timedelta) -> None:
-        """Connect with all members, under a name that the first of them chooses."""
+    def renew(
+        self,
+        store: Store,
+        members: Collection[int] | None,
+        timeout: timedelta,
+        kept: Collection[int] = (),
+    ) -> None:
+        """Connect with all members, under a name that the first of them chooses.
+
+        The one group that there is has all ranks, so that less than all are never kept.
+        """
         self._ended, self._connected = False, None
         ranks = sorted(range(self._stages) if members is None else members)
         if self._rank in ranks:

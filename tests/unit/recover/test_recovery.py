@@ -6,6 +6,7 @@ Recovery, membership, host memory and its servers are real; processes are thread
 """
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -236,6 +237,30 @@ def test_neighbours_that_replay_wait_for_what_each_sends_anew(
     for rank in (0, 1):
         done = [note.what for note in noted if note.rank == rank]
         assert done[: done.index('replayed')] == ['rewind', 'withdraw', 'ready']
+
+
+def test_a_survivor_has_left_its_loop_before_it_waits_for_the_new_process(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait for the slowest survivor otherwise, once the new process has come."""
+    notes: list[str] = []
+    leave, silence, meet = FakeLoop.leave, Membership.silence, Membership.meet
+
+    def noting[**P, R](name: str, original: Callable[P, R]) -> Callable[P, R]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if getattr(args[0], 'joining', False) is False:
+                notes.append(f'{threading.current_thread().name} {name}')
+            return original(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(FakeLoop, 'leave', noting('leave', leave))
+    monkeypatch.setattr(Membership, 'silence', noting('silence', silence))
+    monkeypatch.setattr(Membership, 'meet', noting('meet', meet))
+    train_through([Fault(1, Phase.FORWARD, FIRST + 2)], fault_free)
+    of_a_survivor = [note.split()[-1] for note in notes if note.startswith(notes[0].split()[0])]
+    assert of_a_survivor
+    assert of_a_survivor == len(of_a_survivor) // 3 * ['leave', 'silence', 'meet']
 
 
 def nothing_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,7 +227,7 @@ class Process:
         job = self.protected = Job(rank, member)
         job.set_up(self._build, lambda: None, last_iteration=self.job.iterations)
         self.ready.set()
-        job.train(functools.partial(self._loop, job), self.trainer.around_update)
+        job.train(functools.partial(self._loop, job))
         try:
             member.barrier('trained')
         except SparseCheckpointError as error:

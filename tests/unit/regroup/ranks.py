@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 
 from megatron.moevement.seams import cpu_device
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 from tests.distributed.harness import nccl_like
 from tests.unit.forks import context
@@ -183,8 +184,10 @@ def _new_groups(rank: int, size: int) -> dict[str, ProcessGroup]:
 # ---- what ranks are told to do
 
 
-def renew(job: Job, prefix: str, members: Any = None, seconds: float = 20) -> None:
-    job.process_groups.renew(PrefixStore(prefix, job.store), members, timedelta(seconds=seconds))
+def renew(job: Job, prefix: str, members: Any = None, seconds: float = 20, kept: Any = ()) -> None:
+    timeout = timedelta(seconds=seconds)
+    store = InterruptibleStore(PrefixStore(prefix, job.store), threading.Event(), timeout)
+    job.process_groups.renew(store, members, timeout, kept)
 
 
 def unblock(job: Job) -> None:

@@ -3,12 +3,14 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from moevement_ext.regroup import internals
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, Rank, cluster
@@ -231,3 +233,76 @@ def test_cycles_leak_nothing() -> None:
             assert last['threads'] <= first['threads']
             assert last['memory'] - first['memory'] < 4 * MIB
         assert job.store.num_keys() == keys
+
+
+@pytest.mark.parametrize('backend', ['gloo', 'nccl'])
+def test_groups_of_ranks_that_are_connected_stay_as_they_are(backend: str) -> None:
+    with cluster(3, backend) as job:
+        job.renew([0, 1])
+        job.renew([2])
+        job.all(keep_backend, '0,1', ranks=(0, 1))
+        prefix = job.fresh_prefix()
+        for rank, kept in enumerate(([0, 1], [0, 1], [2])):
+            job.ranks[rank].start(ranks.renew, prefix, None, 20, kept)
+        for rank in job.ranks:
+            rank.result()
+        assert job.all(is_kept, '0,1', ranks=(0, 1)) == [True, True]
+        job.all(ranks.collectives)
+        assert job.all(ranks.all_reduce, '0,1', ranks=(0, 1)) == [3, 3]
+        # They end with the others.
+        job.all(ranks.unblock)
+        if backend == 'gloo':
+            assert job.all(ranks.errors_of_operations)
+        job.renew()
+        assert job.all(is_kept, '0,1', ranks=(0, 1)) == [False, False]
+        job.all(ranks.collectives)
+
+
+_kept: dict[str, Any] = {}
+"""Backends of this process, by group."""
+
+
+def keep_backend(job: Job, name: str) -> None:
+    _kept[name] = job.groups[name]._get_backend(torch.device('cpu'))
+
+
+def is_kept(job: Job, name: str) -> bool:
+    return job.groups[name]._get_backend(torch.device('cpu')) is _kept[name]
+
+
+def test_only_the_next_renewal_waits_until_old_backends_are_destroyed() -> None:
+    with cluster(2) as job:
+        assert job.all(renew_with_a_slow_end, job.fresh_prefix()) == 2 * [(False, True)]
+        job.all(ranks.collectives)
+
+
+class EndsSlowly:
+    """Stands for a backend whose threads end when they are let."""
+
+    def __init__(self, let: threading.Event, ended: threading.Event) -> None:
+        self._let = let
+        self._ended = ended
+
+    def __del__(self) -> None:
+        self._let.wait(ranks.DEADLINE.total_seconds())
+        self._ended.set()
+
+
+def renew_with_a_slow_end(job: Job, prefix: str) -> tuple[bool, bool]:
+    """Whether the old backend was gone when a renewal was done, and when another one was."""
+    let, ended = threading.Event(), threading.Event()
+    replaced = [EndsSlowly(let, ended)]
+    with pytest.MonkeyPatch.context() as patched:
+        install = internals.install
+        patched.setattr(internals, 'install', lambda *args: [*install(*args), *_all_of(replaced)])
+        ranks.renew(job, prefix)
+    at_first = ended.is_set()
+    let.set()
+    ranks.renew(job, f'{prefix}-again')
+    return at_first, ended.is_set()
+
+
+def _all_of(replaced: list[EndsSlowly]) -> list[EndsSlowly]:
+    taken = replaced[:]
+    replaced.clear()
+    return taken
