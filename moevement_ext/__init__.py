@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine of native sparse checkpointing for Mixture-of-Experts training; never imports Megatron."""
+"""Engine of native sparse checkpointing for Mixture-of-Experts training; never imports Megatron.
+
+A loop on plain torch needs `Job` and `TorchTrainer`; one that implements `Trainer` by itself, the
+other names. They are imported on first use, as they need torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import (
@@ -11,16 +18,58 @@ from moevement_ext.errors import (
     UserError,
 )
 
+if TYPE_CHECKING:
+    from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+    from moevement_ext.job.job import Job
+    from moevement_ext.membership.place import Place
+    from moevement_ext.memory.ledger import LedgerEntry
+    from moevement_ext.memory.upstream_log.record import Direction
+    from moevement_ext.recover.trainer import Committed, PlainLoop, Trainer
+    from moevement_ext.torch_loop.module_operators import ModuleOperators
+    from moevement_ext.torch_loop.torch_trainer import TorchTrainer
+
 __version__ = '0.1.0'
 
 __all__ = [
     'EXIT_STUCK',
     'EXIT_USER_ERROR',
     'EXIT_WHOLE_JOB',
+    'Committed',
     'ConfigurationError',
+    'Direction',
     'HostMemoryError',
+    'Job',
+    'LedgerEntry',
+    'ModuleOperators',
+    'OperatorSlices',
+    'Place',
+    'PlainLoop',
     'SparseCheckpointConfig',
     'SparseCheckpointError',
+    'TensorSlice',
+    'TorchTrainer',
+    'Trainer',
     'UserError',
     '__version__',
 ]
+
+_FOR_LOOPS = {
+    'Committed': 'recover.trainer',
+    'Direction': 'memory.upstream_log.record',
+    'Job': 'job.job',
+    'LedgerEntry': 'memory.ledger',
+    'ModuleOperators': 'torch_loop.module_operators',
+    'OperatorSlices': 'capture.layout',
+    'Place': 'membership.place',
+    'PlainLoop': 'recover.trainer',
+    'TensorSlice': 'capture.layout',
+    'TorchTrainer': 'torch_loop.torch_trainer',
+    'Trainer': 'recover.trainer',
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name for loops on first use: a wrong installation is explained before torch."""
+    if name in _FOR_LOOPS:
+        return getattr(import_module(f'{__name__}.{_FOR_LOOPS[name]}'), name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -5,7 +5,8 @@ import argparse
 import math
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from moevement_ext.errors import UserError
 
@@ -18,6 +19,7 @@ OFF = 'off'
 REPORT = 'report'
 STOP = 'stop'
 GPU = 'gpu'
+RESTART = 'restart'
 SLOWEST_NETWORK_GB_PER_S = 0.02
 """Twice the rate at which a peer gives up waiting."""
 POPULARITY = 'popularity'
@@ -26,6 +28,29 @@ DECAYED = 'decayed'
 CAPACITY = 'capacity'
 FIXED = 'fixed'
 ORDERS = (POPULARITY, SOFT, DECAYED, CAPACITY, FIXED)
+MOEVEMENT = 'moevement'
+GEMINI = 'gemini'
+CHECKFREQ = 'checkfreq'
+STRATEGIES = (MOEVEMENT, GEMINI, CHECKFREQ)
+YOUNG = 'young'
+DALY = 'daly'
+ORACLE = 'oracle'
+INTERVAL_RULES = (YOUNG, DALY, ORACLE)
+_OF_WINDOWS = 'window max_window cpu_share order freeze reorder_fraction reorder_change log_lag'
+_OF_REPLICAS = 'replicas verify_replicas network_gb_per_s topology'
+# Fields that say nothing to a strategy.
+_WITHOUT_USE = {
+    MOEVEMENT: 'interval mtbf overhead_bound'.split(),
+    GEMINI: [*_OF_WINDOWS.split(), 'overhead_bound'],
+    CHECKFREQ: [*_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'disk_every', 'mtbf'],
+}
+_DENSE = {'window': 1, 'max_window': 1, 'order': FIXED}
+# Values that a strategy gives to fields that are left at their defaults.
+_SETTLED: dict[str, dict[str, Any]] = {
+    MOEVEMENT: {'recovery': LOCALIZED},
+    GEMINI: {**_DENSE, 'recovery': GLOBAL},
+    CHECKFREQ: {**_DENSE, 'recovery': GLOBAL, 'replicas': 0, 'disk_every': 1},
+}
 LONGEST_WINDOW = 10_000
 """Iterations; more than the slots of any window file."""
 
@@ -38,6 +63,16 @@ class ConfigurationError(UserError):
 class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag."""
 
+    strategy: str = MOEVEMENT
+    """'moevement': a slice of the state in every iteration; 'gemini': all of it every `interval`
+    iterations, in memory; 'checkfreq': the same, on disk."""
+    interval: int | str = AUTO
+    """Iterations from one checkpoint of the whole state to the next. 'auto': gemini: 1; checkfreq:
+    the fewest within `overhead_bound`. 'young', 'daly', 'oracle': gemini, the best for `mtbf`."""
+    mtbf: float | None = None
+    """Mean seconds between failures of the job, for these three."""
+    overhead_bound: float = 0.03
+    """Share of training time that checkpoints of 'checkfreq' may take."""
     window: int | str = AUTO
     """Iterations per window, or 'auto': the fewest that the links carry and the cores spare."""
     max_window: int = 8
@@ -89,9 +124,10 @@ class SparseCheckpointConfig:
     """Relative change of an expert's token share that counts as changed popularity."""
     store: str | None = None
     """HOST:PORT of a store outside the training nodes; None: the launcher's store."""
-    recovery: str = LOCALIZED
+    recovery: str = AUTO
     """'localized': only the stages that lost a worker roll back; 'global': all stages roll back in
-    the living processes, without an upstream log; 'whole-job': all workers restart."""
+    the living processes, without an upstream log; 'whole-job': all workers restart; 'auto':
+    'localized', or 'global' if the strategy keeps no log."""
     hang_timeout: float = 60.0
     """Seconds without a heartbeat after which a worker counts as hung."""
     verify: str = REPORT
@@ -101,6 +137,13 @@ class SparseCheckpointConfig:
     worker ends to be replaced; 0: never."""
     bind: str = GPU
     """'gpu': bind each worker to the CPUs near its GPU; 'off': keep the launcher's binding."""
+    elastic: str = OFF
+    """'restart': a job with another parallel layout goes on from the windows of the last one."""
+    elastic_layouts: str | None = None
+    """Layouts that a start takes if the number of its ranks does not fit the flags; the first that
+    fits."""
+    elastic_exact: bool = False
+    """Refuse windows of another layout that it can only continue up to rounding."""
     forget: bool = False
     """Start over although some ranks still have windows that all ranks had."""
     strict: bool = False
@@ -112,6 +155,7 @@ class SparseCheckpointConfig:
     """TCP port on each host that serves the metrics of all its ranks to Prometheus."""
 
     def __post_init__(self) -> None:
+        self._settle()
         if isinstance(self.window, str):
             if self.window != AUTO:
                 raise ConfigurationError(
@@ -142,6 +186,7 @@ class SparseCheckpointConfig:
         _one_of('--sparse-ckpt-order', self.order, *ORDERS)
         _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
+        self._check_elastic()
         if self.verify not in (OFF, REPORT, STOP):
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
@@ -166,6 +211,62 @@ class SparseCheckpointConfig:
         self._check_network()
         if self.store is not None:
             _ = self.store_address
+
+    def _settle(self) -> None:
+        """Refuse fields without use for the strategy, and give them its values.
+
+        So the rest of the program asks for values, not for strategies.
+        """
+        _one_of('--sparse-ckpt-strategy', self.strategy, *STRATEGIES)
+        settled, flag = _SETTLED[self.strategy], f'--sparse-ckpt-strategy {self.strategy}'
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in _WITHOUT_USE[self.strategy]:
+            value = getattr(self, name)
+            if value not in (defaults[name], settled.get(name)):
+                raise ConfigurationError(
+                    f'{_flag(name)} {value} has no use with {flag}: leave it out.'
+                )
+        if self.strategy != MOEVEMENT and self.recovery == LOCALIZED:
+            raise ConfigurationError(
+                f'--sparse-ckpt-recovery {LOCALIZED} must be {GLOBAL} or {WHOLE_JOB} with {flag}, '
+                'which keeps no log for the replay of one stage.'
+            )
+        for name, value in settled.items():
+            if getattr(self, name) == defaults[name]:
+                object.__setattr__(self, name, value)
+        self._check_interval(flag)
+
+    def _check_interval(self, flag: str) -> None:
+        rules = INTERVAL_RULES if self.strategy == GEMINI else ()
+        if isinstance(self.interval, str):
+            _one_of('--sparse-ckpt-interval', self.interval, 'a whole number', AUTO, *rules)
+        else:
+            _at_least('--sparse-ckpt-interval', self.interval, 1)
+        if (self.interval in INTERVAL_RULES) != (self.mtbf is not None):
+            raise ConfigurationError(
+                '--sparse-ckpt-mtbf must be given with --sparse-ckpt-interval '
+                f'{", ".join(INTERVAL_RULES)}, and only with them.'
+            )
+        if self.mtbf is not None and not 0 < self.mtbf < math.inf:
+            raise ConfigurationError(
+                f'--sparse-ckpt-mtbf {self.mtbf:g} must be a number of seconds above 0.'
+            )
+        if not 0 < self.overhead_bound <= 1:
+            raise ConfigurationError(
+                f'--sparse-ckpt-overhead-bound {self.overhead_bound:g} must be in (0, 1].'
+            )
+        if self.strategy == CHECKFREQ and self.disk is None:
+            raise ConfigurationError(
+                f'--sparse-ckpt-disk must be given with {flag}, which recovers from disk only.'
+            )
+
+    def _check_elastic(self) -> None:
+        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
+        for flag, given in (('layouts', self.elastic_layouts), ('exact', self.elastic_exact)):
+            if given and self.elastic == OFF:
+                raise ConfigurationError(
+                    f'--sparse-ckpt-elastic-{flag} needs --sparse-ckpt-elastic {RESTART}.'
+                )
 
     def _check_disk(self) -> None:
         if self.disk is not None and not os.path.isabs(self.disk):
@@ -230,6 +331,10 @@ def network_rate(text: str) -> float | str:
 def node_name() -> str:
     """Name of this node; `MOEVEMENT_NODE` overrides it on machines that emulate several nodes."""
     return os.environ.get('MOEVEMENT_NODE') or socket.gethostname()
+
+
+def _flag(name: str) -> str:
+    return f'--sparse-ckpt-{name.replace("_", "-")}'
 
 
 def _check_window(flag: str, window: int) -> None:

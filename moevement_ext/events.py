@@ -39,6 +39,7 @@ class EventName(enum.StrEnum):
     FAILURE_DETECTED = 'failure_detected'
     RECOVERY_PHASE = 'recovery_phase'
     RECOVERY_STARTED = 'recovery_started'
+    RELAID = 'relaid'
     RECOVERED = 'recovered'
     NEXT_TIER = 'next_tier'
     DEVICE_PROBLEM = 'device_problem'
@@ -120,6 +121,10 @@ class Protected(Event, frozen=True, kw_only=True):
     """Bytes of each operator captured in full, and as compute weights."""
     experts: list[str]
     """The operators that are experts."""
+    strategy: str | UnsetType = UNSET
+    """`--sparse-ckpt-strategy`, if it is another one than moevement."""
+    interval: int | UnsetType = UNSET
+    """Iterations from one window to the next, if not all are captured."""
 
 
 class WindowCommitted(Event, frozen=True, kw_only=True):
@@ -178,6 +183,8 @@ class Replanned(Event, frozen=True, kw_only=True):
     """Sequence number of the plan in the run."""
     shares: dict[str, float] | UnsetType = UNSET
     """Share of the layer's tokens, by expert on this rank."""
+    interval: int | UnsetType = UNSET
+    """Iterations from one window to the next, if not all are captured."""
 
 
 class ProtectionReduced(Event, frozen=True, kw_only=True):
@@ -221,6 +228,24 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
     source: str | UnsetType = UNSET
     """Source of this rank's window: `own memory`, `rank <holder>` or `disk`; not set in a localized
     recovery, which fetches the window during the replay."""
+
+
+class Relaid(Event, frozen=True, kw_only=True):
+    """This rank put its part of a window together from what another layout has left."""
+
+    name = EventName.RELAID
+
+    start: int
+    """First iteration of the window."""
+    dense_at: int
+    """Iteration of its last slot."""
+    was: str
+    """The layout that captured it."""
+    local_bytes: int
+    """Read on this node, or on a disk that it sees."""
+    remote_bytes: int
+    """Read from other ranks."""
+    seconds: float
 
 
 class Recovered(Event, frozen=True, kw_only=True):

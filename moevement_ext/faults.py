@@ -53,6 +53,8 @@ class Phase(StrEnum):
     REGROUP = 'regroup'
     CONNECT = 'connect'
     FETCH = 'fetch'
+    RELAY = 'relay'
+    """A slot of another layout's window is put together."""
     LOAD = 'load'
     CONVERT = 'convert'
     CATCH_UP = 'catch-up'

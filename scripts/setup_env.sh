@@ -17,7 +17,7 @@ readonly VENV=.venv
 readonly LOCK=.venv.lock
 readonly STAMP=$VENV/.installed  # fingerprint of the last complete installation
 readonly BUILDING=$VENV/.building  # there while an installation is under way or was interrupted
-readonly EXTRAS=test,tools,metrics
+readonly EXTRAS=test,tools,metrics,docs
 readonly CPU_INDEX=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 cpu=
 

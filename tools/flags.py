@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/flags.md: all flags of sparse checkpointing, their defaults and their help.
+"""Writes docs/flags.md, all flags of sparse checkpointing, and the fields in docs/api.md.
 
     python -m tools.flags --write
 
-It is made from the parser (`megatron/moevement/arguments.py`). Without --write the page is printed.
+The page is made from the parser (`megatron/moevement/arguments.py`), the tables of fields from the
+classes. Without --write the page is printed.
 """
 
 import argparse
+import ast
+import dataclasses
+import inspect
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from megatron.moevement.arguments import add_arguments
+from megatron.moevement.training_plan import TrainingPlan
+from moevement_ext.config import SparseCheckpointConfig
 from tools.lab.arguments import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'flags.md'
+API = ROOT / 'docs' / 'api.md'
 
 MORE = {
     '--sparse-ckpt-window': 'planning.md',
@@ -54,18 +62,51 @@ _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
     parser = Parser(prog='python -m tools.flags', description=__doc__)
-    parser.add_argument('--write', action='store_true', help='write docs/flags.md anew')
+    parser.add_argument('--write', action='store_true', help='write both pages anew')
     if not parser.parse_args(argv).write:
         sys.stdout.write(document())
         return 0
     DOCUMENT.write_text(document(), 'utf-8')
-    print(f'{DOCUMENT.relative_to(ROOT)} is written.')
+    API.write_text(with_fields(API.read_text('utf-8')), 'utf-8')
+    print(f'{DOCUMENT.relative_to(ROOT)} and {API.relative_to(ROOT)} are written.')
     return 0
 
 
 def document() -> str:
     """The whole page."""
     return _HEAD + ''.join(f'| {" | ".join(row)} |\n' for row in rows())
+
+
+def with_fields(page: str) -> str:
+    """A page whose tables of fields, each below the comment that names its class, are anew."""
+    for kind in (TrainingPlan, SparseCheckpointConfig):
+        head = re.search(rf'<!-- fields of {kind.__name__}\b.*\n\n\|.*\n\| -.*\n', page)
+        assert head is not None, kind.__name__
+        table = ''.join(f'| {" | ".join(row)} |\n' for row in fields(kind))
+        page = page[: head.end()] + table + re.sub(r'\A(\|.*\n)*', '', page[head.end() :])
+    return page
+
+
+def fields(kind: type) -> Iterator[tuple[str, str, str]]:
+    """Name, default and meaning of each field of a dataclass, by the docstring below it."""
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(tree, ast.ClassDef) and dataclasses.is_dataclass(kind)
+    meanings = {
+        field.target.id: ast.literal_eval(text.value)
+        for field, text in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr)
+    }
+    for field in dataclasses.fields(kind):
+        yield f'`{field.name}`', _shown(field.default), ' '.join(meanings[field.name].split())
+
+
+def _shown(value: object) -> str:
+    if value is dataclasses.MISSING:
+        return 'must be given'
+    if isinstance(value, timedelta):
+        return f'`timedelta(seconds={value.total_seconds():g})`'
+    return f'`{value!r}`'.replace(f'-{os.geteuid()}', '-<uid>')
 
 
 def rows() -> Iterator[tuple[str, str, str]]:

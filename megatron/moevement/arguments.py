@@ -12,12 +12,15 @@ from moevement_ext.config import (
     AUTO,
     GLOBAL,
     GPU,
+    INTERVAL_RULES,
     LOCALIZED,
     OFF,
     ON,
     ORDERS,
     REPORT,
+    RESTART,
     STOP,
+    STRATEGIES,
     WHOLE_JOB,
     SparseCheckpointConfig,
     network_rate,
@@ -26,6 +29,17 @@ from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.process.user_errors import usage_error
 
 _DEFAULTS = SparseCheckpointConfig()
+
+
+def _number_or_rule(text: str) -> int | str:
+    words = (AUTO, *INTERVAL_RULES)
+    if text in words:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        known = f'a whole number, or one of {", ".join(words)}'
+        raise argparse.ArgumentTypeError(f'{text!r} must be {known}') from None
 
 
 def _window(text: str) -> int | str:
@@ -45,6 +59,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         action='store_true',
         help='Capture a slice of the training state into host memory every iteration and recover '
         'from it after a failure.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-strategy',
+        choices=STRATEGIES,
+        default=_DEFAULTS.strategy,
+        help='moevement: a slice of the state in every iteration, into host memory, with replicas; '
+        'gemini: all of the state every --sparse-ckpt-interval iterations, with replicas; '
+        'checkfreq: the same without replicas, then to --sparse-ckpt-disk, which alone it '
+        'recovers from. Flags without use for the strategy are refused.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-interval',
+        type=_number_or_rule,
+        default=_DEFAULTS.interval,
+        metavar='N',
+        help='gemini, checkfreq: iterations from one checkpoint to the next. "auto": gemini: 1; '
+        'checkfreq: the fewest, as measured, within --sparse-ckpt-overhead-bound and the rate of '
+        'the disk. "young", "daly", "oracle": gemini, the best for --sparse-ckpt-mtbf by that '
+        'formula, or by trying all.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-mtbf',
+        type=float,
+        default=None,
+        metavar='SECONDS',
+        help='Mean seconds between failures of the job, for the rules of --sparse-ckpt-interval.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-overhead-bound',
+        type=float,
+        default=_DEFAULTS.overhead_bound,
+        metavar='SHARE',
+        help='checkfreq: share of the training time for which checkpoints may hold it up.',
     )
     group.add_argument(
         '--sparse-ckpt-window',
@@ -197,9 +244,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         '--sparse-ckpt-recovery',
-        choices=(LOCALIZED, GLOBAL, WHOLE_JOB),
-        default=_DEFAULTS.recovery,
-        help='localized: only the pipeline stages that lost a worker roll back, the others keep '
+        choices=(AUTO, LOCALIZED, GLOBAL, WHOLE_JOB),
+        default=AUTO,
+        help='auto: localized, or global with another --sparse-ckpt-strategy than moevement; '
+        'localized: only the pipeline stages that lost a worker roll back, the others keep '
         'their state (needs torchrun with static rendezvous, or scripts/local_cluster.py); '
         'global: all stages roll back together, in the surviving processes, without logs of '
         'sends between stages (needs the same); whole-job: all workers restart.',
@@ -233,6 +281,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=_DEFAULTS.bind,
         help='gpu: each worker runs on the CPUs near its GPU that its launcher allows, and has its '
         'windows in their memory; off: on any CPU that its launcher allows.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-elastic',
+        choices=(OFF, RESTART),
+        default=_DEFAULTS.elastic,
+        help='restart: a job that is started again with other numbers of ranks, or another '
+        'pipeline, expert or data parallel layout, goes on from the windows of the last one. Must '
+        'be given from the first start on.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-elastic-layouts',
+        default=None,
+        metavar='LAYOUTS',
+        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4": a start takes that of the '
+        'flags if its ranks fit, else the first of these that fits. Sizes that are left out are 1; '
+        'tensor parallelism stays.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-elastic-exact',
+        action='store_true',
+        help='Refuse to start another layout from a window of several iterations, which it '
+        'continues equal up to rounding only; windows of one iteration are continued exactly.',
     )
     group.add_argument(
         '--sparse-ckpt-forget',

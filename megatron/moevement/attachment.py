@@ -12,13 +12,11 @@
         job.train(loop, data)
 
 A failure of another rank may interrupt the loop anywhere; `train` then calls the loop again, and
-the first `step` brings the job to the newest committed iteration. `examples/own_loop.py` shows it.
-first `step` brings the job to the newest committed iteration. `examples/own_loop.py` is an example.
+its first `step` brings the job to the newest committed iteration, as in `examples/own_loop.py`.
 
 Checked against megatron-core 0.19.2.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -36,7 +34,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.moevement.built import Built, MegatronOptimizer
 from megatron.moevement.facts import JobFacts
@@ -59,8 +56,7 @@ from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.job import own_device
 from moevement_ext.job.digest_file import write_digest
-
-logger = logging.getLogger(__name__)
+from moevement_ext.job.loop_entry import LoopGoesOn
 
 
 @dataclass
@@ -126,10 +122,6 @@ class ReplayableData:
         """Do nothing: the loop moves its own validation data."""
 
 
-class _LoopGoesOn(BaseException):
-    """Raised when the loop caught the error that interrupted a step, and asks for the next step."""
-
-
 @contextmanager
 def attach(
     sparse: SparseCheckpointConfig,
@@ -170,7 +162,7 @@ def attach(
     operations = OperationCount(lambda: 0.0)
     with protected_job(settings, facts, counters, sparse, data, operations) as session:
         yield Attachment(session, facts, counters, data, plan)
-        session.keeps_windows = counters.iteration < plan.train_iters
+        session.job.keeps_windows = counters.iteration < plan.train_iters
 
 
 def _first_rank() -> bool:
@@ -200,7 +192,6 @@ class Attachment:
         self._connected = False
         self._built: Built | None = None
         self._may_step: bool | None = None
-        self._cut_off: BaseException | None = None
 
     @property
     def iteration(self) -> int:
@@ -217,14 +208,7 @@ class Attachment:
 
         With NCCL create model-parallel groups with `create_gloo_process_groups=False`.
         """
-        joining = self._session.job.joining
-        torch.distributed.init_process_group(
-            'fake' if joining else self._plan.backend,
-            store=FakeStore() if joining else self._session.store,
-            timeout=None if joining else self._plan.timeout,
-            rank=self._facts.rank,
-            world_size=self._facts.world_size,
-        )
+        self._session.job.init_process_group(self._plan.timeout)
         self._connected = True
 
     def set_up(
@@ -327,13 +311,9 @@ class Attachment:
         """
         counters = self._counters
         self._check_turn()
-        try:
-            with self._random.step():
-                step = partial(self._step, train_step)
-                result = cast(Result, self._session.step(step, counters.iteration))
-        except BaseException as error:
-            self._cut_off = error
-            raise
+        with self._random.step():
+            step = partial(self._step, train_step)
+            result = cast(Result, self._session.step(step, counters.iteration))
         counters.iteration = counters.curr_iteration = counters.iteration + 1
         counters.consumed_train_samples += self._plan.global_batch_size
         self._session.report(counters.iteration)
@@ -349,21 +329,9 @@ class Attachment:
         write_digest(str(path), self.iteration, digest)
 
     def _enter(self, loop: Callable[[], object]) -> object:
-        """Call `loop`; raise the error that interrupted a step, even if `loop` caught the error.
-
-        The error is not stored on this object: its traceback holds the frames of the interrupted
-        step, which must be freed.
-        """
-        try:
-            result = loop()
-        except _LoopGoesOn:
-            result = None
-        finally:
-            cut_off, self._cut_off = self._cut_off, None
-        if cut_off is not None:
-            logger.warning('sparse checkpointing: the loop is left: %r in a step', cut_off)
-            raise cut_off
-        if self.iteration < self._plan.train_iters and self._session.job.recovering:
+        """Call `loop`, and end the program if it returns without the step that recovers."""
+        result, job = loop(), self._session.job
+        if job.entry.cut_off is None and self.iteration < self._plan.train_iters and job.recovering:
             self._session.leave_before_recovery()
         return result
 
@@ -372,8 +340,8 @@ class Attachment:
             raise ConfigurationError(
                 'job.step was called outside of job.train; call it in the loop given to job.train.'
             )
-        if self._cut_off is not None:
-            raise _LoopGoesOn
+        if self._session.job.entry.cut_off is not None:
+            raise LoopGoesOn
         if self.iteration >= self._plan.train_iters:
             raise ConfigurationError(
                 f'job.step was called after iteration {self.iteration}, the last one of '

@@ -16,6 +16,7 @@ from megatron.moevement.seams import cpu_device, starting
 starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 import argparse
+import os
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -57,6 +58,7 @@ if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, 
 
     from megatron.moevement.arguments import add_arguments
     from megatron.moevement.facts import UpstreamArguments
+    from megatron.moevement.job import layout_choice
     from megatron.moevement.job.unsupported import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
     from megatron.moevement.seams import dataset_helpers, dense_tier, fp8_masters, quiet, warming
@@ -220,6 +222,8 @@ def main() -> None:
     if _PROTECTED in sys.argv:
         warming.install()
         dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
+    with user_errors.in_one_line():
+        sys.argv += layout_choice.fitted(sys.argv[1:], int(os.environ.get('WORLD_SIZE', '1')))
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)

@@ -62,7 +62,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
 def _train(train: Callable[..., object], counters: Counters, session: Session) -> None:
     membership = session.job.membership
     if membership is None or not membership.joining:
-        train(store=session.store)
+        train(store=session.job.store)
         return
     # A replacement of a lost worker gets from the survivors what set-up learns by collectives.
     handover = decode_handover(handovers(membership.reports)[0].trainer)

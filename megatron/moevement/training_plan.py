@@ -14,6 +14,7 @@ class TrainingPlan:
     """Parameters of training that the configurations of Megatron-Core do not have."""
 
     train_iters: int
+    """Iterations at which training ends."""
     seq_length: int
     """Tokens per sample; the maximum if lengths differ."""
     micro_batch_size: int

@@ -2,12 +2,14 @@
 """SHA-256 digests of the training state of all ranks in one file, see `tools.compare_digests`."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import ConfigurationError
 
 
@@ -52,6 +54,15 @@ def refuse_unwritable(path: str) -> None:
             f'--sparse-ckpt-digest {path}: digests cannot be written there: {error}. '
             'Give a file that this user can write, or leave the flag out.'
         ) from error
+
+
+def digest_of_slices(slices: Mapping[str, OperatorSlices]) -> dict[str, str]:
+    """Digests of all captured tensors of this rank, by part and name."""
+    return {
+        f'{item.part}/{item.tensor}': digest_of_tensor(item.source)
+        for operator in slices.values()
+        for item in (*operator.full, *operator.always)
+    }
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> str:

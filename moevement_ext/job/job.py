@@ -7,36 +7,45 @@ training loop: `unprotected`, `whole_job` or `localized`.
 
 import logging
 import os
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
 
-from moevement_ext.config import LOCALIZED, OFF, node_name
+from moevement_ext.config import (
+    LOCALIZED,
+    OFF,
+    ConfigurationError,
+    SparseCheckpointConfig,
+)
 from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import own_device
+from moevement_ext.job.before_training import check_limits, guarded
+from moevement_ext.job.digest_file import digest_of_bytes, digest_of_slices, write_digest
+from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
+from moevement_ext.job.joining import connect, join_launched, own_store
 from moevement_ext.job.localized_mode import LocalizedMode
+from moevement_ext.job.loop_entry import LoopEntry
+from moevement_ext.job.other_layouts import OtherLayouts
+from moevement_ext.job.successors import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.unprotected_mode import UnprotectedMode
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
-from moevement_ext.launch.statements import tell_files
-from moevement_ext.membership.exchange import leave, left_by
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
-from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.memory import early, limits
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.metrics import observer as metrics
 from moevement_ext.process import watchdog
 from moevement_ext.protect.planner import Planner
@@ -45,41 +54,55 @@ from moevement_ext.recover import whole_job
 from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
-from moevement_ext.regroup import nccl_environment, waits
+from moevement_ext.regroup import nccl_environment
 from moevement_ext.replicate.secret import UnknownSecretError
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
-_STORE_TIMEOUT = timedelta(seconds=60)
-# Under which ranks leave the list of their files.
-_FILES = 'files'
 
-AroundUpdate = Callable[[Callable[[], None], Callable[[], None], Callable[[bool], None]], None]
+_TIMEOUT = timedelta(minutes=10)
 
 
 class Job:
     """Sparse checkpointing in this process; the training thread calls the methods.
 
-    Construct it before the first process group, as it sets NCCL's environment variables.
+    A loop of one's own gets it from `join`. Construct it before the first process group, as it sets
+    NCCL's environment variables. As a context it ends the job on all ranks: host memory is freed
+    after the last iteration; before it, or after an exception, windows stay for the next launch.
 
     Args:
         rank: this rank.
         membership: of this rank; None if a failure restarts the whole job.
+        store: for `torch.distributed`; None: torch creates its own.
+
+    Attributes:
+        keeps_windows: windows stay after the end; None: if it comes before the last iteration.
+        entry: the present call of the loop.
 
     Raises:
         UserError: `--sparse-ckpt-disk` is not usable.
     """
 
-    def __init__(self, rank: Rank, membership: Membership | None) -> None:
+    def __init__(
+        self,
+        rank: Rank,
+        membership: Membership | None,
+        store: torch.distributed.Store | None = None,
+    ) -> None:
         if membership is not None and rank.backend == nccl_environment.BACKEND:
             nccl_environment.prepare()
         self.rank = rank
         self.membership = membership
+        self.store = store
+        self.keeps_windows: bool | None = None
+        self.entry = LoopEntry()
         self.joining = membership is not None and membership.joining
         """This process replaces a lost one in a running job."""
         self.protection: Protection | None = None
         self._disk = self._open_disk()
         self._on_disk: WindowName | None = None
+        self._layouts = OtherLayouts(rank)
         self._restart: Restart | None = None
         self._mode: UnprotectedMode | WholeJobMode | None = None
         self._guard: Guard | None = None
@@ -91,10 +114,45 @@ class Job:
 
     # Set-up
 
+    @classmethod
+    def join(
+        cls,
+        config: SparseCheckpointConfig,
+        settings: Mapping[str, object],
+        backend: str = 'nccl',
+        timeout: timedelta = _TIMEOUT,
+    ) -> Self:
+        """Meet the other ranks of the launcher, and connect `torch.distributed` to them.
+
+        A process takes the GPU of its `LOCAL_RANK`, unless it has chosen another one.
+
+        Args:
+            config: settings of sparse checkpointing.
+            settings: all that decides bits, by name; windows of other settings are refused.
+            backend: of `torch.distributed`: nccl, or gloo without a GPU.
+            timeout: limit of a collective, and for all ranks to arrive.
+
+        Raises:
+            UserError: a setting breaks a rule, or this process has other settings than the job
+                that it joins.
+        """
+        own_device.take()
+        job = cls(*join_launched(config, settings, backend, timeout))
+        job.init_process_group(timeout)
+        return job
+
+    def init_process_group(self, timeout: timedelta) -> None:
+        """Replace `torch.distributed.init_process_group`, by which no survivor could reconnect.
+
+        A process that joins a running job connects to no other rank before training: its groups
+        stand in for real ones until then.
+        """
+        connect(self.rank, self.store, self.joining, timeout)
+
     def set_up(
         self,
         build: Callable[[bool], Trainer],
-        load_dense: Callable[[], None],
+        load_dense: Callable[[], None] = lambda: None,
         dense_iteration: int = -1,
         last_iteration: int | None = None,
     ) -> None:
@@ -108,50 +166,28 @@ class Job:
             last_iteration: iteration at which training ends, None if unknown.
 
         Raises:
-            UserError: an export finds no window.
+            UserError: an export finds no window, or this layout cannot go on from that of before.
             HostMemoryError: host memory cannot be set up, although there are windows to recover
                 from or protection is required.
         """
         predecessor, find_s = self._find(dense_iteration, last_iteration)
-        found = predecessor is not None and bool(predecessor.candidates)
+        found = predecessor is not None and bool(predecessor.candidates or self._layouts.candidates)
         if not found:
             self._refuse_without_window()
-        reserving = self._reserve_early()
+        reserving = reserve_early(self.rank, self.membership) if self.joining else None
         self.trainer = build(not (self.joining or found))
         self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
         if reserving is not None:
             reserving.wait()
         self._protect(required=self.joining or found)
-        self._leave_for_successors()
+        if not self.joining and self.protection is not None:
+            leave_for_successors(self.rank, self.membership, self.protection.memory.store)
         if predecessor is not None and found:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
                 self._refuse_without_window()
                 load_dense()
         self._continue_on_disk(predecessor)
-
-    def _reserve_early(self) -> early.EarlyReservation | None:
-        """Begin to reserve what a lost process kept, which this one takes the place of."""
-        if self.membership is None or not self.joining:
-            return None
-        left = left_by(self.membership.archive, _FILES, self.rank.number)
-        if left is None:
-            return None
-        return early.EarlyReservation(self._node_store(), self.rank.number, early.decode(left))
-
-    def _leave_for_successors(self) -> None:
-        """Tell which files this rank keeps: to a process that replaces it, and to the launcher."""
-        if self.membership is None or self.joining or self.protection is None:
-            return
-        number = self.rank.number
-        files = early.encode(early.kept_by(self.protection.memory.store, number))
-        leave(self.membership.archive, _FILES, number, files)
-        launcher = launcher_store(_STORE_TIMEOUT)
-        if launcher is not None:
-            tell_files(launcher, number, files)
-
-    def _node_store(self) -> NodeStore:
-        return NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
 
     def _find(
         self, dense_iteration: int, last_iteration: int | None
@@ -160,8 +196,9 @@ class Job:
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
+        elsewhere = self._layouts.find(dense_iteration, last_iteration)
         found = whole_job.find(
-            self._node_store(), self._disk, self.rank, dense_iteration, last_iteration
+            node_store(self.rank), self._disk, self.rank, dense_iteration, last_iteration, elsewhere
         )
         return found, time.perf_counter() - began
 
@@ -177,7 +214,7 @@ class Job:
             root = Path(self.rank.config.disk)
             return DiskWindows(root, self.rank.run_id, self.rank.number)
         except UserError as error:
-            if not self.joining:
+            if not self.joining or disk_only(self.rank.config):
                 raise
             self._without_disk(str(error))
             return None
@@ -228,6 +265,7 @@ class Job:
             self.rank.events.emit(ProtectionReduced(reason=str(error)))
             logger.warning('sparse checkpointing: TRAINING IS UNPROTECTED: %s', error)
             return
+        self._layouts.keep_until_replaced(self.protection.memory, self._disk)
         if self.protection.memory.first_on_node():
             print(f' sparse ckpt | {self.protection.memory.describe()} |', flush=True)
 
@@ -240,9 +278,14 @@ class Job:
         """Fetch and verify the window to convert; set the data position to the replay's start."""
         assert self.protection is not None  # it was required
         began = time.perf_counter()
-        captured = self.protection.captured_after(predecessor.candidates[0].start)
-        check = self.trainer.operators.check
-        source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
+        captured: list[SlotHeader] = []
+        source = self._layouts.obtain(self.protection.memory, self.trainer, predecessor)
+        if source is not None:  # nothing of another layout has the same bits
+            predecessor = replace(predecessor, candidates=[], committed=-1)
+        elif predecessor.candidates:
+            captured = self.protection.captured_after(predecessor.candidates[0].start)
+            check = self.trainer.operators.check
+            source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
         if source is None:
             return None
         conversion = source.conversion
@@ -262,19 +305,15 @@ class Job:
 
     # Training
 
-    def train(self, run: Callable[[], Any], around_update: AroundUpdate) -> Any:
+    def train(self, run: Callable[[], Any]) -> Any:
         """Run the training loop from the window's dense iteration; again after failures.
 
         Args:
             run: the loop; it calls `step` for every iteration.
-            around_update: installs three callbacks around each optimizer update: before the first
-                write to captured state (this one waits until the write is allowed), right before
-                the optimizer writes (gradients are complete), and after the write, with a flag
-                for a skipped update.
         """
-        self._check_limits()
+        check_limits(self.rank, self.protection, self.joining)
         if self.membership is None:
-            self._guard = self._guarded()
+            self._guard = guarded(self.rank)
         if watchdog.under_torchrun():
             says = self.rank.number == 0  # one line per job, not per rank
             hang_timeout = self.rank.config.hang_timeout
@@ -285,43 +324,39 @@ class Job:
         if self._observer is not None and self.protection is not None:
             self._observer.watch(self.protection.figures, self.trainer.last_iteration)
         if not isinstance(self._mode, UnprotectedMode):
-            around_update(self._mode.before_update, self._mode.updating, self._mode.stepped)
-        return self._mode.train(run)
+            mode = self._mode
+            self.trainer.around_update(mode.before_update, mode.updating, mode.stepped)
+        return self._mode.train(partial(self.entry.enter, run))
 
-    def step(self, iteration: int) -> Any:
+    @property
+    def iteration(self) -> int:
+        """Number of committed iterations, from which the loop goes on."""
+        return self.trainer.iteration
+
+    def step(self, iteration: int | None = None) -> Any:
         """Run the iteration after `iteration`, after any pending recovery.
+
+        Args:
+            iteration: number of committed iterations; None: as the trainer counts them.
 
         Returns:
             The last result of `Trainer.iterate`, or `LOOP_ENDS`.
-        """
-        assert self._mode is not None
-        return self._mode.step(iteration)
-
-    def _check_limits(self) -> None:
-        """Check the system limits of a recovery, once all is connected and before training.
 
         Raises:
-            HostMemoryError: a limit on this rank is too low, and protection is required.
+            ConfigurationError: training has not begun, or is over.
         """
-        if self.protection is None or self.joining:
-            return
-        ranks, backend = len(self.protection.memory.plan.ranks), self.rank.backend
-        for reason in limits.shortages(ranks, limits.over_infiniband(backend)):
-            if self.rank.config.strict:
-                raise HostMemoryError(reason)
-            self.rank.events.emit(ProtectionReduced(reason=reason))
-            logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        with self.entry.step():
+            if self._mode is None or (iteration is None and self.iteration >= self._last):
+                raise ConfigurationError(
+                    'job.step was called outside of the loop given to job.train, or after its last '
+                    'iteration. A loop steps while job.iteration is below that, since it is called '
+                    'again after a failure.'
+                )
+            return self._mode.step(self.iteration if iteration is None else iteration)
 
-    def _guarded(self) -> Guard | None:
-        """Start hang detection; None without a launcher's store. Collective."""
-        pids = self.rank.exchange('pids', str(os.getpid()).encode())
-        store = launcher_store(_STORE_TIMEOUT)
-        if store is None:
-            return None
-        config = self.rank.config
-        timeouts = config.hang_timeout, config.stuck_timeout
-        waits.show()  # the guard must not end processes that wait for other ranks
-        return Guard(store, self.rank.number, [int(pid) for pid in pids], *timeouts)
+    @property
+    def _last(self) -> int:
+        return self.trainer.last_iteration
 
     def _lose_device(self, what: str) -> None:
         """End this process, so that the launcher starts a replacement. Any thread."""
@@ -400,6 +435,42 @@ class Job:
         """Directory of this rank's windows, None while training is unprotected."""
         return None if self.protection is None else self.protection.memory.store.path
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self._finish()
+        except Exception as late:
+            error = late
+            raise
+        finally:
+            if isinstance(error, Exception):
+                self.failed(error)
+
+    def _finish(self) -> None:
+        """End the job on this rank once all ranks have finished. Collective."""
+        keeps = self.keeps_windows
+        if keeps is None:
+            keeps = self.trainer.iteration < self._last
+        if keeps:
+            self.part()
+        torch.distributed.barrier()  # no rank frees windows that another may need to recover
+        announce(self.rank.number, 0)
+        self.close(remove=not keeps)
+
+    def write_digest(self, path: str) -> None:
+        """Write SHA-256 digests of the state, for `tools.compare_digests`. Collective."""
+        operators, state = self.trainer.operators, self.trainer.small_state.now()
+        entries = digest_of_slices(operators.slices) | {'small state': digest_of_bytes(state)}
+        write_digest(path, self.iteration, entries)
+
+    def part(self) -> None:
+        """Before a planned end, keep the state for any layout, if elastic. All ranks call it."""
+        if self.protection is not None and not self.recovering:
+            self._layouts.part(self.protection, self.trainer, self.committed)
+
     def close(self, remove: bool = True) -> None:
         """Stop all threads; with `remove` also free this run's host memory.
 
@@ -422,12 +493,3 @@ class Job:
         if self._watchdog is not None:
             self._watchdog.close()
         self.rank.events.close()
-
-
-def own_store(membership: Membership | None, rank: Rank) -> torch.distributed.Store:
-    """A separate connection to the launcher's store, with a key prefix of this start of the job."""
-    if membership is not None:
-        return membership.archive
-    default = torch.distributed.distributed_c10d._get_default_store()
-    life = rank.exchange('life', secrets.token_hex(8).encode())[0].decode()
-    return torch.distributed.PrefixStore(f'sparse-ckpt/{life}', default.clone())

@@ -2,66 +2,136 @@
 """Joins this process to the job, before `torch.distributed` is initialised."""
 
 import logging
+import os
+import platform
+import secrets
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from torch.distributed import Store
+import numpy
+import torch
+from torch.distributed import PrefixStore, Store, init_process_group
 
-from moevement_ext.config import WHOLE_JOB, SparseCheckpointConfig, node_name
+from moevement_ext import faults
+from moevement_ext.config import OFF, WHOLE_JOB, SparseCheckpointConfig, node_name
 from moevement_ext.errors import UserError
+from moevement_ext.events import EventLog
 from moevement_ext.launch.statements import tell_joining, tell_memory, tell_survivors
+from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.node_copy import NodeCopy
+from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
 from moevement_ext.memory.file_system import warn_unless_in_memory
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import base_of
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.settings import RunSettings, bounded, digest_of
 from moevement_ext.process.forks import isolate_children
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.process.orphans import end_orphans
 from moevement_ext.process.watchdog import watch_set_up
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import replacement_report
+from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.store.outside import meet_there
+from moevement_ext.strategy.choice import only_source
 
 logger = logging.getLogger(__name__)
+
+
+class Joined(NamedTuple):
+    """This process in its job."""
+
+    rank: Rank
+    membership: Membership | None
+    """None if any failure restarts the whole job."""
+    store: Store | None
+    """The store for `torch.distributed`, without keys of an earlier start of the job; None: torch
+    creates its own."""
 
 
 def join(
     identity: RankIdentity,
     world_size: int,
     run_id: str,
+    backend: str,
     config: SparseCheckpointConfig,
     timeout: timedelta,
     not_localized: str | None = None,
-) -> tuple[Membership | None, Store | None]:
-    """Meet the other ranks, if the launcher's store outlives the workers.
+) -> Joined:
+    """Meet the other ranks; once in the life of a process.
 
     Args:
         identity: identity of this rank.
         world_size: number of ranks.
         run_id: name of the run's directory in host memory.
+        backend: of `torch.distributed`: gloo or nccl.
         config: settings.
         timeout: for all ranks to arrive.
         not_localized: reason why any failure restarts the whole job, or None.
-
-    Returns:
-        The membership, None if any failure restarts the whole job; and the store for
-        `torch.distributed`, without keys of an earlier start of the job, None for torch's own.
 
     Raises:
         UserError: this process has other settings than the job that it joins.
         ConfigurationError: the store of `--sparse-ckpt-store` does not answer, or is another
             job's.
     """
+    membership, store = _meet(identity, world_size, run_id, config, timeout, not_localized)
+    joining = membership is not None and membership.joining
+    rank = Rank(
+        identity=identity,
+        world_size=world_size,
+        run_id=run_id,
+        backend=backend,
+        config=config,
+        events=EventLog(config.events, identity.rank, required=not joining),
+        exchange=Exchange(membership.archive if membership else None, joining),
+    )
+    faults.arm(rank.number)
+    return Joined(rank, membership, store)
+
+
+def join_launched(
+    config: SparseCheckpointConfig, settings: Mapping[str, object], backend: str, timeout: timedelta
+) -> Joined:
+    """Join with the rank that the launcher gives to this process in its environment.
+
+    Args:
+        config: settings.
+        settings: all that decides bits, by name; values are compared as text.
+        backend: as of `join`.
+        timeout: as of `join`.
+    """
+    rank, ranks = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))
+    flags = {name: str(value) for name, value in settings.items()}
+    layout = {'world size': str(ranks)}
+    packages = {'python': platform.python_version(), 'torch': str(torch.__version__)}
+    versions = {**packages, 'numpy': numpy.__version__}
+    run_id = config.run_id or f'run-{digest_of(flags)}'
+    about = bounded(RunSettings(flags=flags, layout=layout, versions=versions))
+    identity = RankIdentity(digest_of([run_id, flags]), digest_of(layout), rank, about)
+    return join(identity, ranks, run_id, backend, config, timeout)
+
+
+def _meet(
+    identity: RankIdentity,
+    world_size: int,
+    run_id: str,
+    config: SparseCheckpointConfig,
+    timeout: timedelta,
+    not_localized: str | None,
+) -> tuple[Membership | None, Store | None]:
+    """Meet the other ranks, if the launcher's store outlives the workers."""
     directory = Path(config.dir)
     ask_again_soon()
     isolate_children()
     end_orphans(directory / run_id)
     watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)
-    meet_there(config, run_id, timeout)
+    meet_there(config, run_id if config.elastic == OFF else base_of(run_id), timeout)
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None
@@ -70,7 +140,9 @@ def join(
         tell_joining(launcher, identity.rank)
         tell_survivors(launcher)
         node = NodeStore(directory, run_id, node_name())
-        report = partial(replacement_report, node, identity)
+        report = partial(
+            replacement_report, node, identity, only_source(config, run_id, identity.rank)
+        )
         copy = NodeCopy(directory, node.shared)
         membership = Membership(
             Rendezvous(launcher, identity.rank, world_size, copy),
@@ -101,3 +173,36 @@ def _take_part(
         raise UserError(
             f'{reason}. Launch it with the same flags, files, versions and environment.'
         )
+
+
+def connect(rank: Rank, store: Store | None, joining: bool, timeout: timedelta) -> None:
+    """Call `init_process_group`; see `Job.init_process_group`.
+
+    Args:
+        rank: this rank.
+        store: as of `Joined`.
+        joining: this process replaces a lost one in a running job.
+        timeout: of collectives.
+    """
+    if not joining:
+        init_process_group(
+            rank.backend,
+            store=store,
+            timeout=timeout,
+            rank=rank.number,
+            world_size=rank.world_size,
+        )
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    stand_in_for(rank.backend)
+    init_process_group(FAKE, store=FakeStore(), rank=rank.number, world_size=rank.world_size)
+
+
+def own_store(membership: Membership | None, rank: Rank) -> Store:
+    """A separate connection to the launcher's store, with a key prefix of this start of the job."""
+    if membership is not None:
+        return membership.archive
+    default = torch.distributed.distributed_c10d._get_default_store()
+    life = rank.exchange('life', secrets.token_hex(8).encode())[0].decode()
+    return PrefixStore(f'sparse-ckpt/{life}', default.clone())

@@ -25,6 +25,7 @@ from moevement_ext.launch.staged_faults import logged_iteration
 from moevement_ext.launch.template import Template
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.shelf import directories_of
 
 _NOT_STARTED = 1
 NODE = 'MOEVEMENT_NODE'
@@ -168,7 +169,8 @@ class Machine:
             child.signal(signal.SIGKILL)
         for child in here:
             child.ended_well()  # a living process might write to the deleted memory
-        memory.remove()
+        for run in directories_of(memory.root, memory.run_id):
+            NodeStore(memory.root, run, node).remove()
 
     def _pump(self, relay: Relay) -> None:
         if not relay.pump():

@@ -57,6 +57,16 @@ def require_mounted(root: Path) -> None:
         raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
 
 
+def directory_of(root: Path, run_id: str, rank: int) -> Path:
+    """Directory of a rank's windows below `--sparse-ckpt-disk`."""
+    return root / run_id / f'rank{rank}'
+
+
+def stored_in(directory: Path, rank: int) -> list[StoredWindow]:
+    """The committed windows of a rank by file name, newest first."""
+    return sorted(committed_in(directory, rank, rank), reverse=True)
+
+
 class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
@@ -66,6 +76,9 @@ class DiskWindows:
         run_id: `--sparse-ckpt-run-id`.
         rank: owner of the windows.
 
+    Attributes:
+        forget_other_layouts: called once their windows are worthless.
+
     Raises:
         StoreInUseError: another process locks the directory, and does not end.
         UserError: the directory is not usable.
@@ -74,7 +87,8 @@ class DiskWindows:
     def __init__(self, root: Path, run_id: str, rank: int) -> None:
         require_directory_name('--sparse-ckpt-run-id', run_id)
         self.rank = rank
-        self.path = root / run_id / f'rank{rank}'
+        self.forget_other_layouts: Callable[[], None] = lambda: None
+        self.path = directory_of(root, run_id, rank)
         require_mounted(root)
         try:
             private.make_directories(root, self.path)
@@ -92,7 +106,7 @@ class DiskWindows:
 
     def stored(self) -> list[StoredWindow]:
         """The committed windows by file name, newest first."""
-        return sorted(committed_in(self.path, self.rank, self.rank), reverse=True)
+        return stored_in(self.path, self.rank)
 
     def has(self, name: WindowName) -> bool:
         """True if there is a committed window of that name."""
@@ -200,6 +214,7 @@ class DiskWindows:
         This includes windows of other runs and windows set aside: the job has come past them.
         Newer windows stay, as they may be all that is left of an earlier history.
         """
+        self.forget_other_layouts()
         names = {committed_name(name) for name in kept}
         past = max(name.start for name in kept)
         for path in self.path.glob('*.window'):
@@ -221,6 +236,7 @@ class DiskWindows:
                     path.unlink(missing_ok=True)
             self.close()
             return
+        self.forget_other_layouts()
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         with suppress(OSError):  # NFS keeps the open lock file; or the run has other ranks

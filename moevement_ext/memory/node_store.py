@@ -170,6 +170,11 @@ class NodeStore:
         for path in self.path.glob(f'{_FORMER}*'):
             shutil.rmtree(path, ignore_errors=True)
 
+    def remove_unused(self) -> None:
+        """Delete the files of all holders that have no live process, and what is empty then."""
+        self.remove_holders_but(())
+        self._remove_empty()
+
     def remove(self) -> None:
         """Delete everything of this run on this node, other ranks' files included."""
         shutil.rmtree(self.path, ignore_errors=True)

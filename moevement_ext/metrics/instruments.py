@@ -78,6 +78,7 @@ INSTRUMENTS = (
     _state('disk_bytes', 'That windows of this rank take on disk.', 'disk_bytes'),
     _sum('training_seconds', 'In iterations that were committed; not in replays.', 'training_s'),
     _sum('exposed_seconds', 'By which sparse checkpointing held up training.', 'exposed_s'),
+    _sum('device_wait_seconds', 'Waits for the GPU before and after updates.', 'device_wait_s'),
     _sum('iterations', 'Iterations that came to their update.', 'iterations'),
     _sum('captured_bytes', 'Payload of the slots that were captured.', 'captured_bytes'),
     _sum('skipped_windows', 'Windows for which there was no free file.', 'skipped_windows'),

@@ -62,6 +62,14 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Capacity of each of these experts in tokens; None without a limit."""
     cpu_bytes_per_s: float | None = None
     """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
+    waited_s: float = 0.0
+    """Seconds by which checkpointing delayed training since the cycle before."""
+    checkpoint_s: float | None = None
+    """Seconds of a copy to host memory and to all holders, one after the other; None: unknown."""
+    persist_s: float | None = None
+    """Seconds of the newest copy to disk; None before the first."""
+    room: int | None = None
+    """Longest W that this rank has host memory for; None: that of all ranks."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ their parts. Training never waits for the disk: a held file in memory has a subs
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -242,7 +243,9 @@ class DiskTier:
             self._set_aside()
             if file is None:
                 raise _CopyEnds('it is not in memory any more')
+            began = time.perf_counter()
             self._disk.write(file, self._identity, self._pace(window, file))
+            self._statistics.persist_s = time.perf_counter() - began
         except _CopyEnds:
             self._give_up(window)
         except Exception as error:

@@ -108,6 +108,11 @@ class WindowLife:
         """Send rate to the holders of replicas, as in the events. Any thread."""
         return self._replicator.bytes_per_s()
 
+    @property
+    def holders(self) -> int:
+        """Number of peers that are sent whole windows. Any thread."""
+        return self._replicator.holders
+
     def send_cost(self) -> float:
         """CPU seconds for a byte that is sent to a holder. Any thread."""
         return self._replicator.cost.s_per_byte()
@@ -157,6 +162,17 @@ class WindowLife:
             self._windows.abandon(file)
         except Exception as error:
             self.statistics.degraded(f'{file.path} cannot be reused: {error}')
+
+    def wait_until_persisted(self, name: WindowName, seconds: float) -> bool:
+        """True once all ranks have a window that this one has kept; False after `seconds`."""
+        deadline = time.perf_counter() + seconds
+        while not self._windows.is_persisted(name):
+            self._freed.clear()
+            if self._windows.is_persisted(name):
+                break
+            if not self._freed.wait(max(deadline - time.perf_counter(), 0.0)):
+                return False
+        return True
 
     def _wait_for_file(self, name: WindowName) -> WindowFile | None:
         patience_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s

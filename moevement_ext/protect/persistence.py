@@ -201,7 +201,7 @@ class PersistenceBoard:
         kept = [other for other in counted if other.start <= window.start]
         for other in counted:
             if other.start > window.start and not agreed.is_persisted(other.start):
-                self._store.add(_key(other), -1)
+                self._take_back(other)
         if kept != counted:
             self._note(kept)
         if kept != counted or agreed.is_outdated(window.start):
@@ -210,15 +210,25 @@ class PersistenceBoard:
             self._awaited = max(kept, default=None)
         done.set()
 
+    def _take_back(self, window: WindowName) -> None:
+        """Lower the count of a window, unless it was published: then its count is gone.
+
+        A new process cannot tell from `persisted` if other ranks have rolled back before it.
+        """
+        if self._store.check([_key(window)]):
+            self._store.add(_key(window), -1)
+
     def _void_publication(self, window: WindowName) -> None:
         """Invalidate pending publications and set `persisted` back to at most `window`."""
         while True:
             found = self._read()
             standing = _decoded(found)
-            agreed = standing.agreed
+            agreed, lost = standing.agreed, standing.agreed.persisted
             if agreed.is_outdated(window.start):
                 agreed = Agreed(window, agreed.given_up)
             if self._replace(found, _Standing(standing.withdrawals + 1, agreed)):
+                if lost is not None and lost != agreed.persisted:
+                    self._store.delete_key(_key(lost))  # its publisher may be the rank that died
                 return
             if not _decoded(self._read()).agreed.is_outdated(window.start):
                 return  # another rank has just changed the key, which suffices

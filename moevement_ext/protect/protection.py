@@ -10,15 +10,15 @@ from functools import partial
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
-from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import Protected, Replanned
+from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
+from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.sizing import Logged
+from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
@@ -32,6 +32,7 @@ from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.reserving import Sizes, longest_window, reserve
+from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
@@ -93,12 +94,11 @@ class Protection:
         twin = TwinShare(
             planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
         )
-        self.memory = reserve(
-            rank,
-            Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin),
-            operators.device,
-            self._statistics.degraded,
-        )
+        sizes = [(capacity(length), stub(length)) for length in window_lengths(longest)]
+        share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
+        share = share._replace(shorter=sizes)
+        self.memory = reserve(rank, share, operators.device, self._statistics.degraded)
+        self._room = WindowRoom(self.memory, self._statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
@@ -142,7 +142,7 @@ class Protection:
         """
         self._former_places = forget_former_places
         rank, memory = self._rank, self.memory
-        self._make_room_in_log(present.plan.window)
+        self._room.before(present.plan.window)
         self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
         self.windows = WindowLife(
@@ -219,7 +219,7 @@ class Protection:
             of_all: all stages roll back together.
         """
         # The recovery logs all its iterations, besides those of a window captured after it.
-        self._make_room_in_log(until - back_to.start + 1)
+        self._room.in_log(until - back_to.start + 1)
         if self._rank.config.verify == STOP:
             self.windows.begin_trial(Trial(back_to, until, of_all))
 
@@ -302,6 +302,7 @@ class Protection:
         counts = self._strategy.counts_tokens
         self._counter.counting = counts and schedule.slot(iteration) == 0
         if self._position == 0:
+            self._room.in_force = schedule.plan.window
             self._shorten_log(iteration, schedule.plan.window)
         self._waited_before = self.checkpointer.waited_s
         self._step_began = time.perf_counter()
@@ -331,6 +332,10 @@ class Protection:
                 self.windows.send_bytes_per_s(),
                 capacity,
                 self._cpu_bytes_per_s(),
+                self._statistics.waited_s(),
+                self._checkpoint_s(),
+                self._statistics.persist_s,
+                self._room.limit,
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -347,6 +352,7 @@ class Protection:
             persisted=of_rank.persisted,
             training_s=of_rank.training_s,
             exposed_s=of_rank.exposed_s,
+            device_wait_s=of_rank.device_wait_s,
             iterations=of_rank.iterations,
             captured_bytes=of_rank.captured_bytes,
             slot_bytes=of_rank.slot_bytes,
@@ -379,9 +385,11 @@ class Protection:
 
     def _persisted(self, window: WindowName) -> None:
         """Handle a newly persisted window. Board's thread."""
-        self.memory.ledger.note_complete(window.start)
+        if not self.memory.disk_only:
+            self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
+        self._room.settle()
         if self._disk is not None:
             self._disk.persisted(window)
         if self._former_places:
@@ -441,6 +449,8 @@ class Protection:
                 for name, held in self._operators.slices.items()
             },
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
+            strategy=UNSET if rank.config.strategy == MOEVEMENT else rank.config.strategy,
+            interval=self.checkpointer.schedule.interval,
         )
 
     def _shortest_window(self, seen: Measured) -> int | None:
@@ -456,6 +466,14 @@ class Protection:
         )
         return self.planner.shortest_window(carried, self._longest)
 
+    def _checkpoint_s(self) -> float | None:
+        """See `WindowLoad`; for checkpoints of one slot."""
+        nbytes, copies = self._statistics.slot_bytes, self.windows.holders
+        copied, sent = self.checkpointer.copy_bytes_per_s(), self.windows.send_bytes_per_s()
+        if copied is None or (copies and sent is None):
+            return None
+        return nbytes / copied + (copies * nbytes / sent if sent else 0.0)
+
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""
         share = self._rank.config.cpu_share
@@ -465,21 +483,9 @@ class Protection:
         byte_s = self.checkpointer.capture_cost() + len(self._reached) * replica_s
         return share * self.memory.cores / byte_s if byte_s else None
 
-    def _make_room_in_log(self, window: int) -> None:
-        """Enlarge the log; on failure localized recovery is impossible for a while. Any thread."""
-        try:
-            self.memory.make_room_in_log(window)
-        except (HostMemoryError, OSError) as error:
-            self._statistics.degraded(f'the log has no room for windows of {window}: {error}')
-
     def _adopt(self, plan: StagePlan) -> None:
         """Take over a plan, windows before it is in force. Replanner's thread."""
         bind_thread(self._device)
-        self._make_room_in_log(plan.plan.window)
+        self._room.before(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
-        own = self._operators.slices
-        shares = {name: share for name, share in plan.shares.items() if name in own}
-        window, version = plan.plan.window, plan.version
-        self._rank.events.emit(
-            Replanned(origin=plan.origin, window=window, version=version, shares=shares)
-        )
+        self._rank.events.emit(plan.event(self._operators.slices))

@@ -5,11 +5,13 @@ The other ranks read the plan in the launcher's store, so that they neither read
 experts of the model nor repeat the same computation on a thousand ranks.
 """
 
+from collections.abc import Collection
 from datetime import timedelta
 
 import msgspec
 from torch.distributed import DistStoreError, Store
 
+from moevement_ext.events import Replanned
 from moevement_ext.membership import packing
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters
@@ -37,6 +39,16 @@ class StagePlan(msgspec.Struct, frozen=True):
     def schedule(self) -> Cycle:
         """The plan in the form of the checkpointer."""
         return Cycle(self.origin, self.plan, self.digest, self.version, self.idle)
+
+    def event(self, operators: Collection[str]) -> Replanned:
+        """The event of a rank with these operators that takes the plan over."""
+        return Replanned(
+            origin=self.origin,
+            window=self.plan.window,
+            version=self.version,
+            shares={name: share for name, share in self.shares.items() if name in operators},
+            interval=self.schedule().interval,
+        )
 
     def packed(self) -> bytes:
         """Encode and compress the plan, as operator names repeat."""

@@ -15,7 +15,7 @@ from moevement_ext.config import node_name
 from moevement_ext.membership.launch import own_launch
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.memory.deaths import Death
-from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.disk import DiskWindows, stored_in
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
@@ -98,9 +98,9 @@ class Found:
             self._look(stored, TwinWindow.open)
         return self._told()
 
-    def on_disk(self, disk: DiskWindows) -> Self:
+    def on_disk(self, directory: Path) -> Self:
         """Examine this rank's windows on disk; a failing file system counts as empty."""
-        for stored in disk.stored():
+        for stored in stored_in(directory, self._identity.rank):
             with ExitStack() as opened:
                 self._look(stored, lambda path: opened.enter_context(WindowReader(path)))
         return self._told()
@@ -130,15 +130,37 @@ class Found:
         return self
 
 
-def held_windows(store: NodeStore, identity: RankIdentity) -> list[HeldWindow]:
-    """Committed windows of this run and layout on this node, of all ranks."""
-    return sorted(Found(identity).in_memory(store).windows)
+def held_windows(
+    store: NodeStore, identity: RankIdentity, only_on: Path | None = None
+) -> list[HeldWindow]:
+    """Committed windows of this run and layout that a recovery in living processes starts from.
+
+    Args:
+        store: of this node, whose windows of all ranks count.
+        identity: of this rank.
+        only_on: directory on disk; if given, the rank's windows there count instead.
+    """
+    found = Found(identity)
+    if only_on is not None:
+        return sorted(found.on_disk(only_on).windows)
+    return sorted(found.in_memory(store).windows)
 
 
-def take_stock(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) -> Inventory:
-    """Collect this rank's inventory at the start of a job."""
-    memory = Found(identity).in_memory(store)
-    found = [memory] if disk is None else [memory, Found(identity).on_disk(disk)]
+def take_stock(
+    store: NodeStore, disk: DiskWindows | None, identity: RankIdentity, disk_only: bool = False
+) -> Inventory:
+    """Collect this rank's inventory at the start of a job.
+
+    Args:
+        store: of this node.
+        disk: of this rank.
+        identity: of this rank.
+        disk_only: leave out windows in host memory, which are no source.
+    """
+    memory = Found(identity)
+    if not disk_only:
+        memory.in_memory(store)
+    found = [memory] if disk is None else [memory, Found(identity).on_disk(disk.path)]
     return Inventory(
         sorted(memory.windows),
         [] if disk is None else sorted(found[1].windows, reverse=True),
@@ -166,14 +188,16 @@ def launch_of(identity: RankIdentity) -> str:
     return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(told))
 
 
-def replacement_report(store: NodeStore, identity: RankIdentity) -> Report:
-    """Report of a new process: the windows in its node's memory."""
+def replacement_report(
+    store: NodeStore, identity: RankIdentity, only_on: Path | None = None
+) -> Report:
+    """Report of a new process: the windows in its node's memory, or as of `held_windows`."""
     newest = Ledger.read_newest(store.ledger_path(identity.rank), identity)
     return Report(
         survivor=False,
         node=node_name(),
         pid=os.getpid(),
-        windows=held_windows(store, identity),
+        windows=held_windows(store, identity, only_on),
         launched=launch_of(identity),
         committed=newest.iteration if newest is not None else NOWHERE,
         launch=own_launch(),

@@ -11,6 +11,7 @@ from moevement_ext.membership.launch import own_launch
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
+from moevement_ext.memory.disk import stored_in
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
@@ -19,6 +20,7 @@ from moevement_ext.recover.handover import Handover, PlanInForce
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start, Trainer
+from moevement_ext.strategy.choice import only_source
 
 
 class OwnReport:
@@ -44,6 +46,7 @@ class OwnReport:
     ) -> None:
         self._rank = rank
         self._launched = launch_of(rank.identity)
+        self._only_on = only_source(rank.config, rank.run_id, rank.number)
         self._membership = membership
         self._trainer = trainer
         self._protection = protection
@@ -66,7 +69,7 @@ class OwnReport:
             survivor=True,
             node=node_name(),
             pid=os.getpid(),
-            windows=held_windows(memory.store, identity),
+            windows=held_windows(memory.store, identity, self._only_on),
             launched=self._launched,
             origin=self._membership.origin,
             committed=self._position.committed,
@@ -97,10 +100,15 @@ class OwnReport:
         under_way = UnderWay(window, target, self._membership.taken.epoch)
         before = msgspec.structs.replace(self.now(refused), unjudged=False, under_way=under_way)
         store, identity = self._protection.memory.store, self._rank.identity
-        return lambda: msgspec.structs.replace(before, windows=held_windows(store, identity))
+        return lambda: msgspec.structs.replace(
+            before, windows=held_windows(store, identity, self._only_on)
+        )
 
     def _entries(self) -> list[LedgerEntry]:
         """The committed iterations that a replay can need: from the oldest window that is here."""
         memory, newest = self._protection.memory, self._position.committed
-        oldest = min((window.name.start for window in memory.windows.committed()), default=newest)
+        here = memory.windows.committed()
+        if self._only_on is not None:
+            here = stored_in(self._only_on, self._rank.number)
+        oldest = min((window.name.start for window in here), default=newest)
         return [entry.shared() for entry in memory.ledger.entries(oldest, newest)]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetches a window slot by slot, so that its conversion starts before the last slot arrives.
 
-Sources in order: the own copy, each holder of a replica, the own disk. A slot is passed on only
+Sources in order: the own copy, each holder of a replica, the own disk; or the disk alone, where the
+strategy takes host memory for no source. A slot is passed on only
 after its checksums are verified (paper section 3.3, streamed).
 """
 
@@ -12,6 +13,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from moevement_ext.errors import HostMemoryError, SparseCheckpointError
+from moevement_ext.membership.report import NOWHERE
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window.expected import Expected
@@ -153,14 +155,26 @@ def _sources(
     inventories: Sequence[Sequence[HeldWindow]],
     identity: RankIdentity,
 ) -> Iterator[tuple[str, Callable[[Arrived], WindowFile]]]:
+    if memory.disk_only:
+        memory.windows.discard_after(NOWHERE)
+    else:
+        yield from _in_memory(memory, candidate, inventories, identity)
+    if memory.disk is not None and memory.disk.has(candidate.name):
+        yield DISK, partial(_fetch_from_disk, memory, candidate, identity)
+
+
+def _in_memory(
+    memory: HostMemory,
+    candidate: Window,
+    inventories: Sequence[Sequence[HeldWindow]],
+    identity: RankIdentity,
+) -> Iterator[tuple[str, Callable[[Arrived], WindowFile]]]:
     own = memory.windows.file(candidate.name)
     if own is not None:
         yield 'own memory', partial(_verify_own, own, identity)
         memory.windows.discard(candidate.name)  # it was refused
     for holder in holders(candidate, memory.rank, inventories):
         yield f'rank {holder}', partial(_fetch, memory, candidate, holder, identity)
-    if memory.disk is not None and memory.disk.has(candidate.name):
-        yield DISK, partial(_fetch_from_disk, memory, candidate, identity)
 
 
 def _verify_own(file: WindowFile, identity: RankIdentity, arrived: Arrived) -> WindowFile:

@@ -3,20 +3,21 @@
 
 The engine decides what is captured, kept, fetched, replayed and when; a trainer knows how its own
 model, optimizer, data and pipeline do it. `megatron.moevement` implements it for Megatron-Core,
-`examples/pipeline_loop.py` for a loop on plain torch.
+`moevement_ext.torch_loop` for loops on plain torch.
 
 Its parts are `Operators` (the tensors), `SmallState` (all else that an iteration starts from),
 `Pipeline` (what passes between stages) and `Loop` (what is around the iterations). The training
 thread calls everything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from moevement_ext.capture.operators import Operators
+from moevement_ext.capture.relaying import Relaying
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
@@ -207,6 +208,10 @@ class Trainer(Protocol):
     def tokens(self) -> TokenCounter:
         """The load of the experts."""
 
+    @property
+    def relaying(self) -> Relaying | None:
+        """How its state moves to another layout, None if it cannot."""
+
     def begin_iteration(self, iteration: int) -> bytes:
         """The iteration after `iteration` begins: note what it will accumulate into.
 
@@ -220,6 +225,20 @@ class Trainer(Protocol):
         Args:
             state: small state before it.
             began: it had begun; else only the small state may have changed.
+        """
+
+    def around_update(
+        self,
+        wait: Callable[[], None],
+        writing: Callable[[], None],
+        written: Callable[[bool], None],
+    ) -> None:
+        """Have each update call these.
+
+        Args:
+            wait: before the first write to captured state; waits until the write is allowed.
+            writing: right before the optimizer writes; the gradients are complete.
+            written: after the write, with whether the update was skipped.
         """
 
     def iterate(self, iteration: int) -> Any:

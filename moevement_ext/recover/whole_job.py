@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
+from moevement_ext.config import OFF
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
@@ -20,6 +21,7 @@ from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import left_by_elastic
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
@@ -39,6 +41,7 @@ from moevement_ext.recover.sources import (
     verified_window,
 )
 from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ def find(
     rank: Rank,
     dense_iteration: int,
     last_iteration: int | None,
+    elsewhere: int = -1,
 ) -> Predecessor:
     """Look for windows of a predecessor on all nodes. Collective.
 
@@ -84,13 +88,16 @@ def find(
         rank: this rank.
         dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
         last_iteration: at which training ends, None if that is not known yet.
+        elsewhere: iteration of a dense state in windows of another layout, -1 if there is none.
 
     Raises:
         UserError: ranks were launched differently (see `launched_alike.check`).
         AbsentWindows: no window is complete any more, and ranks are without any.
     """
+    stock = take_stock(store, disk, rank.identity, disk_only(rank.config))
+    left = left_by_elastic(store) if rank.config.elastic == OFF else []
     found_here = msgspec.structs.replace(
-        take_stock(store, disk, rank.identity), deaths=deaths.noted(store.shared)
+        stock, deaths=deaths.noted(store.shared), refused=[*stock.refused, *left]
     )
     inventories = [
         msgspec.msgpack.decode(item, type=Inventory)
@@ -122,8 +129,8 @@ def find(
         other_runs.say(store, rank)
     if not complete:
         traces = [inventory.traces for inventory in inventories]
-        refuse_to_forget(everything, traces, dense_iteration, rank.config)
-    if (everything or refused) and not usable:
+        refuse_to_forget(everything, traces, max(dense_iteration, elsewhere), rank.config)
+    if (everything or refused) and not usable and elsewhere < 0:
         next_tier(_why_none(complete, refused, dense_iteration), rank, dense_iteration)
     return predecessor
 

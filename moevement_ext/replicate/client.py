@@ -208,9 +208,12 @@ class ReplicaClient:
         Raises:
             RefusedWindow: the answer is damaged, or has more headers than windows can have.
         """
+        return self._headers(FetchHeaders(owner, start))
+
+    def _headers(self, request: Request) -> list[SlotHeader]:
         headers = []
         with self._exchange() as connection:
-            connection.send(FetchHeaders(owner, start))
+            connection.send(request)
             head = _expect(connection, WindowHead)
             if max(head.slots / _MAX_HEADERS, head.nbytes / _MAX_HEADERS_BYTES) > 1:
                 raise RefusedWindow(f'{head.slots} headers of {head.nbytes} bytes are too many')
@@ -285,6 +288,11 @@ class ReplicaClient:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    @staticmethod
+    def _expected[Expected: Reply](connection: Connection, expected: type[Expected]) -> Expected:
+        """The next message, which must be of this type."""
+        return _expect(connection, expected)
 
     def _call(self, request: Request, nbytes: int = 0) -> None:
         with self._exchange(nbytes) as connection:

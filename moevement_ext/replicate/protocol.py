@@ -13,17 +13,20 @@ A connection begins with a greeting (`greeting`); then, from the client's side:
     FetchWindow -> Refused | WindowHead, then per slot SlotHead, payload, frame -> Ack | Refused
     FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
     FetchLog -> Refused | NotYet | LogHead, then the bytes
+    FetchPart -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
+    FetchRanges -> Refused | RangesHead, then the bytes
 """
 
 from typing import Annotated
 
 import msgspec
 
+from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import LoggedTensor, LogKey
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.name import Count, WindowName
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -82,6 +85,29 @@ class FetchLog(msgspec.Struct, frozen=True, tag=True):
     key: LogKey
 
 
+class FetchPart(msgspec.Struct, frozen=True, tag=True):
+    """Request for all headers of a part of a window in another layout."""
+
+    part: Part
+
+
+class FetchRanges(msgspec.Struct, frozen=True, tag=True):
+    """Request for bytes of records of such a part."""
+
+    part: Part
+    slot: Count
+    ranges: list[tuple[Count, Count, Count]]
+    """Index of the record in the slot's header, first byte within it, and one past the last."""
+
+
+class RangesHead(msgspec.Struct, frozen=True, tag=True):
+    """Head of the ranges that follow, one after the other, in the order of the request."""
+
+    nbytes: Count
+    checksum: Count
+    """xxh3_64 of all the bytes; their records were verified."""
+
+
 class Ack(msgspec.Struct, frozen=True, tag=True):
     """Answer: done."""
 
@@ -127,5 +153,14 @@ class Differs(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = PutSlot | CommitWindow | DiscardAfter | FetchWindow | FetchHeaders | FetchLog
-Reply = Ack | Proceed | Refused | WindowHead | SlotHead | LogHead | NotYet | Differs
+Request = (
+    PutSlot
+    | CommitWindow
+    | DiscardAfter
+    | FetchWindow
+    | FetchHeaders
+    | FetchLog
+    | FetchPart
+    | FetchRanges
+)
+Reply = Ack | Proceed | Refused | WindowHead | SlotHead | LogHead | RangesHead | NotYet | Differs

@@ -203,6 +203,11 @@ class Replicator:
                     self.submit(file, slot, urgent=True)
             self._changed.notify()
 
+    @property
+    def holders(self) -> int:
+        """Number of peers that take whole windows. Any thread."""
+        return sum(peer.client.takes_all for peer in self._peers.values())
+
     def bytes_per_s(self) -> float | None:
         """Rate at which peers took slots of the newest windows, bytes/s; None before the first.
 
@@ -329,8 +334,9 @@ class Replicator:
     def _spread_rate(self, job: _Job) -> float | None:
         sizes = [job.file.header(slot).payload_bytes for slot in range(job.length)]
         gaps = [after - before for before, after in itertools.pairwise(job.came)]
-        holders = sum(peer.client.takes_all for peer in self._peers.values())
-        return spread(sizes, statistics.median(gaps), holders) if gaps and holders else None
+        if not gaps or not self.holders:
+            return None
+        return spread(sizes, statistics.median(gaps), self.holders)
 
     def _count(self, name: WindowName, nbytes: int, seconds: float) -> None:
         before = self._sent.get(name, (0, 0.0))

@@ -1,12 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the strategy that a job is configured for."""
+"""Chooses the strategy that a job is configured for.
 
+The modules of other strategies are imported by jobs that use them only.
+"""
+
+import math
 from collections.abc import Callable
+from pathlib import Path
 
-from moevement_ext.config import AUTO, SparseCheckpointConfig
+from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, SparseCheckpointConfig
+from moevement_ext.memory.disk import directory_of
 from moevement_ext.plan.auto_window import AutoWindow, Measured
 from moevement_ext.strategy.moevement import MoEvement
 from moevement_ext.strategy.strategy import Strategy
+
+
+def disk_only(config: SparseCheckpointConfig) -> bool:
+    """True if windows in host memory are no source of a recovery."""
+    return config.strategy == CHECKFREQ
+
+
+def only_source(config: SparseCheckpointConfig, run_id: str, rank: int) -> Path | None:
+    """Directory of the only windows of a rank that a recovery starts from; None: its memory."""
+    if not disk_only(config):
+        return None
+    assert config.disk is not None  # a rule of `config`
+    return directory_of(Path(config.disk), run_id, rank)
 
 
 def strategy_of(
@@ -19,5 +38,15 @@ def strategy_of(
         longest: the W for which host memory is reserved.
         shortest: as of `AutoWindow`.
     """
+    interval = config.interval
+    if config.strategy == GEMINI:
+        from moevement_ext.strategy.gemini import Gemini
+
+        return Gemini(1 if interval == AUTO else interval, config.mtbf or math.inf)
+    if config.strategy == CHECKFREQ:
+        from moevement_ext.strategy.checkfreq import CheckFreq
+
+        fixed = None if isinstance(interval, str) else interval
+        return CheckFreq(fixed, config.overhead_bound)
     auto = AutoWindow(shortest, longest) if config.window == AUTO else None
     return MoEvement(config.order, longest, auto, config.reorder_change, config.reorder_fraction)

@@ -3,6 +3,8 @@
 
 from typing import NamedTuple
 
+from msgspec import UNSET, UnsetType
+
 from moevement_ext.plan.byte_planner import WindowPlan
 
 
@@ -29,6 +31,11 @@ class Cycle(NamedTuple):
     def period(self) -> int:
         """Iterations from the start of a window to the start of the next."""
         return self.plan.window + self.idle
+
+    @property
+    def interval(self) -> int | UnsetType:
+        """The same for an event, which has it only if there are idle iterations."""
+        return self.period if self.idle else UNSET
 
     def position(self, iteration: int) -> int:
         """Iterations since the cycle began that captures the state after `iteration`."""

@@ -2,7 +2,6 @@
 """MoEvement: a slice of the state in every iteration, windows back to back (the paper's method)."""
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from moevement_ext.config import FIXED
 from moevement_ext.plan.auto_window import FIRST_WINDOW
@@ -20,8 +19,6 @@ class MoEvement:
         change: `--sparse-ckpt-reorder-change`.
         fraction: `--sparse-ckpt-reorder-fraction`.
     """
-
-    disk_only: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -2,21 +2,19 @@
 """Interface of a strategy.
 
 A strategy is pure: it knows no rank, no file and no clock. Rank 0 asks it for the next plan, from
-the measurements of all ranks; every rank knows from it what a failure may be recovered from. The
-rest is the same for all strategies: captures, windows, replicas, disk and recovery.
+the measurements of all ranks. What a failure may be recovered from is in `choice`. The rest is the
+same for all strategies: captures, windows, replicas, disk and recovery.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 
 
 class Strategy(Protocol):
-    """What is captured when, and what a failure is recovered from."""
+    """What is captured when."""
 
-    disk_only: ClassVar[bool]
-    """Windows in host memory are no source of a recovery, only complete ones on disk are."""
     counts_tokens: bool
     """Plans depend on the load of the experts."""
 

@@ -17,7 +17,17 @@ _ROWS = ('none', 'torch-dist-sync', 'whole-job', 'localized', 'copy')
 
 def test_rows_of_each_kind_get_through_the_same_failures(tmp_path: Path) -> None:
     target = tmp_path / 'compare.json'
-    flags = ['--quick', '--iterations', '36', '--window', '1', '--rows', ','.join(_ROWS)]
+    flags = [
+        '--quick',
+        '--iterations',
+        '32',
+        '--interval',
+        '4',
+        '--window',
+        '1',
+        '--rows',
+        ','.join(_ROWS),
+    ]
     flags += ['--output', str(tmp_path), '--json', str(target), '--plot', str(tmp_path)]
     assert main(flags) == 0
     found = msgspec.json.decode(target.read_bytes(), type=Comparison)

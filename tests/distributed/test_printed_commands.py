@@ -64,7 +64,7 @@ ELSEWHERE = {
     rf'{_PYTHON}moevement_ext\.store\.branch': 'its store; tests/unit/store',
     rf'{_PYTHON}tools\.lab\.pack_libraries': 'tests/unit/tools/lab/test_pack_libraries.py',
     r'docker |kubectl ': 'a daemon of containers, or a cluster; tests/image, tests/unit/deploy',
-    r'apt-get |pip |scripts/setup_env\.sh|scripts/build_transformer_engine\.sh':
+    r'apt-get |pip |scripts/(setup_env|peers|build_transformer_engine)\.sh':
         'it installs something; tests/unit/test_setup_env.py',
     r'promtool ': 'Prometheus; tests/unit/metrics/test_deploy.py, where it is installed',
     r'scripts/test\.sh|(.*-m )?pytest ': 'they run these tests',
@@ -77,9 +77,11 @@ ELSEWHERE = {
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
     r'.*scripts/local_cluster\.py .*(loop\.py$)': 'tests/distributed/test_pages.py',
     r'.*scripts/local_cluster\.py .*pretrain_gpt\.py': 'tests/distributed/test_launchers.py',
+    r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
     rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
+    rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
     rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
@@ -88,6 +90,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/unit/test_readme.py',
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
+    rf'{_PYTHON}tools\.windows check': 'windows of a job; tests/distributed/test_export_offline.py',
     rf'{_PYTHON}tools\.windows \w+ /': 'directories of other machines; tests/unit/tools/windows',
 }  # fmt: skip
 """Commands that do not run here, and what is missing, or which test runs them."""
@@ -95,8 +98,10 @@ ELSEWHERE = {
 _SHORTER = {
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
+    'tools.bench.host_memory': '--iterations 8 --windows 1',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.precision': '--iterations 20',
+    'tools.compare': '--rows none,localized --iterations 32 --interval 4',
     'tools.drill': '--first 6 --second 12 --iterations 16',
 }
 """Flags that a long one gets besides."""

@@ -34,6 +34,7 @@ _MODULES = {
     'scripts/demo.sh': 'tools.demo',
     'scripts/gpu_check.sh': 'tools.gpu_check',
     'scripts/local_cluster.py': 'moevement_ext.launch.command_line',
+    'examples/data_parallel_loop.py': 'examples.data_parallel_loop',
     'examples/own_loop.py': 'examples.own_loop',
     'examples/pipeline_loop.py': 'examples.pipeline_loop',
 }

@@ -21,12 +21,14 @@ ENGINE_FLOORS = (
     {'config', 'events'},
     {'faults', 'token_bucket', 'cpu_cost'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},
-    {'replicate', 'store', 'strategy'},
+    {'strategy', 'store'},
+    {'replicate'},
     {'capture', 'membership'},
     {'protect'},
     {'recover', 'metrics'},
-    {'launch'},
+    {'launch', 'relayout'},
     {'slurm', 'job'},
+    {'torch_loop'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
@@ -37,6 +39,7 @@ ADAPTER_FLOORS = (
     {'job'},
     {'arguments'},
     {'attachment', 'checking', 'program'},
+    {'offline'},
     {'pretrain_gpt'},
 )
 """As `ENGINE_FLOORS`."""

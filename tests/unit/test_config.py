@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import re
 import socket
 from typing import Any
@@ -122,3 +123,48 @@ def test_node_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_name() == 'node-b'
     monkeypatch.setenv('MOEVEMENT_NODE', '')
     assert node_name() == socket.gethostname()
+
+
+DISK = {'strategy': 'checkfreq', 'disk': '/disk'}
+RULE = {'strategy': 'gemini', 'interval': 'daly', 'mtbf': 600.0}
+
+
+@pytest.mark.parametrize(
+    ('given', 'settled'),
+    [
+        ({}, ('localized', 'auto', 2, 100)),
+        ({'strategy': 'gemini'}, ('global', 1, 2, 100)),
+        ({'strategy': 'gemini', 'recovery': 'whole-job'}, ('whole-job', 1, 2, 100)),
+        (DISK, ('global', 1, 0, 1)),
+    ],
+)
+def test_a_strategy_settles_what_is_left_open(given: dict[str, Any], settled: Any) -> None:
+    config = SparseCheckpointConfig(**given)
+    assert (config.recovery, config.window, config.replicas, config.disk_every) == settled
+    assert dataclasses.replace(config) == config, 'what is settled may be given'
+
+
+@pytest.mark.parametrize(
+    ('given', 'said'),
+    [
+        ({'strategy': 'copy'}, "strategy 'copy' must be moevement, gemini or checkfreq"),
+        ({**DISK, 'window': 4}, 'window 4 has no use with --sparse-ckpt-strategy checkfreq'),
+        ({**DISK, 'replicas': 1}, 'replicas 1 has no use with --sparse-ckpt-strategy checkfreq'),
+        ({**DISK, 'disk_every': 7}, 'disk-every 7 has no use'),
+        ({'strategy': 'gemini', 'order': 'soft'}, 'order soft has no use'),
+        ({'strategy': 'gemini', 'overhead_bound': 0.1}, 'overhead-bound 0.1 has no use'),
+        ({'interval': 5}, 'interval 5 has no use with --sparse-ckpt-strategy moevement'),
+        ({'strategy': 'gemini', 'recovery': 'localized'}, 'must be global or whole-job'),
+        ({'strategy': 'checkfreq'}, 'disk must be given with --sparse-ckpt-strategy checkfreq'),
+        ({**RULE, 'mtbf': None}, 'mtbf must be given with --sparse-ckpt-interval young'),
+        ({**RULE, 'interval': 5}, 'mtbf must be given with --sparse-ckpt-interval young'),
+        ({**RULE, 'mtbf': NAN}, 'mtbf nan must be a number of seconds above 0'),
+        ({'strategy': 'gemini', 'interval': 0}, 'interval 0 must be at least 1'),
+        ({**DISK, 'interval': 'daly'}, "interval 'daly' must be a whole number or auto"),
+        ({**DISK, 'overhead_bound': 0.0}, r'overhead-bound 0 must be in \(0, 1\]'),
+    ],
+)
+def test_a_flag_without_use_for_the_strategy_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        SparseCheckpointConfig(**given)
+    assert '\n' not in str(refused.value)

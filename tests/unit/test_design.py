@@ -22,7 +22,8 @@ COLLECTIVES = {
     'broadcast.py': 'in a recovery',
     'dp_copy.py': 'in a recovery',
     'optimizer_state.py': 'in a recovery',
-    'ending.py': 'at the end',
+    'module_operators.py': 'in a recovery',
+    'job.py': 'at the end',
     'planned_exits.py': 'at the end',
     'digest_file.py': 'at the end',
 }

@@ -4,12 +4,14 @@
     python -m tools.compare --quick
     python -m tools.compare --json compare.json --plot pictures
     python -m tools.compare --rows torch-dist-sync,global,localized --faults 4
+    python -m tools.compare peers    # other projects; its own --help
 
 A small GPT on 4 emulated nodes trains to its end once for each row, and the same ranks are killed,
-or lose their node with its memory, at the same seconds after the first iteration. Plain Megatron
-without failures runs first in every round; ratios are taken within a round. Each prediction is the
-simulator's, from the profile of the same job. Copies to host memory and sends of windows are
-limited, or a toy would hide everything: a capture of the whole state takes --dense-copy iterations.
+or lose their node with its memory, at the same seconds after the warm-up, by whose end each row has
+a complete checkpoint. Plain Megatron without failures runs first in every round; ratios are taken
+within a round. Each prediction is the simulator's, from the profile of the same job. Copies to host
+memory and sends of windows are limited, or a toy would hide everything: a capture of the whole
+state takes --dense-copy iterations.
 
 With --quick all workers are forks of one process that has imported the program, as hot spares
 are; otherwise they are new processes, and the start of a process takes most of a recovery on a CPU.
@@ -48,9 +50,11 @@ from tools.lab.hardware import Hardware
 from tools.lab.models import prepare_text
 
 _PROG = 'python -m tools.compare'
-# Parts of the duration of plain Megatron between which faults are drawn.
-_FIRST, _LAST = 0.35, 0.8
+# Parts of the duration of plain Megatron after the warm-up, between which faults are drawn.
+_FIRST, _LAST = 0.2, 0.8
 _LEAST_NETWORK_GB_PER_S = 0.02
+# Each row has a complete checkpoint after so many intervals.
+_INTERVALS_OF_WARM_UP = 2
 # By flag: with --quick, and without.
 _SIZES = {'iterations': (48, 120), 'faults': (2, 4), 'rounds': (1, 2)}
 
@@ -79,9 +83,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, sizes in _SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, sizes[not args.quick])
-    for name, least in (('rounds', 1), ('faults', 1), ('interval', 1), ('iterations', 10)):
+    for name, least in (('rounds', 1), ('faults', 1), ('interval', 1)):
         if getattr(args, name) < least:
             parser.error(f'--{name} {getattr(args, name)}: must be at least {least}')
+    if args.iterations < 4 * _INTERVALS_OF_WARM_UP * args.interval:
+        least = 4 * _INTERVALS_OF_WARM_UP * args.interval
+        parser.error(f'--iterations {args.iterations}: must be at least {least}, 8 x --interval')
     if not args.dense_copy > 0:
         parser.error(f'--dense-copy {args.dense_copy:g}: must be above 0')
     if args.window != 'auto' and not (args.window.isdecimal() and int(args.window)):
@@ -120,7 +127,8 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
     output.mkdir(parents=True)
     course = Course(
         data=prepare_text(args.output.resolve() / 'data'), output=output,
-        iterations=args.iterations, evaluate=max(args.iterations // 12, 1),
+        iterations=args.iterations, warm_up=_INTERVALS_OF_WARM_UP * args.interval,
+        evaluate=max(args.iterations // 12, 1),
         interval=args.interval, window=args.window,
         copy_gb_per_s=0.0, network_gb_per_s=0.0, fork=args.quick,
     )  # fmt: skip
@@ -153,7 +161,7 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
     assert faults is not None
     return Comparison(
         Conditions(hardware, loads, args.iterations, paces, course.copy_gb_per_s,
-                   course.network_gb_per_s, args.quick, faults),
+                   course.network_gb_per_s, args.quick, course.warm_up, faults),
         measuring.curves(plain),
         {name: over_rounds(args.rows[name], runs) for name, runs in found.items() if runs},
         failed,
@@ -201,7 +209,12 @@ def show(report: Comparison, console: Console, args: argparse.Namespace) -> None
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status."""
-    args = parse_arguments(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ['peers']:
+        from tools.compare import peers
+
+        return peers.main(given[1:])
+    args = parse_arguments(given)
     return run_benchmark(
         'compare',
         lambda console: measure(args, console),

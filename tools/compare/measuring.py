@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from moevement_ext.events import Recovered, WindowPersisted
+from moevement_ext.events import Recovered, WindowCommitted, WindowOnDisk, WindowPersisted
 from tools.compare.rows import Keeps
-from tools.compare.running import RANKS, STAGES, Lived, Strike
+from tools.compare.running import RANKS, STAGES, Course, Lived, Strike
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of
 from tools.lab.run_log import Iteration, RunLog
@@ -119,14 +119,14 @@ def undisturbed(log: RunLog, strikes: Sequence[Strike]) -> list[float]:
 
 
 def repeated(log: RunLog) -> int:
-    """Number of logged iterations that are trained again later."""
-    return len(log.iterations) - len({item.number for item in log.iterations})
+    """Number of logged iterations that had been trained, or are trained again later."""
+    return len(log.iterations) - len(kept(log))
 
 
 def kept(log: RunLog) -> list[Iteration]:
-    """Iterations that are not trained again later, in order."""
+    """Iterations from the first one on that are not trained again later, in order."""
     last = {item.number: item for item in log.iterations}
-    return [last[number] for number in sorted(last)]
+    return [last[number] for number in sorted(last) if number >= log.iterations[0].number]
 
 
 def comebacks(lived: Lived) -> Iterator[Comeback]:
@@ -193,12 +193,45 @@ def curves(lived: Lived) -> Curves:
     )
 
 
-def period(keeps: Keeps, lived: Lived, interval: int) -> int:
-    """Iterations between two checkpoints, or of the last window; without any, of the job."""
+def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
+    """Milliseconds in an iteration for which training waits for checkpoints, mean.
+
+    Sparse checkpointing logs them. Around a save of Megatron, they are what an iteration takes
+    longer than others, evaluations apart.
+    """
     log = lived.trained.log
+    if keeps is not Keeps.DISK:
+        return sum(slot.exposed_ms for slot in log.captured) / lived.logged
+    saves: list[float] = []
+    others: list[float] = []
+    for before, after in itertools.pairwise(log.iterations):
+        struck = any(before.time <= strike.at <= after.time for strike in lived.strikes)
+        if after.number == before.number + 1 and not struck and before.number % course.evaluate:
+            seconds = after.time - before.time
+            (others if before.number % course.interval else saves).append(seconds)
+    if not saves or not others:
+        return 0.0
+    stall_s = statistics.median(saves) - statistics.median(others)
+    return max(1000 * stall_s / course.interval, 0.0)
+
+
+def period(keeps: Keeps, lived: Lived, interval: int) -> int:
+    """Iterations between two checkpoints, or of a window; without any, of the job.
+
+    In host memory, the median distance of windows that a rank committed.
+    """
     if keeps is Keeps.DISK:
         return interval
-    return log.captured[-1].window if log.captured else log.iterations[-1].number
+    committed = kind_of(lived.trained.events, WindowCommitted)
+    by_rank = itertools.groupby(sorted(committed, key=lambda event: (event.rank, event.time)),
+                                key=lambda event: event.rank)  # fmt: skip
+    gaps = [
+        after.start - before.start
+        for _, events in by_rank
+        for before, after in itertools.pairwise(events)
+        if after.start > before.start
+    ]
+    return round(statistics.median(gaps)) if gaps else lived.trained.log.iterations[-1].number
 
 
 def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
@@ -210,8 +243,11 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
         # The next iteration after a synchronous save is logged once that is complete.
         ready = min((item.time for item in log if item.number > interval), default=0.0)
     else:
-        persisted = kind_of(lived.trained.events, WindowPersisted)
-        ready = min((event.time for event in persisted), default=float('inf'))
+        # One that is copied to disk counts once all ranks have it there.
+        events = lived.trained.events
+        on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
+        persisted = [event.time for event in kind_of(events, WindowPersisted)]
+        ready = min(on_disk or persisted, default=float('inf'))
     return sum(strike.at < ready for strike in lived.strikes)
 
 

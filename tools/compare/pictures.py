@@ -63,7 +63,7 @@ def draw_goodput(report: Comparison, target: Path) -> None:
         axes.invert_yaxis()
         axes.grid(axis='y', visible=False)
         axes.set_xlim(left=0)
-        axes.set_xlabel('seconds since the first iteration; beside each strip: ETTR')
+        axes.set_xlabel('seconds since the warm-up; beside each strip: ETTR')
 
 
 def draw_ettr(report: Comparison, target: Path) -> None:
@@ -71,8 +71,7 @@ def draw_ettr(report: Comparison, target: Path) -> None:
     rows = list(report.rows.values())
     with picture(target, figsize=(9, 1.2 + 0.42 * len(rows))) as axes:
         axes.set_title('ETTR, measured and predicted')
-        subtitle(axes, 'bars: measured, lighter: without the start of new processes; diamonds: '
-                 'the simulator, from the profile of the run')  # fmt: skip
+        subtitle(axes, 'bars: measured (lighter: without process starts); diamonds: predicted')
         places = np.arange(len(rows))
         axes.barh(places, [row.ettr_warm.median for row in rows], 0.6, color=OWN, alpha=0.3)
         axes.barh(places, [row.ettr.median for row in rows], 0.6, color=OWN)
@@ -90,27 +89,35 @@ def draw_ettr(report: Comparison, target: Path) -> None:
 def draw_loss(report: Comparison, target: Path) -> None:
     """Draw the validation loss: rows that end like plain Megatron as one line, others each."""
     same, others = split(report)
-    with picture(target, nrows=2, figsize=(9, 6.5), height_ratios=(2, 1)) as (above, below):
+    size: dict[str, Any] = {'nrows': 2, 'figsize': (9, 6.5), 'height_ratios': (2, 1)}
+    with picture(target, **(size if others else {'figsize': (9, 4)})) as found:
+        above, *rest = found if others else (found,)
         above.set_title('Validation loss over the run')
         _line(above, report.plain.validated, color=OTHER, linewidth=6, alpha=0.45,
               label='without failures')  # fmt: skip
         if same:
             _line(above, same[0].curves.validated, color=OWN, linewidth=1.6, marker='.',
                   label=f'equal to it at each point: {len(same)} rows with failures')  # fmt: skip
-        below.set_title('... minus that without failures')
-        below.axhline(0, color=OWN, linewidth=1.6)
         for row, color in zip(others, PALETTE[1:] * len(others), strict=False):
-            _line(above, row.curves.validated, color=color, linewidth=1.6, marker='.',
-                  label=row.title)  # fmt: skip
-            apart = {number: loss - report.plain.validated[number]
-                     for number, loss in row.curves.validated.items()
-                     if number in report.plain.validated}  # fmt: skip
-            _line(below, apart, color=color, linewidth=1.6, marker='.')
-        _marks((above, below), others or same)
+            style = {'color': color, 'linewidth': 1.6, 'marker': '.'}
+            _line(above, row.curves.validated, label=row.title, **style)
+            _line(rest[0], _apart(row, report), **style)
+        _marks([above, *rest], others or same)
         above.set_ylabel('validation loss')
-        below.set_ylabel('difference')
-        below.set_xlabel('iteration; dashes: where failures struck')
         above.legend(loc='upper right')
+        for below in rest:
+            below.set_title('... minus that without failures')
+            below.axhline(0, color=OWN, linewidth=1.6)
+            below.set_ylabel('difference')
+            below.sharex(above)
+        [above, *rest][-1].set_xlabel('iteration; dashes: where failures struck')
+
+
+def _apart(row: RowResult, report: Comparison) -> dict[int, float]:
+    """Validation losses minus those of plain Megatron."""
+    plain = report.plain.validated
+    both = row.curves.validated.keys() & plain.keys()
+    return {number: row.curves.validated[number] - plain[number] for number in both}
 
 
 def split(report: Comparison) -> tuple[list[RowResult], list[RowResult]]:

@@ -2,7 +2,8 @@
 """The report of a comparison: figures of all rows over all rounds, and the table."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
@@ -17,6 +18,10 @@ from tools.compare.trace import PlannedFault
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 
+# Characters in a line of a document.
+_WIDTH = 100
+VALIDATION = 'validation losses'
+"""Beside kinds of state: what evaluations gave."""
 COLUMNS = (
     'I or W', 'iteration', 'bytes/it', 'stall/it ms', 'recovery s', 'of it start', 'restore',
     'again', 'stage-it again', 'PLT', 'loss diff', 'bits', 'ETTR', 'warm', 'predicted', 'diff',
@@ -36,6 +41,8 @@ class Conditions(msgspec.Struct, frozen=True):
     network_gb_per_s: float
     forked: bool
     """Processes start as forks of one that has imported the program."""
+    warm_up: int
+    """Iterations before the trace and the measurement begin."""
     faults: list[PlannedFault]
 
 
@@ -98,30 +105,33 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
         LabError: the job did not recover from a fault.
     """
     log, reference = lived.trained.log, plain.trained.log
-    iteration_s, trained = measuring.pace_s(reference), len(log.iterations)
+    iteration_s = measuring.pace_s(reference)
     back = list(measuring.comebacks(lived))
     phases = measuring.medians([one.phases for one in back])
     period = measuring.period(row.keeps, lived, course.interval)
-    waited_ms = sum(slot.exposed_ms for slot in log.captured) + sum(log.saved_ms)
     saved = lived.checkpoint_bytes / RANKS / course.interval
-    captured = sum(slot.nbytes for slot in log.captured) / trained
+    captured = sum(slot.nbytes for slot in log.captured) / lived.logged
+    different = lived.trained.different(plain.trained)
+    if log.validated != reference.validated:
+        different.append(VALIDATION)
+    waited_ms = measuring.waited_ms(row.keeps, lived, course)
     return Figures(
         period=str(period) if row.keeps is not Keeps.NOTHING else '-',
         ratio=statistics.mean(measuring.undisturbed(log, lived.strikes)) / iteration_s,
         bytes=captured or saved,
-        stall_ms=waited_ms / trained,
+        stall_ms=waited_ms,
         recovery_s=statistics.median(one.seconds for one in back),
         phases=phases,
         engine=measuring.medians([one.engine for one in back]),
         again=measuring.stage_iterations(lived),
         lost_tokens=measuring.lost_tokens(lived) if row.lossy else None,
         loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
-        different=lived.trained.different(plain.trained),
+        different=different,
         ettr=measuring.ettr(log, iteration_s),
         ettr_warm=measuring.ettr(
             log, iteration_s, sum(one.phases[PHASES[0]] for one in back)
         ),
-        predicted=predicted(row, lived, iteration_s, period),
+        predicted=predicted(row, lived, iteration_s, period, waited_ms),
         unprotected=measuring.unprotected(row.keeps, lived, course.interval),
         curves=measuring.curves(lived),
     )  # fmt: skip
@@ -191,15 +201,28 @@ def caption(conditions: Conditions) -> list[str]:
         else 'Workers are new processes, unless a row has a hot spare.'
     )
     return [
-        conditions.hardware.line(),
+        f'{conditions.hardware.line()}.',
         f'{RANKS} ranks on {RANKS} emulated nodes, {conditions.iterations} iterations, of '
         f'{pace} s in plain Megatron; load {loads} at the start of each round.',
-        f'Seconds after the first iteration: {faults}.',
+        f'Measured from iteration {conditions.warm_up} on; seconds after it: {faults}.',
         f'Copies to host memory are limited to {1000 * conditions.copy_gb_per_s:g} MB/s, sends '
         f'of windows to {1000 * conditions.network_gb_per_s:g} MB/s a rank, but not in rows '
         'with *.',
         how,
     ]
+
+
+def notes(report: Comparison) -> list[str]:
+    """What is not as it should be, in lines."""
+    found = [f'{name} did not run: {why}' for name, why in report.not_run.items()]
+    for row in report.rows.values():
+        if row.unprotected:
+            found.append(
+                f'{row.title}: {row.unprotected} faults before its first checkpoint was complete.'
+            )
+        if row.broken:
+            found.append(f'{row.title}: the final state differs in {", ".join(row.different)}.')
+    return found
 
 
 def print_report(report: Comparison, console: Console) -> None:
@@ -218,13 +241,8 @@ def print_report(report: Comparison, console: Console) -> None:
     # A table of so many columns is cut at the width of a terminal, and useless then.
     wide = Console(file=console.file, width=max(console.width, 220))
     wide.print(table, soft_wrap=True)
-    for name, why in report.not_run.items():
-        say(f'{name} did not run: {why}')
-    for row in report.rows.values():
-        if row.unprotected:
-            say(f'{row.title}: {row.unprotected} faults before its first checkpoint was complete.')
-        if row.broken:
-            say(f'{row.title}: the final state differs in {", ".join(row.different)}.')
+    for line in notes(report):
+        say(line)
 
 
 def marked(row: RowResult) -> str:
@@ -233,8 +251,11 @@ def marked(row: RowResult) -> str:
 
 
 def markdown(report: Comparison) -> str:
-    """The table for a document."""
-    rows: list[Mapping[str, str] | list[str]] = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
-    lines = [f'| {" | ".join(row)} |' for row in rows]
-    lines += [f'| {" | ".join([marked(row), *cells(row)])} |' for row in report.rows.values()]
-    return '\n'.join(lines) + '\n'
+    """Caption, table and notes for a document."""
+    lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
+    lines += [[marked(row).replace('*', '\\*'), *cells(row)] for row in report.rows.values()]
+    table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    text = ' '.join(caption(report.conditions)).replace('*', '\\*')
+    parts = [textwrap.fill(text, _WIDTH, break_on_hyphens=False), table]
+    parts += [textwrap.fill(' '.join(notes(report)), _WIDTH)] if notes(report) else []
+    return '\n\n'.join(parts) + '\n'

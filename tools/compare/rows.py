@@ -83,6 +83,7 @@ PLAIN = 'plain'
 """Plain Megatron without failures: what all rows are compared with."""
 _PEERS = '--sparse-ckpt-replicas 1 --sparse-ckpt-network-gb-per-s {network_gb_per_s:g}'
 _WINDOWS = f'--sparse-ckpt-window {{window}} {_PEERS}'
+_STRATEGY = '--sparse-ckpt-strategy'
 _RECOVERY = f'{_WINDOWS} --sparse-ckpt-recovery'
 
 ROWS = {
@@ -93,6 +94,15 @@ ROWS = {
     'torch-dist-async': Row(
         'torch_dist, asynchronous', Keeps.DISK, 'dense',
         exact=False, restarts_all=True, asynchronous=True,
+    ),
+    'checkfreq': Row(
+        'CheckFreq', Keeps.MEMORY, 'checkfreq',
+        f'{_STRATEGY} checkfreq --sparse-ckpt-disk {{folder}}/disk',
+    ),
+    'gemini': Row(
+        'Gemini', Keeps.MEMORY, 'gemini',
+        f'{_STRATEGY} gemini --sparse-ckpt-interval oracle --sparse-ckpt-mtbf {{mtbf_s:g}} '
+        f'{_PEERS}',
     ),
     'whole-job': Row(
         'MoEvement, whole job', Keeps.MEMORY, 'ours',

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from tools.lab import four_ranks
 from tools.lab.errors import LabError
 from tools.lab.job import Job, Kind, memory_directory
 from tools.lab.launch import ROOT, Launch
+from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
 STAGES, RANKS = 2, 4
@@ -44,6 +46,9 @@ class Lived(NamedTuple):
     """A job of a comparison that has ended."""
 
     trained: Trained
+    """Its log begins with the end of the warm-up."""
+    logged: int
+    """Iterations in its log, with those of the warm-up."""
     strikes: list[Strike]
     started: list[float]
     """Times when the program began in each process of any rank (seconds since the epoch)."""
@@ -58,6 +63,8 @@ class Course(NamedTuple):
     data: Path
     output: Path
     iterations: int
+    warm_up: int
+    """Iterations before the trace and the measurement begin."""
     evaluate: int
     """Iterations between two evaluations."""
     interval: int
@@ -85,7 +92,7 @@ class Course(NamedTuple):
         """
         folder = self.output / f'{number}-{PLAIN}{"-copies" * copies}'
         launch = self._launch(folder, self.training_flags(copies))
-        return Lived(train(launch), [], _starts(folder), folder, 0)
+        return self._lived(train(launch), [], folder, 0)
 
     def hurt(self, number: int, name: str, row: Row, faults: Sequence[PlannedFault]) -> Lived:
         """Run a row under all faults of the trace.
@@ -108,7 +115,7 @@ class Course(NamedTuple):
                 )
 
             def strike(job: Job) -> float:
-                for fault, due in zip(faults, _moments(job, faults), strict=True):
+                for fault, due in zip(faults, self._moments(job, faults), strict=True):
                     strikes.append(_strike(job, row, fault, due))
                 return strikes[-1].at
 
@@ -118,7 +125,22 @@ class Course(NamedTuple):
                 checkpoints = folder / 'checkpoints'
                 saved = _newest_bytes(checkpoints)
                 shutil.rmtree(checkpoints, ignore_errors=True)
-        return Lived(trained, strikes, _starts(folder), folder, saved)
+        return self._lived(trained, strikes, folder, saved)
+
+    def _lived(
+        self, trained: Trained, strikes: list[Strike], folder: Path, checkpoint_bytes: int
+    ) -> Lived:
+        log = since(trained.log, self.warm_up)
+        logged = len(trained.log.iterations)
+        measured = trained._replace(log=log)
+        return Lived(measured, logged, strikes, starts(folder), folder, checkpoint_bytes)
+
+    def _moments(self, job: Job, faults: Sequence[PlannedFault]) -> list[float]:
+        """Times of the faults, in seconds since the epoch, once the warm-up is over."""
+        for log in job.follow(f'iteration {self.warm_up}'):
+            if rest := since(log, self.warm_up).iterations:
+                return [rest[0].time + fault.at_s for fault in faults]
+        raise LabError('the job ended before its warm-up did', job.tail())
 
     def _launch(self, folder: Path, flags: Sequence[str], spares: int = 0) -> Launch:
         return Launch(
@@ -126,13 +148,14 @@ class Course(NamedTuple):
         )
 
 
-def _moments(job: Job, faults: Sequence[PlannedFault]) -> list[float]:
-    """Times of the faults, in seconds since the epoch, once the first iteration is logged."""
-    for log in job.follow('the first iteration'):
-        if log.iterations:
-            origin = log.iterations[0].time
-            return [origin + fault.at_s for fault in faults]
-    raise LabError('the job ended before its first iteration', job.tail())
+def since(log: RunLog, number: int) -> RunLog:
+    """The log from the first line of an iteration on; later lives are whole."""
+    lives = log.lives
+    for place, life in enumerate(lives):
+        rest = [item for item in life if item.number >= number]
+        if rest:
+            return replace(log, lives=[rest, *lives[place + 1 :]])
+    return replace(log, lives=[])
 
 
 def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:
@@ -160,9 +183,9 @@ def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:
     return Strike(job.send(rest, signal.SIGKILL), fault.rank, fault.kind)
 
 
-def _starts(folder: Path) -> list[float]:
+def starts(folder: Path) -> list[float]:
     """Times at which the program began, in the logs of all ranks."""
-    texts = (path.read_text('utf-8', errors='replace') for path in folder.glob('logs/rank*.log'))
+    texts = (path.read_text('utf-8', errors='replace') for path in folder.glob('logs/*.log'))
     return sorted(float(found) for text in texts for found in _STARTED.findall(text))
 
 

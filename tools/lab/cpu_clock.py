@@ -3,12 +3,52 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 import psutil
 
 from tools.lab.job import Job
+from tools.lab.launch import family
 from tools.lab.run_log import RunLog
+
+
+class Spent(NamedTuple):
+    """CPU seconds since the start of processes."""
+
+    time: float
+    """When they were read, in seconds since the epoch."""
+    total_s: float
+    """All threads, and children."""
+    training_s: float
+    """The first thread of each process, which trains."""
+
+    def __sub__(self, earlier: Self) -> 'Spent':
+        return Spent(*(now - before for now, before in zip(self, earlier, strict=True)))
+
+
+def spent(pids: Sequence[int]) -> Spent:
+    """CPU seconds of processes that run."""
+    training_s = total_s = 0.0
+    for pid in pids:
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            nanoseconds = Path(f'/proc/{pid}/task/{pid}/schedstat').read_text().split()[0]
+            training_s += int(nanoseconds) / 1e9
+            total_s += _with_children(psutil.Process(pid))
+    return Spent(time.time(), total_s, training_s)
+
+
+def memory_bytes(pids: Sequence[int]) -> int:
+    """Anonymous memory of processes and their descendants; what forks share counts once."""
+    total = 0
+    for process in family([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]):
+        with contextlib.suppress(OSError):
+            text = Path(f'/proc/{process.pid}/smaps_rollup').read_text()
+            lines = (line.split() for line in text.splitlines() if line.startswith('Pss_Anon:'))
+            total += 1024 * sum(int(line[1]) for line in lines)
+    return total
 
 
 class CpuClock:

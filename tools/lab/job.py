@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -74,12 +74,15 @@ class Job:
 
     Args:
         launch: parameters of the job.
-        launcher: the program that starts the workers.
+        launcher: the program that starts the workers, or makes their agents.
         memory: host memory of the run, all nodes; without it `NODE` and `STUCK` are impossible.
     """
 
     def __init__(
-        self, launch: Launch, launcher: Launcher = Launcher.LOCAL, memory: Path | None = None
+        self,
+        launch: Launch,
+        launcher: Launcher | Callable[[Launch], Agents] = Launcher.LOCAL,
+        memory: Path | None = None,
     ) -> None:
         launch.folder.mkdir(parents=True)
         self.folder = launch.folder
@@ -91,7 +94,13 @@ class Job:
         self.world_size = launch.world_size
         self.workers_per_node = launch.workers_per_node
         self._launcher: LocalCluster | Agents
-        self._launcher = Agents(launch) if launcher is Launcher.TORCHRUN else LocalCluster(launch)
+        match launcher:
+            case Launcher.LOCAL:
+                self._launcher = LocalCluster(launch)
+            case Launcher.TORCHRUN:
+                self._launcher = Agents(launch)
+            case make_agents:
+                self._launcher = make_agents(launch)
         self._faulted: set[int] = set()
         self._events = Follower(self.events_folder)
 

@@ -52,15 +52,30 @@ class Agents:
 
     def start_agent(self, node: int) -> None:
         """Start or restart the agent of a node."""
+        environment = {'MOEVEMENT_SECRET': self._secret, **self._launch.environment()}
+        environment['MOEVEMENT_NODE'] = node_name(node)
+        with self._log(node).open('ab') as log:
+            self._agents[node] = subprocess.Popen(
+                self.command(node, self._port),
+                cwd=self._launch.checkout,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only this tool, which then ends the job
+            )
+
+    def command(self, node: int, port: int) -> list[str]:
+        """Command line of the agent of a node, whose master is at a port."""
         launch = self._launch
-        command = [
+        return [
             sys.executable, '-m', 'torch.distributed.run',
             '--nnodes', str(launch.nodes),
             '--nproc-per-node', str(launch.workers_per_node),
             '--node-rank', str(node),
             '--rdzv-backend', 'static',
             '--master-addr', '127.0.0.1',
-            '--master-port', str(self._port),
+            '--master-port', str(port),
             '--max-restarts', str(launch.max_restarts),
             '--log-dir', str(launch.folder / 'workers'),
             '--tee', '3',
@@ -68,18 +83,6 @@ class Agents:
             *(_SHARING if launch.share_gpu else ()),
             *launch.program(),
         ]  # fmt: skip
-        environment = {'MOEVEMENT_SECRET': self._secret, **launch.environment()}
-        environment['MOEVEMENT_NODE'] = node_name(node)
-        with self._log(node).open('ab') as log:
-            self._agents[node] = subprocess.Popen(
-                command,
-                cwd=launch.checkout,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches only this tool, which then ends the job
-            )
 
     def log_of(self, rank: int) -> Path:
         """Log file of the workers on a rank's node and their agent, over all their processes."""

@@ -11,6 +11,7 @@ from tools.lab.evidence import Recovery, recovery
 from tools.lab.job import Job
 from tools.lab.launch import Launch, Launcher
 from tools.lab.run_log import RunLog
+from tools.lab.torchrun import Agents
 
 DIGEST = 'digest.json'
 """Name of the file with the digest of the final state, in the folder of a job."""
@@ -35,7 +36,7 @@ class Trained(NamedTuple):
 def train(
     launch: Launch,
     hurt: Callable[[Job], float | None] | None = None,
-    launcher: Launcher = Launcher.LOCAL,
+    launcher: Launcher | Callable[[Launch], Agents] = Launcher.LOCAL,
     memory: Path | None = None,
 ) -> Trained:
     """Run a job to its end.
@@ -43,7 +44,7 @@ def train(
     Args:
         launch: parameters of the job; the flag for the digest is added.
         hurt: called after the start; returns the time of the last fault.
-        launcher: the program that starts the workers.
+        launcher: the program that starts the workers, or makes their agents.
         memory: host memory of the run, all nodes; required for faults that lose memory.
 
     Raises:

@@ -28,6 +28,7 @@ from importlib import import_module
 
 from rich.console import Console
 
+from moevement_ext.strategy import intervals
 from tools.lab.arguments import Parser
 from tools.simulate import closed_form, flags, terminal
 from tools.simulate.closed_form import Dense
@@ -100,8 +101,8 @@ def optimal_interval(system: System) -> dict[str, object]:
         'optimal_interval_young': best.young,
         'optimal_interval_daly': best.daly,
         'optimal_interval_exact_s': closed_form.exact_s(*spacing),
-        'optimal_interval_young_s': closed_form.young_s(*spacing),
-        'optimal_interval_daly_s': closed_form.daly_s(*spacing),
+        'optimal_interval_young_s': intervals.young_s(*spacing),
+        'optimal_interval_daly_s': intervals.daly_s(*spacing),
     }
 
 

@@ -34,7 +34,8 @@ import xxhash
 
 from megatron.moevement.facts import Settings
 from megatron.moevement.job import computing, named_files, placing
-from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.config import MOEVEMENT, OFF, SparseCheckpointConfig
+from moevement_ext.memory.shelf import directory_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.settings import RunSettings, bounded
@@ -94,6 +95,8 @@ _PROGRESS = (
 ).split()
 INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
 
+_STRATEGY = 'sparse_ckpt_strategy'
+
 _PLAIN = (type(None), bool, float, str, bytes, torch.dtype, torch.device, PurePath, timedelta)
 
 LAYOUT = frozenset(
@@ -121,7 +124,7 @@ MAY_CHANGE = frozenset(
         'ddp_average_in_collective overlap_p2p_comm overlap_p2p_comm_warmup_flush batch_p2p_comm '
         'microbatch_group_size_per_vp_stage defer_embedding_wgrad_compute wgrad_deferral_limit '
         'recompute_granularity recompute_method recompute_num_layers recompute_modules '
-        'distribute_saved_activations'
+        'distribute_saved_activations inprocess_active_world_size'
     ).split()
 )
 """Settings of the run that say how a layout does its work, not what is trained: sharding of the
@@ -141,10 +144,15 @@ def run_identity(settings: Settings, run_id: str) -> str:
 def _counting(settings: Settings) -> dict[str, object]:
     """Settings that count, by name.
 
+    The strategy counts, although it changes no bit: its windows have other content. The default is
+    left out, as windows of earlier versions do not name it.
+
     The number of query groups is left out where it is unused: with `--use-checkpoint-args` it is 1
     before the first checkpoint, and the number of heads afterwards.
     """
     found = {name: value for name, value in settings.items() if counts(name)}
+    if settings.get(_STRATEGY, MOEVEMENT) != MOEVEMENT:
+        found[_STRATEGY] = settings[_STRATEGY]
     if not found.get('group_query_attention'):
         found.pop('num_query_groups', None)
     return found
@@ -174,7 +182,8 @@ def topology_identity(settings: Settings) -> str:
 
 def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig) -> RankIdentity:
     """The stamp of every slot of this rank."""
-    run_id = run_name(settings, config)
+    run_id = _name(settings, config)
+    settings = {**settings, _STRATEGY: config.strategy}
     run, topology = run_identity(settings, run_id), topology_identity(settings)
     told = run_settings(settings, run_id)
     layout = placing.layout_of(settings)
@@ -206,12 +215,23 @@ def run_settings(settings: Settings, run_id: str) -> RunSettings:
 
 
 def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
-    """Directory name of the run: from the flag, else Slurm's job id, else a digest of settings."""
+    """Directory name of the run; with `--sparse-ckpt-elastic` each layout has one."""
+    name = _name(settings, config)
+    if config.elastic == OFF:
+        return name
+    settings = {**settings, _STRATEGY: config.strategy}
+    counting = run_identity(settings, name), topology_identity(settings)
+    return directory_of(name, xxhash.xxh3_64_hexdigest('/'.join(counting).encode()))
+
+
+def _name(settings: Settings, config: SparseCheckpointConfig) -> str:
+    """Name of the run: from the flag, else Slurm's job id, else a digest of settings."""
     if config.run_id is not None:
         return config.run_id
     if 'SLURM_JOB_ID' in os.environ:
         return f'slurm-{os.environ["SLURM_JOB_ID"]}'
-    return f'run-{run_identity(settings, "")}'
+    digest = run_identity if config.elastic == OFF else training_identity
+    return f'run-{digest({**settings, _STRATEGY: config.strategy}, "")}'
 
 
 def _flag(name: str) -> str:

@@ -6,6 +6,7 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -13,10 +14,12 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
+from msgspec import UNSET, UnsetType
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
 from megatron.moevement.job.megatron_loop import MegatronLoop
+from megatron.moevement.job.megatron_relaying import MegatronRelaying
 from megatron.moevement.job.small_state import MegatronSmallState
 from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
@@ -26,8 +29,10 @@ from megatron.moevement.state.dp_copy import replicas, twins
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.capture.relaying import Relaying
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.window.placed import Placed
 from moevement_ext.recover.trainer import Committed
 
 
@@ -40,6 +45,7 @@ class MegatronTrainer:
         training: the training state.
         around: the wrappers around the loop.
         localized: the loop is entered again after failures of other ranks.
+        placed: layout and place of this rank, if numbers describe them.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class MegatronTrainer:
         training: TrainingState,
         around: Surroundings,
         localized: bool,
+        placed: Placed | UnsetType = UNSET,
     ) -> None:
         self._facts = facts
         self._counters = counters
@@ -64,6 +71,12 @@ class MegatronTrainer:
         self.pipeline = StagePipeline(facts, training.model)
         self.loop = MegatronLoop(training, counters, around, self._broken)
         self.tokens = RouterTokenCounter(training.model, training.device)
+        self.relaying: Relaying | None = None
+        if isinstance(placed, Placed):
+            present = partial(self.small_state.capture, 0, GlobalScalars())
+            self.relaying = MegatronRelaying(
+                placed, training, present, facts.data_parallel_random_init
+            )
 
     @property
     def place(self) -> Place:
@@ -116,6 +129,10 @@ class MegatronTrainer:
             assert self._broken is not None  # required by localized recovery, the only caller
             self._broken.put_back()
         self.small_state.move_data(state)
+
+    def around_update(self, *calls: Callable[..., None]) -> None:
+        """Wrap the optimizer step; see `TrainingState.around_update`."""
+        self.operators.around_update(*calls)
 
     def iterate(self, iteration: int) -> object:
         """Run upstream's `train_step`, or the custom loop's."""

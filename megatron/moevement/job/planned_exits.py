@@ -47,6 +47,8 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
         raise ending
     faults.point(Phase.EXIT)
     remove = _saved(facts, session.job.committed) and _is_loaded(facts, code) and not reads_memory()
+    if not remove:
+        session.job.part()
     announce(facts.rank, int(code))
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
         directory = facts.save if remove else session.job.kept_in.parent

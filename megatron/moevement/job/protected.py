@@ -20,11 +20,8 @@ from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state.global_scalars import ScalarRecorder
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import EventLog
 from moevement_ext.job.job import Job
 from moevement_ext.job.joining import join
-from moevement_ext.membership.exchange import Exchange
-from moevement_ext.membership.rank import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -62,27 +59,20 @@ def protected_job(
         logger.warning('sparse checkpointing: %s', danger)
     run_id = identity.run_name(settings, config)
     rank_identity = identity.rank_identity(settings, facts.rank, config)
-    membership, store = join(
-        rank_identity, facts.world_size, run_id, config, facts.timeout, not_localized(settings)
-    )
-    joining = membership is not None and membership.joining
-    rank = Rank(
-        identity=rank_identity,
-        world_size=facts.world_size,
-        run_id=run_id,
-        backend=facts.distributed_backend,
-        config=config,
-        events=EventLog(config.events, facts.rank, required=not joining),
-        exchange=Exchange(membership.archive if membership else None, joining),
+    joined = join(
+        rank_identity,
+        facts.world_size,
+        run_id,
+        facts.distributed_backend,
+        config,
+        facts.timeout,
+        not_localized(settings),
     )
     around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations, Losses())
-    session = Session(Job(rank, membership), store, facts, counters, around)
+    session = Session(Job(*joined), facts, counters, around)
     if facts.rank == 0:
-        rank.events.emit(describe(settings, facts, counters))
+        joined.rank.events.emit(describe(settings, facts, counters))
     session.begin()
-    try:
+    with session.job:
         yield session
-        session.finish()
-    except Exception as error:
-        session.job.failed(error)
-        raise
+        session.say_what_stays()

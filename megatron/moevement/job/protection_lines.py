@@ -44,8 +44,10 @@ def _line(
     checkpointer: SparseCheckpointer, statistics: CaptureStatistics, exposed_ms: float
 ) -> str:
     persisted = 'none' if statistics.persisted is None else str(statistics.persisted)
+    schedule = checkpointer.schedule
     fields = {
-        'window': checkpointer.schedule.plan.window,
+        'window': schedule.plan.window,
+        **({'interval': schedule.period} if schedule.idle else {}),
         'slot bytes': statistics.slot_bytes,
         'exposed (ms)': f'{exposed_ms:.1f}',
         'persisted': persisted,

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import NoReturn
 
 from megatron.core.utils import get_model_config
-from torch.distributed import Store
+from msgspec import UNSET
 
 from megatron.moevement.built import Built
 from megatron.moevement.counters import Counters
@@ -23,10 +23,9 @@ from megatron.moevement.seams import data_caches, upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
-from moevement_ext import faults
-from moevement_ext.config import ON
+from moevement_ext.config import OFF, ON
 from moevement_ext.events import LossLogged
-from moevement_ext.job.ending import announce, finish
+from moevement_ext.job.ending import announce
 from moevement_ext.job.job import Job
 
 
@@ -35,28 +34,24 @@ class Session:
 
     Args:
         job: the engine's job.
-        store: passed to `torch.distributed.init_process_group`; None: torch creates its own.
         facts: facts of the job.
         counters: counters of the loop.
         around: the wrappers around the loop.
 
     Attributes:
         alone: contexts of a joining process, which connects to no other rank before training.
-        keeps_windows: training stops before its last iteration; another launch may continue.
     """
 
     def __init__(
         self,
         job: Job,
-        store: Store | None,
         facts: JobFacts,
         counters: Counters,
         around: Surroundings,
     ) -> None:
         self.job = job
-        self.store = store
         self.around = around
-        self.keeps_windows = False
+        job.keeps_windows = False
         self._facts = facts
         self._counters = counters
         self.alone = ExitStack()
@@ -66,7 +61,6 @@ class Session:
         self.around.recorder.install()
         self.around.losses.install()
         data_caches.install()
-        faults.arm(self._facts.rank)
         if self.job.joining:
             self.alone.enter_context(upstream.without_connections(self._facts.distributed_backend))
 
@@ -94,11 +88,17 @@ class Session:
             with parameter_groups.of_all_ranks(self.job.rank.exchange):
                 model, optimizer, scheduler = build(with_dense)
             check_room(optimizer, upstream.detaches_heads(get_model_config(model[0])))
-            skips = self.job.rank.config.freeze == ON
+            config = self.job.rank.config
+            skips = config.freeze == ON
             self._training = TrainingState(model, optimizer, scheduler, skips)
             localized = self.job.membership is not None
             self._trainer = MegatronTrainer(
-                self._facts, self._counters, self._training, self.around, localized
+                self._facts,
+                self._counters,
+                self._training,
+                self.around,
+                localized,
+                UNSET if config.elastic == OFF else self.job.rank.identity.placed,
             )
             return self._trainer
 
@@ -113,7 +113,7 @@ class Session:
     def train(self, run: Callable[[], object]) -> object:
         """Run the training loop from the start of a dense window; again after failures."""
         self.alone.close()
-        return self.job.train(run, around_update=self._training.around_update)
+        return self.job.train(run)
 
     def step(self, train_step: Callable[..., object], iteration: int) -> object:
         """Run the iteration after `iteration`, after pending recovery work.
@@ -145,11 +145,10 @@ class Session:
             if loss is not None:
                 self.job.rank.events.emit(LossLogged(loss=loss))
 
-    def finish(self) -> None:
-        """End the job on all ranks; free host memory unless it is kept. Collective."""
-        if self.keeps_windows:
+    def say_what_stays(self) -> None:
+        """Print where windows stay after the end of the job, if they do."""
+        if self.job.keeps_windows:
             self._say_kept()
-        finish(self.job, remove=not self.keeps_windows)
 
     def leave_before_recovery(self) -> NoReturn:
         """Exit, as the loop ended before the step that recovers the state: the state is unusable.

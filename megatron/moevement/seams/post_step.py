@@ -57,6 +57,7 @@ class PostStep:
         self._save: Callable[[int, bool], None] | None = None
         self._forget: Callable[[], None] = lambda: None
         self._valid_before = counters.consumed_valid_samples
+        self._valid_told = 0
         self._evaluated = True
         self._saved = True
         self._exits_made = -1
@@ -91,6 +92,7 @@ class PostStep:
         """Note that iteration `iteration` is committed, and which later steps are due."""
         facts = self._facts
         self._valid_before = self._counters.consumed_valid_samples
+        self._valid_told = 0
         self._evaluated = not (
             _due(facts.eval_interval, iteration)
             and self._counters.do_valid
@@ -150,6 +152,7 @@ class PostStep:
             if self._evaluated
             else self._valid_before
         )
+        self._valid_told = 0
         data.move_validation(self._counters.consumed_valid_samples)
         if not self._evaluated and self._evaluate is not None:
             self._evaluate(iteration)
@@ -165,10 +168,15 @@ class PostStep:
         )
 
     def progress(self) -> PostStepProgress:
-        """Progress, for other ranks after a failure."""
+        """Progress, for other ranks after a failure.
+
+        A recovery moves the counter back. If another failure interrupts it, the samples that this
+        rank had consumed before the first one count.
+        """
+        self._valid_told = max(self._valid_told, self._counters.consumed_valid_samples)
         return PostStepProgress(
             self._valid_before,
-            self._counters.consumed_valid_samples,
+            self._valid_told,
             self._evaluated,
             self._saved,
             self._exits_made,

@@ -79,11 +79,16 @@ def tied_operators(model: Sequence[torch.nn.Module], operators: dict[str, Operat
     puts them into slot 0 on all of these stages.
     """
     shared = set()
-    if getattr(_unwrap(model[0]), 'share_embeddings_and_output_weights', False):
+    if shares_embedding(model):
         shared = {'embedding', 'head'}
     if getattr(get_model_config(model[0]), 'mtp_num_layers', None):
         shared.add('embedding')
     return [name for name in ('embedding', 'head') if name in shared & operators.keys()]
+
+
+def shares_embedding(model: Sequence[torch.nn.Module]) -> bool:
+    """True if embedding and output layer have one weight."""
+    return bool(getattr(_unwrap(model[0]), 'share_embeddings_and_output_weights', False))
 
 
 def router_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -45,10 +45,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             'ETP': self.expert_tensor,
             'optimizer instances': self.instances,
         }
-        told = ', '.join(f'{name} {size}' for name, size in sizes.items() if size > 1)
-        sharded = ', sharded optimizer' if self.sharded else ''
-        stages = f', {self.stages}' if self.stages else ''
-        return f'{self.ranks} ranks' + (f' ({told}{sharded}{stages})' if told else '')
+        told = [f'{name} {size}' for name, size in sizes.items() if size > 1]
+        told += ['sharded optimizer'] if self.sharded else []
+        told += [self.stages] if self.stages else []
+        count = f'{self.ranks} rank{"s" if self.ranks > 1 else ""}'
+        return count + (f' ({", ".join(told)})' if told else '')
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):

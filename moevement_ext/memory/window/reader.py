@@ -21,7 +21,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import PREAMBLE_BYTES, Entry, read_directory
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
-from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.memory.window.slot import Record, SlotHeader
 
 CHUNK_BYTES = 4 * 2**20
 """Size of one read or write."""
@@ -107,6 +107,14 @@ class WindowReader:
                     advance(len(part))
                 if digest.intdigest() != record.checksum:
                     raise damaged(self.path, header.slot, record)
+
+    def read_record(self, slot: int, record: Record) -> bytearray:
+        """Bytes of one record, not verified.
+
+        Raises:
+            RefusedWindow: they cannot be read.
+        """
+        return self._read(self._entry(slot).payload_offset + record.offset, record.nbytes)
 
     def copy_into(
         self, file: WindowFile, received: Callable[[WindowFile, SlotHeader], None]

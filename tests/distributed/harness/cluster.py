@@ -306,7 +306,8 @@ class Cluster:
         if self.exact_memory:
             for node in range(self.nodes):
                 exact_memory.unmount(self.node_memory(node))
-        shutil.rmtree(self.memory, ignore_errors=True)
+        for memory in [self.memory, *self.memory.parent.glob(f'{self.name}.*')]:
+            shutil.rmtree(memory, ignore_errors=True)  # with --sparse-ckpt-elastic one a layout
 
     def _environment(self, rank: int, port: int, fail_at: str) -> dict[str, str]:
         return {

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import get_args
 
-from examples import own_loop
+from examples import small_gpt
 from megatron.moevement import attachment, pretrain_gpt
 from megatron.moevement.job import megatron_trainer, session
 from megatron.moevement.seams import data_position, p2p
@@ -99,14 +99,14 @@ def scheduler_stands_still() -> None:
 
 def optimizer_steps_twice() -> None:
     """A loop updates twice per iteration."""
-    train_step = own_loop.train_step
+    train_step = small_gpt.train_step
 
-    def twice(built, *args):
-        result = train_step(built, *args)
+    def twice(built, *args, **schedule):
+        result = train_step(built, *args, **schedule)
         built[1].step()
         return result
 
-    own_loop.train_step = twice
+    small_gpt.train_step = twice
 
 
 def slow_set_up_of_new_worker() -> None:

@@ -3,34 +3,30 @@
 
 from contextlib import nullcontext
 
-import torch
-
-from examples.pipeline_loop import PipelineTrainer, StageOperators, StageState
+from moevement_ext.torch_loop import loop_state
+from moevement_ext.torch_loop.module_operators import ModuleOperators
+from moevement_ext.torch_loop.torch_trainer import TorchTrainer
 
 
 def norm_computed_by_a_stage_alone() -> None:
     """A stage that replays clips by the norm of its own gradients."""
-    PipelineTrainer.reduced = lambda self, known: nullcontext()
+    TorchTrainer.reduced = lambda self, known: nullcontext()
 
 
 def random_numbers_not_restored() -> None:
     """Dropout draws what a fresh process draws."""
-    restore = StageState.restore
-
-    def restored(self, state):
-        generator = torch.get_rng_state()
-        restore(self, state)
-        torch.set_rng_state(generator)
-
-    StageState.restore = restored
+    loop_state.restore_generators = lambda state: None
 
 
 def frozen_weights_not_loaded() -> None:
     """Operators that have no full state yet compute with what a fresh process has."""
-    load = StageOperators.load
+    load = ModuleOperators.load
 
     def without_light(self, header, payload, context):
-        header.records = [item for item in header.records if item.operator in context.full]
+        targets = [item for item in self._all() if item.operator in context.light]
+        kept = [item.source.clone() for item in targets]
         load(self, header, payload, context)
+        for item, source in zip(targets, kept, strict=True):
+            item.source.copy_(source)
 
-    StageOperators.load = without_light
+    ModuleOperators.load = without_light

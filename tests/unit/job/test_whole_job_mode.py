@@ -90,7 +90,7 @@ def test_the_pipeline_is_taken_over_before_training_and_all_is_sealed_after_it(
         while trainer.iteration < ITERATIONS:
             job.step(trainer.iteration)
 
-    job.train(loop, trainer.around_update)
+    job.train(loop)
     try:
         assert pipeline.taken_over == [(0, None)]
         sealed = {header.iteration for header in job.protection.captured_after(0)}
@@ -111,7 +111,7 @@ def life(rank: Rank, iterations: int) -> Iterator[Job]:
             job.step(trainer.iteration)
 
     try:
-        job.train(loop, trainer.around_update)
+        job.train(loop)
         yield job
     finally:
         job.close(remove=False)
@@ -176,7 +176,7 @@ def _run(rank: Rank, last_iteration: int, remove: bool = True) -> int:
             began.append(trainer.iteration)
             job.step(trainer.iteration)
 
-    job.train(loop, trainer.around_update)
+    job.train(loop)
     job.close(remove)
     return began[0]
 

@@ -14,7 +14,7 @@ from moevement_ext.process import watchdog
 def join(directory: Path, world_size: int, timeout_s: float, trains: bool) -> None:
     config = SparseCheckpointConfig(dir=str(directory), hang_timeout=2.0)
     timeout = timedelta(seconds=timeout_s)
-    joining.join(RankIdentity('run', 'pp1', 0), world_size, 'run', config, timeout)
+    joining.join(RankIdentity('run', 'pp1', 0), world_size, 'run', 'gloo', config, timeout)
     if trains:
         watchdog.set_up_is_over()
     print('joined', flush=True)

@@ -207,6 +207,33 @@ def test_a_persisted_window_that_was_lost_after_all_is_so_for_new_processes(job:
     assert heard[1] == window(0), 'not window 4'
 
 
+def test_what_was_persisted_and_is_captured_again_counts_from_none(job: Job) -> None:
+    """A new process finds it among what its predecessor had reported; the others are back."""
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    job.replace(0)
+    for rank in (1, 2, 0):
+        job.boards[rank].withdraw_after(window(2))
+    wait_for(lambda: all(agreed.persisted == window(2) for agreed in job.agreed))
+    job.report(window(4), 0, 1, 2)
+    wait_for(lambda: all(agreed.persisted == window(4) for agreed in job.agreed))
+
+
+def test_a_count_that_was_left_behind_does_not_count(job: Job) -> None:
+    """The rank that published the window died before it could delete the count."""
+    job.report(window(4), 0, 1, 2)
+    assert job.next_persisted() == [window(4)] * WORLD
+    job.store.add('complete/4/a', WORLD)
+    job.replace(0)
+    for rank in (1, 2, 0):
+        job.boards[rank].withdraw_after(window(2))
+    job.report(window(4), 0, 1)
+    job.wait_until_counted(window(4), 2)
+    assert not any(agreed.is_persisted(4) for agreed in job.agreed)
+    job.report(window(4), 2)
+    wait_for(lambda: all(agreed.persisted == window(4) for agreed in job.agreed))
+
+
 def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
     """The last rank has counted, and is held up before it publishes."""
     server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)

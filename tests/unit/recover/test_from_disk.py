@@ -106,7 +106,7 @@ def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job:
     job.ranks[0].windows.discard(named(0))
     disk = job.ranks[0].disk
     assert disk is not None
-    assert Found(identity).on_disk(disk).windows == set()
+    assert Found(identity).on_disk(disk.path).windows == set()
     with pytest.raises(RefusedWindow, match='disk: .*expected .other'):
         verified_window(job.ranks[0], CANDIDATE, [], identity)
 
@@ -114,9 +114,9 @@ def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job:
 def test_what_is_on_disk_is_listed_without_what_is_torn(job: Job) -> None:
     disk = job.ranks[0].disk
     assert disk is not None
-    assert Found(OWN).on_disk(disk).windows == {HeldWindow(CANDIDATE, 0)}
+    assert Found(OWN).on_disk(disk.path).windows == {HeldWindow(CANDIDATE, 0)}
     os.truncate(on_disk(job), 70_000)
-    assert Found(OWN).on_disk(disk).windows == set()
+    assert Found(OWN).on_disk(disk.path).windows == set()
 
 
 @pytest.mark.parametrize(

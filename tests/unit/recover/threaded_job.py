@@ -47,6 +47,7 @@ from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import host_memory
+from moevement_ext.strategy.choice import only_source
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
@@ -61,6 +62,8 @@ _SET_UP_S = 20.0
 _LONG_S = 1000.0
 _PERSISTED_S = 20.0
 """For a window to be persisted."""
+KEPT: type[Event] = WindowPersisted
+"""The event after which a window is recovered from."""
 SECRET = 'of the launcher, 32 letters long'
 """What the launcher of a job gives to its processes."""
 
@@ -206,7 +209,10 @@ class Process:
         )
         identity = RankIdentity('run', f'pp{STAGES}', self.rank)
         brought = functools.partial(
-            replacement_report, NodeStore(self.job.directory, 'run', node_name()), identity
+            replacement_report,
+            NodeStore(self.job.directory, 'run', node_name()),
+            identity,
+            only_source(config, 'run', self.rank),
         )
         member = Membership(
             Rendezvous(self.job.connect(), self.rank, STAGES), _TIMEOUT, _HANG_S, brought
@@ -221,7 +227,7 @@ class Process:
         job = self.protected = Job(rank, member)
         job.set_up(self._build, lambda: None, last_iteration=self.job.iterations)
         self.ready.set()
-        job.train(functools.partial(self._loop, job), self.trainer.around_update)
+        job.train(functools.partial(self._loop, job))
         try:
             member.barrier('trained')
         except SparseCheckpointError as error:
@@ -245,7 +251,7 @@ class Process:
             trainer.loop.evaluate()
 
     def _note(self, event: Event) -> None:
-        if isinstance(event, WindowPersisted | RecoveryStarted):
+        if isinstance(event, (KEPT, RecoveryStarted)):
             self.job.persisted = max(self.job.persisted, event.start)
         if isinstance(event, RecoveryStarted):
             self.job.began.append(self.rank)

@@ -15,7 +15,8 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from tools.simulate.closed_form import Dense, Sparse, first_order, young_s
+from moevement_ext.strategy.intervals import young_s
+from tools.simulate.closed_form import Dense, Sparse, first_order
 from tools.simulate.paper import tables
 from tools.simulate.paper.tables import Condition
 

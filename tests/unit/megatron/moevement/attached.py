@@ -29,9 +29,9 @@ class OwnLoop:
 
     def train_step(self, data: Any, **schedule: Any) -> float | None:
         """One iteration."""
-        from examples import own_loop
+        from examples import small_gpt
 
-        return own_loop.train_step(self.built, self.plan, data, schedule)
+        return small_gpt.train_step(self.built, self.plan, data, **schedule)
 
     def train(self, stop_at: int | None = None) -> None:
         """From where the job is to the end, or to an iteration before it."""
@@ -68,10 +68,10 @@ def attached(
         change: makes what the loop builds of what the example does.
         load_own: keywords of `set_up` about a checkpoint of the loop's own.
     """
-    from examples import own_loop
+    from examples import small_gpt
     from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
 
-    configurations = own_loop.configurations(1)
+    configurations = small_gpt.configurations(1)
     plan = TrainingPlan(
         iterations, seq_length=64, micro_batch_size=2, global_batch_size=_SAMPLES, backend='gloo'
     )
@@ -85,7 +85,7 @@ def attached(
     )
     with attach(sparse, *configurations, plan) as job:
         connect(job)
-        built = job.set_up(lambda: change(*own_loop.build(*configurations)), **load_own)
+        built = job.set_up(lambda: change(*small_gpt.build(*configurations)), **load_own)
         yield OwnLoop(job, built, plan)
 
 

@@ -22,7 +22,7 @@ cpu_device.install()
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
-from examples import own_loop  # noqa: E402
+from examples import small_gpt  # noqa: E402
 from megatron.moevement import attachment  # noqa: E402
 from megatron.moevement.job.declared import refuse_mixed_up_sends  # noqa: E402
 from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
@@ -249,7 +249,7 @@ def test_interleaved_stages_that_would_exchange_wrong_tensors_are_refused(
 ) -> None:
     """By upstream's schedules they are not."""
     monkeypatch.setenv('WORLD_SIZE', '2')
-    model, *others = own_loop.configurations(2)
+    model, *others = small_gpt.configurations(2)
     model.virtual_pipeline_model_parallel_size = 2
     plan = TrainingPlan(6, seq_length=64, micro_batch_size=2, global_batch_size=4, backend='gloo')
     sparse = SparseCheckpointConfig(dir=str(directory))
@@ -261,7 +261,7 @@ def test_interleaved_stages_that_would_exchange_wrong_tensors_are_refused(
 
 def test_passes_that_a_loop_of_ones_own_records_are_refused(directory: Path) -> None:
     """Upstream's trainer records its passes after a recovery has replayed."""
-    model, *others = own_loop.configurations(1)
+    model, *others = small_gpt.configurations(1)
     model.cuda_graph_impl = 'transformer_engine'
     plan = TrainingPlan(6, seq_length=64, micro_batch_size=2, global_batch_size=4, backend='gloo')
     sparse = SparseCheckpointConfig(dir=str(directory))
@@ -350,7 +350,7 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
             settings = {**declared, **schedule, **change}
             for _ in range(runs):
                 get_forward_backward_func()(
-                    forward_step_func=own_loop.forward_step,
+                    forward_step_func=small_gpt.forward_step,
                     data_iterator=data,
                     model=chunks,
                     forward_only=False,
@@ -399,14 +399,14 @@ def takes_its_device(directory: Path) -> list[str]:
     from moevement_ext.job import own_device
 
     done: list[str] = []
-    build = own_loop.build
+    build = small_gpt.build
     own_device.take = lambda: done.append('device')
 
     def noted(*configurations: Any) -> Any:
         done.append('build')
         return build(*configurations)
 
-    own_loop.build = noted
+    small_gpt.build = noted
     with attached(directory):
         return done
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import Recovered, WindowPersisted
+from moevement_ext.events import Recovered, WindowCommitted, WindowPersisted
 from tools.compare import measuring, program, report, trace
 from tools.compare.__main__ import main
 from tools.compare.measuring import PHASES, Curves, Figures
@@ -16,13 +16,14 @@ from tools.compare.pictures import draw_all, goodput, split
 from tools.compare.prediction import predicted
 from tools.compare.report import COLUMNS, Comparison, Conditions, cells, markdown, over_rounds
 from tools.compare.rows import ROWS, Keeps, Places, chosen
-from tools.compare.running import Lived, Strike
+from tools.compare.running import Course, Lived, Strike, since
 from tools.compare.trace import PlannedFault
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 from tools.lab.job import Kind
-from tools.lab.run_log import Iteration, RunLog, parse_log
+from tools.lab.launch import ROOT
+from tools.lab.run_log import Captured, Iteration, RunLog, parse_log
 from tools.lab.trained import Trained
 from tools.lab.trainer_flags import trainer_parser
 
@@ -107,7 +108,7 @@ ROLLED_BACK = logged(
     (9, 4), (10, 5), (11, 6), (12, 7), (13, 8), (14, 9), (15, 10),
 )  # fmt: skip
 RESTARTED = Lived(
-    Trained(ROLLED_BACK, SAME, []), [Strike(5.5, 2, Kind.KILL)], [0.0, 0.5, 7.5], Path(), 4000
+    Trained(ROLLED_BACK, SAME, []), 12, [Strike(5.5, 2, Kind.KILL)], [0.0, 0.5, 7.5], Path(), 4000
 )
 
 
@@ -139,12 +140,34 @@ def recovered(rank: int, time: float, replayed: int) -> Recovered:
 def test_a_replay_is_not_in_the_log() -> None:
     log = logged((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 6), (9, 7))
     events = [recovered(0, 6.0, 0), recovered(2, 7.0, 3), recovered(3, 6.9, 3)]
-    job = Lived(Trained(log, SAME, events), [Strike(5.5, 2, Kind.NODE)], [0.0, 6.0], Path(), 0)
+    job = Lived(Trained(log, SAME, events), 7, [Strike(5.5, 2, Kind.NODE)], [0.0, 6.0], Path(), 0)
     (back,) = measuring.comebacks(job)
     assert back.phases == dict(zip(PHASES, (0.5, 1.0, 0.0, 1.0), strict=True))
     assert back.engine == {'convert': 0.5}
     assert measuring.stage_iterations(job) == 3.0
     assert measuring.undisturbed(log, job.strikes) == [1.0] * 5
+
+
+def test_the_warm_up_does_not_count() -> None:
+    lives = [*logged((1, 1), (2, 2), (3, 3)).lives, *logged((5, 1), (6, 2)).lives]
+    found = since(RunLog(lives, []), 3)
+    assert [item.number for item in found.iterations] == [3, 1, 2]
+    assert measuring.repeated(found) == 2, 'these had been trained before'
+    assert not since(RunLog(lives, []), 4).iterations
+
+
+def test_a_save_is_what_its_iteration_takes_longer() -> None:
+    """Every third iteration saves for half a second; every fourth evaluates for longer."""
+    times, now = [], 0.0
+    for number in range(1, 13):
+        now += 1.0 + (0.5 if number % 3 == 1 else 0) + (7.0 if number % 4 == 1 else 0)
+        times.append((now, number))
+    course = Course(Path(), Path(), 12, 0, 4, 3, 'auto', 0.0, 0.0, True)
+    job = RESTARTED._replace(trained=Trained(logged(*times), SAME, []), strikes=[])
+    assert measuring.waited_ms(Keeps.DISK, job, course) == pytest.approx(500 / 3)
+    log = RunLog(job.trained.log.lives, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
+    captured = job._replace(trained=Trained(log, SAME, []))
+    assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0
 
 
 def test_a_job_that_never_came_back_is_an_error() -> None:
@@ -163,12 +186,24 @@ def test_faults_before_the_first_checkpoint_are_counted() -> None:
     assert measuring.unprotected(Keeps.MEMORY, protected, 3) == 0
 
 
+def test_interval_is_the_distance_of_windows() -> None:
+    events = [
+        msgspec.structs.replace(WindowCommitted(start=start, plan=''), time=time, rank=rank)
+        for rank in (0, 1)
+        for time, start in ((1.0, 1), (2.0, 4), (3.0, 7), (4.0, 4), (5.0, 7))
+    ]
+    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
+    assert measuring.period(Keeps.MEMORY, job, 6) == 3
+    assert measuring.period(Keeps.DISK, job, 6) == 6
+    assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
+
+
 def test_the_simulator_gets_the_same_faults() -> None:
     """A restart of 3 s, and a checkpoint every 3 iterations: iterations 4 and 5 are lost."""
-    found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3)
+    found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3, 0.0)
     # From the first line at 1 s: 4.5 s until the fault keep 3 iterations; 6.5 s after 3 s.
     assert found == pytest.approx((3 + 6.5) / 14)
-    assert predicted(ROWS['localized'], RESTARTED, 1.0, 3) is None, 'there are no events'
+    assert predicted(ROWS['localized'], RESTARTED, 1.0, 3, 0.0) is None, 'there are no events'
 
 
 # ---- report
@@ -185,7 +220,7 @@ def results(ettr: float, different: list[str], name: str = 'global') -> report.R
 
 def comparison(*rows: report.RowResult) -> Comparison:
     conditions = Conditions(
-        Hardware.here(gpu=False), [1.0, 2.0], 10, [1.0], 0.001, 0.02, True,
+        Hardware.here(gpu=False), [1.0, 2.0], 10, [1.0], 0.001, 0.02, True, 4,
         [PlannedFault(4.5, Kind.KILL, 2)],
     )  # fmt: skip
     plain = Curves([], [(0.0, 1)], [], {5: 2.0})
@@ -205,8 +240,11 @@ def test_table_has_all_columns() -> None:
     assert by_name['ETTR'] == '0.51  (0.50 to 0.52)'
     assert (by_name['bits'], by_name['diff'], by_name['PLT']) == ('equal', '-0.19', '-')
     lines = markdown(comparison(row, results(0.4, [], 'none'))).splitlines()
-    assert len({line.count('|') for line in lines}) == 1
-    assert lines[-1].startswith('| no checkpoints * |'), 'no limit holds there'
+    table = [line for line in lines if line.startswith('|')]
+    assert len({line.count('|') for line in table}) == 1
+    assert table[-1].startswith(r'| no checkpoints \* |'), 'no limit holds there'
+    assert all(len(line) <= 100 for line in lines if line not in table)
+    assert lines[-1] == 'none did not run: why'
 
 
 def test_report_says_what_it_is_worth(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +315,7 @@ def test_copies_take_as_long_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) 
     [
         (['--faults', '0'], '--faults 0: must be at least 1'),
         (['--rows', 'x'], 'no row x'),
+        (['--iterations', '47'], 'must be at least 48, 8 x --interval'),
         (['--dense-copy', '0'], '--dense-copy 0: must be above 0'),
         (['--window', 'x'], '--window x: must be a whole number'),
         (['--trace', '/none.csv'], '/none.csv: cannot be read'),
@@ -288,3 +327,10 @@ def test_a_bad_flag_is_named(
     with pytest.raises(SystemExit, match='2'):
         main(flags)
     assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['compare'])
+def test_table_of_the_page_is_that_of_its_file(name: str) -> None:
+    docs = ROOT / 'docs'
+    found = msgspec.json.decode((docs / f'measurements/{name}.json').read_bytes(), type=Comparison)
+    assert markdown(found) in (docs / 'comparison.md').read_text('utf-8')

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.simulate.closed_form import Dense, Sparse, attempts_s, daly_s, exact_s, optimal, young_s
+from moevement_ext.strategy.intervals import daly_s, young_s
+from tools.simulate.closed_form import Dense, Sparse, attempts_s, exact_s, optimal
 
 SECONDS = st.floats(0.1, 10)
 DENSE = st.builds(

@@ -144,7 +144,7 @@ def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
     """A flag that upstream adds is not in any list, so it counts."""
     named = identity.INDIFFERENT | identity.LAYOUT
     defaults = Namespace(**{**vars(defaults), 'group_query_attention': True})
-    for name in vars(defaults):
+    for name in vars(defaults).keys() - {'sparse_ckpt_strategy'}:  # tested below
         changed = _identities(_changed(defaults, name)) != _identities(defaults)
         indifferent = name in identity.INDIFFERENT or name.startswith('sparse_ckpt')
         assert changed is not indifferent, name
@@ -177,6 +177,21 @@ def test_a_flag_that_a_new_megatron_brings_makes_another_run_by_its_name() -> No
 def _identity_of_rank(args: Namespace) -> RankIdentity:
     args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
     return identity.rank_identity(vars(args), 0, SparseCheckpointConfig(run_id='run'))
+
+
+def test_windows_of_another_strategy_are_refused_by_name() -> None:
+    settings = vars(parsed('--sparse-ckpt'))
+
+    def with_strategy(**given: Any) -> RankIdentity:
+        return identity.rank_identity(settings, 0, SparseCheckpointConfig(run_id='run', **given))
+
+    moevement, gemini = with_strategy(), with_strategy(strategy='gemini')
+    every_fifth = with_strategy(strategy='gemini', interval=5)
+    assert gemini == every_fifth != moevement
+    header = _captured_by(moevement)
+    with pytest.raises(ForeignRun, match='--sparse-ckpt-strategy: was absent, is gemini'):
+        Expected.of(gemini).check(header, Path('window'))
+    Expected.of(moevement).check(header, Path('window'))
 
 
 def _captured_by(rank: RankIdentity) -> SlotHeader:

@@ -154,6 +154,22 @@ def test_what_was_caught_up_with_is_done() -> None:
     assert [what for what, *_ in rank.calls] == ['validation']
 
 
+def test_a_second_failure_finds_what_was_evaluated_before_the_first() -> None:
+    """The recovery from the first has moved all ranks back, to a state before the evaluation."""
+    ranks = [Rank(ALL_DUE), Rank(ALL_DUE)]
+    for rank in ranks:
+        rank.commit()
+        rank.evaluate()
+        rank.counters.consumed_valid_samples = BEFORE
+    survivors = [rank.post_step.progress() for rank in ranks]
+    for rank in ranks:
+        rank.calls.clear()
+        rank.catch_up(survivors)
+        assert rank.calls == EVALUATED_BY_ALL + SAVE
+        rank.commit(ITERATION + 1)
+        assert rank.post_step.progress().valid_now == BEFORE + EVALUATED
+
+
 @each('interval, start', list(itertools.product([None, 3, OTHER], [None, 6, 7])))
 @each('do_valid', [0, 1])
 def test_evaluations_are_due_where_upstream_has_them(

@@ -170,6 +170,6 @@ def test_more_optimizers_than_can_be_recorded_are_refused_at_set_up(
         set_up=lambda build_trainer, *_: build_trainer(False),
     )
     facts = SimpleNamespace(load=None)
-    session = Session(engine, None, facts, SimpleNamespace(train_iters=1), None)
+    session = Session(engine, facts, SimpleNamespace(train_iters=1), None)
     with pytest.raises(SparseCheckpointError, match=named):
         session.set_up(lambda with_dense: (model, chain(17), None), lambda *_: None, -1)

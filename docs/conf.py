@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation site, of the pages in `docs` as they are.
+
+    .venv/bin/sphinx-build -W --keep-going docs runs/site
+
+A link that leads nowhere, to a page, a heading or a file, is an error.
+"""
+
+import re
+
+project = 'MoEvement on Megatron-Core'
+extensions = ['myst_parser']
+html_theme = 'furo'
+root_doc = 'index'
+exclude_patterns = ['measurements']
+myst_heading_anchors = 4
+"""Headings can be linked to as forges name them."""
+
+
+def setup(app):
+    """Build the navigation from the table of index.md, whose order it has."""
+    app.connect('source-read', add_navigation)
+
+
+def add_navigation(app, page, source):
+    """Append to index.md a hidden tree of the pages that it links to."""
+    if page == root_doc:
+        pages = '\n'.join(re.findall(r'\]\(([\w-]+)\.md\)', source[0]))
+        source[0] += f'\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n'

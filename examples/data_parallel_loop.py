@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""A data-parallel training loop on plain torch that survives failures.
+
+    scripts/local_cluster.py --nodes 3 --spares 1 --kill 1@12 -- \
+        examples/data_parallel_loop.py --text README.md --iterations 40
+
+All ranks hold the same model, which guesses the next byte of a text, and compute on different parts
+of it. The state of a rank that is lost is copied from another one.
+"""
+
+import argparse
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moevement_ext import Job, SparseCheckpointConfig, TorchTrainer
+
+_CONTEXT, _SAMPLES, _CLIP = 8, 4, 0.5
+
+
+class Trainer(TorchTrainer):
+    """One rank of the loop."""
+
+    def __init__(self, job: Job, text: torch.Tensor, last_iteration: int) -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):  # alike on all ranks
+            seed(1234)
+        hidden = nn.Sequential(nn.Linear(16 * _CONTEXT, 64), nn.GELU(), nn.Dropout(0.1))
+        model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), hidden, nn.Linear(64, 256))
+        adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+        self._schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.95)
+        self._text = text
+        super().__init__(job, model, adam, last_iteration)
+
+    def compute(self, iteration: int) -> float:
+        """Forward and backward on this rank's samples; average the gradients."""
+        first = (iteration * dist.get_world_size() + dist.get_rank()) * _SAMPLES
+        starts = [(first + n) % (len(self._text) - _CONTEXT - 1) for n in range(_SAMPLES)]
+        rows = torch.stack([self._text[start : start + _CONTEXT + 1] for start in starts]).long()
+        loss = nn.functional.cross_entropy(self.model(rows[:, :-1]), rows[:, -1])
+        loss.backward()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:  # else its operator is frozen, in a replay
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        return float(loss.detach())
+
+    def reduce(self) -> list[float]:
+        """Gradient norm, of which a replay lacks the part of frozen operators."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())]
+
+    def update(self, reduced: list[float]) -> None:
+        """Clip and step."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= min(1.0, _CLIP / reduced[0])
+        self.optimizer.step()
+        self._schedule.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the schedule."""
+        return self._schedule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the schedule."""
+        self._schedule.load_state_dict(state)
+
+
+def main() -> None:
+    """Train; the lines with `job` add protection."""
+    parser = argparse.ArgumentParser(prog='data_parallel_loop', description=__doc__)
+    parser.add_argument('--text', type=argparse.FileType('rb'), required=True)
+    parser.add_argument('--iterations', type=int, default=40)
+    parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='host memory, in a tmpfs')
+    parser.add_argument('--run-id', help='give the same to resume a run')
+    parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
+    parser.add_argument('--digest', metavar='FILE', help='write digests of the state')
+    given = parser.parse_args()
+    text, last = torch.frombuffer(bytearray(given.text.read()), dtype=torch.uint8), given.iterations
+    config = SparseCheckpointConfig(
+        window=3, dir=given.dir, run_id=given.run_id, events=given.events
+    )
+    with Job.join(config, {'text': given.text.name, 'iterations': last}, backend='gloo') as job:
+        job.set_up(lambda load: Trainer(job, text, last), last_iteration=last)
+
+        def loop() -> None:  # called again after a failure of other ranks
+            while job.iteration < last:
+                loss = job.step()
+                if dist.get_rank() == 0:
+                    print(f' iteration {job.iteration}/{last} | lm loss: {loss:.6E} |', flush=True)
+
+        job.train(loop)
+        if given.digest is not None:
+            job.write_digest(given.digest)
+
+
+if __name__ == '__main__':
+    main()

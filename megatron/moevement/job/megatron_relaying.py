@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Megatron state as another layout picks it up (see `moevement_ext.capture.relaying`).
+
+Checked against megatron-core 0.19.2.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+
+from megatron.moevement.state import iteration_state
+from megatron.moevement.state.canonical import canonical_name
+from megatron.moevement.state.iteration_state import IterationState
+from megatron.moevement.state.model_operators import shares_embedding
+from megatron.moevement.state.optimizer_state import links
+from megatron.moevement.state.relaid_state import relaid, streams_of, told_streams
+from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.memory.window.refused import RefusedWindow
+
+_EXPERT = re.compile(r'\.expert\d+$')
+
+
+class MegatronRelaying:
+    """Names and small state of this rank. Training thread only.
+
+    Args:
+        placed: layout and place of this rank.
+        training: the training state.
+        present: captures the small state as it is.
+        each_data_rank: data-parallel ranks draw random numbers of their own.
+    """
+
+    def __init__(
+        self,
+        placed: Placed,
+        training: TrainingState,
+        present: Callable[[], IterationState],
+        each_data_rank: bool,
+    ) -> None:
+        self._layout = placed.layout
+        self._seat = placed.seat
+        self._training = training
+        self._built = present()  # before anything draws or steps
+        self._each_data_rank = each_data_rank
+        self._shared = shares_embedding(training.model)
+        self._seats: Mapping[int, Seat] = {}
+
+    def refuse(self, was: Layout) -> None:
+        """Refuse another division of tensors, which ranges do not describe."""
+        for flag, before, now in (
+            ('--tensor-model-parallel-size', was.tensor, self._layout.tensor),
+            ('--expert-tensor-parallel-size', was.expert_tensor, self._layout.expert_tensor),
+        ):
+            if before != now:
+                raise RefusedWindow(
+                    f'windows of {was} are divided by {flag} {before}, and this job by {now}: '
+                    f'start with {flag} {before}, or export a checkpoint (tools.windows export)'
+                )
+
+    def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
+        """Name in the whole model, and the tensor-parallel shard."""
+        name = canonical_name(operator, tensor, self._shared)
+        shard = seat.expert_tensor if _EXPERT.search(operator) else seat.tensor
+        return f'{name} of shard {shard}' if shard else name
+
+    def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
+        """Owners of this rank's random numbers, and the first of each stage, for its groups."""
+        self._seats = seats
+        first = {seat.pipeline: owner for owner, seat in sorted(seats.items(), reverse=True)}
+        streams = streams_of(self._seat, seats, self._each_data_rank)
+        return {*first.values(), *(owner for owner in streams if owner is not None)}
+
+    def small_state(self, states: Mapping[int, bytes]) -> bytes:
+        """Small state of this rank."""
+        return iteration_state.encode(
+            relaid(
+                {owner: iteration_state.decode(state) for owner, state in states.items()},
+                streams_of(self._seat, self._seats, self._each_data_rank),
+                get_expert_parallel_rng_tracker_name(),
+                self._built,
+                len(list(links(self._training.optimizer))),
+            )
+        )
+
+    def kept(self, was: Layout) -> str:
+        """What of random numbers goes on."""
+        return told_streams(was, self._layout)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The small state of a rank in another layout, made of those of the ranks that were.
+
+Counters, schedules and positions are the same on all ranks. Each stream of random numbers belongs
+to a stage, a tensor-parallel shard, or a shard of the experts; one that exists in both layouts goes
+on, another one is as upstream seeds it at the start of a job. Parameter groups are matched by what
+distinguishes them, as their number depends on the layout.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from megatron.moevement.state.global_scalars import GlobalScalars
+from megatron.moevement.state.iteration_state import (
+    IterationState,
+    RngState,
+    ScalerState,
+    Setting,
+)
+from moevement_ext.memory.window.placed import Layout, Seat
+from moevement_ext.memory.window.refused import RefusedWindow
+
+# What distinguishes a group in any layout; `is_expert_parallel` only if there are several.
+_OF_A_GROUP = ('wd_mult', 'lr_mult', 'is_decoupled_lr', 'default_config')
+_EXPERTS = 'is_expert_parallel'
+
+
+class Streams(NamedTuple):
+    """Owners whose random numbers a rank goes on with; None: none had this rank's stream."""
+
+    stage: int | None
+    """Owner of all generators but that of the experts."""
+    experts: int | None
+    """Owner of the generator of the experts."""
+
+
+def streams_of(own: Seat, seats: Mapping[int, Seat], each_data_rank: bool) -> Streams:
+    """Owners with the streams of a rank.
+
+    Args:
+        own: place of the rank.
+        seats: places of all owners.
+        each_data_rank: data-parallel ranks have streams of their own
+            (`--data-parallel-random-init`); else they share those of a stage, and the same
+            data-parallel rank is preferred.
+    """
+    stage = {
+        owner: (seat.data != own.data, seat.context != own.context, owner)
+        for owner, seat in seats.items()
+        if (seat.pipeline, seat.tensor) == (own.pipeline, own.tensor)
+        and (seat.data == own.data or not each_data_rank)
+    }
+    experts = {
+        owner: (seat.expert_data != own.expert_data, owner)
+        for owner, seat in seats.items()
+        if (seat.pipeline, seat.expert, seat.expert_tensor)
+        == (own.pipeline, own.expert, own.expert_tensor)
+    }
+    return Streams(
+        min(stage, key=lambda owner: stage[owner], default=None),
+        min(experts, key=lambda owner: experts[owner], default=None),
+    )
+
+
+def told_streams(was: Layout, now: Layout) -> str:
+    """Which streams of random numbers go on, and which begin anew, for the log."""
+    anew = []
+    for what, before, after in (
+        ('stages', was.pipeline, now.pipeline),
+        ('expert shards', was.expert, now.expert),
+        ('tensor shards', was.tensor, now.tensor),
+    ):
+        if after > before:
+            anew.append(f'{what} {before} to {after - 1}')
+    if not anew:
+        return 'random numbers: all streams go on'
+    return f'random numbers: those of {", ".join(anew)} are seeded anew, the others go on'
+
+
+def relaid(
+    states: Mapping[int, IterationState],
+    streams: Streams,
+    experts_name: str,
+    present: IterationState,
+    norms: int,
+) -> IterationState:
+    """State of this rank at the iteration of the owners' states.
+
+    Args:
+        states: by owner.
+        streams: owners of the random numbers.
+        experts_name: the tracker's name of the experts' generator.
+        present: of this rank, right after it was built.
+        norms: optimizers that may each reduce a gradient norm.
+
+    Raises:
+        RefusedWindow: owners contradict each other.
+    """
+    first = states[min(states)]
+    for owner, state in states.items():
+        if (state.iteration, state.consumed_train_samples, state.scheduler_steps) != (
+            first.iteration,
+            first.consumed_train_samples,
+            first.scheduler_steps,
+        ):
+            raise RefusedWindow(
+                f'rank {owner} is at iteration {state.iteration} and sample '
+                f'{state.consumed_train_samples}, rank {min(states)} at {first.iteration} and '
+                f'{first.consumed_train_samples}'
+            )
+    matched = [_matching(group, list(states.values())) for group in present.groups]
+    return msgspec.structs.replace(
+        first,
+        rng=_random(states, streams, experts_name, present.rng),
+        scalers=_scalers(list(states.values()), len(present.scalers)),
+        scalars=_scalars([state.scalars for state in states.values()], norms),
+        groups=[
+            {**group, **found.settings} if found else group
+            for group, found in zip(present.groups, matched, strict=True)
+        ],
+        group_steps=_steps(states, matched),
+    )
+
+
+class _KnownGroup(NamedTuple):
+    settings: dict[str, Setting]
+    step: int | None
+
+
+def _matching(group: Mapping[str, Setting], states: Sequence[IterationState]) -> _KnownGroup | None:
+    """The group of an owner that this one continues; of its own kind of parameters if there is."""
+    found = [
+        _KnownGroup(other, step)
+        for state in states
+        for other, step in zip(state.groups, state.group_steps, strict=True)
+        if all(other.get(name) == group.get(name) for name in _OF_A_GROUP)
+    ]
+    alike = [one for one in found if one.settings.get(_EXPERTS) == group.get(_EXPERTS)]
+    chosen = next(iter(alike or found), None)
+    if chosen is None:
+        return None
+    settings = {name: value for name, value in chosen.settings.items() if name != _EXPERTS}
+    return _KnownGroup(settings, chosen.step)
+
+
+def _steps(
+    states: Mapping[int, IterationState], matched: Sequence[_KnownGroup | None]
+) -> list[int | None]:
+    """Step counts of groups; all groups have made the same steps."""
+    steps = (step for state in states.values() for step in state.group_steps)
+    known = {step for step in steps if step is not None}
+    if len(known) > 1:
+        raise RefusedWindow(f'parameter groups have made {sorted(known)} steps')
+    common = next(iter(known), None)
+    return [found.step if found else common for found in matched]
+
+
+def _random(
+    states: Mapping[int, IterationState], streams: Streams, experts_name: str, present: RngState
+) -> RngState:
+    stage = present if streams.stage is None else states[streams.stage].rng
+    experts = present if streams.experts is None else states[streams.experts].rng
+    tracker = {
+        name: (experts if name == experts_name else stage).tracker.get(name, state)
+        for name, state in present.tracker.items()
+    }
+    return msgspec.structs.replace(stage, tracker=tracker)
+
+
+def _scalers(states: Sequence[IterationState], count: int) -> list[ScalerState]:
+    """Loss scales of so many optimizers."""
+    known = [scaler for state in states for scaler in state.scalers]
+    if not count or not known:
+        return []
+    if any(scaler != known[0] for scaler in known):
+        raise RefusedWindow(
+            f'optimizers have loss scales {sorted({scaler.scale for scaler in known})}, and '
+            'another layout chains other optimizers'
+        )
+    return [known[0]] * count
+
+
+def _scalars(known: Sequence[GlobalScalars], norms: int) -> GlobalScalars:
+    """Reduced scalars as other optimizers would have reduced them together.
+
+    The total norm is the root of the sum of the squares of all optimizers' norms.
+    """
+    longest = max(known, key=lambda one: (len(one.grad_norms), len(one.overflows)))
+    if len(longest.grad_norms) == norms or not longest.grad_norms:
+        norm = list(longest.grad_norms)
+    else:
+        norm = [math.hypot(*longest.grad_norms)] + [0.0] * (norms - 1)
+    overflows = [any(longest.overflows)] * norms if longest.overflows else []
+    return GlobalScalars(norm, overflows, longest.num_tokens)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked, and watched, once all ranks are connected and before they train."""
+
+import logging
+import os
+from datetime import timedelta
+
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.events import ProtectionReduced
+from moevement_ext.membership.guard import Guard
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.memory import limits
+from moevement_ext.protect.protection import Protection
+from moevement_ext.regroup import waits
+
+logger = logging.getLogger(__name__)
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+def check_limits(rank: Rank, protection: Protection | None, joining: bool) -> None:
+    """Check the system limits of a recovery. Training thread.
+
+    Args:
+        rank: this rank.
+        protection: of this rank; None: unprotected.
+        joining: this process replaces a lost one in a running job.
+
+    Raises:
+        HostMemoryError: a limit on this rank is too low, and protection is required.
+    """
+    if protection is None or joining:
+        return
+    ranks = len(protection.memory.plan.ranks)
+    for reason in limits.shortages(ranks, limits.over_infiniband(rank.backend)):
+        if rank.config.strict:
+            raise HostMemoryError(reason)
+        rank.events.emit(ProtectionReduced(reason=reason))
+        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+
+
+def guarded(rank: Rank) -> Guard | None:
+    """Start hang detection; None without a launcher's store. Collective."""
+    pids = rank.exchange('pids', str(os.getpid()).encode())
+    store = launcher_store(_STORE_TIMEOUT)
+    if store is None:
+        return None
+    timeouts = rank.config.hang_timeout, rank.config.stuck_timeout
+    waits.show()  # the guard must not end processes that wait for other ranks
+    return Guard(store, rank.number, [int(pid) for pid in pids], *timeouts)

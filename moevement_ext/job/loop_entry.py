@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Enters the training loop, and leaves it after a step was interrupted, whatever the loop does."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class LoopGoesOn(BaseException):
+    """Raised when the loop caught the error that interrupted a step, and asks for the next step."""
+
+
+class LoopEntry:
+    """The present call of the loop. Training thread only.
+
+    Attributes:
+        cut_off: the error that interrupted a step, until the loop is left.
+    """
+
+    def __init__(self) -> None:
+        self.cut_off: BaseException | None = None
+
+    def enter(self, run: Callable[[], Any]) -> Any:
+        """Call the loop; raise the error that interrupted a step, even if the loop caught it.
+
+        The error does not stay on this object: its traceback holds the frames of the interrupted
+        step, which must be freed.
+        """
+        try:
+            result = run()
+        except LoopGoesOn:
+            result = None
+        finally:
+            cut_off, self.cut_off = self.cut_off, None
+        if cut_off is not None:
+            logger.warning('sparse checkpointing: the loop is left: %r in a step', cut_off)
+            raise cut_off
+        return result
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Note the error that interrupts a step.
+
+        Raises:
+            LoopGoesOn: an earlier step was interrupted.
+        """
+        if self.cut_off is not None:
+            raise LoopGoesOn
+        try:
+            yield
+        except BaseException as error:
+            self.cut_off = error
+            raise

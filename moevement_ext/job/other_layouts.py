@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of other layouts in the life of a job: found, picked up, freed. Training thread."""
+
+import logging
+
+from moevement_ext.config import OFF
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.job.exporting import is_export
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.protect.parting import part
+from moevement_ext.protect.protection import Protection
+from moevement_ext.recover import whole_job
+from moevement_ext.recover.trainer import Trainer
+from moevement_ext.relayout.found import NOTHING, Candidate, find, shelf_of
+from moevement_ext.relayout.picking_up import PickingUp
+from moevement_ext.replicate.host_memory import HostMemory
+
+logger = logging.getLogger(__name__)
+
+
+class OtherLayouts:
+    """What other layouts of the run have left; nothing without `--sparse-ckpt-elastic`.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._shelf = None if rank.config.elastic == OFF else shelf_of(rank)
+        self._elsewhere = NOTHING
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Windows that all owners have somewhere, best first."""
+        return self._elsewhere.candidates
+
+    def find(self, dense_iteration: int, last_iteration: int | None) -> int:
+        """Look for windows, as `relayout.found.find`; returns the iteration of the newest.
+
+        Collective. -1: there is none.
+        """
+        if self._shelf is None:
+            return -1
+        self._elsewhere = find(self._rank, self._shelf, dense_iteration, last_iteration)
+        return self._elsewhere.dense_at
+
+    def keep_until_replaced(self, memory: HostMemory, disk: DiskWindows | None) -> None:
+        """Free them once all ranks have a window of their own; on disk, two of them there."""
+        shelf, runs = self._shelf, self._elsewhere.runs
+        if shelf is None or is_export():
+            return
+        memory.forget_other_layouts = lambda: shelf.remove(runs)
+        if disk is not None:
+            disk.forget_other_layouts = lambda: shelf.remove_on_disk(runs)
+
+    def obtain(
+        self, memory: HostMemory, trainer: Trainer, own: whole_job.Predecessor
+    ) -> whole_job.Source | None:
+        """Put the newest window together, if it is newer than those of this layout. Collective.
+
+        Args:
+            memory: of this rank.
+            trainer: of this rank.
+            own: windows of this layout.
+
+        Raises:
+            OtherLayout: this layout cannot, or must not, go on from these windows.
+        """
+        if self._shelf is None or not self.candidates or trainer.relaying is None:
+            return None
+        picking = PickingUp(
+            self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.relaying
+        )
+        newest = max((window.dense_at for window in own.candidates), default=-1)
+        source = picking.obtain(newest)
+        if source is None and not own.candidates:
+            reason = 'no window of another layout could be put together'
+            whole_job.next_tier(reason, self._rank, own.dense_iteration)
+        return source
+
+    def part(self, protection: Protection, trainer: Trainer, iteration: int) -> None:
+        """Keep the state after `iteration` in one slot, for a start of any layout.
+
+        All ranks call it, after the same iteration.
+        """
+        if self._shelf is None or is_export() or protection.unjudged:
+            return
+        try:
+            state = trainer.begin_iteration(iteration)
+            held = part(protection, self._rank, trainer.operators, iteration, state)
+        except HostMemoryError as error:
+            logger.warning('the window before last is what a start goes on from: %s', error)
+            return
+        if not held:
+            logger.warning('not all ranks have said that they keep the state of %d', iteration)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows that a run has in other layouts, on this node and on disk.
+
+With `--sparse-ckpt-elastic` a run has a directory for each layout, `<run id>.<digest>`, so that a
+job overwrites nothing of an earlier layout before all of its ranks have a window of their own.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from moevement_ext.memory import private
+from moevement_ext.memory.holder_lock import LOCK_SECONDS, StoreInUseError
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.checks import damaged
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.file_names import committed_in
+from moevement_ext.memory.window.name import Count, StoredWindow, Window
+from moevement_ext.memory.window.reader import WindowReader
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import Record, SlotHeader
+from moevement_ext.memory.window.twin import TwinWindow, twin_windows
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = re.compile(r'\.[0-9a-f]{8}$')
+_RANK = re.compile(r'rank(\d+)')
+_PAUSE_SECONDS = 0.1
+
+
+class Part(msgspec.Struct, frozen=True, order=True, gc=False):
+    """One owner's part of a window in another layout."""
+
+    run: str
+    """Directory of the layout."""
+    window: Window
+    owner: Count
+    on_disk: bool
+
+
+def directory_of(run: str, layout: str) -> str:
+    """Directory of a run in one layout, named by a digest of it."""
+    return f'{run}.{layout[:8]}'
+
+
+def base_of(run_id: str) -> str:
+    """Name of the run that has this directory for one of its layouts."""
+    return _SUFFIX.sub('', run_id)
+
+
+def directories_of(root: Path, run: str) -> list[str]:
+    """Directories of a run, of all layouts; the first is that of a job that has one for all."""
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    of_run = re.compile(re.escape(run) + f'(?:{_SUFFIX.pattern})?')
+    return sorted(name for name in names if of_run.fullmatch(name))
+
+
+def left_by_elastic(store: NodeStore) -> list[str]:
+    """Why a job without `--sparse-ckpt-elastic` leaves windows of its run alone."""
+    found = directories_of(store.root, store.run_id)
+    return [
+        f'{store.root / name} is of a start with --sparse-ckpt-elastic, and this one is without'
+        for name in found
+        if name != store.run_id and (store.root / name / store.path.name).is_dir()
+    ]
+
+
+class ShelvedCopy(NamedTuple):
+    """One copy of a part, verified but for its payload."""
+
+    path: Path
+    headers: list[SlotHeader]
+    read: Callable[[SlotHeader, Record], memoryview]
+
+
+class Shelf:
+    """Reads windows of other layouts of the run. Any thread; writes nothing but `remove`.
+
+    Args:
+        store: of this node, in the directory of this layout.
+        disk: `--sparse-ckpt-disk`.
+    """
+
+    def __init__(self, store: NodeStore, disk: Path | None) -> None:
+        self._store = store
+        self._node = store.path.name
+        self._disk = disk
+        self._copies: dict[Part, list[ShelvedCopy]] = {}
+        self._verified: set[tuple[Path, int, int]] = set()
+        self._lock = threading.Lock()
+
+    def runs(self) -> list[str]:
+        """Directories of other layouts."""
+        own = self._store.run_id
+        roots = filter(None, (self._store.root, self._disk))
+        found = {name for root in roots for name in directories_of(root, base_of(own))}
+        return sorted(found - {own})
+
+    def look(self, run: str) -> Iterator[tuple[Part, SlotHeader]]:
+        """Whole windows of a layout with the header of their first slot; payloads are not read.
+
+        Raises:
+            StoreInUseError: a live job has that layout.
+        """
+        store = NodeStore(self._store.root, run, self._node)
+        _require_idle(store)
+        told = set()
+        for stored, on_disk, opened in self._stored(store, run):
+            try:
+                headers = opened(stored.path).headers
+            except RefusedWindow as refusal:
+                logger.warning('refused: %s', refusal)
+                continue
+            part = Part(run, Window(stored.name, headers[0].window), stored.owner, on_disk)
+            if part not in told:
+                told.add(part)
+                yield part, headers[0]
+
+    def headers(self, part: Part) -> list[SlotHeader]:
+        """Headers of a part, slot 0 first.
+
+        Raises:
+            RefusedWindow: it is not here, or damaged.
+        """
+        return self._opened(part)[0].headers
+
+    def read(self, part: Part, slot: int, index: int) -> memoryview:
+        """Bytes of the record `index` of a slot, verified; from another copy if one is damaged.
+
+        Raises:
+            RefusedWindow: no copy here is undamaged.
+        """
+        refusals = []
+        for copy in self._opened(part):
+            header = copy.headers[slot]
+            record = header.records[index]
+            try:
+                return self._read(copy, header, record)
+            except RefusedWindow as refusal:
+                refusals.append(str(refusal))
+        raise RefusedWindow('; '.join(refusals))
+
+    def _read(self, copy: ShelvedCopy, header: SlotHeader, record: Record) -> memoryview:
+        data = copy.read(header, record)
+        known = copy.path, header.slot, record.offset
+        if known not in self._verified:
+            if xxhash.xxh3_64_intdigest(data) != record.checksum:
+                raise damaged(copy.path, header.slot, record)
+            self._verified.add(known)
+        return data
+
+    def remove(self, runs: list[str]) -> None:
+        """Delete what no live process has of these layouts, in the memory of this node."""
+        for run in runs:
+            NodeStore(self._store.root, run, self._node).remove_unused()
+
+    def remove_on_disk(self, runs: list[str]) -> None:
+        """Delete the windows of these layouts on the disk that this node sees."""
+        for run in runs:
+            if self._disk is not None:
+                shutil.rmtree(self._disk / run, ignore_errors=True)
+
+    def _opened(self, part: Part) -> list[ShelvedCopy]:
+        with self._lock:
+            if part not in self._copies:
+                self._copies[part] = self._open(part)
+            return self._copies[part]
+
+    def _open(self, part: Part) -> list[ShelvedCopy]:
+        if part.run not in self.runs():
+            raise RefusedWindow(f'{part.run} is no other layout of the run {self._store.run_id}')
+        copies, refusals = [], []
+        for stored, on_disk, opened in self._stored(
+            NodeStore(self._store.root, part.run, self._node), part.run
+        ):
+            if (stored.name, stored.owner, on_disk) == (part.window.name, part.owner, part.on_disk):
+                try:
+                    copies.append(opened(stored.path))
+                except RefusedWindow as refusal:
+                    refusals.append(str(refusal))
+        if not copies:
+            missing = f'window {part.window.start} of rank {part.owner} is not here'
+            raise RefusedWindow('; '.join(refusals) or missing)
+        return copies
+
+    def _stored(
+        self, store: NodeStore, run: str
+    ) -> Iterator[tuple[StoredWindow, bool, Callable[[Path], ShelvedCopy]]]:
+        yield from ((stored, False, _mapped) for stored in store.scan())
+        yield from ((stored, False, _twin) for stored in twin_windows(store.scan_stubs()))
+        if self._disk is None or not (self._disk / run).is_dir():
+            return
+        for path in sorted((self._disk / run).iterdir()):
+            match = _RANK.fullmatch(path.name)
+            if match is not None:
+                owner = int(match[1])
+                yield from ((stored, True, _on_disk) for stored in committed_in(path, owner, owner))
+
+
+def _mapped(path: Path) -> ShelvedCopy:
+    file = WindowFile.open(path)
+
+    def read(header: SlotHeader, record: Record) -> memoryview:
+        return memoryview(file.payload(header.slot))[record.offset : record.offset + record.nbytes]
+
+    return ShelvedCopy(path, file.verify_identity(Expected()), read)
+
+
+def _twin(path: Path) -> ShelvedCopy:
+    twin = TwinWindow.open(path)
+
+    def read(header: SlotHeader, record: Record) -> memoryview:
+        payload = memoryview(b''.join(twin.payload(header.slot)))
+        return payload[record.offset : record.offset + record.nbytes]
+
+    return ShelvedCopy(path, twin.verify_identity(Expected()), read)
+
+
+def _on_disk(path: Path) -> ShelvedCopy:
+    with WindowReader(path) as reader:
+        headers = reader.verify_identity(Expected())
+
+    def read(header: SlotHeader, record: Record) -> memoryview:
+        with WindowReader(path) as reader:
+            return memoryview(reader.read_record(header.slot, record))
+
+    return ShelvedCopy(path, headers, read)
+
+
+def _require_idle(store: NodeStore) -> None:
+    """Wait for processes of an earlier start that are just ending.
+
+    Raises:
+        StoreInUseError: one lives on.
+    """
+    for lock in sorted(store.path.glob('*/lock')):
+        deadline = time.monotonic() + LOCK_SECONDS
+        while not _is_free(lock):
+            if time.monotonic() >= deadline:
+                raise StoreInUseError(
+                    f'{lock.parent} is in use by the live process {lock.read_text()}: a job of '
+                    'another layout runs with the same --sparse-ckpt-run-id. End it first, or give '
+                    'each job its own.'
+                )
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _is_free(lock: Path) -> bool:
+    """No process has the lock; a shared one does not keep others from looking."""
+    try:
+        fd = private.open_file(lock, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)

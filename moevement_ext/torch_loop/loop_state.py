@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All but tensors of the model that an iteration of a loop on plain torch starts from, as bytes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from moevement_ext.capture.generators import (
+    GeneratorStates,
+    capture_generators,
+    restore_generators,
+)
+from moevement_ext.config import ConfigurationError
+from moevement_ext.memory.dtypes import dtype_name, dtype_of
+
+_TENSOR = 1
+_SPARE_BYTES = 4096
+
+
+class _Encoded(msgspec.Struct, array_like=True):
+    iteration: int
+    reduced: list[float]
+    generators: GeneratorStates
+    loop: Any
+
+
+class LoopState:
+    """Counters, random numbers, and what the loop adds. Training thread only.
+
+    Args:
+        state_dict: what the loop adds: numbers, strings, bytes, lists, dicts, small tensors.
+        load_state_dict: its inverse.
+
+    Attributes:
+        iteration: number of committed iterations.
+        reduced: what all ranks reduced together in the newest one.
+    """
+
+    def __init__(
+        self, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]
+    ) -> None:
+        self._state_dict = state_dict
+        self._load_state_dict = load_state_dict
+        self.iteration = 0
+        self.reduced: list[float] = []
+        self._generators: GeneratorStates | None = None  # of training, between two iterations
+
+    @property
+    def max_bytes(self) -> int:
+        """Upper bound of the encoded size; what the loop adds may double."""
+        return 2 * len(self.now()) + _SPARE_BYTES
+
+    def now(self) -> bytes:
+        """The present state, encoded; between iterations with the random numbers of training."""
+        generators = self._generators or _capture()
+        encoded = _Encoded(self.iteration, self.reduced, generators, self._state_dict())
+        return msgspec.msgpack.encode(encoded, enc_hook=_encode)
+
+    def begins(self) -> bytes:
+        """Start an iteration: drop what the loop has drawn since the one before; return `now`."""
+        if self._generators is not None:
+            restore_generators(self._generators)
+        return self.now()
+
+    def committed(self) -> bytes:
+        """End an iteration, whose update is written; return `now`."""
+        self._generators = _capture()
+        return self.now()
+
+    def restore(self, state: bytes) -> None:
+        """Restore the state; the inverse of `now`."""
+        found = _decode(state)
+        self.iteration, self.reduced = found.iteration, found.reduced
+        self._load_state_dict(found.loop)
+        self._generators = found.generators
+        restore_generators(found.generators)
+
+    def move_data(self, state: bytes) -> None:
+        """Do nothing: batches follow from the iteration, or from what the loop adds."""
+
+    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
+        """Set the iteration."""
+        self.iteration = _decode(state).iteration
+
+    def count(self, iteration: int, samples: int | None) -> None:
+        """Set the iteration."""
+        self.iteration = iteration
+
+    @staticmethod
+    def reduced_in(state: bytes) -> list[float]:
+        """What all ranks reduced together in the step before `state`."""
+        return _decode(state).reduced
+
+
+def _capture() -> GeneratorStates:
+    return capture_generators(on_device=torch.cuda.is_available())
+
+
+def _decode(state: bytes) -> _Encoded:
+    return msgspec.msgpack.decode(state, type=_Encoded, ext_hook=_tensor)
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().view(-1)
+        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b''
+        parts = (dtype_name(value.dtype), list(value.shape), content)
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(parts))
+    if isinstance(value, np.generic):
+        return value.item()
+    raise ConfigurationError(
+        f'state_dict() holds a {type(value).__name__}: {value!r:.80}. Give numbers, strings, '
+        'bytes, lists, dicts and tensors.'
+    )
+
+
+def _tensor(code: int, encoded: memoryview) -> torch.Tensor:
+    name, shape, content = msgspec.msgpack.decode(encoded, type=tuple[str, list[int], bytes])
+    dtype = dtype_of(name)
+    assert code == _TENSOR and dtype is not None  # as `_encode` wrote it
+    tensor = torch.empty(shape, dtype=dtype)
+    if content:
+        tensor.view(-1).view(torch.uint8).copy_(
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        )
+    return tensor

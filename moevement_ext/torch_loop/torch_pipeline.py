@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes between the pipeline stages of a loop on plain torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from moevement_ext import faults
+from moevement_ext.faults import Phase
+from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.record import Direction
+from moevement_ext.memory.upstream_log.ring import region_bytes
+from moevement_ext.recover.trainer import Received
+
+
+class TorchPipeline:
+    """Sends to and receives from the neighbour stages; keeps a log, or replays one.
+
+    A stage receives one tensor from each neighbour for each micro-batch. Training thread only.
+
+    Args:
+        before: rank of the stage before, None on the first one.
+        after: rank of the stage after, None on the last one.
+        micro_batches: of an iteration.
+        boundary_bytes: the largest tensor that is sent.
+    """
+
+    def __init__(
+        self, before: int | None, after: int | None, micro_batches: int, boundary_bytes: int
+    ) -> None:
+        self.neighbours = {Direction.DOWN: before, Direction.UP: after}
+        self._log: UpstreamLog | None = None
+        self._received: Mapping[Direction, Received] | None = None
+        self._iteration = 0
+        self._sequence: dict[Direction, int] = {}
+        self.logged = NOTHING_LOGGED
+        sends = sum(other is not None for other in (before, after))
+        if sends:
+            record = region_bytes(boundary_bytes)
+            self.logged = Logged(micro_batches * sends * record, record)
+
+    def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
+        """One tensor for each micro-batch, from each neighbour."""
+        return {
+            direction: 0 if other is None else entry.num_microbatches
+            for direction, other in self.neighbours.items()
+        }
+
+    def log_to(self, log: UpstreamLog | None) -> None:
+        """Log all sent tensors."""
+        self._log = log
+
+    @contextmanager
+    def replaying(self, received: Mapping[Direction, Received]) -> Iterator[None]:
+        """Receive from logs and send nothing within the context."""
+        self._received = received
+        try:
+            yield
+        finally:
+            self._received = None
+
+    def begin(self, iteration: int) -> None:
+        """Assign the following tensors to iteration `iteration`, counted from 1."""
+        self._iteration, self._sequence = iteration, dict.fromkeys(Direction, 0)
+
+    def send(self, direction: Direction, tensor: torch.Tensor) -> None:
+        """Send activations down to the stage after, or gradients up to the stage before."""
+        faults.point(Phase.P2P)
+        if self._log is not None:
+            self._log.append(self._iteration, direction, tensor)
+        if self._received is None:
+            to = self.neighbours[Direction.UP if direction is Direction.DOWN else Direction.DOWN]
+            assert to is not None
+            dist.send(tensor.contiguous(), to)
+
+    def receive(
+        self,
+        direction: Direction,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = 'cpu',
+    ) -> torch.Tensor:
+        """Receive what the stage before sent down, or the stage after sent up."""
+        faults.point(Phase.P2P)
+        if self._received is not None:
+            sequence = self._sequence[direction]
+            self._sequence[direction] += 1
+            return self._received[direction].take(self._iteration, sequence).to(device)
+        tensor, source = torch.empty(*shape, dtype=dtype, device=device), self.neighbours[direction]
+        assert source is not None
+        dist.recv(tensor, source)
+        return tensor

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Installs the packages that `python -m tools.compare peers` measures beside this project into a
+# folder of their own, .peers, which nothing else reads. They use the torch and Megatron of .venv,
+# whatever they ask for. A second call is instant.
+#
+#   scripts/setup_env.sh && scripts/peers.sh && .venv/bin/python -m tools.compare peers
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly TARGET=.peers
+readonly PEERS=(nvidia-resiliency-ext==0.7.0 lm-resiliency==0.2.0 torchft==0.2.0)
+# What they import, beside what .venv has; none of it brings another torch.
+readonly NEEDED=(defusedxml fastapi grpcio httpx nvidia-ml-py pydantic-settings slowapi uvicorn)
+readonly STAMP=$TARGET/.installed
+
+[[ -f $STAMP && $(<"$STAMP") == "${PEERS[*]} ${NEEDED[*]}" ]] && exit 0
+rm -rf "$TARGET"
+install() {
+    .venv/bin/python -m pip install --quiet --no-compile --only-binary=:all: --target "$TARGET" "$@"
+}
+install "${NEEDED[@]}"
+for peer in "${PEERS[@]}"; do
+    # Wheels for a newer glibc than that of this system: their Python runs all the same.
+    install --no-deps --upgrade --platform manylinux_2_39_x86_64 \
+        --platform manylinux2014_x86_64 --platform any "$peer"
+done
+# Its entry point for torchrun has a wrong signature and is warned of in every process.
+rm -f "$TARGET"/lm_resiliency-*.dist-info/entry_points.txt
+echo "${PEERS[*]} ${NEEDED[*]}" >"$STAMP"

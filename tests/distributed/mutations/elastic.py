@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways to break the way of a state into another layout, one step each."""
+
+import msgspec
+
+from megatron.moevement.job import megatron_relaying as relaying
+from megatron.moevement.state import relaid_state
+from moevement_ext.relayout import index
+
+
+def an_expert_is_swapped() -> None:
+    """Experts 0 and 1 change places on the way."""
+    original = relaying.canonical_name
+    swapped = {'0': '1', '1': '0'}
+
+    def canonical_name(operator: str, tensor: str, shared: bool) -> str:
+        name = original(operator, tensor, shared)
+        place, _, expert = operator.rpartition('.expert')
+        if not place or expert not in swapped or _on_the_other_side():
+            return name
+        return name.replace(f'local_experts.{expert}.', f'local_experts.{swapped[expert]}.')
+
+    relaying.canonical_name = canonical_name
+
+
+def _on_the_other_side() -> bool:
+    """Names of owners' records are asked for by the index, own names are not."""
+    import inspect
+
+    return any(frame.function == '_name_of' for frame in inspect.stack()[:6])
+
+
+def ranges_are_shifted_by_one() -> None:
+    """Where a range is cut, it comes from one element before."""
+    original = index._piece
+
+    def shifted(held: index._Held, start: int, end: int, need: index.Wanted) -> index.Portion:
+        piece = original(held, start, end, need)
+        size = held.nbytes // (held.end - held.start)
+        if piece.begin == 0:
+            return piece
+        return piece._replace(begin=piece.begin - size, end=piece.end - size)
+
+    index._piece = shifted
+
+
+def data_go_on_where_so_many_ranks_would_be() -> None:
+    """Samples are counted as if the ranks of before had consumed them."""
+    original = relaid_state.relaid
+
+    def relaid(*args: object) -> object:
+        state = original(*args)
+        return msgspec.structs.replace(
+            state, consumed_train_samples=state.consumed_train_samples // 2
+        )
+
+    relaying.relaid = relaid
+
+
+def streams_are_those_of_another_rank() -> None:
+    """Random numbers go on from an owner of another expert shard."""
+    original = relaid_state.streams_of
+
+    def streams_of(own, seats, each_data_rank):
+        found = original(own, seats, each_data_rank)
+        other = max(seats)
+        return found._replace(experts=other)
+
+    relaying.streams_of = streams_of
+
+
+def moments_stay_behind() -> None:
+    """Adam's second moments of another owner's range are not looked for: those of the first."""
+    original = index.SlotIndex.pieces
+
+    def pieces(self, need, distance):
+        if need.part == 'exp_avg_sq':
+            need = need._replace(part='exp_avg')
+        return original(self, need, distance)
+
+    index.SlotIndex.pieces = pieces

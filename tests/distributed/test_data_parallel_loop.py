@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A data-parallel loop on plain torch: a lost rank takes the state of another one."""
+
+from collections.abc import Callable
+
+import pytest
+
+from moevement_ext.events import Recovered
+from tests.distributed.conftest import differences, digest_of_undisturbed, read_digest
+from tests.distributed.harness.cluster import Cluster
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def loop(example: Callable[..., Cluster], text: list[str]) -> Callable[[], Cluster]:
+    """Makes jobs of the example."""
+    return lambda: example('data_parallel_loop', '--text', f'{text[1]}.bin', '--iterations', '16')
+
+
+@pytest.fixture
+def expected(loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> dict:
+    return digest_of_undisturbed(loop(), undisturbed)
+
+
+@pytest.mark.parametrize('fail_at', ['1:9:norm,0:12:after-step'])
+def test_the_state_of_a_lost_rank_is_copied_and_the_bits_are_equal(
+    fail_at: str, loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = loop()
+    assert job.survive(fail_at=fail_at).keys() == {0, 1}
+    assert differences(expected, read_digest(job)) == []
+    assert [event.copied for event in job.events_of(Recovered, 2)] == [[1], [0]]
+
+
+def test_all_ranks_together_come_back_from_windows(
+    loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = loop()
+    assert job.run(fail_at='1:11:seal') != [0] * 3
+    job.finish()
+    assert job.events_of(Recovered)[0].replayed > 0
+    assert differences(expected, read_digest(job)) == []
+
+
+@pytest.mark.mutation
+@pytest.mark.thorough
+@pytest.mark.parametrize('mutation', ['schedule_not_restored', 'settings_of_groups_not_restored'])
+def test_a_schedule_that_is_not_restored_shows(
+    mutation: str, loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = loop()
+    broken = f'mutations.data_parallel_loop:{mutation}'
+    assert job.run(fail_at='1:11:seal') != [0] * 3
+    job.finish(mutation=broken)
+    assert differences(expected, read_digest(job)) != []

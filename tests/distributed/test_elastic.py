@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another layout picks up the windows of a job whose workers were all killed.
+
+What it comes to is compared, bit for bit, with plain Megatron of the new layout from a dense
+checkpoint of the same iteration, which the first job has saved in each iteration. Where upstream
+cannot load one, the state goes to another layout and back before anything is trained.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from moevement_ext.events import Relaid, WindowPersisted
+from tests.distributed.conftest import read_digest, with_quick
+from tests.distributed.harness.cluster import Cluster, free_port
+from tests.distributed.harness.torchrun import agent
+from tests.distributed.test_torchrun import wait_until
+
+pytestmark = pytest.mark.timeout(900)
+
+MODEL = ['--bf16', '--untie-embeddings-and-output-weights', '--train-iters', '12']
+RESTART = ['--sparse-ckpt-elastic', 'restart']
+ONE, THREE = (['--sparse-ckpt-window', window] for window in ('1', '3'))
+BEFORE_AN_UPDATE = ','.join(f'0:{iteration}:optimizer' for iteration in range(5, 10))
+
+
+class Layout(NamedTuple):
+    """Ranks and flags."""
+
+    ranks: int
+    pipeline: int = 1
+    expert: int = 1
+    sharded: bool = False
+    more: tuple[str, ...] = ()
+
+    def flags(self) -> list[str]:
+        sizes = {'pipeline': self.pipeline, 'expert': self.expert}
+        found = [
+            item
+            for name, size in sizes.items()
+            for item in (f'--{name}-model-parallel-size', str(size))
+        ]
+        return [*found, *(['--use-distributed-optimizer'] if self.sharded else []), *self.more]
+
+
+VPP = ('--num-layers-per-virtual-pipeline-stage', '1')
+INSTANCES = ('--num-distributed-optimizer-instances', '2')
+CASES = {
+    'EP 4 to EP 2': (Layout(4, expert=4, sharded=True), Layout(2, expert=2, sharded=True)),
+    'EP 2 to EP 4': (Layout(2, expert=2, sharded=True), Layout(4, expert=4, sharded=True)),
+    'plain optimizer': (Layout(4, expert=2), Layout(2, expert=2)),
+    'PP 2 to PP 1': (Layout(4, pipeline=2), Layout(2)),
+    'DP to PP': (Layout(2), Layout(2, pipeline=2)),
+    'DP 4 to DP 3': (Layout(4, sharded=True), Layout(3, sharded=True)),
+    'VPP to none': (Layout(2, pipeline=2, more=VPP), Layout(2, pipeline=2)),
+}
+"""Upstream loads a checkpoint of the first in the second."""
+THERE_AND_BACK = {
+    'one rank': (Layout(1), Layout(1, sharded=True)),
+    'EP 4 to EP 1': (Layout(4, expert=4, sharded=True), Layout(2, sharded=True)),
+    'sharded to plain': (Layout(4, expert=2, sharded=True), Layout(2, pipeline=2)),
+    'several instances': (Layout(4, sharded=True, more=INSTANCES), Layout(2)),
+}
+MUTATIONS = (
+    'an_expert_is_swapped',
+    'ranges_are_shifted_by_one',
+    'data_go_on_where_so_many_ranks_would_be',
+    'streams_are_those_of_another_rank',
+    'moments_stay_behind',
+)
+
+
+def killed(cluster: Callable[..., Cluster], layout: Layout, dense: Path, *flags: str) -> Cluster:
+    """A protected job of which all workers are killed in iteration 9; it saves each iteration."""
+    saving = ['--save', str(dense), '--save-interval', '1', '--ckpt-format', 'torch_dist']
+    if layout.sharded:
+        saving.append('--dist-ckpt-optim-fully-reshardable')
+    job = cluster(*MODEL, *layout.flags(), *RESTART, *flags, *saving, ranks=layout.ranks)
+    assert -9 in job.run(fail_at='0:9:forward')
+    return job
+
+
+def again(job: Cluster, cluster: Callable[..., Cluster], layout: Layout, *flags: str) -> Cluster:
+    """The same run in another layout, with the memory that the killed one has left."""
+    after = cluster(*MODEL, *layout.flags(), *RESTART, *flags, ranks=layout.ranks)
+    given = [job.name if flag == after.name else flag for flag in after.flags]
+    return dataclasses.replace(after, name=job.name, flags=given)
+
+
+def plain(
+    cluster: Callable[..., Cluster], layout: Layout, dense: Path, iteration: int, *flags: str
+) -> dict:
+    """Digest of plain Megatron of this layout from a dense checkpoint."""
+    load = ['--load', str(dense), '--ckpt-step', str(iteration), '--ckpt-format', 'torch_dist']
+    reference = cluster(*MODEL, *layout.flags(), *load, *flags, sparse=False, ranks=layout.ranks)
+    reference.finish(timeout_s=300.0)
+    return read_digest(reference)
+
+
+def differing(left: dict, right: dict) -> set[tuple[str, str]]:
+    """Rank and name of all that differs."""
+    assert left['iteration'] == right['iteration']
+    assert left['ranks'].keys() == right['ranks'].keys()
+    found = set()
+    for rank, entries in left['ranks'].items():
+        assert entries.keys() == right['ranks'][rank].keys()
+        found |= {(rank, k) for k, v in entries.items() if v != right['ranks'][rank][k]}
+    return found
+
+
+def relaid(job: Cluster) -> Relaid:
+    return job.events_of(Relaid)[-1]
+
+
+def left_over(job: Cluster) -> list[str]:
+    return sorted(path.name for path in job.memory.parent.glob(f'{job.name}*'))
+
+
+@pytest.mark.parametrize('case', with_quick(CASES, 'EP 4 to EP 2'))
+def test_another_layout_has_the_bits_that_it_has_from_a_checkpoint(
+    case: str, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """The memory of one of two nodes is gone; replicas are fetched from the other."""
+    was, now = CASES[case]
+    same_stages = was.pipeline == now.pipeline and was.more == now.more
+    quiet = [] if same_stages else ['--attention-dropout', '0', '--hidden-dropout', '0']
+    if now.ranks == 3:
+        quiet += ['--global-batch-size', '12']
+    job = killed(cluster, was, tmp_path / 'dense', *ONE, *quiet)
+    for memory in job.memory.parent.glob(f'{job.name}.*/node1'):
+        shutil.rmtree(memory)
+    after = again(job, cluster, now, *ONE, *quiet)
+    after.finish(timeout_s=300.0)
+    assert relaid(after).dense_at >= 6
+    assert relaid(after).remote_bytes == 0 < relaid(after).local_bytes
+    if now.ranks > 1:
+        assert after.events_of(Relaid, rank=now.ranks - 1)[-1].remote_bytes
+    assert left_over(job) == []
+    expected = plain(cluster, now, tmp_path / 'dense', relaid(after).dense_at, *quiet)
+    found = differing(read_digest(after), expected)
+    # Upstream gives all ranks the random numbers of the first expert shard, and none to a job with
+    # other stages.
+    allowed = {
+        (rank, name)
+        for rank, entries in expected['ranks'].items()
+        for name in entries
+        if name.startswith('rng/') and (not same_stages or name == 'rng/expert-parallel-rng')
+    }
+    assert found <= allowed
+
+
+@pytest.mark.parametrize('case', with_quick(THERE_AND_BACK, 'one rank'))
+def test_the_state_is_the_same_after_a_way_through_another_layout(
+    case: str, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """The job is struck while it puts the window together, and again before its first update."""
+    was, between = THERE_AND_BACK[case]
+    job = killed(cluster, was, tmp_path / 'dense', *ONE)
+    there = again(job, cluster, between, *ONE)
+    assert -9 in there.run(fail_at=BEFORE_AN_UPDATE.replace('optimizer', 'relay'))
+    assert -9 in there.run(fail_at=BEFORE_AN_UPDATE)
+    assert -9 in there.run(fail_at=BEFORE_AN_UPDATE)  # from its own window
+    back = again(job, cluster, was, *ONE)
+    back.finish(timeout_s=300.0)
+    assert relaid(back).dense_at == relaid(there).dense_at >= 6
+    assert left_over(job) == []
+    expected = plain(cluster, was, tmp_path / 'dense', relaid(back).dense_at)
+    found = differing(read_digest(back), expected)
+    assert found <= {(rank, 'rng/expert-parallel-rng') for rank in expected['ranks']}
+
+
+@pytest.mark.thorough
+def test_a_longer_window_is_converted_in_the_new_layout(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    was, now = CASES['EP 4 to EP 2']
+    job = killed(cluster, was, tmp_path / 'dense', *THREE)
+    exact = again(job, cluster, now, *THREE, '--sparse-ckpt-elastic-exact')
+    assert 0 not in exact.run()
+    assert '--sparse-ckpt-elastic-exact: the newest window has 3 slots' in exact.output(0)
+    after = again(job, cluster, now, *THREE)
+    after.finish(timeout_s=300.0)
+    assert 'equal up to rounding' in after.output(0)
+    assert left_over(job) == []
+    expected = plain(cluster, now, tmp_path / 'dense', relaid(after).dense_at)
+    counted = {'scheduler/num_steps', 'consumed_train_samples', 'rng/model-parallel-rng'}
+    assert not counted & {name for _, name in differing(read_digest(after), expected)}
+
+
+@pytest.mark.thorough
+def test_windows_on_disk_are_picked_up(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    was, now = CASES['EP 4 to EP 2']
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    kept = [*ONE, '--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '1']
+    job = killed(cluster, was, tmp_path / 'dense', *kept)
+    for memory in job.memory.parent.glob(f'{job.name}.*'):
+        shutil.rmtree(memory)
+    after = again(job, cluster, now, *kept)
+    after.finish(timeout_s=300.0)
+    assert [*disk.iterdir()] == []
+    expected = plain(cluster, now, tmp_path / 'dense', relaid(after).dense_at)
+    found = differing(read_digest(after), expected)
+    assert found <= {('1', 'rng/expert-parallel-rng')}
+
+
+@pytest.mark.thorough
+def test_a_job_does_not_start_over_while_parts_are_missing(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    was, now = CASES['EP 4 to EP 2']
+    job = killed(cluster, was, tmp_path / 'dense', *ONE, '--sparse-ckpt-replicas', '0')
+    for memory in job.memory.parent.glob(f'{job.name}.*/node1'):
+        shutil.rmtree(memory)
+    after = again(job, cluster, now, *ONE)
+    assert 0 not in after.run()
+    assert 'no node here has the parts of ranks 2, 3' in after.output(0)
+    other = again(job, cluster, now, *ONE, '--lr', '1e-3', '--sparse-ckpt-strict')
+    assert 0 not in other.run()
+    assert '--lr: was 0.002, is 0.001' in other.output(0)
+    assert len(left_over(job)) == 1
+
+
+@pytest.mark.thorough
+def test_a_broken_way_into_another_layout_is_noticed(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    was, now = CASES['EP 4 to EP 2']
+    job = killed(cluster, was, tmp_path / 'dense', *ONE)
+    (memory,) = job.memory.parent.glob(f'{job.name}.*')
+    kept = shutil.copytree(memory, memory.with_name(f'kept-{job.name}'))
+    try:
+        found = {}
+        for mutation in ('none', *MUTATIONS):
+            shutil.rmtree(memory, ignore_errors=True)
+            shutil.copytree(kept, memory)
+            after = again(job, cluster, now, *ONE)
+            broken = {} if mutation == 'none' else {'mutation': f'mutations.elastic:{mutation}'}
+            after.finish(timeout_s=300.0, **broken)
+            found[mutation] = read_digest(after)
+    finally:
+        shutil.rmtree(kept)
+    sound = found.pop('none')
+    assert [name for name, digest in found.items() if not differing(digest, sound)] == []
+
+
+@pytest.mark.thorough
+def test_a_planned_end_leaves_all_of_the_state_in_one_slot(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """With windows of three iterations; nothing is computed again, and the bits are exact."""
+    was, now = CASES['EP 4 to EP 2']
+    dense = tmp_path / 'dense'
+    saving = ['--save', str(dense), '--save-interval', '1', '--ckpt-format', 'torch_dist']
+    saving.append('--dist-ckpt-optim-fully-reshardable')
+    first = cluster(*MODEL, *was.flags(), *saving, '--exit-interval', '7', sparse=False)
+    first.finish(timeout_s=300.0)
+    ending = [*MODEL, *was.flags(), *RESTART, *THREE, '--exit-interval', '7']
+    job = cluster(*ending)
+    job.finish(timeout_s=300.0)
+    after = again(job, cluster, now, *THREE)
+    after.finish(timeout_s=300.0)
+    assert (relaid(after).start, relaid(after).dense_at) == (7, 7)
+    assert 'equal up to rounding' not in after.output(0)
+    assert left_over(job) == []
+    found = differing(read_digest(after), plain(cluster, now, dense, 7))
+    assert found <= {('1', 'rng/expert-parallel-rng')}
+
+
+@pytest.mark.thorough
+@pytest.mark.launcher
+def test_torchrun_goes_on_with_the_agents_that_are_left(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Of two nodes one is lost for ever; the command is the same, and its layouts fit either."""
+    flags = ['--expert-model-parallel-size', '2', '--use-distributed-optimizer', *ONE]
+    layouts = ['--sparse-ckpt-elastic-layouts', 'ep=1', '--sparse-ckpt-recovery', 'whole-job']
+    job = cluster(*MODEL, *flags, *layouts, *RESTART, ranks=2)
+    job.directory.mkdir(parents=True)
+    port = free_port()
+    launch = ['--nnodes', '1:2', '--nproc-per-node', '1', '--max-restarts', '3']
+    launch += ['--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}']
+    launch += ['--rdzv-id', job.name, '--rdzv-conf', 'last_call_timeout=3,is_host=1']
+    second = [*launch[:-1], 'last_call_timeout=3,is_host=0']
+    logs = [tmp_path / f'agent{node}' for node in range(2)]
+    with agent(launch, job.flags, logs[0], MOEVEMENT_NODE='node0') as stays:
+        with agent(second, job.flags, logs[1], MOEVEMENT_NODE='node1'):
+            wait_until(
+                lambda: any(event.start >= 5 for event in job.events_of(WindowPersisted)), logs
+            )
+        assert stays.wait(300) == 0, logs[0].read_text()[-4000:]
+    (there,) = job.events_of(Relaid)
+    assert there.was == '2 ranks (DP 2, EP 2, sharded optimizer)'
+    assert there.dense_at >= 5
+    assert left_over(job) == []
+    assert read_digest(job)['iteration'] == 12

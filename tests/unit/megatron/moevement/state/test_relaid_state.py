@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters, streams of random numbers and parameter groups in another layout."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron.moevement.state.global_scalars import GlobalScalars
+from megatron.moevement.state.iteration_state import IterationState, RngState, ScalerState
+from megatron.moevement.state.relaid_state import Streams, relaid, streams_of, told_streams
+from moevement_ext.memory.window.placed import Layout, Seat
+from moevement_ext.memory.window.refused import RefusedWindow
+
+EXPERTS = 'experts'
+
+
+def random_numbers(mark: str) -> RngState:
+    tracker = {EXPERTS: f'experts of {mark}'.encode(), 'model': f'model of {mark}'.encode()}
+    numpy = ('MT19937', mark.encode(), 0, 0, 0.0)
+    return RngState((3, (1,), None), numpy, mark.encode(), mark.encode(), tracker)
+
+
+def state(mark: str, **changes: Any) -> IterationState:
+    made = IterationState(
+        iteration=8,
+        consumed_train_samples=32,
+        consumed_valid_samples=4,
+        skipped_train_samples=0,
+        floating_point_operations=1.0,
+        scheduler_steps=32,
+        scalars=GlobalScalars([3.0, 4.0], [False, True], 7),
+        rng=random_numbers(mark),
+        scalers=[],
+        group_steps=[5, 5],
+        groups=[
+            {'wd_mult': 1.0, 'lr_mult': 1.0, 'is_expert_parallel': False, 'max_lr': 0.1},
+            {'wd_mult': 1.0, 'lr_mult': 1.0, 'is_expert_parallel': True, 'max_lr': 0.2},
+        ],
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+NEW = state('new', iteration=0, consumed_train_samples=0, groups=[], group_steps=[])
+
+
+def test_counters_and_positions_are_those_of_before() -> None:
+    found = relaid({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, 1)
+    assert (found.iteration, found.consumed_train_samples, found.scheduler_steps) == (8, 32, 32)
+
+
+def test_owners_at_different_samples_are_refused() -> None:
+    states = {0: state('a'), 1: state('b', consumed_train_samples=36)}
+    with pytest.raises(RefusedWindow, match='rank 1 is at iteration 8 and sample 36, rank 0'):
+        relaid(states, Streams(0, 0), EXPERTS, NEW, 1)
+
+
+def test_each_stream_goes_on_from_its_own_owner() -> None:
+    found = relaid({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, 1).rng
+    assert found.torch == b'a'
+    assert found.tracker == {EXPERTS: b'experts of b', 'model': b'model of a'}
+
+
+def test_a_stream_that_none_had_begins_anew() -> None:
+    found = relaid({0: state('a')}, Streams(None, 0), EXPERTS, NEW, 1).rng
+    assert (found.torch, found.tracker[EXPERTS]) == (b'new', b'experts of a')
+    found = relaid({0: state('a')}, Streams(0, None), EXPERTS, NEW, 1).rng
+    assert found.tracker == {EXPERTS: b'experts of new', 'model': b'model of a'}
+
+
+SEATS = {
+    0: Seat(data=0, expert=0),
+    1: Seat(data=1, expert=1),
+    2: Seat(pipeline=1, data=0, expert=0),
+    3: Seat(pipeline=1, data=1, expert=1),
+}
+
+
+@pytest.mark.parametrize(
+    ('own', 'streams'),
+    [
+        (Seat(data=1, expert=0, expert_data=1), Streams(1, 0)),
+        (Seat(data=2, expert=1), Streams(0, 1)),
+        (Seat(pipeline=1, data=0, expert=1), Streams(2, 3)),
+        (Seat(pipeline=2, data=0), Streams(None, None)),
+        (Seat(data=0, expert=2), Streams(0, None)),
+    ],
+)
+def test_streams_belong_to_stages_and_to_shards_of_experts(own: Seat, streams: Streams) -> None:
+    assert streams_of(own, SEATS, each_data_rank=False) == streams
+
+
+def test_data_parallel_ranks_may_have_streams_of_their_own() -> None:
+    assert streams_of(Seat(data=2), SEATS, each_data_rank=True) == Streams(None, 0)
+
+
+def test_the_log_says_what_begins_anew() -> None:
+    was = Layout(4, pipeline=2, expert=1)
+    assert told_streams(was, Layout(2)) == 'random numbers: all streams go on'
+    assert 'stages 2 to 3, expert shards 1 to 1 are seeded' in told_streams(
+        was, Layout(8, pipeline=4, expert=2)
+    )
+
+
+def test_groups_are_matched_by_what_distinguishes_them() -> None:
+    groups = [{'wd_mult': 1.0, 'lr_mult': 1.0, 'is_expert_parallel': True, 'max_lr': 9.0}]
+    one = msgspec.structs.replace(NEW, groups=groups, group_steps=[None])
+    found = relaid({0: state('a')}, Streams(0, 0), EXPERTS, one, 1)
+    assert found.groups == [{**groups[0], 'max_lr': 0.2}]
+    assert found.group_steps == [5]
+    other = [{'wd_mult': 0.0, 'lr_mult': 1.0, 'is_expert_parallel': True, 'max_lr': 9.0}]
+    one = msgspec.structs.replace(NEW, groups=other, group_steps=[None])
+    found = relaid({0: state('a')}, Streams(0, 0), EXPERTS, one, 1)
+    assert (found.groups, found.group_steps) == (other, [5])
+
+
+def test_the_norm_of_all_is_the_same_by_other_optimizers() -> None:
+    three = relaid({0: state('a')}, Streams(0, 0), EXPERTS, NEW, 3).scalars
+    assert three == GlobalScalars([5.0, 0.0, 0.0], [True] * 3, 7)
+    assert math.hypot(*three.grad_norms) == 5.0
+    two = relaid({0: state('a')}, Streams(0, 0), EXPERTS, NEW, 2).scalars
+    assert two.grad_norms == [3.0, 4.0]
+
+
+def test_loss_scales_must_agree() -> None:
+    scalers = [ScalerState(2.0, 0, 0), ScalerState(2.0, 0, 0)]
+    one = msgspec.structs.replace(NEW, scalers=scalers[:1])
+    found = relaid({0: state('a', scalers=scalers)}, Streams(0, 0), EXPERTS, one, 1)
+    assert found.scalers == scalers[:1]
+    scalers = [ScalerState(2.0, 0, 0), ScalerState(4.0, 0, 0)]
+    with pytest.raises(RefusedWindow, match=r'loss scales \[2.0, 4.0\]'):
+        relaid({0: state('a', scalers=scalers)}, Streams(0, 0), EXPERTS, one, 1)

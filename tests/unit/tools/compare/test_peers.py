@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other projects beside this one: what is started, measured and said."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tools.compare import peers
+from tools.compare.__main__ import main
+from tools.compare.peer_program import PEER
+from tools.compare.peer_rows import CANNOT, PEERS, RANKS, SITE, InJob, Loose
+from tools.compare.peers import COLUMNS, PeerReport, cells, compared, markdown, over_rounds
+from tools.lab.cpu_clock import Spent, memory_bytes, spent
+from tools.lab.digests import StateDigest
+from tools.lab.errors import LabError
+from tools.lab.hardware import Hardware
+from tools.lab.run_log import Iteration, RunLog
+from tools.lab.trained import Trained
+
+SAME, OTHER = StateDigest('00', 8, {}), StateDigest('11', 8, {'0': {'parameter/x': '1'}})
+
+
+@pytest.mark.parametrize('name', PEERS)
+def test_only_a_peer_sees_the_folder_of_peers(name: str, tmp_path: Path) -> None:
+    row = PEERS[name]
+    launch = row.launch(tmp_path, tmp_path, [])
+    assert launch.world_size == RANKS + row.reserves
+    inside = str(SITE) in launch.environment()['PYTHONPATH'].split(os.pathsep)
+    assert inside == (not row.ours)
+    assert launch.environment().get(PEER, '') == row.peer
+    assert ('--sparse-ckpt' in launch.flags) == row.ours
+
+
+def test_agent_of_the_in_job_restart_runs_the_same_program(tmp_path: Path) -> None:
+    launch = PEERS['nvrx-in-job'].launch(tmp_path, tmp_path, ['--flag'])
+    command = InJob(launch).command(0, 7)
+    assert command[-len(launch.program()) :] == launch.program()
+    assert '127.0.0.1:7' in command
+
+
+def test_a_killed_worker_without_an_agent_is_no_failure(tmp_path: Path) -> None:
+    loose = Loose(PEERS['nvrx-in-process'].launch(tmp_path, tmp_path, []))
+    run = [sys.executable, '-c']
+    ended, killed, failed = (
+        subprocess.Popen([*run, code])
+        for code in ('', 'import os; os.kill(os.getpid(), 9)', 'raise SystemExit(3)')
+    )
+    waits = subprocess.Popen([*run, 'input()'], stdin=subprocess.PIPE)
+    for process in (ended, killed, failed):
+        process.wait()
+    loose._agents = {0: ended, 1: killed}
+    assert (loose.exit_status(), loose.pids()) == (0, {})
+    loose._agents[2] = failed
+    assert loose.exit_status() == 3
+    loose._agents[3] = waits
+    assert (loose.exit_status(), loose.pids()) == (None, {3: waits.pid})
+    waits.communicate(b'\n')
+
+
+def test_work_of_threads_and_children_is_apart_from_training() -> None:
+    before = spent([os.getpid()])
+    sum(range(2_000_000))
+    work = 'sum(range(20_000_000))'
+    subprocess.run([sys.executable, '-c', work], check=True)
+    used = spent([os.getpid()]) - before
+    assert used.total_s > used.training_s > 0
+    assert spent([2**30]).total_s == 0
+    assert memory_bytes([os.getpid()]) > 1 << 20
+
+
+def ran(total_s: float, training_s: float, memory: int, killed: float | None) -> peers._Ran:
+    one = peers._Ran()
+    one.samples = [Spent(4.0, 1.0, 1.0), Spent(12.0, 1.0 + total_s, 1.0 + training_s)]
+    one.memory, one.tmpfs, one.killed = memory, 3_000_000, killed
+    return one
+
+
+def logged(*lines: tuple[float, int]) -> RunLog:
+    return RunLog([[Iteration(time, number, 500.0, 1.0) for time, number in lines]], [])
+
+
+PLAIN = Trained(logged(*((float(number), number) for number in range(1, 17))), SAME, [])
+
+
+def test_figures_are_those_beside_plain_megatron() -> None:
+    times = [(2.0 * number, number) for number in range(1, 13)]
+    job = Trained(logged(*times, (30.0, 12), (31.0, 13)), OTHER, [])
+    found = compared(ran(4.0, 2.5, 9_000_000, 24.5), job, ran(2.0, 2.0, 4_000_000, None), PLAIN,
+                     [0.0, 27.5])  # fmt: skip
+    assert (found.ratio, found.cpu, found.cpu_training) == (2.0, 2.0, 1.25)
+    assert (found.back_s, found.start_s, found.again) == (6.5, 3.0, 1)
+    assert (found.tmpfs_mb, found.memory_mb) == (3.0, 5.0)
+    assert found.different
+    with pytest.raises(LabError, match='never got beyond iteration 12'):
+        compared(ran(4, 2, 0, 24.5), Trained(logged(*times, (30.0, 12)), SAME, []),
+                 ran(2, 2, 0, None), PLAIN, [])  # fmt: skip
+
+
+def test_table_says_what_could_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = compared(ran(2, 2, 0, None), PLAIN, ran(2, 2, 0, None), PLAIN, [])
+    mine = msgspec.structs.replace(plain, back_s=2.5, different=['experts'])
+    rows = {
+        'plain': over_rounds(PEERS['plain'], [plain]),
+        'localized': over_rounds(PEERS['localized'], [mine, mine]),
+    }
+    report = PeerReport(Hardware.here(gpu=False), 2, rows, CANNOT)
+    assert not report.exact
+    assert all(len(cells(row)) == len(COLUMNS) for row in rows.values())
+    assert len({line.count('|') for line in markdown(report).splitlines()}) == 1
+    peers.print_report(report, Console())
+    text = capsys.readouterr().out
+    assert 'differ: experts' in text
+    assert all(name in text and shown in text for name, (_, shown) in CANNOT.items())
+
+
+def test_rows_that_are_compared_bring_their_plain_run() -> None:
+    args = peers.parse_arguments(['--rows', 'torch-dist'])
+    assert list(args.rows) == ['plain', 'torch-dist']
+
+
+def test_peers_that_are_not_installed_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peers, 'SITE', tmp_path / 'none')
+    with pytest.raises(SystemExit, match='2'):
+        main(['peers', '--rows', 'nvrx-in-job'])
+    assert 'is not installed: scripts/peers.sh' in capsys.readouterr().err
+    with pytest.raises(SystemExit, match='2'):
+        main(['peers', '--rows', 'x'])
+    assert 'no row x' in capsys.readouterr().err

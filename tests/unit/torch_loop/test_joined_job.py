@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Job.join` and its end, of one real rank: windows stay until the last iteration."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.megatron.moevement.attached import Raised, run
+from tests.unit.memory.samples import tmpfs_directory
+
+LAST = 8
+SETTINGS = {'lr': 0.1}
+
+
+def trains(
+    directory: Path, stop_at: int = LAST, settings: Mapping[str, object] = SETTINGS, error: str = ''
+) -> tuple[int, str]:
+    """Where it begins, in the first step, and the digest of where it ends."""
+    import json
+
+    import torch
+    from torch import nn
+
+    from moevement_ext import Job, SparseCheckpointConfig, TorchTrainer
+
+    class Trainer(TorchTrainer):
+        def compute(self, iteration: int) -> float:
+            loss = self.model(torch.rand(4, 2)).square().mean()
+            loss.backward()
+            return float(loss.detach())
+
+        def update(self, reduced: list[float]) -> None:
+            self.optimizer.step()
+
+    def build(with_dense: bool) -> Trainer:
+        import random
+
+        import numpy as np
+
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        return Trainer(job, model, torch.optim.Adam(model.parameters()), LAST)
+
+    config = SparseCheckpointConfig(
+        window=2, replicas=0, dir=str(directory / 'memory'), run_id='run', interface='lo'
+    )
+    begins: list[int] = []
+
+    def loop() -> None:
+        while job.iteration < stop_at:
+            begins.append(job.iteration)
+            job.step()
+            torch.rand(1)  # not of training
+            if error and job.iteration == stop_at:
+                raise RuntimeError(error)
+
+    digest = directory / 'digest.json'
+    with Job.join(config, settings, backend='gloo') as job:
+        job.set_up(build, last_iteration=LAST)
+        job.train(loop)
+        job.write_digest(str(digest))
+    return begins[0], json.loads(digest.read_text())['digest']
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def kept(directory: Path) -> bool:
+    return any((directory / 'memory').rglob('*.window'))
+
+
+def ends_early(directory: Path) -> Any:
+    return trains(directory, stop_at=5)
+
+
+def fails(directory: Path) -> Any:
+    return trains(directory, stop_at=5, error='not finite')
+
+
+def has_other_settings(directory: Path) -> Any:
+    return trains(directory, settings={'lr': 0.2})
+
+
+def test_a_job_that_ends_early_goes_on_with_the_same_bits(directory: Path) -> None:
+    expected = run(trains, directory / 'whole')[1]
+    run(ends_early, directory)
+    assert kept(directory)
+    begins, digest = run(trains, directory)
+    assert begins > 0
+    assert digest == expected
+    assert not kept(directory)
+
+
+def test_an_error_of_the_loop_ends_the_program_and_windows_stay(directory: Path) -> None:
+    with pytest.raises(Raised, match='RuntimeError: not finite'):
+        run(fails, directory)
+    assert kept(directory)
+    assert run(trains, directory)[0] > 0
+
+
+def test_windows_of_other_settings_are_not_used(directory: Path) -> None:
+    run(ends_early, directory)
+    assert run(has_other_settings, directory)[0] == 0
+
+
+def steps_too_far(directory: Path) -> Any:
+    return trains(directory, stop_at=LAST + 1)
+
+
+def test_a_step_after_the_last_is_refused(directory: Path) -> None:
+    with pytest.raises(Raised, match='ConfigurationError: job.step .* after its last iteration'):
+        run(steps_too_far, directory)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other projects beside this one: how each protects the trainer, and what starts its workers."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.compare import peer_program
+from tools.lab.launch import ROOT, Launch, Launcher
+from tools.lab.models import dense_flags, sparse_flags
+from tools.lab.torchrun import Agents
+
+RANKS = 2
+SITE = ROOT / '.peers'
+"""Where `scripts/peers.sh` installs."""
+_PROGRAM = str(Path(peer_program.__file__).relative_to(ROOT))
+
+
+class InJob(Agents):
+    """nvidia-resiliency-ext's launcher, which restarts workers without a new job."""
+
+    def command(self, node: int, port: int) -> list[str]:
+        """Command line of the agent of the only node."""
+        launch = self._launch
+        return [
+            sys.executable, '-m', 'nvidia_resiliency_ext.fault_tolerance.launcher',
+            '--nnodes', '1', '--nproc-per-node', str(launch.workers_per_node),
+            '--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}',
+            '--rdzv-id', 'compare', '--max-restarts', str(launch.max_restarts),
+            '--monitor-interval', '0.1', '--ft-ignore-missing-cfg',
+            '--log-dir', str(launch.folder / 'workers'), '--tee', '3',
+            *launch.program(),
+        ]  # fmt: skip
+
+
+class Loose(Agents):
+    """Starts each worker as a process of its own, and does nothing when one dies."""
+
+    def start_agent(self, node: int) -> None:
+        """Start a worker; each counts as a node."""
+        launch = self._launch
+        place = {'RANK': str(node), 'LOCAL_RANK': '0', 'WORLD_SIZE': str(launch.nodes),
+                 'LOCAL_WORLD_SIZE': '1', 'MASTER_ADDR': '127.0.0.1',
+                 'MASTER_PORT': str(self._port)}  # fmt: skip
+        with self._log(node).open('ab') as log:
+            self._agents[node] = subprocess.Popen(
+                [sys.executable, *launch.program()], env=launch.environment() | place,
+                cwd=launch.checkout, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def pids(self) -> dict[int, int]:
+        """Workers by rank that run."""
+        agents = self._agents.items()
+        return {rank: agent.pid for rank, agent in agents if agent.poll() is None}
+
+    def exit_status(self) -> int | None:
+        """None while workers run; a killed one is no failure."""
+        codes = [agent.poll() for agent in self._agents.values()]
+        ended = [code for code in codes if code is not None]
+        return max(0, *ended) if len(ended) == len(codes) else None
+
+
+class PeerPlaces(NamedTuple):
+    """What the flags of a peer need to know."""
+
+    folder: Path
+    memory: Path
+
+
+class PeerRow(NamedTuple):
+    """A way to protect the trainer."""
+
+    title: str
+    flags: Callable[[PeerPlaces], list[str]] = lambda places: []
+    starts: Launcher | Callable[[Launch], Agents] = Launcher.TORCHRUN
+    nodes: int = 1
+    spares: int = 0
+    reserves: int = 0
+    """Ranks that wait until another is lost."""
+    peer: str = ''
+    """Value of `peer_program.PEER`."""
+    replicas_of_data: bool = False
+    """Runs with data parallelism, as it cannot run with pipeline stages."""
+    ours: bool = False
+
+    def launch(self, folder: Path, memory: Path, flags: list[str]) -> Launch:
+        """Launch parameters of a job."""
+        if self.starts is Loose:
+            nodes, workers = RANKS + self.reserves, 1
+        else:
+            nodes, workers = self.nodes, RANKS // self.nodes
+        variables = {peer_program.FOLDER: str(memory / 'lm-resiliency')}
+        if self.peer:
+            variables[peer_program.PEER] = self.peer
+        if not self.ours:
+            inherited = os.environ.get('PYTHONPATH')
+            modules = [str(ROOT), str(SITE), *([inherited] if inherited else [])]
+            variables['PYTHONPATH'] = os.pathsep.join(modules)
+        return Launch(folder, [*flags, *self.flags(PeerPlaces(folder, memory))], nodes, workers,
+                      10, self.spares, variables=variables, program_file=_PROGRAM)  # fmt: skip
+
+
+def _ours(recovery: str) -> Callable[[PeerPlaces], list[str]]:
+    def flags(places: PeerPlaces) -> list[str]:
+        own = sparse_flags(places.memory, 'compare', 1, places.folder / 'events')
+        return [*own, '--sparse-ckpt-recovery', recovery]
+
+    return flags
+
+
+def _local(places: PeerPlaces) -> list[str]:
+    """Megatron's flags for checkpoints of nvidia-resiliency-ext in a tmpfs, replicated."""
+    kept = str(places.folder / 'checkpoints')
+    return [
+        *('--save', kept, '--load', kept, '--save-interval', '1000000'),
+        *('--ckpt-format', 'torch_dist', '--ckpt-assume-constant-structure'),
+        *('--non-persistent-ckpt-type', 'local', '--non-persistent-save-interval', '1'),
+        *('--non-persistent-local-ckpt-dir', str(places.memory / 'local')),
+        *('--replication', '--replication-jump', '1', '--replication-factor', '2'),
+    ]
+
+
+PLAIN, PLAIN_DATA = 'plain', 'plain-data'
+PEERS = {
+    PLAIN: PeerRow('plain Megatron'),
+    PLAIN_DATA: PeerRow('plain Megatron, data parallel', replicas_of_data=True),
+    'localized-spare': PeerRow(
+        'MoEvement, localized, hot spare', _ours('localized'), Launcher.LOCAL, nodes=2, spares=1,
+        ours=True,
+    ),
+    'localized': PeerRow(
+        'MoEvement, localized', _ours('localized'), Launcher.LOCAL, nodes=2, ours=True
+    ),
+    'whole-job': PeerRow('MoEvement, whole job', _ours('whole-job'), nodes=2, ours=True),
+    'nvrx-in-job': PeerRow(
+        'nvidia-resiliency-ext 0.7.0: local, replicated; in-job restart', _local, InJob
+    ),
+    'nvrx-in-process': PeerRow(
+        'the same; in-process restart with a reserve (deprecated upstream)', _local, Loose,
+        reserves=1, peer=peer_program.IN_PROCESS,
+    ),
+    'lm-resiliency': PeerRow(
+        'lm-resiliency 0.2.0, data parallel', peer=peer_program.LM_RESILIENCY,
+        replicas_of_data=True,
+    ),
+    'lm-resiliency-stages': PeerRow(
+        'lm-resiliency 0.2.0, two stages', peer=peer_program.LM_RESILIENCY
+    ),
+    'torch-dist': PeerRow(
+        'torch_dist, synchronous',
+        lambda places: dense_flags(places.folder / 'checkpoints', 1, asynchronous=False),
+    ),
+}  # fmt: skip
+"""All protect every iteration. In the order of the table."""
+
+CANNOT = {
+    'torchft 0.2.0': (
+        'its manager decides in the step of a torch.optim.Optimizer whether to commit, and '
+        'restores state_dicts of both; the optimizer of Megatron is none, and shards its state',
+        'grep -n "class OptimizerWrapper" -A46 .peers/torchft/optim.py',
+    ),
+    'lm-resiliency 0.2.0, experts sharded': (
+        'it reads ChainedOptimizer.optimizer, which asserts that there is a single optimizer; with '
+        'expert parallelism there are two',
+        'grep -n "base_opt = " -B7 .peers/lm_resiliency/integrations/megatron/adapter.py',
+    ),
+}
+"""What cannot run here: why, and the command that shows it."""

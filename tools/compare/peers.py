@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures this project beside others that protect the same trainer, as they come.
+
+    scripts/peers.sh && python -m tools.compare peers
+    python -m tools.compare peers --rows plain,localized-spare,nvrx-in-job --json peers.json
+
+A small GPT on 2 ranks; everything protects every iteration, without any limit on copies. In each
+round every row runs once: its iterations and CPU time are measured, its memory is sampled, then one
+rank gets SIGKILL, and the seconds count until an iteration ends that was not there before. The load
+of the machine stands beside each figure, as it changes all of them.
+
+What runs two pipeline stages is compared with plain Megatron on two stages; lm-resiliency, which
+restores different iterations on different stages, has data parallelism and its own plain run.
+
+Exit status: 0 done, 1 a row of this project ended in other bits, 2 no result.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tools.compare import peer_program, peer_rows, running
+from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
+from tools.lab import four_ranks
+from tools.lab.arguments import Parser
+from tools.lab.benchmark import run_benchmark
+from tools.lab.cpu_clock import Spent, memory_bytes, spent
+from tools.lab.errors import LabError
+from tools.lab.figures import Spread
+from tools.lab.hardware import Hardware
+from tools.lab.job import Job, memory_directory
+from tools.lab.models import prepare_text
+from tools.lab.run_log import RunLog
+from tools.lab.trained import Trained, train
+
+_PROG = 'python -m tools.compare peers'
+_BEGINS = re.compile(re.escape(peer_program.BEGINS) + r'(\d+)')
+_FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 40, 1
+COLUMNS = (
+    'iteration', 'CPU', 'training thread', 'tmpfs MB', 'memory MB', 'back s', 'start', 'again',
+    'bits', 'load',
+)  # fmt: skip
+
+
+class PeerFigures(msgspec.Struct, frozen=True):
+    """One row in one round."""
+
+    ratio: float
+    """Seconds of an iteration over those of plain Megatron."""
+    cpu: float
+    """CPU seconds of all processes over those of plain Megatron."""
+    cpu_training: float
+    """The same of the training threads alone."""
+    tmpfs_mb: float
+    memory_mb: float
+    """Anonymous memory of all processes beyond that of plain Megatron."""
+    back_s: float | None
+    """Seconds from SIGKILL to an iteration that was not there before; None: not killed."""
+    start_s: float
+    """Part of them until the last new process ran the program."""
+    again: int
+    """Iterations that were logged again."""
+    different: list[str]
+    """Kinds of state that differ from plain Megatron at the end."""
+    load: float
+
+
+class PeerResult(msgspec.Struct, frozen=True):
+    """One row, over all rounds."""
+
+    title: str
+    ours: bool
+    figures: dict[str, Spread]
+    """By name of the column."""
+    again: float
+    different: list[str]
+
+
+class PeerReport(msgspec.Struct, frozen=True):
+    """The whole report."""
+
+    hardware: Hardware
+    rounds: int
+    rows: dict[str, PeerResult]
+    cannot: dict[str, tuple[str, str]]
+    """What did not run: why, and the command or log that shows it."""
+
+    @property
+    def exact(self) -> bool:
+        """True if this project ended in the bits of plain Megatron."""
+        return not any(row.ours and row.different for row in self.rows.values())
+
+
+class _Ran:
+    """A job, with samples taken while it trained."""
+
+    def __init__(self) -> None:
+        self.samples: list[Spent] = []
+        self.memory = self.tmpfs = 0
+        self.killed: float | None = None
+        self.load = os.getloadavg()[0]
+
+    def watch(self, job: Job, memory: Path, kill: bool) -> float:
+        """Sample the job, and kill a rank; returns the time."""
+        for number in (_FIRST, _KILL_AFTER):
+            _wait(job, number)
+            self.samples.append(spent([pid for pid in job.pids() if pid]))
+        self.memory = memory_bytes([pid for pid in job.pids() if pid])
+        self.tmpfs = sum(path.stat().st_size for path in _files(memory))
+        self.killed = job.send([_VICTIM], signal.SIGKILL) if kill else None
+        return self.killed or self.samples[-1].time
+
+
+def _wait(job: Job, number: int) -> None:
+    for log in job.follow(f'iteration {number}'):
+        if log.iterations and log.iterations[-1].number >= number:
+            return
+    raise LabError(f'the job ended before iteration {number}', job.tail())
+
+
+def _began_alike(job: Job) -> None:
+    """Wait until lm-resiliency has restored all ranks.
+
+    Raises:
+        LabError: they train on from different steps.
+    """
+    for _ in job.follow('lm-resiliency to restore'):
+        steps = _BEGINS.findall(job.text())
+        if len(steps) >= 2 * RANKS:
+            if len(set(steps[-RANKS:])) > 1:
+                shown = ' and '.join(steps[-RANKS:])
+                raise LabError(f'after the kill its ranks begin at steps {shown}, and train on')
+            return
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob('*') if path.is_file()]
+
+
+class Meeting:
+    """Runs rows on the same model and text.
+
+    Args:
+        data: prefix of the text.
+        output: folder of the jobs.
+    """
+
+    def __init__(self, data: Path, output: Path) -> None:
+        self._data, self._output = data, output
+        self._plain: dict[bool, tuple[_Ran, Trained]] = {}
+
+    def run(self, number: int, name: str, row: PeerRow) -> PeerFigures:
+        """Run a row.
+
+        Raises:
+            LabError: the job failed, or did not come back.
+        """
+        folder, ran = self._output / f'{number}-{name}', _Ran()
+        plain = name in (PLAIN, PLAIN_DATA)
+        with memory_directory('moevement-peers-') as memory:
+            launch = row.launch(folder, memory, self._flags(row))
+
+            def hurt(job: Job) -> float:
+                at = ran.watch(job, memory, not plain)
+                if row.peer == peer_program.LM_RESILIENCY:
+                    _began_alike(job)
+                return at
+
+            trained = train(launch, hurt, row.starts)
+        shutil.rmtree(folder / 'checkpoints', ignore_errors=True)
+        if plain:
+            self._plain[row.replicas_of_data] = ran, trained
+        return compared(ran, trained, *self._plain[row.replicas_of_data], running.starts(folder))
+
+    def _flags(self, row: PeerRow) -> list[str]:
+        stages = '1' if row.replicas_of_data else str(RANKS)
+        return [
+            *four_ranks.training_flags(self._data, _ITERATIONS),
+            *('--pipeline-model-parallel-size', stages, '--expert-model-parallel-size', '1'),
+        ]
+
+
+def compared(
+    ran: _Ran, trained: Trained, beside: _Ran, plain: Trained, started: Sequence[float]
+) -> PeerFigures:
+    """Figures of a job beside plain Megatron's in the same round.
+
+    Raises:
+        LabError: no new iteration came after the kill.
+    """
+    mine, other = (one.samples[1] - one.samples[0] for one in (ran, beside))
+    log, back, start, again = trained.log, None, 0.0, 0
+    if ran.killed is not None:
+        killed = ran.killed
+        before = max(item.number for item in log.iterations if item.time <= killed)
+        later = [item for item in log.iterations if item.time > killed]
+        new = next((item for item in later if item.number > before), None)
+        if new is None:
+            raise LabError(f'the job never got beyond iteration {before}')
+        back = new.time - killed
+        start = max((time for time in started if killed < time < new.time), default=killed) - killed
+        again = sum(item.number <= before for item in later)
+    return PeerFigures(
+        ratio=_pace_s(log) / _pace_s(plain.log),
+        cpu=mine.total_s / other.total_s,
+        cpu_training=mine.training_s / other.training_s,
+        tmpfs_mb=ran.tmpfs / 1e6,
+        memory_mb=(ran.memory - beside.memory) / 1e6,
+        back_s=back,
+        start_s=start,
+        again=again,
+        different=trained.different(plain),
+        load=ran.load,
+    )
+
+
+def _pace_s(log: RunLog) -> float:
+    """Median seconds of the iterations before the kill."""
+    times = [item.time for item in log.iterations if _FIRST <= item.number <= _KILL_AFTER]
+    first_life = times[: _KILL_AFTER - _FIRST + 1]
+    return statistics.median(
+        after - before for before, after in zip(first_life, first_life[1:], strict=False)
+    )
+
+
+def over_rounds(row: PeerRow, runs: Sequence[PeerFigures]) -> PeerResult:
+    """Figures over all rounds; ratios were taken within each."""
+    names = ('ratio', 'cpu', 'cpu_training', 'tmpfs_mb', 'memory_mb', 'back_s', 'start_s', 'load')
+    figures = {
+        name: Spread.of(known)
+        for name in names
+        if (known := [value for run in runs if (value := getattr(run, name)) is not None])
+    }
+    return PeerResult(
+        row.title, row.ours, figures, statistics.mean(run.again for run in runs),
+        sorted({kind for run in runs for kind in run.different}),
+    )  # fmt: skip
+
+
+def cells(row: PeerResult) -> list[str]:
+    """Text of a row, in the order of `COLUMNS`."""
+    found = row.figures
+    killed = 'back_s' in found
+    return [
+        found['ratio'].text(),
+        found['cpu'].text(),
+        found['cpu_training'].text(),
+        found['tmpfs_mb'].text(1),
+        found['memory_mb'].text(0),
+        found['back_s'].text(1) if killed else '-',
+        found['start_s'].text(1) if killed else '-',
+        f'{row.again:.1f}' if killed else '-',
+        f'differ: {", ".join(row.different)}' if row.different else 'equal',
+        found['load'].text(0),
+    ]
+
+
+def print_report(report: PeerReport, console: Console) -> None:
+    """Print the report for people."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    say(report.hardware.line())
+    table = Table('')
+    for column in COLUMNS:
+        table.add_column(column, justify='right')
+    for row in report.rows.values():
+        table.add_row(row.title, *cells(row))
+    wide = Console(file=console.file, width=max(console.width, 200))
+    wide.print(table, soft_wrap=True)
+    say(f'{RANKS} ranks, {report.rounds} rounds; iteration and CPU: over plain Megatron.')
+    for name, (why, shown) in report.cannot.items():
+        say(f'{name}: {why}\n    {shown}')
+
+
+def markdown(report: PeerReport) -> str:
+    """The table for a document."""
+    lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
+    lines += [[row.title, *cells(row)] for row in report.rows.values()]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines) + '\n'
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the flags; exits with a message if they are wrong."""
+    parser = Parser(prog=_PROG, description=__doc__)
+    add = parser.add_argument
+    add('--rows', default=','.join(PEERS), help=f'some of {",".join(PEERS)} (default: all)')
+    add('--rounds', type=int, default=3, help='turns of all rows (default: 3)')
+    add('--output', type=Path, default=Path('runs/compare'), help='folder for logs')
+    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f'--rounds {args.rounds}: must be at least 1')
+    names = args.rows.split(',')
+    if unknown := [name for name in names if name not in PEERS]:
+        parser.error(f'--rows: no row {", ".join(unknown)}; there are {", ".join(PEERS)}')
+    args.rows = {name: PEERS[name] for name in PEERS if name in names}
+    wanted = {PLAIN_DATA if row.replicas_of_data else PLAIN for row in args.rows.values()}
+    args.rows = {name: PEERS[name] for name in PEERS if name in {*args.rows, *wanted}}
+    theirs = [row.title for row in args.rows.values() if row.peer or row.starts is peer_rows.InJob]
+    if theirs and not SITE.is_dir():
+        parser.error(f'{theirs[0]} is not installed: scripts/peers.sh')
+    return args
+
+
+def measure(args: argparse.Namespace, console: Console) -> PeerReport:
+    """Run all rounds.
+
+    Raises:
+        LabError: plain Megatron failed.
+    """
+    hardware = Hardware.here(gpu=False)
+    output = args.output.resolve() / 'peers'
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    meeting = Meeting(prepare_text(args.output.resolve() / 'data'), output)
+    found: dict[str, list[PeerFigures]] = {name: [] for name in args.rows}
+    cannot = dict(CANNOT)
+    for number in range(1, args.rounds + 1):
+        for name, row in args.rows.items():
+            try:
+                one = meeting.run(number, name, row)
+            except LabError as error:
+                if name in (PLAIN, PLAIN_DATA):
+                    raise
+                cannot[row.title] = (str(error), f'logs of {output / f"{number}-{name}"}')
+                console.print(f'{number}: {row.title}: {error}', highlight=False, markup=False)
+                continue
+            found[name].append(one)
+            back = '' if one.back_s is None else f', back in {one.back_s:.1f} s'
+            console.print(f'{number}: {one.ratio:.2f}{back}  {row.title}', highlight=False,
+                          markup=False)  # fmt: skip
+    rows = {name: over_rounds(args.rows[name], runs) for name, runs in found.items() if runs}
+    return PeerReport(hardware, args.rounds, rows, cannot)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand; returns the exit status."""
+    args = parse_arguments(argv)
+
+    def show(report: PeerReport, console: Console) -> None:
+        print_report(report, console)
+        if args.table:
+            args.table.write_text(markdown(report), 'utf-8')
+
+    return run_benchmark(
+        'compare peers',
+        lambda console: measure(args, console),
+        show,
+        args.json,
+        passed=lambda report: report.exact,
+    )
+
+
+if __name__ == '__main__':
+    sys.exit(main())
