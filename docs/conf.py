@@ -12,7 +12,7 @@ project = 'MoEvement on Megatron-Core'
 extensions = ['myst_parser']
 html_theme = 'furo'
 root_doc = 'index'
-exclude_patterns = ['measurements']
+exclude_patterns = ['measurements', 'upstream']
 myst_heading_anchors = 4
 """Headings can be linked to as forges name them."""
 
