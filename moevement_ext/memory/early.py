@@ -157,7 +157,7 @@ class EarlyReservation:
         fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(fd, file.nbytes)
-            if file.reserved:
+            if os.fstat(fd).st_blocks * 512 < file.reserved:  # else it was taken over whole
                 os.posix_fallocate(fd, 0, file.reserved)
         finally:
             os.close(fd)
