@@ -70,7 +70,7 @@ MUTATIONS = (
     'ranges_are_shifted_by_one',
     'data_go_on_where_so_many_ranks_would_be',
     'streams_are_those_of_another_rank',
-    'moments_stay_behind',
+    'moments_are_mixed_up',
 )
 
 

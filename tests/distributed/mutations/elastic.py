@@ -69,13 +69,13 @@ def streams_are_those_of_another_rank() -> None:
     relaying.streams_of = streams_of
 
 
-def moments_stay_behind() -> None:
-    """Adam's second moments of another owner's range are not looked for: those of the first."""
+def moments_are_mixed_up() -> None:
+    """Adam's first moments are taken from where the second ones are."""
     original = index.SlotIndex.pieces
 
     def pieces(self, need, distance):
-        if need.part == 'exp_avg_sq':
-            need = need._replace(part='exp_avg')
+        if need.part == 'exp_avg':
+            need = need._replace(part='exp_avg_sq')
         return original(self, need, distance)
 
     index.SlotIndex.pieces = pieces
