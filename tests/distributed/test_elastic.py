@@ -284,8 +284,8 @@ def test_torchrun_goes_on_with_the_agents_that_are_left(
     port = free_port()
     launch = ['--nnodes', '1:2', '--nproc-per-node', '1', '--max-restarts', '3']
     launch += ['--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}']
-    launch += ['--rdzv-id', job.name, '--rdzv-conf', 'last_call_timeout=3,is_host=1']
-    second = [*launch[:-1], 'last_call_timeout=3,is_host=0']
+    launch += ['--rdzv-id', job.name, '--rdzv-conf', 'last_call_timeout=15,is_host=1']
+    second = [*launch[:-1], 'last_call_timeout=15,is_host=0']
     logs = [tmp_path / f'agent{node}' for node in range(2)]
     with agent(launch, job.flags, logs[0], MOEVEMENT_NODE='node0') as stays:
         with agent(second, job.flags, logs[1], MOEVEMENT_NODE='node1'):

@@ -31,15 +31,13 @@ def _on_the_other_side() -> bool:
 
 
 def ranges_are_shifted_by_one() -> None:
-    """Where a range is cut, it comes from one element before."""
+    """Where a range is put together of several, one comes to one element before its place."""
     original = index._piece
 
     def shifted(held: index._Held, start: int, end: int, need: index.Wanted) -> index.Portion:
         piece = original(held, start, end, need)
         size = held.nbytes // (held.end - held.start)
-        if piece.begin == 0:
-            return piece
-        return piece._replace(begin=piece.begin - size, end=piece.end - size)
+        return piece._replace(at=piece.at - size) if piece.at else piece
 
     index._piece = shifted
 
