@@ -51,7 +51,7 @@ PROGRAMS = {
     'simulate': Subcommand('tools.simulate', 'systems for fault tolerance compared'),
     'status': Subcommand('tools.status', 'a running job in the terminal'),
     'report': Subcommand('tools.report', 'one page about a run'),
-    'windows': Subcommand('tools.windows', 'list, verify, prune and export windows'),
+    'windows': Subcommand('tools.windows', 'list, verify, prune, export and try windows'),
     'compare-digests': Subcommand('tools.compare_digests', 'whether two final states are equal'),
     'plot-run': Subcommand('tools.plot_run', 'losses and times of two logs as a picture'),
     'drill': Subcommand('tools.drill', 'your job for a minute, with failures, bits compared'),
@@ -59,6 +59,9 @@ PROGRAMS = {
     'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
     'compare': Subcommand('tools.compare', 'ways to survive failures side by side'),
     'bench-overhead': Subcommand('tools.bench.overhead', 'what protection costs an iteration'),
+    'bench-host-memory': Subcommand(
+        'tools.bench.host_memory', 'what host memory protection takes, by kind'
+    ),
     'bench-precision': Subcommand('tools.bench.precision', 'the same for narrow formats'),
     'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),
     'bench-regroup': Subcommand(

@@ -41,8 +41,8 @@ _OF_REPLICAS = 'replicas verify_replicas network_gb_per_s topology'
 # Fields that say nothing to a strategy.
 _WITHOUT_USE = {
     MOEVEMENT: 'interval mtbf overhead_bound'.split(),
-    GEMINI: [*_OF_WINDOWS.split(), 'elastic', 'overhead_bound'],
-    CHECKFREQ: [*_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'elastic', 'disk_every', 'mtbf'],
+    GEMINI: [*_OF_WINDOWS.split(), 'overhead_bound'],
+    CHECKFREQ: [*_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'disk_every', 'mtbf'],
 }
 _DENSE = {'window': 1, 'max_window': 1, 'order': FIXED}
 # Values that a strategy gives to fields that are left at their defaults.
@@ -212,14 +212,6 @@ class SparseCheckpointConfig:
         if self.store is not None:
             _ = self.store_address
 
-    def _check_elastic(self) -> None:
-        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
-        for flag, given in (('layouts', self.elastic_layouts), ('exact', self.elastic_exact)):
-            if given and self.elastic == OFF:
-                raise ConfigurationError(
-                    f'--sparse-ckpt-elastic-{flag} needs --sparse-ckpt-elastic {RESTART}.'
-                )
-
     def _settle(self) -> None:
         """Refuse fields without use for the strategy, and give them its values.
 
@@ -267,6 +259,14 @@ class SparseCheckpointConfig:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk must be given with {flag}, which recovers from disk only.'
             )
+
+    def _check_elastic(self) -> None:
+        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
+        for flag, given in (('layouts', self.elastic_layouts), ('exact', self.elastic_exact)):
+            if given and self.elastic == OFF:
+                raise ConfigurationError(
+                    f'--sparse-ckpt-elastic-{flag} needs --sparse-ckpt-elastic {RESTART}.'
+                )
 
     def _check_disk(self) -> None:
         if self.disk is not None and not os.path.isabs(self.disk):

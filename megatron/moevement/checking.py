@@ -78,12 +78,12 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
         SystemExit: a flag is wrong: one line on stderr, status 2.
     """
     with warnings.catch_warnings(action='ignore'):
-        given = vars(_parser().parse_args(flags))
+        given = vars(parser().parse_args(flags))
         ranks = ranks or fewest_ranks(given)
         try:
-            args = _validated(flags, ranks)
+            args = validated(flags, ranks)
         except (Exception, SystemExit) as error:
-            return Judgement(ranks, [*refusals(given), _told(error)], [], [])
+            return Judgement(ranks, [*refusals(given), told(error)], [], [])
         return _judged(args)
 
 
@@ -102,14 +102,15 @@ def fewest_ranks(settings: Settings) -> int:
     return math.lcm(dense * size('num_distributed_optimizer_instances'), experts)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser('pretrain_gpt.py', allow_abbrev=False)
-    return add_arguments(upstream.add_megatron_arguments(parser))
+def parser() -> argparse.ArgumentParser:
+    """Parser of all flags of `pretrain_gpt.py`."""
+    plain = argparse.ArgumentParser('pretrain_gpt.py', allow_abbrev=False)
+    return add_arguments(upstream.add_megatron_arguments(plain))
 
 
-def _validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
+def validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
     """Upstream's `parse_and_validate_args`, without the objects that it builds for training."""
-    with _as_first_rank(flags, ranks), contextlib.redirect_stdout(io.StringIO()):
+    with as_first_rank(flags, ranks), contextlib.redirect_stdout(io.StringIO()):
         args: UpstreamArguments = upstream.parse_args(add_arguments)
         if args.use_checkpoint_args:
             dense_tier.take_flags_of_checkpoint(args)
@@ -118,7 +119,7 @@ def _validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
 
 
 @contextlib.contextmanager
-def _as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
+def as_first_rank(flags: Sequence[str], ranks: int) -> Iterator[None]:
     """Give upstream the command line and the launcher's variables, both read from the process."""
     argv, environment = sys.argv, dict(os.environ)
     sys.argv = ['pretrain_gpt.py', *flags]
@@ -196,11 +197,11 @@ def _said_by_upstream(check: Callable[[], object]) -> list[str]:
         with contextlib.redirect_stdout(io.StringIO()):
             check()
     except Exception as error:
-        return [_told(error)]
+        return [told(error)]
     return []
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """Upstream's error in one line; without a message, the line of upstream's source."""
     source = traceback.extract_tb(error.__traceback__)[-1].line
     words = ' '.join(str(error).split()) or source

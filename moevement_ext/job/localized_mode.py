@@ -85,12 +85,14 @@ class LocalizedMode(WholeJobMode):
     def updating(self) -> None:
         """Note that the optimizer begins to write."""
         if self.running:
-            self.recovery.updating()
+            with self.protection.checkpointer.statistics.device_wait():
+                self.recovery.updating()
 
     def stepped(self, skipped: bool) -> None:
         """Record the update, unless it may be wrong."""
         if self.running:
-            self.recovery.committing()
+            with self.protection.checkpointer.statistics.device_wait():
+                self.recovery.committing()
         super().stepped(skipped)
 
     def begins(self, start: Start) -> None:

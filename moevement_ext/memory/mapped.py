@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mapped files in host memory with all pages reserved.
+"""Mapped files in host memory with reserved pages.
 
 A write to a mapped page that a full tmpfs cannot provide kills the process with SIGBUS, and a fault
 per page slows down the first pass over the file. So before the first write a file gets its final
-size, reserved pages and filled page tables, or is refused.
+size, reserved pages and filled page tables, or is refused. A file may have pages in its first part
+only, and get more of them, or give some back, while it is mapped.
+
+Pages are reserved by writing to the map, in one pass: with a file system that asks for advice
+(`huge=advise`) these are huge pages, as with `huge=within_size`, which costs a tenth of the time.
+Kernels before Linux 5.14 cannot do that.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -24,8 +30,18 @@ Bytes = npt.NDArray[np.uint8]
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
-def map_new(path: Path, nbytes: int) -> mmap.mmap:
+_MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
+# The kernel holds up `mmap` calls of other threads while it fills a range.
+_STEP_BYTES = 64 * 2**20
+
+
+def map_new(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
     """Create a file of `nbytes` bytes, all zero, and map it.
+
+    Args:
+        path: the file.
+        nbytes: its size.
+        reserved: bytes with pages, from the beginning; None: all.
 
     Raises:
         HostMemoryError: the file system is too full; no file is left behind.
@@ -33,7 +49,7 @@ def map_new(path: Path, nbytes: int) -> mmap.mmap:
     """
     fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
-        return _reserved(fd, nbytes, path)
+        return _reserved(fd, nbytes, path, reserved)
     except BaseException:
         path.unlink()
         raise
@@ -41,24 +57,39 @@ def map_new(path: Path, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
-def map_anew(path: Path, nbytes: int) -> mmap.mmap:
+def map_anew(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
     """Map a file for a new use: resize it to `nbytes` bytes, or create it.
 
     Existing pages are reused without zeroing, so the content is arbitrary.
+
+    Args:
+        path: the file.
+        nbytes: its size.
+        reserved: bytes with pages, from the beginning; None: all.
 
     Raises:
         HostMemoryError: the file system has not that much left, or the file is not this user's own.
     """
     fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
-        os.ftruncate(fd, min(os.fstat(fd).st_size, nbytes))
-        return _reserved(fd, nbytes, path)
+        former = min(os.fstat(fd).st_size, nbytes)
+        os.ftruncate(fd, former)
+        try:
+            return _reserved(fd, nbytes, path, reserved)
+        except HostMemoryError:
+            os.ftruncate(fd, former)  # what was reserved of the rest is of use to others
+            raise
     finally:
         os.close(fd)
 
 
-def map_existing(path: Path, writable: bool = False) -> mmap.mmap:
+def map_existing(path: Path, writable: bool = False, reserved: int | None = None) -> mmap.mmap:
     """Map an existing file as a whole; if `writable`, fill the holes that a copied file has.
+
+    Args:
+        path: the file.
+        writable: map it for writing.
+        reserved: fill holes before this byte; None: all.
 
     Raises:
         ValueError: the file is empty.
@@ -68,14 +99,59 @@ def map_existing(path: Path, writable: bool = False) -> mmap.mmap:
     """
     fd = private.open_file(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
+        if not writable:
+            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         found = os.fstat(fd)
-        if writable and found.st_blocks * 512 < found.st_size:
-            _reserve(fd, found.st_size, path)
-        if writable:
-            return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        wanted = found.st_size if reserved is None else min(reserved, found.st_size)
+        if found.st_blocks * 512 < found.st_size:  # else there are none
+            _check_free(fd, wanted, path)
+        mapped = mmap.mmap(fd, 0)
+        reserve_range(np.frombuffer(mapped, np.uint8), path, 0, wanted)
+        return mapped
     finally:
         os.close(fd)
+
+
+def reserve_range(array: Bytes, path: Path, begin: int, end: int) -> None:
+    """Reserve the pages of a part of a mapped file, and fill the page tables. Any thread.
+
+    Args:
+        array: the whole map, writable.
+        path: the file.
+        begin: first byte; content before it, and in its page, stays, as does what has pages.
+        end: one past the last byte.
+
+    Raises:
+        HostMemoryError: the file system is too full; a file that was larger before is as before.
+    """
+    begin, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, min(in_pages(end), in_pages(array.size))
+    if begin >= end:
+        return
+    _advise(array, begin, end, _MADV_HUGEPAGE)  # an error means that there are none
+    for at in range(begin, end, _STEP_BYTES):
+        failed = _advise(array, at, min(at + _STEP_BYTES, end), _MADV_POPULATE_WRITE)
+        if failed == errno.EINVAL:  # a kernel before 5.14
+            _allocate(path, at, min(at + _STEP_BYTES, end))
+        elif failed:
+            raise _no_space(path, end, free_bytes(path.parent))
+
+
+def release_range(array: Bytes, begin: int, end: int) -> None:
+    """Give back the pages of a part of a mapped file; readers find zeros there. Any thread.
+
+    Args:
+        array: the whole map, writable.
+        begin: first byte; its page stays, unless it begins there.
+        end: one past the last byte.
+    """
+    begin, end = in_pages(begin), in_pages(min(end, array.size))
+    if begin < end:
+        _advise(array, begin, end, _MADV_REMOVE)
+
+
+def in_pages(nbytes: int) -> int:
+    """Size of a file of `nbytes` in a tmpfs, in whole pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def reserve(path: Path, nbytes: int) -> None:
@@ -101,17 +177,25 @@ def reserve(path: Path, nbytes: int) -> None:
         os.close(fd)
 
 
-def _reserved(fd: int, nbytes: int, path: Path) -> mmap.mmap:
-    """Resize the open file, reserve all its pages, and map it."""
-    _reserve(fd, nbytes, path)
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+def _reserved(fd: int, nbytes: int, path: Path, reserved: int | None) -> mmap.mmap:
+    """Resize the open file, map it, and reserve its first pages."""
+    wanted = nbytes if reserved is None else min(reserved, nbytes)
+    _check_free(fd, wanted, path)
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise _no_space(path, nbytes, free_bytes(path.parent)) from error
+    mapped = mmap.mmap(fd, nbytes)
+    array = np.frombuffer(mapped, np.uint8)
+    reserve_range(array, path, 0, wanted)
+    release_range(array, wanted, nbytes)  # of an earlier use
+    return mapped
 
 
 def _reserve(fd: int, nbytes: int, path: Path) -> None:
-    missing = nbytes - os.fstat(fd).st_blocks * 512
-    free = free_bytes(path.parent)
-    if missing > free:
-        raise _no_space(path, nbytes, free)
+    _check_free(fd, nbytes, path)
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
@@ -120,8 +204,37 @@ def _reserve(fd: int, nbytes: int, path: Path) -> None:
         raise _no_space(path, nbytes, free_bytes(path.parent)) from error
 
 
+def _check_free(fd: int, nbytes: int, path: Path) -> None:
+    free = free_bytes(path.parent)
+    if nbytes - os.fstat(fd).st_blocks * 512 > free:
+        raise _no_space(path, nbytes, free)
+
+
+def _allocate(path: Path, begin: int, end: int) -> None:
+    fd = private.open_file(path, os.O_RDWR)
+    try:
+        os.posix_fallocate(fd, begin, end - begin)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        raise _no_space(path, end, free_bytes(path.parent)) from error
+    finally:
+        os.close(fd)
+
+
+def _advise(array: Bytes, begin: int, end: int, advice: int) -> int:
+    """Call madvise(2) without the interpreter's lock; returns its error number, 0 if none."""
+    if _libc.madvise(array.ctypes.data + begin, end - begin, advice) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
 def _no_space(path: Path, nbytes: int, free: int) -> HostMemoryError:
     return HostMemoryError(
         f'cannot reserve {nbytes} bytes for {path.name} in {path.parent}: {free} bytes free '
         f'(or a file size limit is set, see ulimit -f). {NO_SPACE_REMEDY}'
     )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -2,11 +2,11 @@
 """Pins mapped files, so that CUDA copies to them asynchronously."""
 
 import logging
-import mmap
 import weakref
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import torch
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import gib
+from moevement_ext.memory.mapped import in_pages
 
 logger = logging.getLogger(__name__)
 
@@ -25,18 +26,30 @@ class MappedFile(Protocol):
     array: npt.NDArray[np.uint8]
 
 
-_pinned: weakref.WeakSet[MappedFile] = weakref.WeakSet()
+class _Registered(NamedTuple):
+    nbytes: int
+    """Registered from the beginning of the file, in whole pages."""
+    end: Callable[[], object]
+    """Ends the registration; without effect when called again."""
 
 
-def pin(file: MappedFile) -> None:
+_pinned: weakref.WeakKeyDictionary[MappedFile, _Registered] = weakref.WeakKeyDictionary()
+
+
+def pin(file: MappedFile, nbytes: int | None = None) -> None:
     """Register the pages of `file` with CUDA for the lifetime of the object.
 
-    The training thread calls this once per file before iteration 1; some GB take a second.
+    Any thread whose device is set; some GB take a second.
+
+    Args:
+        file: not registered yet.
+        nbytes: to register, from the beginning of the file; they have pages. None: all.
 
     Raises:
         HostMemoryError: the driver cannot lock this much memory.
     """
-    pointer, nbytes = file.array.ctypes.data, _whole_pages(file.array.size)
+    pointer = file.array.ctypes.data
+    nbytes = in_pages(file.array.size if nbytes is None else nbytes)
     status = int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, 0))
     if status != 0:
         _clear_error()
@@ -46,8 +59,30 @@ def pin(file: MappedFile) -> None:
             'limit of the container.'
         )
     # The next file may be mapped at the same address once this one is gone.
-    weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer).atexit = False
-    _pinned.add(file)
+    end = weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer)
+    end.atexit = False
+    _pinned[file] = _Registered(nbytes, end)
+
+
+@contextmanager
+def pinned_as_far_as(file: MappedFile, nbytes: int) -> Iterator[None]:
+    """Register another part of a file, if it is registered; a failure only makes copies slower.
+
+    No copy to the file may be under way. Inside the context pages after `nbytes` are not
+    registered, and can be given back. Any thread whose device is set.
+
+    Args:
+        file: the file.
+        nbytes: to register, from the beginning of the file; they have pages.
+    """
+    registered = _pinned.get(file)
+    if registered is None or registered.nbytes == in_pages(nbytes):
+        yield
+        return
+    del _pinned[file]
+    registered.end()
+    yield
+    _pin_or_warn(file, nbytes)
 
 
 def pin_like(other: MappedFile, file: MappedFile) -> None:
@@ -57,14 +92,14 @@ def pin_like(other: MappedFile, file: MappedFile) -> None:
     """
     if other not in _pinned:
         return
+    _pin_or_warn(file, None)
+
+
+def _pin_or_warn(file: MappedFile, nbytes: int | None) -> None:
     try:
-        pin(file)
+        pin(file, nbytes)
     except HostMemoryError as error:
         logger.warning('sparse checkpointing: copies to it are slower: %s', error)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _clear_error() -> None:

@@ -5,13 +5,13 @@ Needs no torch. All sizes are in bytes, per rank unless stated otherwise.
 """
 
 import math
-import mmap
 from collections.abc import Iterable
 
 import msgspec
 
 from moevement_ext.memory.budget import RankMemory
 from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.memory.window.slot import align_up
 
@@ -141,8 +141,3 @@ def beside_bytes(window_file: int) -> int:
         window_file: size of its window files.
     """
     return BESIDE_BYTES + in_pages(_WITNESS_BYTES + window_file // _PAYLOAD_PER_WITNESS)
-
-
-def in_pages(nbytes: int) -> int:
-    """Size of a file of `nbytes` in a tmpfs, in whole pages."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -52,12 +52,13 @@ class AutoWindow:
     Args:
         shortest: returns the fewest slots that links and cores with these rates carry; None: the
             links carry no window of up to `longest`.
-        longest: the W for which host memory is reserved.
+        longest: the W for which all nodes have host memory.
     """
 
     def __init__(self, shortest: Callable[[Measured], int | None], longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
+        """Less, once a rank has found that others have taken its space."""
         self._window = 0
         self._seen: deque[Measured] = deque(maxlen=CONFIRMED)
         """Measurements in windows of the current length."""
@@ -70,9 +71,11 @@ class AutoWindow:
             present: the plan in force in the observed window.
             loads: measurements of every rank in that window.
         """
+        rooms = [load.room for load in loads if load.room is not None]
+        self._longest = min([self._longest, *rooms])
         seen = measured(loads)
-        if seen is None:
-            return present.window
+        if seen is None or present.window > self._longest:
+            return min(present.window, self._longest)
         if self._window != present.window:
             self._window = present.window
             self._seen.clear()
@@ -90,6 +93,8 @@ class AutoWindow:
 
     def _demanded(self, seen: Measured) -> int:
         found = self._shortest(seen)
+        if found is not None and found > self._longest:
+            found = None
         if found is None and not self._warned:
             self._warned = True
             logger.warning(

@@ -68,6 +68,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Seconds of a copy to host memory and to all holders, one after the other; None: unknown."""
     persist_s: float | None = None
     """Seconds of the newest copy to disk; None before the first."""
+    room: int | None = None
+    """Longest W that this rank has host memory for; None: that of all ranks."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

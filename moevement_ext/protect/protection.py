@@ -14,12 +14,11 @@ from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
-from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.sizing import Logged
+from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
@@ -33,6 +32,7 @@ from moevement_ext.protect.persistence import PersistenceBoard
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.reserving import Sizes, longest_window, reserve
+from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
@@ -94,12 +94,11 @@ class Protection:
         twin = TwinShare(
             planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
         )
-        self.memory = reserve(
-            rank,
-            Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin),
-            operators.device,
-            self._statistics.degraded,
-        )
+        sizes = [(capacity(length), stub(length)) for length in window_lengths(longest)]
+        share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
+        share = share._replace(shorter=sizes)
+        self.memory = reserve(rank, share, operators.device, self._statistics.degraded)
+        self._room = WindowRoom(self.memory, self._statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
     @property
@@ -143,7 +142,7 @@ class Protection:
         """
         self._former_places = forget_former_places
         rank, memory = self._rank, self.memory
-        self._make_room_in_log(present.plan.window)
+        self._room.before(present.plan.window)
         self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
         self.windows = WindowLife(
@@ -220,7 +219,7 @@ class Protection:
             of_all: all stages roll back together.
         """
         # The recovery logs all its iterations, besides those of a window captured after it.
-        self._make_room_in_log(until - back_to.start + 1)
+        self._room.in_log(until - back_to.start + 1)
         if self._rank.config.verify == STOP:
             self.windows.begin_trial(Trial(back_to, until, of_all))
 
@@ -303,6 +302,7 @@ class Protection:
         counts = self._strategy.counts_tokens
         self._counter.counting = counts and schedule.slot(iteration) == 0
         if self._position == 0:
+            self._room.in_force = schedule.plan.window
             self._shorten_log(iteration, schedule.plan.window)
         self._waited_before = self.checkpointer.waited_s
         self._step_began = time.perf_counter()
@@ -335,6 +335,7 @@ class Protection:
                 self._statistics.waited_s(),
                 self._checkpoint_s(),
                 self._statistics.persist_s,
+                self._room.limit,
             )
             self._seconds.clear()
             self._windows_seen += 1
@@ -351,6 +352,7 @@ class Protection:
             persisted=of_rank.persisted,
             training_s=of_rank.training_s,
             exposed_s=of_rank.exposed_s,
+            device_wait_s=of_rank.device_wait_s,
             iterations=of_rank.iterations,
             captured_bytes=of_rank.captured_bytes,
             slot_bytes=of_rank.slot_bytes,
@@ -387,6 +389,7 @@ class Protection:
             self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
+        self._room.settle()
         if self._disk is not None:
             self._disk.persisted(window)
         if self._former_places:
@@ -480,16 +483,9 @@ class Protection:
         byte_s = self.checkpointer.capture_cost() + len(self._reached) * replica_s
         return share * self.memory.cores / byte_s if byte_s else None
 
-    def _make_room_in_log(self, window: int) -> None:
-        """Enlarge the log; on failure localized recovery is impossible for a while. Any thread."""
-        try:
-            self.memory.make_room_in_log(window)
-        except (HostMemoryError, OSError) as error:
-            self._statistics.degraded(f'the log has no room for windows of {window}: {error}')
-
     def _adopt(self, plan: StagePlan) -> None:
         """Take over a plan, windows before it is in force. Replanner's thread."""
         bind_thread(self._device)
-        self._make_room_in_log(plan.plan.window)
+        self._room.before(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())
         self._rank.events.emit(plan.event(self._operators.slices))

@@ -2,7 +2,9 @@
 """Figures of protection for the log line and the metrics."""
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from moevement_ext.events import EventLog, ProtectionReduced
@@ -24,6 +26,7 @@ class Figures:
     """Start of the newest window that every rank and its holders have."""
     training_s: float = 0.0
     exposed_s: float = 0.0
+    device_wait_s: float = 0.0
     iterations: int = 0
     captured_bytes: int = 0
     slot_bytes: int = 0
@@ -61,6 +64,9 @@ class CaptureStatistics:
     """Seconds in committed iterations, without replays."""
     exposed_s: float = 0.0
     """Seconds by which sparse checkpointing delayed training, including waits."""
+    device_wait_s: float = 0.0
+    """Seconds in which the training thread waited for the device around updates. The device
+    computes meanwhile: what this delays is the work that would have been queued ahead."""
     iterations: int = 0
     """Iterations that reached their update."""
     captured_bytes: int = 0
@@ -86,6 +92,15 @@ class CaptureStatistics:
 
     _reported: tuple[float, int] = (0.0, 0)
     _observed_s: float = 0.0
+
+    @contextmanager
+    def device_wait(self) -> Iterator[None]:
+        """Context whose duration counts as a wait for the device. Training thread."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.device_wait_s += time.perf_counter() - began
 
     def exposed_ms(self) -> float:
         """Milliseconds exposed per iteration since the last call. Training thread."""

@@ -6,8 +6,9 @@ reserved, replica holders are placed and servers started.
 """
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,15 +21,18 @@ from moevement_ext.memory.budget import HostMemoryPlan, gib
 from moevement_ext.memory.cgroup import cores_left
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
+from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.sizing import (
     LEDGER_RECORDS,
     NOTHING_LOGGED,
     Logged,
+    rank_memory,
 )
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
+from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
@@ -42,6 +46,7 @@ from moevement_ext.replicate.node_plan import (
     ALONE,
     Member,
     copies_of,
+    file_sizes,
     hosted_by,
     log_bytes,
     node_plan,
@@ -76,9 +81,11 @@ class Share(NamedTuple):
     longest_window: int | None = None
     """The W that all sizes are for; None: as configured."""
     window: int | None = None
-    """The first W, for which the log has room; None: the longest."""
+    """The first W, for which files and log have room; None: the longest."""
     twin: 'TwinShare | None' = None
     """Stubs of this rank's windows at its twins; None: no twins."""
+    shorter: Sequence[tuple[int, int]] = ()
+    """Sizes for shorter windows; see `Member.shorter`."""
 
 
 class TwinShare(NamedTuple):
@@ -122,6 +129,7 @@ class HostMemory:
         disk: its windows on disk, or None.
         disk_only: its windows in memory are no source of a recovery.
         server: serves windows and log to the peers.
+        window: the W that window files have room for.
         cores: CPU cores of this rank, assuming equal shares of the ranks of a host.
         mark: of the secret of the job.
         forget_other_layouts: called on one rank of each node once they are worthless.
@@ -165,6 +173,7 @@ class HostMemory:
             family=twin.family,
             stub_bytes=twin.stub_bytes,
             slot_bytes=twin.slot_bytes,
+            shorter=list(share.shorter),
         )
         self.members = _exchange_members(own, exchange)
         # One replaced later still has that of the others.
@@ -175,10 +184,12 @@ class HostMemory:
         self.log: UpstreamLog | None = None
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self._fetching: ReplicaClient | None = None
-        self.plan = self._plan()
+        self.plan = self._plan(self._longest_window)
+        self.window = share.window or self._longest_window
+        self._changing = threading.Lock()
         try:
             self.plan.check(config.host_memory_gb, self.store.path)
-            self._reserve(own, device, config, on_degraded, share.window)
+            self._reserve(own, device, config, on_degraded)
         except HostMemoryError:
             self.give_up()
             raise
@@ -192,31 +203,32 @@ class HostMemory:
         device: torch.device,
         config: SparseCheckpointConfig,
         on_degraded: Callable[[str], None],
-        window: int | None,
     ) -> None:
         rank = self.rank
-        self.windows = OwnerWindows(
-            self.store, rank, rank, own.capacity_bytes, holdable=self._to_disk
-        )
+        present = self._sized_for(self.window)
+        size = FileSize(own.capacity_bytes, present[rank].capacity_bytes)
+        self.windows = OwnerWindows(self.store, rank, rank, size, holdable=self._to_disk)
         if device.type == 'cuda':
             for file in self.windows.files():
-                pin(file)
+                pin(file, file.room)
         self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
-        log_bytes = self._log_bytes(own, window)
+        log_bytes = self._log_bytes(own, self.window)
         if log_bytes:
             path = self.store.holder_path(rank) / 'upstream-log'
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
         hosts = Counter(member.host for member in self.members)
         self.cores = cores_left() / hosts[own.host]
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
-        keeping = Keeping(Stubs(self._stubs(rank), self.windows), config.verify_replicas)
-        address = (host, 0)
+        stubs = file_sizes(self._stubs(rank), self._stubs(rank, present))
+        keeping = Keeping(Stubs(stubs, self.windows), config.verify_replicas)
+        hosted = file_sizes(self._hosted(rank), self._hosted(rank, present))
         self.server = ReplicaServer(
-            self.store, rank, self._hosted(rank), self._secret, address, keeping=keeping
+            self.store, rank, hosted, self._secret, (host, 0), keeping=keeping
         )
         if self.log is not None:
             self.server.serve_log(self.log)
+        self._make_room_for(self.window)
 
     def make_room_in_log(self, window: int) -> None:
         """Enlarge the log for windows of this length, within the memory plan. Any thread.
@@ -227,6 +239,34 @@ class HostMemory:
         if self.log is not None:
             needed = self._log_bytes(self.members[self.rank], min(window, self._longest_window))
             self.log.grow(needed)
+
+    def make_room_for(self, window: int) -> None:
+        """Reserve for windows of this length, within the memory plan: own ones and replicas.
+
+        What only longer ones took is given back when it is not needed any more; not in this call
+        if another thread just makes room. Any thread but the training thread.
+
+        Raises:
+            HostMemoryError, OSError: other files have taken the space; all is as before.
+        """
+        if not self._changing.acquire(blocking=window > self.window):
+            return
+        try:
+            self._make_room_for(window)
+            self.window = window
+        except BaseException:
+            self._make_room_for(self.window)
+            raise
+        finally:
+            self._changing.release()
+
+    def _make_room_for(self, window: int) -> None:
+        present, rank = self._sized_for(window), self.rank
+        replicas = self._hosted(rank, present) | self._stubs(rank, present)
+        own = present[rank].capacity_bytes
+        self.windows.make_room(own)
+        self.server.make_room(replicas)
+        self._reserved = rank_memory(own, replicas.values(), 0, self._to_disk)
 
     def describe(self) -> str:
         """Description of this node's host memory, for the log."""
@@ -258,8 +298,9 @@ class HostMemory:
         return self.rank == min(self.plan.ranks)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes of host memory of this rank, by kind."""
-        return msgspec.structs.asdict(self.plan.ranks[self.rank])
+        """Bytes of host memory that this rank has reserved, by kind."""
+        log = 0 if self.log is None else in_pages(self.log.array.size)
+        return msgspec.structs.asdict(msgspec.structs.replace(self._reserved, log_ring=log))
 
     def connect(self, exchange: Exchange) -> None:
         """Exchange the addresses of all ranks' servers. Collective."""
@@ -343,7 +384,8 @@ class HostMemory:
 
     def _free_file(self, window: Window) -> WindowFile:
         try:
-            file = self.windows.begin(window.name)
+            own = self.members[self.rank].sized_for(window.length, self._longest_window)
+            file = self.windows.begin(window.name, room=own.capacity_bytes)
         except ValueError as error:  # an abandoned thread still waits for a peer
             raise PeerLost(f'window {window.start} is still received: {error}') from error
         if file is None:
@@ -431,25 +473,29 @@ class HostMemory:
         else:
             self.store.close()
 
-    def _hosted(self, rank: int) -> dict[int, int]:
+    def _hosted(self, rank: int, members: Sequence[Member] | None = None) -> dict[int, int]:
         """Window file bytes by owner, for the owners with replicas on `rank`."""
         if rank == self.rank and not self._hosts_replicas:
             return {}
-        return hosted_by(rank, self.members, self.copies.holders)
+        return hosted_by(rank, members or self.members, self.copies.holders)
 
-    def _stubs(self, rank: int) -> dict[int, int]:
+    def _stubs(self, rank: int, members: Sequence[Member] | None = None) -> dict[int, int]:
         """Stub file bytes by owner, for the owners with `rank` as a twin."""
         if rank == self.rank and not self._hosts_replicas:
             return {}
-        return stubs_at(rank, self.members, self.copies.twins)
+        return stubs_at(rank, members or self.members, self.copies.twins)
 
-    def _plan(self) -> HostMemoryPlan:
-        """Bytes of every rank on this node."""
+    def _sized_for(self, window: int) -> list[Member]:
+        """All ranks with files for windows of this length."""
+        return [member.sized_for(window, self._longest_window) for member in self.members]
+
+    def _plan(self, window: int) -> HostMemoryPlan:
+        """Bytes of every rank on this node with windows of this length."""
         return node_plan(
             node_name(),
-            self.members,
+            self._sized_for(window),
             self.copies,
-            self._longest_window,
+            window,
             self._log_lag,
             self._to_disk,
             holds_none=None if self._hosts_replicas else self.rank,

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory of a node's ranks, computed from the descriptions of all ranks."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
 import msgspec
 
 from moevement_ext.memory.budget import HostMemoryPlan
-from moevement_ext.memory.sizing import Logged, log_ring_bytes, rank_memory
+from moevement_ext.memory.sizing import Logged, log_ring_bytes, rank_memory, window_lengths
+from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
 
@@ -35,6 +37,21 @@ class Member(msgspec.Struct, frozen=True):
     """Size of a twin's stub file for its windows."""
     slot_bytes: int = 0
     """Mean slot size in the first windows of the job."""
+    shorter: list[tuple[int, int]] = []
+    """`capacity_bytes` and `stub_bytes` for each of `window_lengths`; empty: of one length."""
+
+    def sized_for(self, window: int, longest: int) -> 'Member':
+        """This rank with files for windows of that length.
+
+        Args:
+            window: W.
+            longest: the W of `capacity_bytes`.
+        """
+        if not self.shorter:
+            return self
+        place = bisect_left(window_lengths(longest), min(window, longest))
+        capacity, stub = self.shorter[place]
+        return msgspec.structs.replace(self, capacity_bytes=capacity, stub_bytes=stub, shorter=[])
 
 
 def copies_of(members: Sequence[Member], topology: str | None, replicas: int) -> Copies:
@@ -76,6 +93,11 @@ def stubs_at(
 ) -> dict[int, int]:
     """Stub file bytes by owner, for the owners with `rank` as a twin."""
     return {owner: members[owner].stub_bytes for owner, of in enumerate(twins) if rank in of}
+
+
+def file_sizes(longest: dict[int, int], present: dict[int, int]) -> dict[int, FileSize]:
+    """Sizes of files by owner, for the longest windows and for those of now."""
+    return {owner: FileSize(size, present[owner]) for owner, size in longest.items()}
 
 
 def log_bytes(

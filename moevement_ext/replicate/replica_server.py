@@ -22,6 +22,7 @@ from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import StoredWindow, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
@@ -66,8 +67,8 @@ _LOG_WAIT_SECONDS = 0.5
 class Stubs(NamedTuple):
     """A holder's stubs of owners that capture the same bytes."""
 
-    capacities: Mapping[int, int]
-    """Stub file bytes, by owner."""
+    sizes: Mapping[int, FileSize | int]
+    """Sizes of stub files, by owner."""
     bases: OwnerWindows
     """The holder's own windows."""
 
@@ -107,7 +108,7 @@ class ReplicaServer:
     Args:
         store: store of this node.
         rank: the holder.
-        capacities: bytes of a window file, by owner this rank holds replicas for.
+        sizes: of a window file, by owner this rank holds replicas for.
         secret: secret of this start of the job; every client must prove its knowledge.
         address: host and port to listen on, IPv4 or IPv6; port 0 lets the system choose.
         timeout_s: time for one exchange after its begin, plus time to move its bytes.
@@ -124,7 +125,7 @@ class ReplicaServer:
         self,
         store: NodeStore,
         rank: int,
-        capacities: Mapping[int, int],
+        sizes: Mapping[int, FileSize | int],
         secret: bytes,
         address: tuple[str, int] = ('127.0.0.1', 0),
         timeout_s: float = 30.0,
@@ -135,14 +136,12 @@ class ReplicaServer:
         self._timeout_s = timeout_s
         self.cost = CpuCost()
         self._inboxes = {
-            owner: Inbox(
-                OwnerWindows(store, rank, owner, capacity), self.cost, keeping.verify_every
-            )
-            for owner, capacity in capacities.items()
+            owner: Inbox(OwnerWindows(store, rank, owner, size), self.cost, keeping.verify_every)
+            for owner, size in sizes.items()
         }
         if (stubs := keeping.stubs) is not None:
-            for owner, capacity in stubs.capacities.items():
-                kept = OwnerWindows(store, rank, owner, capacity, stubs=True)
+            for owner, size in stubs.sizes.items():
+                kept = OwnerWindows(store, rank, owner, size, stubs=True)
                 self._inboxes[owner] = Inbox(kept, self.cost, keeping.verify_every, stubs.bases)
         self._log: UpstreamLog | None = None
         self._shelf: Shelf | None = None
@@ -176,6 +175,15 @@ class ReplicaServer:
         """Drop the replicas of one window. Any thread."""
         for inbox in self._inboxes.values():
             inbox.windows.discard(name)
+
+    def make_room(self, rooms: Mapping[int, int]) -> None:
+        """Reserve pages for what owners send: bytes of a window or stub, by owner. Any thread.
+
+        Raises:
+            HostMemoryError: there is no room; replicas of windows that fit are still taken.
+        """
+        for owner, room in rooms.items():
+            self._inboxes[owner].windows.make_room(room)
 
     def stop(self) -> None:
         """Stop listening and close all connections; files stay."""

@@ -90,6 +90,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/unit/test_readme.py',
     rf'{_PYTHON}tools\.prepare_data .*GPT2': 'a vocabulary; tests/unit/tools/test_prepare_data.py',
     rf'{_PYTHON}tools\.windows export': 'windows of a job; tests/distributed/test_export.py',
+    rf'{_PYTHON}tools\.windows check': 'windows of a job; tests/distributed/test_export_offline.py',
     rf'{_PYTHON}tools\.windows \w+ /': 'directories of other machines; tests/unit/tools/windows',
 }  # fmt: skip
 """Commands that do not run here, and what is missing, or which test runs them."""
@@ -97,6 +98,7 @@ ELSEWHERE = {
 _SHORTER = {
     'tools.bench.regroup': '--cycles 20 --warm-up 5',
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
+    'tools.bench.host_memory': '--iterations 8 --windows 1',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.precision': '--iterations 20',
     'tools.compare': '--rows none,localized --iterations 32 --interval 4',

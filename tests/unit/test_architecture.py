@@ -39,6 +39,7 @@ ADAPTER_FLOORS = (
     {'job'},
     {'arguments'},
     {'attachment', 'checking', 'program'},
+    {'offline'},
     {'pretrain_gpt'},
 )
 """As `ENGINE_FLOORS`."""

@@ -5,6 +5,7 @@ r"""Plans sparse checkpointing for a model on a cluster: its costs and its benef
     python -m tools.plan --model job.json --cluster a100 --iteration-time 2.9 --mtbf 3600 --json
     python -m tools.plan --cluster h100 --gpus 64 --mfu 0.3 -- \
         --num-layers 32 --hidden-size 4096 ...
+    python -m tools.plan --model deepseek-v3 --mfu 0.35 --to-layout gpus=1024,pipeline=8
     python -m tools.plan --operators operators.json --budget-bytes 4e9 --json
 
 After `--` follow flags of Megatron and of sparse checkpointing, as for training. With --operators
@@ -23,6 +24,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from moevement_ext.config import AUTO
 from moevement_ext.memory.budget import gib
 from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import (
@@ -42,9 +44,24 @@ from tools.plan.description import (
 )
 from tools.plan.flags import RECOVERIES, MegatronFlags, parse_megatron_flags
 from tools.plan.layout import PRECISIONS
-from tools.plan.planning import FailureRate, Job, ProtectionSettings, iteration_seconds, plan_job
+from tools.plan.planning import (
+    FailureRate,
+    Job,
+    JobPlan,
+    ProtectionSettings,
+    iteration_seconds,
+    plan_job,
+)
 from tools.plan.presets import CLUSTERS, GIGA, GPU_HOURS_PER_FAILURE, PRESETS, Cluster, mtbf_s
 from tools.plan.report import as_json, infeasible, print_plan
+from tools.plan.side_by_side import (
+    FORM,
+    both_as_json,
+    other_layout,
+    print_both,
+    why_not,
+    with_layout,
+)
 from tools.simulate.fields import FieldError
 from tools.simulate.terminal import Flag, add_flags, table
 
@@ -146,6 +163,8 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
         Flag('--cluster', f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
              default='h100', metavar='NAME|FILE'),
         Flag('--gpus', 'of the job (default: as the model says)', _count),
+        Flag('--to-layout', 'a second one, side by side: what moves if it picks the windows up',
+             metavar=FORM),
     )  # fmt: skip
     add_flags(
         group.add_mutually_exclusive_group(),
@@ -236,7 +255,7 @@ def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> Protection
         raise DescriptionError(f'--window {window}: give a whole number or auto')
     return ProtectionSettings(
         window=None if window == 'auto' else int(window),
-        localized=recovery == 'localized',
+        localized=recovery in (AUTO, 'localized'),
         disk=settings.pop('disk', None) is not None,
         **settings,
     )
@@ -291,12 +310,29 @@ def _run_operators(args: argparse.Namespace, console: Console, problems: Console
 
 
 def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console) -> int:
-    plan = plan_job(job_from(args, megatron))
+    job = job_from(args, megatron)
+    plan = plan_job(job)
+    if args.to_layout:
+        layout = other_layout(args.to_layout, job.layout)
+        return _run_both(plan, plan_job(with_layout(job, layout, args.mfu)), args, megatron)
     if args.json:
         _print_json(as_json(plan, megatron.unused))
     else:
         print_plan(plan, console, megatron.unused)
     reason = infeasible(plan)
+    if reason:
+        raise ValueError(reason)
+    return 0
+
+
+def _run_both(
+    before: JobPlan, after: JobPlan, args: argparse.Namespace, megatron: MegatronFlags
+) -> int:
+    if args.json:
+        _print_json(both_as_json(before, after, megatron.unused))
+    else:
+        print_both(before, after, Console())
+    reason = why_not(before, after)
     if reason:
         raise ValueError(reason)
     return 0

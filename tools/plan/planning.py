@@ -268,15 +268,11 @@ class JobPlan:
         return _host_memory(self.job, self.kinds, longest_window or self.longest, self.log_lag())
 
     def taken_bytes(self) -> int:
-        """Bytes of the reservation that this node uses; with a longer window the log uses more.
-
-        Windows of any length use as much as the longest window.
-        """
+        """Bytes of this memory that the node reserves; longer windows, if they come, take more."""
         longest, window = self.longest, self.window
         if self.job.protection.window is None:
             window = max(window, min(longest, FIRST_WINDOW))
-        whole = _host_memory(self.job, self.kinds, longest, self.log_lag(), window)
-        return whole.node_total
+        return self.host_memory(window).node_total
 
     def persist_s(self) -> float:
         """Seconds from the start of the copy of a window's last slot until the window is persisted.
@@ -386,15 +382,11 @@ def per_rank(
 
 
 def _host_memory(
-    job: Job,
-    kinds: Sequence[StageKind],
-    longest: int,
-    log_lag: float,
-    logged_window: int | None = None,
+    job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float
 ) -> HostMemoryPlan:
-    """Host memory with windows of the longest length, and logs for that or a shorter length."""
+    """Host memory for windows of that length."""
     files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
-    rings = memory.log_rings([kind.logged for kind in kinds], logged_window or longest, log_lag)
+    rings = memory.log_rings([kind.logged for kind in kinds], longest, log_lag)
     return memory.fullest_node(
         per_rank(job.layout, kinds, files).astype(np.int64),
         per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),

@@ -65,7 +65,7 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
 
 
 def _stage_json(kind: StageKind) -> dict[str, Any]:
-    full, light = _rank_bytes(kind)
+    full, light = rank_bytes(kind)
     return {
         'stages': kind.stages,
         'operators': len(kind.operators),
@@ -97,7 +97,7 @@ def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None
 
 
 def _stage_row(kind: StageKind) -> tuple[str, ...]:
-    full, light = _rank_bytes(kind)
+    full, light = rank_bytes(kind)
     slots = kind.slot_bytes().max(axis=1).tolist()
     return (
         _ranges(kind.stages), str(len(kind.operators)), gib(full), gib(light),
@@ -144,7 +144,7 @@ def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _rank_bytes(kind: StageKind) -> tuple[int, int]:
+def rank_bytes(kind: StageKind) -> tuple[int, int]:
     """Bytes of the largest rank of the stage, with all operators full and all light."""
     full = np.sum([operator.full for operator in kind.operators], axis=0)
     light = np.sum([operator.light for operator in kind.operators], axis=0)
@@ -287,7 +287,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(
         kind.held_parameters * (precision.light_bytes + _GRADIENT_BYTES)
-        + _rank_bytes(kind)[0] * of_full
+        + rank_bytes(kind)[0] * of_full
         for kind in plan.kinds
     )
     if state > available:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Lists, verifies, deletes and exports windows in host memory and on disk.
+r"""Lists, verifies, deletes, exports and tries windows in host memory and on disk.
 
     python -m tools.windows list /dev/shm/moevement-1000
     python -m tools.windows verify /lustre/windows/my-run
     python -m tools.windows prune /dev/shm/moevement-1000 --keep 1 --yes
     python -m tools.windows export /lustre/windows/my-run --to torch_dist --output DENSE -- \
         torchrun --nproc-per-node 8 pretrain_gpt.py <flags of the run>
+    python -m tools.windows export /lustre/windows/my-run --to torch_dist --output DENSE \
+        --offline -- <flags of the run>
+    python -m tools.windows check /lustre/windows/my-run --nproc 4 -- <flags of the next start>
 
 DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
 that of this node. `list` reads headers; `verify` also reads payloads, and compares every checksum.
@@ -13,9 +16,13 @@ that of this node. `list` reads headers; `verify` also reads payloads, and compa
 node, all except the newest complete windows of each rank seen on this node. `export` launches a run
 that has ended once more, with the command after `--`: the run converts its newest window, trains
 one iteration and saves Megatron's own checkpoint, which any layout can load. As at every end with a
-dense checkpoint, the windows are then freed.
+dense checkpoint, the windows are then freed. With --offline this process makes the checkpoint, on a
+CPU, from files of all ranks below DIR; it takes windows of one slot. `check` says of each window
+whether a job with the flags after `--` would go on from it, in its layout or another one, and
+starts nothing.
 
-Exit status: 0 done, 1 a window is damaged or the export failed, 2 the directory cannot be read.
+Exit status: 0 done, 1 a window is damaged, the export failed or no window would be taken, 2 the
+directory cannot be read.
 """
 
 import argparse
@@ -31,6 +38,7 @@ from rich.table import Table
 
 from tools.lab.arguments import Parser
 from tools.lab.text import size
+from tools.windows.choosing import newest
 from tools.windows.export import TORCH_DIST, ExportError, export, source
 from tools.windows.found import Found, complete, find
 from tools.windows.pruning import prunable, remove
@@ -39,6 +47,7 @@ _KEEP = 2
 _WIDE = 100
 _ONLY_WIDE = ('slots', 'held by', 'state')
 _END = '--'
+_OF_A_RUN = ('export', 'check')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = find(args.directory, verify=args.command == 'verify')
     if args.command == 'export':
         return _export(found, args)
+    if args.command == 'check':
+        return _check(found, args)
     if args.command == 'prune':
         return _prune(found, args)
     if args.json:
@@ -82,30 +93,69 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument('directory', type=Path, metavar='DIR', help='directory of one run')
     command.add_argument('--to', choices=[TORCH_DIST], required=True, help='format')
     command.add_argument('--output', type=Path, required=True, metavar='DIR', help='for --load')
+    command.add_argument(
+        '--offline',
+        action='store_true',
+        help='in this process, for any layout: after -- come flags of pretrain_gpt.py alone',
+    )
+    command = commands.add_parser('check', help='would a job with these flags go on from them')
+    command.add_argument('directory', type=Path, metavar='DIR')
+    command.add_argument(
+        '--nproc', type=_count, metavar='N',
+        help='ranks of the job; default: as many as the windows had, or the fewest for the flags',
+    )  # fmt: skip
     given = list(sys.argv[1:] if argv is None else argv)
     own = given[: given.index(_END)] if _END in given else given
     args = parser.parse_args(own)
     args.launch = given[len(own) + 1 :]
-    if bool(args.launch) != (args.command == 'export'):
+    if bool(args.launch) != (args.command in _OF_A_RUN):
         parser.error(
-            f'{_END} and the command that launches the run belong to export, and to it only'
+            f'{_END} and the command that launches the run, or its flags, belong to '
+            f'{" and ".join(_OF_A_RUN)}, and to them only'
         )
     return args
 
 
 def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
     try:
-        windows = source(found, args.directory)
-        iteration = export(windows, args.output, args.launch)
+        if args.offline:
+            from tools.windows.offline import export_offline  # imports torch
+
+            window = newest(found, args.directory)
+            run, iteration = window.run, export_offline(window, args.output, args.launch)
+        else:
+            windows = source(found, args.directory)
+            run, iteration = windows.run, export(windows, args.output, args.launch)
     except ExportError as error:
         print(f'windows: {error}', file=sys.stderr)
         return 1
-    print(f'{windows.run}: iteration {iteration} is in {args.output}; go on with --load')
+    print(f'{run}: iteration {iteration} is in {args.output}; go on with --load')
     return 0
 
 
+def _check(found: Sequence[Found], args: argparse.Namespace) -> int:
+    from tools.windows.trial import said_of  # imports torch
+
+    for one in found:
+        if one.state == 'committed' and one.problem is not None:
+            print(f'{one.path}: {one.problem}')
+    answers = list(said_of(found, args.launch, args.nproc))
+    for said in answers:
+        print(said)
+    if not answers:
+        print(f'no windows in {args.directory}')
+    return int(not any(said.loads for said in answers))
+
+
 def _as_json(found: Sequence[Found]) -> dict[str, Any]:
-    files = [{**msgspec.structs.asdict(one), 'path': str(one.path)} for one in found]
+    files = [
+        {
+            **msgspec.structs.asdict(one),
+            'path': str(one.path),
+            'layout': None if one.layout is None else str(one.layout),
+        }
+        for one in found
+    ]
     return {'files': files, 'complete': complete(found)}
 
 

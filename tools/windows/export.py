@@ -45,13 +45,8 @@ def source(found: Sequence[Found], directory: Path) -> Source:
     Raises:
         ExportError: there is no complete window of a finished run, or there are several runs.
     """
-    runs = complete(found)
-    if len(runs) != 1:
-        names = ', '.join(sorted(runs)) or 'none'
-        raise ExportError(f'{directory}: name the directory of one run; there is {names}')
-    ((run, windows),) = runs.items()
-    if live_runs(found):
-        raise ExportError(f'{run}: a process lives; end the job first, or let it save by itself')
+    run = one_run(found, directory)
+    windows = complete(found)[run]
     if not windows:
         raise ExportError(f'{directory}: no window is whole on all ranks that are seen there')
     newest = next(one for one in found if one.window == windows[0] and one.sound)
@@ -61,6 +56,23 @@ def source(found: Sequence[Found], directory: Path) -> Source:
     flag = '--sparse-ckpt-disk' if on_disk else '--sparse-ckpt-dir'
     flags = [flag, str(root), '--sparse-ckpt-run-id', run]
     return Source(run, flags, newest.tier, newest.start + newest.slots - 1)
+
+
+def one_run(found: Sequence[Found], directory: Path) -> str:
+    """Name of the run below a directory.
+
+    Raises:
+        ExportError: there is none, or there are several, or it has not ended.
+    """
+    runs = sorted({one.run for one in found})
+    if len(runs) != 1:
+        names = ', '.join(runs) or 'none'
+        raise ExportError(f'{directory}: name the directory of one run; there is {names}')
+    if live_runs(found):
+        raise ExportError(
+            f'{runs[0]}: a process lives; end the job first, or let it save by itself'
+        )
+    return runs[0]
 
 
 def export(source: Source, output: Path, command: Sequence[str]) -> int:
@@ -74,17 +86,17 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
     Raises:
         ExportError: the run has a newer dense checkpoint, or did not save.
     """
-    if _saved(output) is not None:
+    if saved_in(output) is not None:
         raise ExportError(f'--output {output}: there is a checkpoint already; name another one')
     load = _last_value(command, '--load')
-    dense = None if load is None else _saved(Path(load))
+    dense = None if load is None else saved_in(Path(load))
     if dense is not None and dense >= source.dense_at:
         raise ExportError(
             f'--load {load} has iteration {dense}, and the windows none after it: use that'
         )
     launched = [*command, *_flags(source, output, command)]
     done = subprocess.run(launched, check=False, env={**os.environ, VARIABLE: source.tier})
-    saved = _saved(output)
+    saved = saved_in(output)
     if done.returncode != 0 or saved is None:
         raise ExportError(
             f'the run ended with status {done.returncode} and saved no checkpoint in {output}; '
@@ -105,7 +117,7 @@ def _flags(source: Source, output: Path, command: Sequence[str]) -> list[str]:
     return flags
 
 
-def _saved(directory: Path) -> int | None:
+def saved_in(directory: Path) -> int | None:
     """Iteration of the newest checkpoint in `directory`; None without one."""
     tracker = directory / _TRACKER
     if not tracker.is_file():

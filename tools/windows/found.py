@@ -16,8 +16,10 @@ import msgspec
 
 from moevement_ext.memory.node_store import STUB
 from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.placed import Layout, Placed
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.slot import SlotHeader
 
 MEMORY = 'memory'
 DISK = 'disk'
@@ -52,6 +54,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     start: int = -1
     slots: int | None = None
     """Number of slots; all of them unless there is a problem."""
+    layout: Layout | None = None
+    """Layout of the job; None in windows that do not say it."""
     digests: tuple[str, str] | None = None
     """Digests of run and layout; equal for windows that belong together."""
     verified: bool = False
@@ -121,6 +125,7 @@ def _look(path: Path, verify: bool) -> Found | None:
             return msgspec.structs.replace(
                 one,
                 slots=len(headers),
+                layout=_layout(headers[0]),
                 digests=(headers[0].run, headers[0].topology),
                 verified=verify and one.state == 'committed',
             )
@@ -130,6 +135,10 @@ def _look(path: Path, verify: bool) -> Found | None:
         if one.state == 'being written' and isinstance(refusal, TruncatedWindow):
             return one  # no problem
         return msgspec.structs.replace(one, problem=str(refusal).removeprefix(f'{path}: '))
+
+
+def _layout(header: SlotHeader) -> Layout | None:
+    return header.placed.layout if isinstance(header.placed, Placed) else None
 
 
 def _placed(path: Path, nbytes: int) -> Found:

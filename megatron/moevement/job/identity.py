@@ -219,6 +219,7 @@ def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
     name = _name(settings, config)
     if config.elastic == OFF:
         return name
+    settings = {**settings, _STRATEGY: config.strategy}
     counting = run_identity(settings, name), topology_identity(settings)
     return directory_of(name, xxhash.xxh3_64_hexdigest('/'.join(counting).encode()))
 

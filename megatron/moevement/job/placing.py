@@ -19,21 +19,17 @@ _STAGES = (
     'decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split '
     'account_for_loss_in_pipeline_split'
 ).split()
-# Splits a tensor in ways that the numbers of a layout do not show.
-_UNKNOWN = (
-    'gtp_weight_remat_size expert_gtp_weight_remat_size tensor_parallel_num_weight_shards '
-    'expert_tensor_parallel_num_weight_shards'
-).split()
 
 
 def layout_of(settings: Settings) -> Layout | None:
     """Sizes of the parallel groups; None for layouts that these numbers do not describe."""
-    if any(_size(settings, name) > 1 for name in _UNKNOWN):
-        return None
     ranks, tensor = _size(settings, 'world_size'), _size(settings, 'tensor_model_parallel_size')
     pipeline = _size(settings, 'pipeline_model_parallel_size')
     context = _size(settings, 'context_parallel_size')
     told = settings.get('expert_tensor_parallel_size')
+    expert_tensor = tensor if told is None else _size(settings, 'expert_tensor_parallel_size')
+    if _splits_further(settings, '', tensor) or _splits_further(settings, 'expert_', expert_tensor):
+        return None
     return Layout(
         ranks=ranks,
         tensor=tensor,
@@ -42,7 +38,7 @@ def layout_of(settings: Settings) -> Layout | None:
         chunks=_size(settings, 'virtual_pipeline_model_parallel_size'),
         data=ranks // (tensor * pipeline * context),
         expert=_size(settings, 'expert_model_parallel_size'),
-        expert_tensor=tensor if told is None else _size(settings, 'expert_tensor_parallel_size'),
+        expert_tensor=expert_tensor,
         instances=_size(settings, 'num_distributed_optimizer_instances'),
         sharded=bool(settings.get('use_distributed_optimizer')),
         stages=', '.join(
@@ -79,6 +75,15 @@ def seat_of(rank: int, layout: Layout, stages_before_data: bool = False) -> Seat
         expert_tensor=expert_tensor,
         expert_data=rest_of_experts[0],
     )
+
+
+def _splits_further(settings: Settings, of: str, tensor: int) -> bool:
+    """True if weights lie on more ranks than tensor parallelism says, which no number here shows.
+
+    Upstream's number of shards is that of tensor-parallel ranks unless a flag raises it.
+    """
+    shards = _size(settings, f'{of}tensor_parallel_num_weight_shards')
+    return shards > tensor or _size(settings, f'{of}gtp_weight_remat_size') > 1
 
 
 def _digits(number: int, sizes: list[int]) -> list[int]:

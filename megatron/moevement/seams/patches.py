@@ -55,6 +55,10 @@ UPSTREAM = {
         'non_persistent_ckpt', 'train_data_iterator', 'preprocess_common_state_dict_fn', 'release',
         'tp_group', 'pp_group', 'dp_cp_group', 'dp_group', 'expt_dp_group', 'rng_state_key_prefix',
     ),
+    'megatron.training.checkpointing:generate_state_dict': (
+        'args', 'model', 'optimizer', 'opt_param_scheduler', 'rng_state', 'iteration',
+        'optim_sd_kwargs', 'model_sd_kwargs', 'rerun_state',
+    ),
     'megatron.training.checkpointing:load_args_from_checkpoint': (
         'args', 'load_arg', 'checkpointing_context',
     ),

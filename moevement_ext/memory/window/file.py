@@ -19,7 +19,15 @@ import numpy as np
 import xxhash
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.mapped import Bytes, map_anew, map_existing, map_new
+from moevement_ext.memory.mapped import (
+    Bytes,
+    in_pages,
+    map_anew,
+    map_existing,
+    map_new,
+    release_range,
+    reserve_range,
+)
 from moevement_ext.memory.private import ForeignFileError
 from moevement_ext.memory.window.checks import check_whole, damaged, verified_header
 from moevement_ext.memory.window.expected import Expected
@@ -76,64 +84,108 @@ class WindowFile:
     Attributes:
         path: current path; changes when the store renames the file.
         array: uint8 view over the whole map, e.g. to wrap in a tensor and register as pinned.
+        room: bytes with pages, from the beginning: what windows of the length in force take. The
+            rest of the file is a hole.
     """
 
-    def __init__(self, path: Path, array: Bytes, directory: Directory) -> None:
+    def __init__(
+        self, path: Path, array: Bytes, directory: Directory, room: int | None = None
+    ) -> None:
         self.path = path
         self.array = array
+        self.room = array.size if room is None else room
+        self._making_room = threading.Lock()
         self._directory = directory
         self._draft: _Draft | None = None
         self._lock = threading.Lock()
 
     @classmethod
-    def create(cls, path: Path, capacity: int) -> 'WindowFile':
-        """Create an empty file of `capacity` bytes with all its pages reserved.
+    def create(cls, path: Path, capacity: int, room: int | None = None) -> 'WindowFile':
+        """Create an empty file of `capacity` bytes.
+
+        Args:
+            path: the file.
+            capacity: its size.
+            room: bytes with pages, from the beginning; None: all.
 
         Raises:
             HostMemoryError: the file system is too full; no file is left behind.
         """
-        return cls._blank(path, map_new, capacity)
+        return cls._blank(path, map_new, capacity, room)
 
     @classmethod
-    def adopt(cls, path: Path, capacity: int) -> 'WindowFile':
-        """Reuse the space of an existing file; its content is lost.
+    def adopt(cls, path: Path, capacity: int, room: int | None = None) -> 'WindowFile':
+        """Reuse the space of an existing file, as `create`; its content is lost.
 
         Raises:
             ForeignFileError: other users may have the file open.
         """
-        return cls._blank(path, map_anew, capacity)
+        return cls._blank(path, map_anew, capacity, room)
 
     @classmethod
-    def open(cls, path: Path, writable: bool = False) -> 'WindowFile':
+    def open(cls, path: Path, writable: bool = False, room: int | None = None) -> 'WindowFile':
         """Map an existing window; frames and payloads are read later, by `verify`.
 
         Args:
             path: the file.
             writable: map the file for writing, so that `begin` can recycle it later.
+            room: of a writable map: bytes with pages, if the window takes less; None: all.
 
         Raises:
             RefusedWindow: no readable, whole window file of a known version (typed by reason).
             HostMemoryError: a writable map needs more pages than the file system has.
         """
         try:
-            array = np.frombuffer(map_existing(path, writable), np.uint8)
+            array = np.frombuffer(map_existing(path, writable, PREAMBLE_BYTES), np.uint8)
         except ValueError as error:
             raise TruncatedWindow(f'{path}: {error}') from error
         except OSError as error:
             raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
         except ForeignFileError as error:
             raise RefusedWindow(str(error)) from error
-        return cls(path, array, read_directory(path, array, array.size))
+        file = cls(path, array, read_directory(path, array, array.size))
+        if writable:
+            file.room = PREAMBLE_BYTES
+            file.make_room(file.capacity if room is None else max(room, file.used_bytes()))
+            release_range(array, file.room, array.size)
+        return file
 
     @classmethod
     def _blank(
-        cls, path: Path, map_file: Callable[[Path, int], mmap.mmap], capacity: int
+        cls, path: Path, map_file: Callable[..., mmap.mmap], capacity: int, room: int | None
     ) -> 'WindowFile':
         if capacity < PREAMBLE_BYTES:
             raise ValueError(f'a window file needs at least {PREAMBLE_BYTES} bytes, not {capacity}')
-        file = cls(path, np.frombuffer(map_file(path, capacity), np.uint8), Directory())
+        room = capacity if room is None else min(room, capacity)
+        array = np.frombuffer(map_file(path, capacity, room), np.uint8)
+        file = cls(path, array, Directory(), room)
         file._write_directory(Directory())
         return file
+
+    def make_room(self, nbytes: int) -> None:
+        """Reserve pages for that many bytes of the file, or all; others stay. Any thread.
+
+        Raises:
+            HostMemoryError: the file system is too full.
+        """
+        with self._making_room:
+            if (wanted := min(nbytes, self.capacity)) > self.room:
+                try:
+                    reserve_range(self.array, self.path, self.room, wanted)
+                except HostMemoryError:
+                    release_range(self.array, self.room, self.capacity)
+                    raise
+                self.room = wanted
+
+    def give_back(self, room: int) -> None:
+        """Free pages after the first `room` bytes of a file whose content has no value. Any thread.
+
+        A reader that still has the file open finds zeros there, which no checksum matches.
+        """
+        with self._making_room:
+            if room < self.room:
+                release_range(self.array, room, self.capacity)
+                self.room = room
 
     @property
     def capacity(self) -> int:
@@ -282,6 +334,8 @@ class WindowFile:
                 f'{self.path}: {nbytes} bytes more at offset {offset} exceed the capacity of '
                 f'{self.capacity} bytes; the plan and the size of the window files disagree'
             )
+        if offset + nbytes > in_pages(self.room):
+            self.make_room(offset + nbytes)
         draft.tail = align_up(offset + nbytes)
         return offset
 

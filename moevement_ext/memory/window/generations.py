@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Window files of one owner in the memory of one holder, and their recycling."""
 
-import enum
 import itertools
 import logging
 import threading
@@ -10,7 +9,7 @@ from pathlib import Path
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.pinning import pin_like
+from moevement_ext.memory.pinning import pin_like, pinned_as_far_as
 from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
@@ -21,31 +20,20 @@ from moevement_ext.memory.window.file_names import (
     unjudged_name,
     writing_name,
 )
+from moevement_ext.memory.window.generation import (
+    BEING_FILLED,
+    FileSize,
+    FileState,
+    Generation,
+    left_in,
+    readable_headers,
+    require_complete,
+)
 from moevement_ext.memory.window.name import StoredWindow, WindowName
-from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
-
-
-class _State(enum.Enum):
-    FREE = 'free'
-    WRITING = 'writing'
-    UNJUDGED = 'unjudged'
-    COMMITTED = 'committed'
-
-
-_BEING_FILLED = _State.WRITING, _State.UNJUDGED
-
-
-class _Generation:
-    """One file and its state; `index` names the file while it is free."""
-
-    def __init__(self, file: WindowFile, index: int, state: _State) -> None:
-        self.file = file
-        self.index = index
-        self.state = state
-        self.held = False
 
 
 class OwnerWindows:
@@ -58,7 +46,7 @@ class OwnerWindows:
         store: store of the node; the directory of `holder` is locked.
         holder: rank that keeps the files (the owner itself, or a peer for its replica).
         owner: rank whose state it is.
-        capacity_bytes: size of each file (`format.window_capacity`).
+        size: of each file (`format.window_capacity`); one number: all of it has pages.
         generations: number of files in rotation, at least two.
         holdable: allocate one more file, to replace a held one (`hold`).
         stubs: the files hold stubs (see `window.twin`).
@@ -74,7 +62,7 @@ class OwnerWindows:
         store: NodeStore,
         holder: int,
         owner: int,
-        capacity_bytes: int,
+        size: FileSize | int,
         generations: int = GENERATIONS,
         holdable: bool = False,
         stubs: bool = False,
@@ -87,7 +75,7 @@ class OwnerWindows:
         store.lock(holder)
         self.holder = holder
         self.owner = owner
-        self.capacity_bytes = capacity_bytes
+        self.capacity_bytes, self._room = (size, size) if isinstance(size, int) else size
         self.path = (store.stub_path if stubs else store.owner_path)(holder, owner)
         self._root = store.root
         private.make_directories(self._root, self.path)
@@ -96,7 +84,7 @@ class OwnerWindows:
         self._agreed = Agreed()
         self._lock = threading.Lock()
         self._committed = threading.Condition(self._lock)
-        self._generations: list[_Generation] = []
+        self._generations: list[Generation] = []
         self._cut_off: list[SlotHeader] = []
         self._adopt()
         self._allocate()
@@ -106,7 +94,7 @@ class OwnerWindows:
         """The newest window that is known as persisted on every rank."""
         return self._agreed.persisted
 
-    def begin(self, name: WindowName, unjudged: bool = False) -> WindowFile | None:
+    def begin(self, name: WindowName, unjudged: bool = False, room: int = 0) -> WindowFile | None:
         """Open a file for a new window.
 
         Takes a free file, or else the file of a window that is given up or older than the newest
@@ -116,13 +104,15 @@ class OwnerWindows:
             name: of the window.
             unjudged: the window is captured in a recovery that is not judged yet. Until `judged`,
                 no recovery starts from it or compares with it.
+            room: bytes that the window takes, if windows in force may take less.
 
         Returns:
             The begun file, or None when a recovery may still need the windows of all files
             (invariant I3); the caller decides whether to wait or to skip this window.
 
         Raises:
-            HostMemoryError: another program removed a file, and there is no room for a new one.
+            HostMemoryError: another program removed a file, and there is no room for a new one, or
+                none for a larger window.
             ValueError: this window exists already (call `discard_after` after a rollback), or its
                 plan's digest cannot be part of a file name.
         """
@@ -136,11 +126,30 @@ class OwnerWindows:
             chosen = self._choose()
             if chosen is None:
                 return None
+            chosen.file.make_room(room := max(room, self._room))
             # The rename comes first: a file named window-* is never written (invariant I3).
             chosen.file.rename(path)
-            chosen.state = _State.UNJUDGED if unjudged else _State.WRITING
+            self._fit(chosen.file, room)
+            chosen.state = FileState.UNJUDGED if unjudged else FileState.WRITING
             chosen.file.begin(name)
             return chosen.file
+
+    def make_room(self, room: int) -> None:
+        """Reserve pages of all files for windows of this size, or give back what exceeds it.
+
+        Pages come at once. They go when the file has no window that a recovery may need
+        (invariant I3), here or in `agree`. Any thread but the training thread.
+
+        Raises:
+            HostMemoryError: there is no room; the files stay as large as before.
+        """
+        with self._lock:
+            files = [generation.file for generation in self._generations if self._fits(generation)]
+        for file in files:
+            file.make_room(room)
+        with self._lock:
+            self._room = room
+            self._fit_recyclable()
 
     def begin_larger(self, name: WindowName, nbytes: int) -> WindowFile:
         """Create a file for a window too large for the others; it is deleted when outdated.
@@ -151,7 +160,7 @@ class OwnerWindows:
         with self._lock:
             file = WindowFile.create(self.path / writing_name(name), nbytes)
             pin_like(self._generations[0].file, file)
-            self._generations.append(_Generation(file, self._next_index(), _State.WRITING))
+            self._generations.append(Generation(file, self._next_index(), FileState.WRITING))
             file.begin(name)
             return file
 
@@ -160,7 +169,7 @@ class OwnerWindows:
         with self._lock:
             generation = self._being_filled(file)
             file.rename(self.path / writing_name(file.required_name()))
-            generation.state = _State.WRITING
+            generation.state = FileState.WRITING
 
     def commit(self, file: WindowFile) -> None:
         """Make a completely sealed window permanent by renaming it.
@@ -168,12 +177,12 @@ class OwnerWindows:
         Raises:
             TruncatedWindow: slots are missing; the file stays open for writing.
         """
-        _require_complete(file)
+        require_complete(file)
         with self._lock:
             generation = self._writing(file)
             file.freeze()
             file.rename(self.path / committed_name(file.required_name()))
-            generation.state = _State.COMMITTED
+            generation.state = FileState.COMMITTED
             self._committed.notify_all()
 
     def abandon(self, file: WindowFile) -> None:
@@ -189,6 +198,7 @@ class OwnerWindows:
         """
         with self._lock:
             self._agreed = self._agreed.joined(agreed)
+            self._fit_recyclable()
 
     def persisted(self, name: WindowName) -> None:
         """Record that this window is persisted on all ranks; older ones may be recycled."""
@@ -212,7 +222,7 @@ class OwnerWindows:
             self._agreed = self._agreed.without_persisted_after(start)
             for generation in list(self._generations):
                 name = generation.file.name
-                if generation.state is not _State.FREE and name and name.start > start:
+                if generation.state is not FileState.FREE and name and name.start > start:
                     self._free(generation)
 
     def discard(self, name: WindowName) -> None:
@@ -237,7 +247,7 @@ class OwnerWindows:
             if any(generation.held for generation in self._generations):
                 raise ValueError(f'{self.path}: only one window can be held')
             generation = self._find(name)
-            if generation is None or generation.state is not _State.COMMITTED:
+            if generation is None or generation.state is not FileState.COMMITTED:
                 return None
             generation.held = True
             return generation.file
@@ -257,7 +267,7 @@ class OwnerWindows:
     def committed(self) -> list[StoredWindow]:
         """List the committed windows, newest first."""
         with self._lock:
-            files = [g.file for g in self._generations if g.state is _State.COMMITTED]
+            files = [g.file for g in self._generations if g.state is FileState.COMMITTED]
             held = [
                 StoredWindow(self.holder, self.owner, file.required_name(), file.path)
                 for file in files
@@ -271,9 +281,9 @@ class OwnerWindows:
         is reused.
         """
         with self._lock:
-            of_value = (_State.WRITING, _State.COMMITTED)
+            of_value = (FileState.WRITING, FileState.COMMITTED)
             files = [g.file for g in self._generations if g.state in of_value]
-            headers = [header for file in files for header in _readable_headers(file)]
+            headers = [header for file in files for header in readable_headers(file)]
             return [h for h in (*headers, *self._cut_off) if h.start > start]
 
     def file(self, name: WindowName) -> WindowFile | None:
@@ -289,7 +299,7 @@ class OwnerWindows:
 
     def _file(self, name: WindowName) -> WindowFile | None:
         generation = self._find(name)
-        committed = generation is not None and generation.state is _State.COMMITTED
+        committed = generation is not None and generation.state is FileState.COMMITTED
         return generation.file if generation is not None and committed else None
 
     def files(self) -> list[WindowFile]:
@@ -297,26 +307,26 @@ class OwnerWindows:
         with self._lock:
             return [generation.file for generation in self._generations]
 
-    def _find(self, name: WindowName) -> _Generation | None:
+    def _find(self, name: WindowName) -> Generation | None:
         """The generation with this window, complete or being written."""
         for generation in self._generations:
-            if generation.state is not _State.FREE and generation.file.name == name:
+            if generation.state is not FileState.FREE and generation.file.name == name:
                 return generation
         return None
 
-    def _writing(self, file: WindowFile) -> _Generation:
+    def _writing(self, file: WindowFile) -> Generation:
         generation = self._being_filled(file)
-        if generation.state is _State.UNJUDGED:
+        if generation.state is FileState.UNJUDGED:
             raise ValueError(f'{file.path}: the recovery that it was captured in is not judged yet')
         return generation
 
-    def _being_filled(self, file: WindowFile) -> _Generation:
+    def _being_filled(self, file: WindowFile) -> Generation:
         for generation in self._generations:
-            if generation.file is file and generation.state in _BEING_FILLED:
+            if generation.file is file and generation.state in BEING_FILLED:
                 return generation
         raise ValueError(f'{file.path} is not being written')
 
-    def _choose(self) -> _Generation | None:
+    def _choose(self) -> Generation | None:
         """Choose a file to overwrite; None if all files in rotation may be needed."""
         self._replace_removed()
         if len([g for g in self._fitting() if self._is_needed(g)]) >= self._in_turn:
@@ -327,24 +337,37 @@ class OwnerWindows:
             self._free(generation)  # a file adopted from a run with other sizes
         return None
 
-    def _recyclable(self) -> list[_Generation]:
+    def _recyclable(self) -> list[Generation]:
         """The files that may be overwritten, in order of preference."""
-        free = [g for g in self._generations if g.state is _State.FREE]
-        committed = (g for g in self._generations if g.state is _State.COMMITTED)
-        oldest = sorted(committed, key=_start)
+        free = [g for g in self._generations if g.state is FileState.FREE]
+        committed = (g for g in self._generations if g.state is FileState.COMMITTED)
+        oldest = sorted(committed, key=lambda generation: generation.start)
         return [*free, *(g for g in oldest if not self._is_needed(g) and not g.held)]
 
-    def _is_needed(self, generation: _Generation) -> bool:
+    def _fit_recyclable(self) -> None:
+        """Bring files without a needed window to the size in force, before their turn comes."""
+        for generation in filter(self._fits, self._recyclable()):
+            larger = generation.file.room > self._room
+            if larger and generation.state is FileState.COMMITTED:
+                self._free(generation)  # a file named window-* loses nothing
+            self._fit(generation.file, self._room)
+
+    @staticmethod
+    def _fit(file: WindowFile, room: int) -> None:
+        with pinned_as_far_as(file, min(room, file.room)):
+            file.give_back(room)
+
+    def _is_needed(self, generation: Generation) -> bool:
         """True if the window is being written, or a recovery may start from it."""
-        if generation.state is not _State.COMMITTED:
-            return generation.state in _BEING_FILLED
-        start = _start(generation)
+        if generation.state is not FileState.COMMITTED:
+            return generation.state in BEING_FILLED
+        start = generation.start
         return not (self._agreed.is_outdated(start) or self._agreed.is_given_up(start))
 
-    def _fits(self, generation: _Generation) -> bool:
+    def _fits(self, generation: Generation) -> bool:
         return generation.file.capacity == self.capacity_bytes
 
-    def _free(self, generation: _Generation) -> None:
+    def _free(self, generation: Generation) -> None:
         """Free a file, or delete it if it has another size or is surplus."""
         generation.file.freeze()
         generation.held = False
@@ -357,7 +380,7 @@ class OwnerWindows:
         except FileNotFoundError:
             self._forget_removed(generation)
             return
-        generation.state = _State.FREE
+        generation.state = FileState.FREE
 
     def _replace_removed(self) -> None:
         """Recreate removed files, except files of windows that may still be needed.
@@ -372,33 +395,37 @@ class OwnerWindows:
             private.make_directories(self._root, self.path)
             self._allocate()
 
-    def _forget_removed(self, generation: _Generation) -> None:
+    def _forget_removed(self, generation: Generation) -> None:
         logger.warning(
             '%s was removed; exclude --sparse-ckpt-dir from what cleans up temporary files',
             generation.file.path,
         )
         self._generations.remove(generation)
 
-    def _fitting(self) -> list[_Generation]:
+    def _fitting(self) -> list[Generation]:
         return [generation for generation in self._generations if self._fits(generation)]
 
     def _adopt(self) -> None:
         """Take over the files of an earlier process."""
         for found in committed_in(self.path, self.holder, self.owner):
             try:
-                file = WindowFile.open(found.path, writable=True)
+                file = WindowFile.open(found.path, writable=True, room=self._room_of(found.path))
                 if file.name != found.name:
                     raise RefusedWindow(f'{found.path}: holds window {file.name}')
             except RefusedWindow as refusal:
                 logger.warning('dropping a window left by an earlier process: %s', refusal)
                 found.path.unlink()
                 continue
-            self._generations.append(_Generation(file, self._next_index(), _State.COMMITTED))
+            self._generations.append(Generation(file, self._next_index(), FileState.COMMITTED))
         for path in sorted(self.path.glob('*.window')):
             if path.name.startswith('writing-'):
-                self._cut_off += _left_in(path)
+                self._cut_off += left_in(path)
             if path.name.startswith(('free-', 'writing-', 'unjudged-')):
                 self._adopt_free(path)
+
+    def _room_of(self, path: Path) -> int | None:
+        """Pages for a file of an earlier process: all of one that has another size."""
+        return self._room if path.lstat().st_size == self.capacity_bytes else None
 
     def _adopt_free(self, path: Path) -> None:
         right_size = path.lstat().st_size == self.capacity_bytes
@@ -407,25 +434,26 @@ class OwnerWindows:
             return
         index = self._next_index()
         try:
-            file = WindowFile.adopt(path, self.capacity_bytes)
+            file = WindowFile.adopt(path, self.capacity_bytes, self._room)
         except private.ForeignFileError as error:
             logger.warning('not adopted, but removed: %s', error)
             path.unlink()
             return
         file.rename(self.path / free_name(index))
-        self._generations.append(_Generation(file, index, _State.FREE))
+        self._generations.append(Generation(file, index, FileState.FREE))
 
     def _allocate(self) -> None:
         while len(self._fitting()) < self._wanted:
             index = self._next_index()
             try:
-                file = WindowFile.create(self.path / free_name(index), self.capacity_bytes)
+                path = self.path / free_name(index)
+                file = WindowFile.create(path, self.capacity_bytes, self._room)
             except HostMemoryError as error:
                 raise HostMemoryError(
                     f'rank {self.holder} cannot keep {self._wanted} windows of rank {self.owner}: '
                     f'{error}'
                 ) from error
-            self._generations.append(_Generation(file, index, _State.FREE))
+            self._generations.append(Generation(file, index, FileState.FREE))
 
     def _next_index(self) -> int:
         used = {generation.index for generation in self._generations}
@@ -434,30 +462,3 @@ class OwnerWindows:
             for k in itertools.count()
             if k not in used and not (self.path / free_name(k)).exists()
         )
-
-
-def _start(generation: _Generation) -> int:
-    name = generation.file.name
-    return -1 if name is None else name.start
-
-
-def _left_in(path: Path) -> list[SlotHeader]:
-    try:
-        return _readable_headers(WindowFile.open(path))
-    except RefusedWindow as refusal:
-        logger.warning('not compared with: %s', refusal)
-        return []
-
-
-def _readable_headers(file: WindowFile) -> list[SlotHeader]:
-    try:
-        return file.headers()
-    except RefusedWindow as refusal:
-        logger.warning('not compared with: %s', refusal)
-        return []
-
-
-def _require_complete(file: WindowFile) -> None:
-    slots = file.slots()
-    if not slots or slots != list(range(file.header(slots[0]).window)):
-        raise TruncatedWindow(f'{file.path}: cannot be committed with only slots {slots}')

@@ -3,13 +3,21 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from mmap import mmap
+from mmap import PAGESIZE, mmap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.mapped import map_anew, map_existing, map_new
+from moevement_ext.memory import mapped
+from moevement_ext.memory.mapped import (
+    map_anew,
+    map_existing,
+    map_new,
+    release_range,
+    reserve_range,
+)
 from moevement_ext.memory.private import ForeignFileError
 from tests.unit.memory.samples import tmpfs_directory
 
@@ -58,18 +66,45 @@ def test_what_the_file_system_cannot_give_is_refused(
     assert map_file is map_anew or not (shm / 'file').exists()
 
 
+@pytest.mark.parametrize('kernel', ['present', 'before 5.14'])
 def test_space_that_others_took_meanwhile_is_refused(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: str, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looked free; the pages are reserved by name, so no later write can end the process."""
 
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    said = errno.EINVAL if kernel != 'present' else errno.EFAULT
+    monkeypatch.setattr(mapped, '_advise', lambda *_: said)
     monkeypatch.setattr(os, 'posix_fallocate', full)
     with pytest.raises(HostMemoryError, match=f'cannot reserve {SIZE} bytes for file in'):
         map_new(shm / 'file', SIZE)
     assert not (shm / 'file').exists()
+
+
+def test_a_kernel_that_cannot_fill_maps_allocates(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped, '_advise', lambda *_: errno.EINVAL)
+    assert map_new(shm / 'file', SIZE)[:] == bytes(SIZE)
+    assert reserved(shm / 'file') == SIZE
+
+
+def test_a_file_has_pages_in_its_first_part_and_gets_more_and_gives_them_back(shm: Path) -> None:
+    array = np.frombuffer(map_new(shm / 'file', SIZE, SIZE // 4), np.uint8)
+    sizes = [reserved(shm / 'file')]
+    array[: SIZE // 4] = 7
+    reserve_range(array, shm / 'file', SIZE // 4, SIZE)
+    sizes.append(reserved(shm / 'file'))
+    array[SIZE // 4 :] = 8
+    release_range(array, SIZE // 2 + 1, SIZE)  # the page that it begins in stays
+    sizes.append(reserved(shm / 'file'))
+    assert sizes == [SIZE // 4, SIZE, SIZE // 2 + PAGESIZE]
+    assert (shm / 'file').stat().st_size == SIZE
+    parts = [array[: SIZE // 4], array[SIZE // 4 : SIZE // 2 + PAGESIZE]]
+    assert [set(part.tolist()) for part in parts] == [{7}, {8}]
+    assert not array[SIZE // 2 + PAGESIZE :].any()
 
 
 def test_what_is_written_is_read_by_others(shm: Path) -> None:

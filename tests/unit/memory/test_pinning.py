@@ -4,15 +4,19 @@ import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
+from moevement_ext.memory.window import file as file_module
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import capacity, named, tmpfs_directory
+from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_window
 
 
 class Runtime:
@@ -93,3 +97,45 @@ def test_a_window_that_comes_late_is_pinned_as_those_before_it(
         windows.begin_larger(named(9), capacity())
     assert bool(caplog.messages) == pinned
     assert not runtime.last_error, 'the next kernel would raise it'
+
+
+def test_what_is_pinned_follows_the_room_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are registered before windows need them, and given back only when they are not."""
+    runtime = Runtime(0)
+    use(runtime, monkeypatch)
+    long, short = capacity(), capacity(window=1)
+    with tmpfs_directory() as shm:
+        windows = OwnerWindows(NodeStore(shm, 'run', 'node'), 0, 0, FileSize(long, short))
+        for file in windows.files():
+            pin(file, file.room)
+        commit_short(windows, 0)
+        windows.persisted(named(0))
+        used = windows.file(named(0))
+        assert used is not None
+        runtime.registered.clear()
+        windows.make_room(long)
+        (free,) = [file for file in windows.files() if file is not used]
+        assert runtime.registered == [(free.array.ctypes.data, in_pages(long))], 'in use'
+        assert runtime.unregistered == [free.array.ctypes.data]
+        commit_short(windows, 3)
+        windows.persisted(named(3))
+        assert runtime.registered[1:] == [(used.array.ctypes.data, in_pages(long))]
+        runtime.registered.clear()
+        released: list[tuple[int, int]] = []
+        release = file_module.release_range
+
+        def spy(array: np.ndarray, begin: int, end: int) -> None:
+            released.append((array.ctypes.data, runtime.unregistered.count(array.ctypes.data)))
+            release(array, begin, end)
+
+        monkeypatch.setattr(file_module, 'release_range', spy)
+        windows.make_room(short)
+        assert released == [(used.array.ctypes.data, 2)], 'the device writes to none of them'
+        assert runtime.registered == [(used.array.ctypes.data, in_pages(short))]
+
+
+def commit_short(windows: OwnerWindows, start: int) -> None:
+    file = windows.begin(named(start))
+    assert file is not None
+    write_window(file, window=1)
+    windows.commit(file)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from itertools import islice
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,3 +182,16 @@ def test_no_window_long_enough_is_said_once(caplog: pytest.LogCaptureFixture) ->
             assert training.see(1.0) == LONGEST
     assert caplog.text.count('no window of up to 8 is long enough') == 1
     assert '--sparse-ckpt-max-window' in caplog.text
+
+
+def test_a_rank_without_room_for_longer_windows_brings_all_back() -> None:
+    """Others have taken its space in the tmpfs: what it cannot keep is persisted nowhere."""
+    training = Training()
+    assert training.see(1.0) == LONGEST
+    loads = [
+        WindowLoad(training.present.origin, {}, 1.0, PLENTY, 1.0, room=room) for room in (3, 2)
+    ]
+    assert training.auto(training.present, loads) == 2
+    training.present = msgspec.structs.replace(training.present, window=2)
+    for _ in range(CONFIRMED + 1):
+        assert training.see(1.0) == 2, 'it does not grow again'

@@ -10,7 +10,8 @@ import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, in_pages
+from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
@@ -429,7 +430,7 @@ def pin_with(monkeypatch: pytest.MonkeyPatch, failing: str) -> list[str]:
     """Names of the files that are pinned, until one whose name begins with `failing`."""
     pinned: list[str] = []
 
-    def pin(file: WindowFile) -> None:
+    def pin(file: WindowFile, nbytes: int) -> None:
         if file.path.name.startswith(failing):
             raise HostMemoryError(f'{file.path.name}: CUDA cannot pin it')
         pinned.append(file.path.name)

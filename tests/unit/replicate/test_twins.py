@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.memory.sizing import GENERATIONS, NOTHING_LOGGED, in_pages
+from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.sizing import GENERATIONS, NOTHING_LOGGED
 from moevement_ext.memory.window import twin
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile

@@ -18,6 +18,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
@@ -336,10 +337,14 @@ class Recycling(RuleBasedStateMachine):
         self.windows.persisted(named(start))
         self.persisted = max(self.persisted, start)
 
-    @rule()
-    def crash_and_restart(self) -> None:
+    @rule(window=st.integers(1, 3))
+    def change_the_length_in_force(self, window: int) -> None:
+        self.windows.make_room(capacity(window))
+
+    @rule(window=st.integers(1, 3))
+    def crash_and_restart(self, window: int) -> None:
         self.store = restart(self.store)
-        self.windows = OwnerWindows(self.store, 0, 0, capacity())
+        self.windows = OwnerWindows(self.store, 0, 0, FileSize(capacity(), capacity(window)))
         self.open = None
         self.needed = set(starts(self.windows))
         self.persisted = -1

@@ -296,6 +296,14 @@ def test_flags_replace_values_of_a_preset(capsys):
     assert sum(len(kind['stages']) for kind in found['stages']) == 4
 
 
+def test_recovery_is_localized_unless_another_one_is_asked_for(capsys):
+    argv = ['--model', 'deepseek-moe', '--iteration-time', '2.9', '--gpus', '64']
+    layout = ['--', '--pipeline-model-parallel-size', '4']
+    given = ([], ['--sparse-ckpt-recovery', 'auto'], ['--sparse-ckpt-recovery', 'localized'])
+    logs = [as_json(capsys, *argv, *layout, *one)['log_bytes_per_node'] for one in given]
+    assert logs[0] > 0 and len(set(logs)) == 1
+
+
 def test_log_has_room_for_as_long_as_persisting_takes(capsys, cluster):
     """Two nodes of two ranks; an iteration is the most that there can be."""
     argv = ['--cluster', cluster, '--gpus', 4, '--', *MEGATRON]
@@ -455,3 +463,44 @@ def test_a_python_without_the_packages_says_what_to_do(tool):
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert 'scripts/setup_env.sh' in line and done.stdout == ''
+
+
+SMALLER = '--to-layout', 'gpus=2,pipeline=1'
+
+
+def test_two_layouts_stand_side_by_side(capsys, cluster):
+    job = ('--cluster', cluster, '--gpus', 4, '--iteration-time', 1, *SMALLER, '--', *MEGATRON)
+    found = as_json(capsys, *job)
+    assert [found[side]['gpus'] for side in ('from', 'to')] == [4, 2]
+    assert found['to']['iteration_s'] == 2
+    assert 0 < found['moved']['remote_bytes'] < found['moved']['state_bytes']
+    status, out, _ = run(capsys, *job)
+    assert status == 0
+    assert '2, 1, 1, 2, 2' in out and '1, 1, 1, 2, 2' in out and 'Moves: of ' in out
+    assert 'A window of 3 is replayed in the new layout' in out
+
+
+@pytest.mark.parametrize(
+    ('layout', 'said'),
+    [
+        ('nodes=3', 'give gpus=N,pipeline=N,expert=N,chunks=N, or some of them'),
+        ('gpus=two', 'give gpus=N'),
+        ('gpus=2,expert=4', 'must divide the 1 ranks of a stage'),
+    ],
+)
+def test_a_second_layout_that_is_none_is_refused_in_one_line(capsys, cluster, layout, said):
+    job = (
+        '--cluster',
+        cluster,
+        '--gpus',
+        4,
+        '--iteration-time',
+        1,
+        '--to-layout',
+        layout,
+        '--',
+        *MEGATRON,
+    )
+    status, out, err = run(capsys, *job)
+    assert (status, out) == (2, '')
+    assert said in err and err.count('\n') == 1

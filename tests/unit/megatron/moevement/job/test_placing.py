@@ -60,8 +60,23 @@ def test_every_seat_is_taken_once() -> None:
     assert sorted(experts) == sorted(product(range(2), range(2), range(2)))
 
 
-def test_a_layout_that_numbers_do_not_describe_has_none() -> None:
-    assert layout_of({'world_size': 4, 'gtp_weight_remat_size': 2}) is None
+@pytest.mark.parametrize(
+    ('name', 'shards', 'known'),
+    [
+        ('gtp_weight_remat_size', 2, False),
+        ('expert_gtp_weight_remat_size', 2, False),
+        ('tensor_parallel_num_weight_shards', 4, False),
+        ('tensor_parallel_num_weight_shards', 2, True),
+        ('expert_tensor_parallel_num_weight_shards', 2, False),
+        ('expert_tensor_parallel_num_weight_shards', 1, True),
+    ],
+)
+def test_a_layout_that_numbers_do_not_describe_has_none(
+    name: str, shards: int, known: bool
+) -> None:
+    """Upstream sets the number of shards to that of tensor-parallel ranks, or a flag raises it."""
+    sizes = {'tensor_model_parallel_size': 2, 'expert_tensor_parallel_size': 1}
+    assert (layout_of({'world_size': 4, **sizes, name: shards}) is not None) == known
 
 
 def test_a_layout_says_its_sizes() -> None:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes upstream's checkpoint of one dense slot of all owners, in this process."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+
+from megatron.moevement.checking import told
+from megatron.moevement.counters import Counters
+from megatron.moevement.offline import building, run_flags, saving
+from megatron.moevement.offline.filling import DenseSlot, Filling
+from megatron.moevement.state import iteration_state
+from megatron.moevement.state.iteration_state import IterationState
+from megatron.moevement.state.optimizer_state import links
+from megatron.moevement.state.relaid_state import Streams, relaid
+from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.errors import UserError
+from moevement_ext.memory.window.slot import decode_context
+
+
+def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
+    """Save a checkpoint that any layout can load; returns its iteration. Once in a process.
+
+    Args:
+        slot: to read from.
+        flags: all flags of `pretrain_gpt.py`, in the layout of the run or in another one.
+        output: directory for upstream's `--load`.
+
+    Raises:
+        UserError: the flags are of another training, or upstream refuses them.
+        RefusedWindow: a tensor is missing or damaged.
+    """
+    header = slot.headers[min(slot.headers)]
+    run = run_flags.of_training(flags, header)
+    args = run_flags.for_one_rank(flags, run, output)
+    states = {
+        owner: iteration_state.decode(decode_context(header.context).state)
+        for owner, header in slot.headers.items()
+    }
+    try:
+        built = building.build(args, experts_apart=run.expert_model_parallel_size > 1)
+    except Exception as error:  # upstream asks for a GPU, or for Transformer Engine
+        raise UserError(f'this model cannot be built on a CPU: {told(error)}') from error
+    try:
+        model, optimizer, scheduler = built
+        training = TrainingState(model, optimizer, scheduler)
+        state, step = _for_this_rank(states, training, args)
+        shared = not run.untie_embeddings_and_output_weights
+        Filling(slot, training, shared).fill(step)
+        training.restore(state, args)
+        saving.save(built, run, states, slot.placed)
+    finally:
+        building.close()
+    return state.iteration
+
+
+def _for_this_rank(
+    states: Mapping[int, IterationState], training: TrainingState, counters: Counters
+) -> tuple[IterationState, int | None]:
+    """Small state of the rank, and the steps of its parameters if the run counted those of groups.
+
+    Random numbers are left as they are: nothing is drawn, and those of the owners are saved.
+    """
+    built = iteration_state.capture(
+        counters, 0, training.optimizer, training.scheduler, states[min(states)].scalars, 0.0
+    )
+    experts, norms = get_expert_parallel_rng_tracker_name(), len(list(links(training.optimizer)))
+    state = relaid(states, Streams(None, None), experts, built, norms)
+    step = max((step for step in state.group_steps if step is not None), default=None)
+    return msgspec.structs.replace(state, group_steps=built.group_steps), step

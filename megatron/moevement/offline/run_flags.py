@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of a run, in its own layout and for one rank.
+
+The flags must be those of the training that captured the windows, in any layout. For one rank
+everything that cannot change a bit of the state has upstream's defaults (no logs, no profiles, no
+overlap), and layers are those that a CPU can build; their state is the same.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from megatron.training import arguments as upstream
+
+from megatron.moevement.arguments import add_arguments
+from megatron.moevement.checking import as_first_rank, fewest_ranks, parser, told, validated
+from megatron.moevement.facts import Settings, UpstreamArguments
+from megatron.moevement.job import identity
+from moevement_ext.errors import UserError
+from moevement_ext.memory.window import settings
+from moevement_ext.memory.window.placed import Placed
+from moevement_ext.memory.window.slot import SlotHeader
+
+_RUN_ID = '--sparse-ckpt-run-id'
+_VOCABULARY = '--padded-vocab-size'
+_SHARDED = 'use_distributed_optimizer'
+
+# What a CPU lacks, and what an export leaves out.
+_ON_A_CPU = {
+    'distributed_backend': 'gloo',
+    'transformer_impl': 'local',
+    'moe_grouped_gemm': False,
+    'gradient_accumulation_fusion': False,
+    'persist_layer_norm': False,
+    'masked_softmax_fusion': False,
+    'apply_rope_fusion': False,
+    'bias_swiglu_fusion': False,
+    'bias_gelu_fusion': False,
+    'bias_dropout_fusion': False,
+    'ckpt_format': 'torch_dist',
+    'dist_ckpt_optim_fully_reshardable': True,
+    'rerun_mode': 'disabled',
+    'sparse_ckpt': False,
+    'sparse_ckpt_digest': None,
+}
+
+
+def of_training(flags: Sequence[str], header: SlotHeader) -> UpstreamArguments:
+    """Upstream's arguments of the run, in the layout of the flags.
+
+    Args:
+        flags: all flags of `pretrain_gpt.py`.
+        header: of slot 0 of a window that says its layout.
+
+    Raises:
+        UserError: the flags are wrong, or of another training; the message names which.
+    """
+    args = validated_for(flags, header)
+    in_vocabulary_of(header, args)
+    run_id = run_id_of(header)
+    assert isinstance(header.placed, Placed)
+    if identity.training_identity(vars(args), run_id) != header.placed.training:
+        raise UserError(
+            'the flags are of another training than the windows: '
+            f'{other_training(header, vars(args))}. '
+            'After -- give the flags that the run was launched with; the layout may differ.'
+        )
+    return args
+
+
+def other_training(header: SlotHeader, known: Settings) -> str:
+    """In what flags are of another training than a window, whatever the layouts."""
+    was, now = _captured(header), identity.run_settings(known, run_id_of(header))
+    was, now = (msgspec.structs.replace(one, layout={}) for one in (was, now))
+    return settings.told(settings.differences(was, now).decisive) or 'in what, they do not say'
+
+
+def run_id_of(header: SlotHeader) -> str:
+    """The run's name, whatever the directory is called."""
+    return _captured(header).flags.get(_RUN_ID, '')
+
+
+def in_vocabulary_of(header: SlotHeader, args: UpstreamArguments) -> None:
+    """Set the size of the padded vocabulary, without opening the tokenizer."""
+    text = _captured(header).flags.get(_VOCABULARY, '')
+    args.padded_vocab_size = int(text) if text.isdecimal() else None
+
+
+def validated_for(
+    flags: Sequence[str], header: SlotHeader, ranks: int | None = None
+) -> UpstreamArguments:
+    """Validate the flags for a number of ranks.
+
+    Args:
+        flags: all flags of `pretrain_gpt.py`.
+        header: of a window.
+        ranks: None: as many as captured the window, if the flags allow it, else the fewest.
+
+    Raises:
+        UserError: upstream refuses them.
+    """
+    if ranks is None:
+        ranks = fewest_ranks(vars(parser().parse_args(flags)))
+        if isinstance(header.placed, Placed) and header.placed.layout.ranks % ranks == 0:
+            ranks = header.placed.layout.ranks
+    try:
+        return validated(flags, ranks)
+    except (Exception, SystemExit) as error:
+        raise UserError(told(error)) from error
+
+
+def for_one_rank(flags: Sequence[str], run: UpstreamArguments, output: Path) -> UpstreamArguments:
+    """Upstream's arguments for one rank, to save in `output`."""
+    given = parser()
+    with as_first_rank(flags, 1):
+        args: UpstreamArguments = upstream.parse_args(add_arguments)
+        known = {action.dest for action in given._actions}
+        reset = identity.INDIFFERENT | identity.LAYOUT | identity.MAY_CHANGE
+        plain = sorted((reset & known) - {_SHARDED})
+        vars(args).update({name: given.get_default(name) for name in plain})
+        vars(args).update(_ON_A_CPU, padded_vocab_size=run.padded_vocab_size)
+        with contextlib.redirect_stdout(io.StringIO()):
+            upstream.validate_args(args)
+    args.save = str(output)
+    return args
+
+
+def _captured(header: SlotHeader) -> settings.RunSettings:
+    return settings.decode(header.settings) if header.settings else settings.RunSettings()

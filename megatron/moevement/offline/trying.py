@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the job that some flags start would go on from windows, without starting it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.moevement.checking import judge
+from megatron.moevement.facts import Settings
+from megatron.moevement.job import identity, placing
+from megatron.moevement.offline.run_flags import (
+    in_vocabulary_of,
+    other_training,
+    run_id_of,
+    validated_for,
+)
+from moevement_ext.config import RESTART
+from moevement_ext.errors import UserError
+from moevement_ext.memory.window.placed import Layout, Placed
+from moevement_ext.memory.window.slot import SlotHeader
+
+
+class Answer(NamedTuple):
+    """What a job would do with a window."""
+
+    loads: bool
+    words: str
+    """How it goes on, or why not."""
+
+
+def answer(header: SlotHeader, flags: Sequence[str], ranks: int | None) -> Answer:
+    """Whether a job would go on from a window of all its owners.
+
+    Args:
+        header: of slot 0 of any owner.
+        flags: all flags of `pretrain_gpt.py`.
+        ranks: world size; None: as many as the windows had, or else the fewest for the flags.
+    """
+    try:
+        args = validated_for(flags, header, ranks)
+    except UserError as error:
+        return Answer(False, str(error))
+    refused = judge(flags, args.world_size).refused
+    if refused:
+        return Answer(False, f'the job would not start: {"; ".join(refused)}')
+    in_vocabulary_of(header, args)
+    known, run_id = vars(args), run_id_of(header)
+    if known['sparse_ckpt_run_id'] not in (None, run_id):
+        return Answer(False, f'the run is called {run_id}: give --sparse-ckpt-run-id {run_id}')
+    same_layout = identity.topology_identity(known) == header.topology
+    if same_layout and identity.run_identity(known, run_id) == header.run:
+        return Answer(True, 'as it is')
+    if not isinstance(header.placed, Placed):
+        return Answer(False, 'it does not say its layout, and is not of that of these flags')
+    if identity.training_identity(known, run_id) != header.placed.training:
+        return Answer(False, f'it is of another training: {other_training(header, known)}')
+    now = placing.layout_of(known)
+    if now is None:
+        return Answer(False, 'the layout of these flags divides tensors in a way of its own')
+    return _in_another_layout(header, header.placed.layout, now, known)
+
+
+def _in_another_layout(header: SlotHeader, was: Layout, now: Layout, known: Settings) -> Answer:
+    for flag, before, after in (
+        ('--tensor-model-parallel-size', was.tensor, now.tensor),
+        ('--expert-tensor-parallel-size', was.expert_tensor, now.expert_tensor),
+    ):
+        if before != after:
+            return Answer(
+                False,
+                f'{was} divide tensors by {flag} {before}, these flags by {after}: give {before}, '
+                'or export a checkpoint',
+            )
+    if known['sparse_ckpt_elastic'] != RESTART:
+        return Answer(
+            False,
+            f'it is of {was}, the job would be of {now}, and --sparse-ckpt-elastic {RESTART} is '
+            'not given',
+        )
+    if header.window > 1 and known['sparse_ckpt_elastic_exact']:
+        return Answer(
+            False,
+            f'--sparse-ckpt-elastic-exact: it has {header.window} slots, which only {was} can go '
+            'on from exactly',
+        )
+    how = 'bit for bit' if header.window == 1 else 'equal up to rounding'
+    return Answer(True, f'in another layout, {how}: it is of {was}, the job would be of {now}')

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of tensors in the whole model, and whole tensors from their tensor-parallel shards.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from megatron.moevement.state.canonical import canonical_name
+from moevement_ext.memory.window.placed import Placed, Seat
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.relayout.index import NameOf
+
+# Transformer Engine's layers have fused norms, and experts that are computed together.
+_LAYERS_OF_A_CPU = (
+    (
+        re.compile(r'\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$'),
+        r'.experts.local_experts.\3.\1.\2',
+    ),
+    (re.compile(r'\.self_attention\.linear_(?:qkv|q_proj)\.layer_norm_'), '.input_layernorm.'),
+    (re.compile(r'\.mlp\.linear_fc1\.layer_norm_'), '.pre_mlp_layernorm.'),
+)
+_EXPERT = re.compile(r'\.expert\d+$')
+
+
+def whole_name(operator: str, tensor: str, shared: bool) -> str:
+    """Name in the whole model of a CPU, which is equal in all layouts.
+
+    Args:
+        operator: as in a record, e.g. `layer3.expert5`.
+        tensor: as in a record; its first part names the model chunk.
+        shared: embedding and output layer share their weight.
+    """
+    name = canonical_name(operator, tensor, shared)
+    for pattern, local in _LAYERS_OF_A_CPU:
+        name = pattern.sub(local, name)
+    return name
+
+
+def shard_name(name: str, shard: int) -> str:
+    """Name of one tensor-parallel shard of a tensor."""
+    return f'{name} of tensor-parallel rank {shard}'
+
+
+def names_of_shards(placed: Mapping[int, Placed], shared: bool) -> NameOf:
+    """Names of the shards that owners hold, for the index of their records.
+
+    Args:
+        placed: layout and place of each owner.
+        shared: embedding and output layer share their weight.
+    """
+
+    def name_of(operator: str, tensor: str, owner: int) -> str:
+        return shard_name(
+            whole_name(operator, tensor, shared), _shard(operator, placed[owner].seat)
+        )
+
+    return name_of
+
+
+def number_of_shards(operator: str, placed: Placed) -> int:
+    """Ranks that a tensor of this operator may be divided among."""
+    layout = placed.layout
+    return layout.expert_tensor if _EXPERT.search(operator) else layout.tensor
+
+
+def merged(
+    parameter: torch.Tensor, shards: int, shard: Callable[[int, int], torch.Tensor], name: str
+) -> torch.Tensor:
+    """A whole tensor, flat.
+
+    Args:
+        parameter: of the whole model; upstream says by attributes how it is divided.
+        shards: number of tensor-parallel ranks.
+        shard: elements of one shard, flat, from its index and number of elements.
+        name: of the parameter, for the message.
+
+    Raises:
+        RefusedWindow: it is divided in another way.
+    """
+    if shards == 1 or not getattr(parameter, 'tensor_model_parallel', False):
+        return shard(0, parameter.numel())
+    dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
+    sizes = list(parameter.shape)
+    sizes[dim], rest = divmod(sizes[dim], shards)
+    if rest or sizes[dim] % stride:
+        raise RefusedWindow(f'{name}: {list(parameter.shape)} is not divided among {shards} ranks')
+    numel = parameter.numel() // shards
+    return _joined([shard(index, numel).view(sizes) for index in range(shards)], dim, stride)
+
+
+def _joined(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
+    """Upstream gives each rank `stride` pieces: of the gate and of the other half, for example."""
+    pieces = [torch.chunk(shard, stride, dim) for shard in shards]
+    return torch.cat([piece[part] for part in range(stride) for piece in pieces], dim).view(-1)
+
+
+def _shard(operator: str, seat: Seat) -> int:
+    return seat.expert_tensor if _EXPERT.search(operator) else seat.tensor

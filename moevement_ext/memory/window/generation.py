@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One window file of an owner, and its state."""
+
+import enum
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.slot import SlotHeader
+
+logger = logging.getLogger(__name__)
+
+
+class FileState(enum.Enum):
+    """State of a file."""
+
+    FREE = 'free'
+    WRITING = 'writing'
+    UNJUDGED = 'unjudged'
+    COMMITTED = 'committed'
+
+
+BEING_FILLED = FileState.WRITING, FileState.UNJUDGED
+
+
+class FileSize(NamedTuple):
+    """Bytes of a window file."""
+
+    capacity: int
+    """Size of the longest window that may come."""
+    room: int
+    """Bytes with pages: the size of the longest window in force."""
+
+
+class Generation:
+    """One file and its state; `index` names the file while it is free."""
+
+    def __init__(self, file: WindowFile, index: int, state: FileState) -> None:
+        self.file = file
+        self.index = index
+        self.state = state
+        self.held = False
+
+    @property
+    def start(self) -> int:
+        """Start of the window in the file; -1 if there is none."""
+        name = self.file.name
+        return -1 if name is None else name.start
+
+
+def left_in(path: Path) -> list[SlotHeader]:
+    """Headers of the slots that an earlier process sealed in a window it did not complete."""
+    try:
+        return readable_headers(WindowFile.open(path))
+    except RefusedWindow as refusal:
+        logger.warning('not compared with: %s', refusal)
+        return []
+
+
+def readable_headers(file: WindowFile) -> list[SlotHeader]:
+    """Headers of sealed slots; none if they are damaged."""
+    try:
+        return file.headers()
+    except RefusedWindow as refusal:
+        logger.warning('not compared with: %s', refusal)
+        return []
+
+
+def require_complete(file: WindowFile) -> None:
+    """Refuse to commit a file.
+
+    Raises:
+        TruncatedWindow: slots are missing.
+    """
+    slots = file.slots()
+    if not slots or slots != list(range(file.header(slots[0]).window)):
+        raise TruncatedWindow(f'{file.path}: cannot be committed with only slots {slots}')

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process makes upstream's checkpoint from windows of several ranks that are gone."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.probes.checkpoints import SAID
+
+pytestmark = pytest.mark.timeout(1200)
+
+UNTIED = '--bf16 --untie-embeddings-and-output-weights --train-iters 14'.split()
+SHARDED = [*UNTIED, '--use-distributed-optimizer']
+STAGES = [*SHARDED, '--pipeline-model-parallel-size', '2']
+STAGES_OF_EXPERTS = [*STAGES, '--expert-model-parallel-size', '2']
+EVERY_ITERATION = ['--sparse-ckpt-window', '1']
+RESHARDABLE = '--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
+
+LAYOUTS = {
+    'stages-of-experts': (STAGES_OF_EXPERTS, 4),
+    'tensor-parallel': (
+        [*SHARDED, *'--tensor-model-parallel-size 2 --sequence-parallel'.split()],
+        2,
+    ),
+    'experts-in-one-piece': (
+        [
+            *STAGES_OF_EXPERTS[:-2],
+            *'--tensor-model-parallel-size 2 --sequence-parallel'.split(),
+            *'--expert-tensor-parallel-size 1 --expert-model-parallel-size 2'.split(),
+        ],
+        4,
+    ),
+    'interleaved-tied-replicated': (
+        [
+            *'--bf16 --train-iters 14 --pipeline-model-parallel-size 2'.split(),
+            *'--num-layers-per-virtual-pipeline-stage 1'.split(),
+        ],
+        4,
+    ),
+    'full-precision': (['--train-iters', '14', '--use-distributed-optimizer'], 2),
+}
+"""Flags and ranks."""
+
+Make = Callable[..., Cluster]
+
+
+def lost(make: Make, flags: list[str], ranks: int, *extra: str) -> Cluster:
+    """A job that is gone, with a window of each of its last iterations in host memory."""
+    job = make(*flags, *EVERY_ITERATION, *extra, ranks=ranks)
+    assert -9 in job.run(fail_at=f'{ranks - 1}:8:forward')
+    return job
+
+
+def exported(
+    make: Make, job: Cluster, output: Path, *flags: str, mutation: str | None = None
+) -> str:
+    """What the export says."""
+    tool = make(sparse=False, ranks=1, nodes=1)
+    tool.program = 'tools.windows.__main__'
+    windows = ['export', str(job.memory), '--offline', '--to', 'torch_dist']
+    tool.flags = [*windows, '--output', str(output), '--', *job.flags, *flags]
+    tool.finish(mutation=mutation)
+    return tool.output(0)
+
+
+def iteration_of(said: str) -> int:
+    (found,) = re.findall(r': iteration (\d+) is in ', said)
+    return int(found)
+
+
+def saved(make: Make, flags: list[str], ranks: int, iteration: int, folder: Path) -> Path:
+    """What plain Megatron saves at an iteration of an undisturbed run."""
+    until = ['--save-interval', str(iteration), '--exit-interval', str(iteration)]
+    make(*flags, *RESHARDABLE, *until, '--save', str(folder), sparse=False, ranks=ranks).finish()
+    return folder
+
+
+def differing(make: Make, iteration: int, *folders: Path) -> list[str]:
+    """Names of all that differs between two checkpoints."""
+    tool = make(sparse=False, ranks=1, nodes=1)
+    tool.program = 'tests.distributed.probes.checkpoints'
+    tool.flags = [str(folder / f'iter_{iteration:07d}') for folder in folders]
+    tool.finish()
+    (line,) = re.findall(rf'^{SAID}(.*)$', tool.output(0), re.MULTILINE)
+    found: list[str] = json.loads(line)
+    return found
+
+
+def digest_of(make: Make, flags: list[str], ranks: int, load: Path) -> dict:
+    """The end of a job of plain Megatron that begins with a checkpoint."""
+    job = make(*flags, '--load', str(load), sparse=False, ranks=ranks)
+    job.finish()
+    return read_digest(job)
+
+
+def test_a_job_of_the_same_layout_goes_on_from_it_with_equal_bits(
+    cluster: Make, reference: Callable[..., dict], tmp_path: Path
+) -> None:
+    job = lost(cluster, STAGES, 2)
+    said = exported(cluster, job, tmp_path / 'dense')
+    assert iteration_of(said) >= 6
+    end = digest_of(cluster, STAGES, 2, tmp_path / 'dense')
+    assert differences(reference(*STAGES, ranks=2), end) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_it_is_what_the_job_itself_would_have_saved(
+    layout: str, cluster: Make, tmp_path: Path
+) -> None:
+    flags, ranks = LAYOUTS[layout]
+    iteration = iteration_of(exported(cluster, lost(cluster, flags, ranks), tmp_path / 'dense'))
+    plain = saved(cluster, flags, ranks, iteration, tmp_path / 'plain')
+    assert differing(cluster, iteration, tmp_path / 'dense', plain) == []
+
+
+@pytest.mark.thorough
+def test_another_layout_goes_on_as_from_what_the_job_would_have_saved(
+    cluster: Make, reference: Callable[..., dict], tmp_path: Path
+) -> None:
+    """The same layout, one of other stages and ranks, and one without parallel experts.
+
+    Upstream loads the last only from a checkpoint that was saved for it: the flags say so.
+    """
+    job = lost(cluster, STAGES_OF_EXPERTS, 4)
+    dense, plain = tmp_path / 'dense', tmp_path / 'plain'
+    iteration = iteration_of(exported(cluster, job, dense))
+    saved(cluster, STAGES_OF_EXPERTS, 4, iteration, plain)
+    same = digest_of(cluster, STAGES_OF_EXPERTS, 4, dense)
+    assert differences(reference(*STAGES_OF_EXPERTS), same) == []
+
+    other = [*SHARDED, '--expert-model-parallel-size', '2']
+    ends = [digest_of(cluster, other, 2, folder) for folder in (dense, plain)]
+    assert differences(*ends) == []
+
+    one = tmp_path / 'for-one'
+    assert iteration_of(exported(cluster, job, one, '--expert-model-parallel-size', '1')) > 0
+    alone = digest_of(cluster, SHARDED, 1, one)
+    assert alone['iteration'] == 14
+
+
+@pytest.mark.thorough
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ('mutation', 'layout'),
+    [
+        ('experts_swapped', 'stages-of-experts'),
+        ('generators_of_the_first_stage', 'stages-of-experts'),
+        ('halves_not_interleaved', 'tensor-parallel'),
+    ],
+)
+def test_a_wrong_export_is_noticed(
+    mutation: str, layout: str, cluster: Make, tmp_path: Path
+) -> None:
+    flags, ranks = LAYOUTS[layout]
+    job = lost(cluster, flags, ranks)
+    wrong = exported(cluster, job, tmp_path / 'wrong', mutation=f'mutations.offline:{mutation}')
+    iteration = iteration_of(wrong)
+    right = exported(cluster, job, tmp_path / 'right')
+    assert iteration_of(right) == iteration
+    assert differing(cluster, iteration, tmp_path / 'wrong', tmp_path / 'right') != []
+
+
+@pytest.mark.thorough
+def test_a_damaged_record_is_read_from_a_replica_or_named(cluster: Make, tmp_path: Path) -> None:
+    job = lost(cluster, STAGES, 2)
+    iteration = iteration_of(exported(cluster, job, tmp_path / 'whole'))
+    names = f'window-{iteration}-*.window'
+    own, replica = sorted(job.memory.rglob(f'*/0/{names}'), key=lambda path: path.parts[-3])
+    damage(own)
+    assert iteration_of(exported(cluster, job, tmp_path / 'replica')) == iteration
+    assert differing(cluster, iteration, tmp_path / 'whole', tmp_path / 'replica') == []
+    damage(replica)
+    said = exported(cluster, job, tmp_path / 'nothing')
+    assert 'checksum mismatch in operator' in said and str(own) in said and str(replica) in said
+    assert 'Traceback' not in said and not (tmp_path / 'nothing').exists()
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in the middle of a file of masters and moments."""
+    with open(path, 'r+b') as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Window files have pages for the windows in force; none goes that a recovery may need (I3)."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import mapped
+from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window import file as file_module
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.generation import FileSize, FileState, Generation
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.refused import RefusedWindow
+from tests.unit.forks import Forked
+from tests.unit.memory.samples import (
+    RUN,
+    TOPOLOGY,
+    capacity,
+    commit,
+    named,
+    restart,
+    tmpfs_directory,
+    write_slot,
+    write_window,
+)
+
+LONG, SHORT = capacity(), capacity(window=1)
+SIZE = FileSize(LONG, SHORT)
+
+
+@pytest.fixture
+def store() -> Iterator[NodeStore]:
+    with tmpfs_directory() as shm:
+        store = NodeStore(shm, 'run1', 'node0')
+        yield store
+        store.close()
+
+
+def pages(windows: OwnerWindows) -> list[int]:
+    """Bytes that the files take, the smallest first."""
+    return sorted(path.stat().st_blocks * 512 for path in windows.path.iterdir())
+
+
+def commit_short(windows: OwnerWindows, start: int) -> None:
+    file = windows.begin(named(start))
+    assert file is not None
+    write_window(file, window=1)
+    windows.commit(file)
+
+
+def test_files_have_pages_for_the_windows_in_force(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, SIZE)
+    assert pages(windows) == [in_pages(SHORT)] * 2
+    assert {file.capacity for file in windows.files()} == {LONG}
+    windows.make_room(LONG)
+    assert pages(windows) == [in_pages(LONG)] * 2
+    windows.make_room(SHORT)
+    assert pages(windows) == [in_pages(SHORT)] * 2
+
+
+def test_pages_of_a_longer_window_stay_until_its_successor_is_persisted(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, LONG)
+    commit(windows, 0)
+    windows.persisted(named(0))
+    commit(windows, 3)
+    windows.make_room(SHORT)
+    assert pages(windows) == [in_pages(LONG)] * 2, 'a recovery may need either'
+    windows.persisted(named(3))
+    assert pages(windows) == [in_pages(SHORT), in_pages(LONG)]
+    commit_short(windows, 6)
+    windows.persisted(named(6))
+    assert pages(windows) == [in_pages(SHORT)] * 2
+
+
+def test_a_held_window_keeps_its_pages(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, LONG, holdable=True)
+    commit(windows, 0)
+    held = windows.hold(named(0))
+    assert held is not None
+    commit(windows, 3)
+    windows.persisted(named(3))
+    windows.make_room(SHORT)
+    assert held.verify(Expected(RUN, TOPOLOGY, 0, named(0)))
+    windows.release(held)
+    windows.persisted(named(3))
+    assert pages(windows) == [in_pages(SHORT)] * 2 + [in_pages(LONG)]
+
+
+def test_a_window_that_is_longer_than_those_in_force_gets_pages_for_its_turn(
+    store: NodeStore,
+) -> None:
+    """As one that a new process fetches from a peer, before it knows the plan in force."""
+    windows = OwnerWindows(store, 0, 0, SIZE)
+    file = windows.begin(named(0), room=LONG)
+    assert file is not None and pages(windows) == [in_pages(SHORT), in_pages(LONG)]
+    windows.abandon(file)
+    commit(windows, 3)  # of slots that nobody has announced
+    commit_short(windows, 6)
+    windows.persisted(named(6))
+    assert pages(windows) == [in_pages(SHORT)] * 2
+
+
+def test_without_room_for_longer_windows_all_stays_as_it_was(
+    store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = OwnerWindows(store, 0, 0, SIZE)
+    commit_short(windows, 0)
+    windows.persisted(named(0))
+
+    def full(array: object, path: Path, begin: int, end: int) -> None:
+        raise HostMemoryError('full')
+
+    monkeypatch.setattr(file_module, 'reserve_range', full)
+    with pytest.raises(HostMemoryError):
+        windows.make_room(LONG)
+    windows.make_room(SHORT)
+    file = windows.begin(named(3))
+    assert file is not None
+    with pytest.raises(HostMemoryError):
+        write_window(file)
+    windows.abandon(file)
+    commit_short(windows, 6)
+    assert pages(windows) == [in_pages(SHORT)] * 2
+
+
+def test_who_still_reads_pages_that_went_is_told(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, LONG)
+    path = commit(windows, 0).path
+    reader = WindowFile.open(path)
+    commit(windows, 3)
+    windows.persisted(named(3))
+    windows.make_room(SHORT)
+    assert not path.exists()
+    with pytest.raises(RefusedWindow):
+        reader.verify(Expected(RUN, TOPOLOGY, 0, named(0)))
+
+
+def test_a_restart_takes_no_more_pages(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, LONG)
+    commit(windows, 0)
+    windows.persisted(named(0))
+    commit_short(windows, 3)
+    again = OwnerWindows(restart(store), 0, 0, SIZE)
+    assert pages(again) == [in_pages(SHORT), in_pages(LONG)], 'what is whole is kept whole'
+    found = again.file(named(0))
+    assert found is not None and found.verify(Expected(RUN, TOPOLOGY, 0, named(0)))
+
+
+# Real death, at every moment of the reuse of a file
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in_fill(array: object, path: Path, begin: int, end: int) -> None:
+    mapped.reserve_range(array, path, begin, begin + (end - begin) // 2)  # type: ignore[arg-type]
+    _die()
+
+
+def _die_after_half(windows: OwnerWindows) -> None:
+    file = windows.begin(named(6))
+    assert file is not None
+    write_slot(file, 0)
+    file.reserve_slot(1, 4096)[:2048] = 255
+    _die()
+
+
+def _patched(target: object, name: str, instead: Callable[..., Any], then: str) -> Any:
+    """Calls `then` of the windows, and dies in a function that this calls."""
+
+    def run(windows: OwnerWindows) -> None:
+        with mock.patch.object(target, name, instead):
+            getattr(_Steps, then)(windows)
+
+    return run
+
+
+class _Steps:
+    """What a process does after its windows 0 (persisted) and 3 (committed)."""
+
+    @staticmethod
+    def grow(windows: OwnerWindows) -> None:
+        windows.make_room(LONG)
+
+    @staticmethod
+    def shrink(windows: OwnerWindows) -> None:
+        windows.make_room(SHORT)
+
+    @staticmethod
+    def shrink_and_agree(windows: OwnerWindows) -> None:
+        windows.make_room(SHORT)
+        windows.persisted(named(3))
+
+    @staticmethod
+    def overwrite(windows: OwnerWindows) -> None:
+        windows.persisted(named(3))
+        write_slot(windows.begin(named(6)), 0)  # type: ignore[arg-type]
+
+
+def _shrink_and_die(windows: OwnerWindows) -> None:
+    _Steps.shrink(windows)
+    _die()
+
+
+MOMENTS: dict[str, Callable[[OwnerWindows], None]] = {
+    'pages are filled': _patched(file_module, 'reserve_range', _die_in_fill, 'grow'),
+    'pages would be given back': _patched(file_module, 'release_range', _die, 'shrink_and_agree'),
+    'the name has changed': _patched(WindowFile, 'begin', _die, 'overwrite'),
+    'a slot is half written': lambda windows: (
+        windows.persisted(named(3)),
+        _die_after_half(windows),
+    )[-1],
+    'a slot is sealed': _patched(WindowFile, 'seal_slot', _die, 'overwrite'),
+    'ranks do not agree yet': _shrink_and_die,
+}
+
+
+def _victim(root: Path, moment: str, early: bool, room: int) -> None:
+    windows = OwnerWindows(NodeStore(root, 'run1', 'node0'), 0, 0, FileSize(LONG, room))
+    with ExitStack() as stack:
+        commit(windows, 0)
+        windows.persisted(named(0))
+        commit(windows, 3)
+        if early:
+            needed = partial(_needed_until_a_newer_one_is_committed, windows)
+            stack.enter_context(mock.patch.object(windows, '_is_needed', needed))
+        MOMENTS[moment](windows)
+
+
+def _needed_until_a_newer_one_is_committed(windows: OwnerWindows, generation: Generation) -> bool:
+    """A step too early: other ranks, and the holders of replicas, may not have the newer one."""
+    newest = max(g.start for g in windows._generations if g.state is FileState.COMMITTED)
+    return generation.state is not FileState.FREE and generation.start >= newest
+
+
+def left_by(store: NodeStore, moment: str, early: bool = False, room: int = LONG) -> list[int]:
+    """Starts of the windows that are whole after a process died at this moment."""
+    victim = Forked(_victim, store.root, moment, early, room)
+    assert victim.wait(60) == -signal.SIGKILL
+    windows = OwnerWindows(store, 0, 0, SIZE)
+    assert len(pages(windows)) == 2 and sum(pages(windows)) <= 2 * in_pages(LONG)
+    found = [window.name for window in windows.committed()]
+    for name in found:
+        file = windows.file(name)
+        assert file is not None and file.verify(Expected(RUN, TOPOLOGY, 0, name))
+    return sorted(name.start for name in found)
+
+
+@pytest.mark.parametrize('moment', MOMENTS)
+def test_death_in_the_reuse_of_a_file_leaves_the_persisted_window(
+    moment: str, store: NodeStore
+) -> None:
+    room = SHORT if moment == 'pages are filled' else LONG
+    left = left_by(store, moment, room=room)
+    assert left in ([3], [0, 3]), 'the file of window 0 is touched once all agree on window 3'
+
+
+@pytest.mark.parametrize('early', [False, True])
+def test_a_file_whose_pages_go_a_step_too_early_is_noticed(early: bool, store: NodeStore) -> None:
+    """Window 3 is committed here and nowhere else: another rank goes back to window 0."""
+    assert (0 in left_by(store, 'ranks do not agree yet', early)) != early

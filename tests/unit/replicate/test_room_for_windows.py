@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank keeps as much reserved as the windows in force need."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.mapped import in_pages
+from moevement_ext.memory.sizing import NOTHING_LOGGED
+from moevement_ext.replicate.host_memory import HostMemory, Member, Share
+from tests.unit.memory.samples import SECRET, capacity, identity_of, tmpfs_directory
+
+CPU = torch.device('cpu')
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def test_files_have_pages_for_the_window_in_force_and_get_more_within_the_plan(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own ones and replicas, to the byte of what the plan says of windows of that length."""
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    config = SparseCheckpointConfig(dir=str(shm), replicas=1, max_window=3)
+    shorter = [(capacity(window), 0) for window in (1, 2, 3)]
+    share = Share(identity_of(0), capacity(), longest_window=3, window=1, shorter=shorter)
+    own = Member('node-a', capacity(), NOTHING_LOGGED, 'host', SECRET, shorter=shorter)
+    other = msgspec.structs.replace(own, node='node-b')
+    members = [msgspec.msgpack.encode(member) for member in (own, other)]
+    memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: members, SECRET)
+    try:
+        files = [*shm.rglob('*.window')]
+        most = memory.plan.by_kind()
+        for window in (1, 3, 2, 1):
+            memory.make_room_for(window)
+            size = in_pages(capacity(window))
+            assert [path.stat().st_blocks * 512 for path in files] == [size] * 4
+            kinds = memory.by_kind()
+            assert (kinds['own_windows'], kinds['replicas']) == (2 * size, 2 * size)
+            if window == 3:
+                assert kinds == most
+        monkeypatch.setattr(memory.server, 'make_room', full_but_for(memory.server.make_room))
+        with pytest.raises(HostMemoryError, match='full'):
+            memory.make_room_for(2)
+        assert [path.stat().st_blocks * 512 for path in files] == [in_pages(capacity(1))] * 4
+        assert memory.window == 1
+    finally:
+        memory.close(remove=True)
+
+
+def full_but_for(make_room: Callable[[dict[int, int]], None]) -> Callable[[dict[int, int]], None]:
+    """Without room for more than windows of one slot."""
+
+    def limited(rooms: dict[int, int]) -> None:
+        if max(rooms.values()) > capacity(1):
+            raise HostMemoryError('full')
+        make_room(rooms)
+
+    return limited

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of windows before a job in some layout is started on them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement.seams import cpu_device
+
+cpu_device.install()
+
+from megatron.moevement.checking import validated  # noqa: E402
+from megatron.moevement.job import identity  # noqa: E402
+from moevement_ext.config import SparseCheckpointConfig  # noqa: E402
+from moevement_ext.memory.window import settings  # noqa: E402
+from moevement_ext.memory.window.file import WindowFile  # noqa: E402
+from tests.unit.memory.samples import capacity, content, make_header, named  # noqa: E402
+from tools.windows.__main__ import main  # noqa: E402
+
+RUN = 'my-run'
+MODEL = (
+    '--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 '
+    '--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --num-experts 4 '
+    '--distributed-backend gloo --use-distributed-optimizer --sparse-ckpt --vocab-size 250 '
+    '--tokenizer-type NullTokenizer --disable-bias-linear'
+).split()
+LAYOUT = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'.split()
+ELASTIC = ['--sparse-ckpt-elastic', 'restart']
+RANKS = 4
+
+Capture = Callable[..., Path]
+
+
+@pytest.fixture
+def capture(tmp_path: Path) -> Capture:
+    """Writes windows of a job; returns the directory of its run."""
+
+    def write(start: int, slots: int = 1, owners: range = range(RANKS)) -> Path:
+        args = validated([*MODEL, *LAYOUT], RANKS)
+        args.padded_vocab_size = 256
+        for owner in owners:
+            stamp = identity.rank_identity(vars(args), owner, SparseCheckpointConfig(run_id=RUN))
+            folder = tmp_path / RUN / 'node0' / str(owner) / str(owner)
+            folder.mkdir(parents=True, exist_ok=True)
+            file = WindowFile.create(
+                folder / f'window-{named(start)}.window', capacity() + 2 * settings.MAX_BYTES
+            )
+            file.begin(named(start))
+            for slot in range(slots):
+                header = make_header(slot, start, owner=owner, window=slots)
+                header.run, header.topology = stamp.run, stamp.topology
+                header.placed = stamp.placed
+                header.settings = b'' if slot else settings.encode(stamp.settings)
+                file.reserve_slot(slot, header.payload_bytes)[:] = content(header)
+                file.seal_slot(header)
+        return tmp_path / RUN
+
+    return write
+
+
+def tried(
+    capsys: pytest.CaptureFixture[str], directory: Path, *flags: str, ranks: int | None = None
+) -> tuple[int, list[str]]:
+    """Status, and the lines said."""
+    number = [] if ranks is None else ['--nproc', str(ranks)]
+    capsys.readouterr()
+    status = main(['check', str(directory), *number, '--', *MODEL, *flags])
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_its_own_layout_goes_on_as_it_is(
+    capture: Capture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture(4)
+    found = tried(capsys, capture(5), *LAYOUT)
+    assert found == (0, [f'{RUN}, window {start}-plan1: goes on, as it is' for start in (5, 4)])
+
+
+@pytest.mark.parametrize(
+    ('slots', 'flags', 'ranks', 'status', 'said'),
+    [
+        (1, [], 2, 1, ['no, it is of 4 ranks (PP 2, DP 2, EP 2', '--sparse-ckpt-elastic restart']),
+        (1, ELASTIC, 2, 0, ['goes on, in another layout, bit for bit: it is of 4 ranks', '2 ra']),
+        (3, ELASTIC, 8, 0, ['goes on, in another layout, equal up to rounding', '8 ranks']),
+        (3, [*ELASTIC, '--sparse-ckpt-elastic-exact'], 8, 1, ['no, --sparse-ckpt-elastic-exact']),
+        (1, [*ELASTIC, '--tensor-model-parallel-size', '2', '--sequence-parallel'], 2, 1,
+         ['divide tensors by --tensor-model-parallel-size 1, these flags by 2']),
+        (1, [*LAYOUT, '--lr', '1', '--seed', '5'], 4, 1,
+         ['no, it is of another training: --lr: was None, is 1.0; --seed: was 1234, is 5']),
+        (1, [*LAYOUT, '--sparse-ckpt-run-id', 'other'], 4, 1, [f'the run is called {RUN}']),
+        (1, LAYOUT, 6, 1, ['no, Megatron ends with']),
+        (1, [*LAYOUT, '--optimizer', 'sgd'], 4, 1, ['no, the job would not start: --sparse-ckpt']),
+    ],
+)  # fmt: skip
+def test_why_another_one_goes_on_or_not(
+    slots: int,
+    flags: list[str],
+    ranks: int,
+    status: int,
+    said: list[str],
+    capture: Capture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found, (line,) = tried(capsys, capture(4, slots), *flags, ranks=ranks)
+    assert found == status
+    assert all(part in line for part in said), line
+
+
+def test_ranks_without_a_file_are_named(
+    capture: Capture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture(4)
+    found, lines = tried(capsys, capture(5, owners=range(1, 3)), *LAYOUT)
+    assert found == 0  # from the older one
+    assert lines == [
+        f'{RUN}, window 5-plan1: no, there is none of the ranks 0, 3 here',
+        f'{RUN}, window 4-plan1: goes on, as it is',
+    ]
+
+
+def test_a_damaged_file_is_named(capture: Capture, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = capture(4)
+    path = next(directory.rglob('2/2/window-*'))
+    with open(path, 'r+b') as file:
+        file.truncate(100)
+    found, lines = tried(capsys, directory, *LAYOUT)
+    assert found == 1
+    assert lines[0].startswith(f'{path}: 100 bytes')
+    assert lines[1] == f'{RUN}, window 4-plan1: no, there is none of the ranks 2 here'

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accounts for the host memory that protection takes: files by kind, and memory of the processes.
+
+    python -m tools.bench.host_memory --json host-memory.json
+
+A small model trains on two emulated nodes, with windows of each given length and without
+protection, which its processes are compared with. Every quarter of a second the files in the tmpfs
+and the private memory of the workers are read; of each the largest and the last value in training
+count. Bytes do not depend on the load of the machine.
+
+Exit status: 0 done, 2 a run failed.
+"""
+
+import argparse
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench import model
+from tools.lab.arguments import Parser
+from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.job import Job, memory_directory
+from tools.lab.launch import Launch, Launcher
+from tools.lab.models import prepare_text
+from tools.lab.run_log import RunLog
+from tools.lab.trained import train
+
+_PROG = 'python -m tools.bench.host_memory'
+_POLL_S = 0.25
+_PLAIN = 'none'
+MIB = 2**20
+
+
+class Account(msgspec.Struct, frozen=True):
+    """Bytes of all ranks of one job."""
+
+    windows: str
+    """`--sparse-ckpt-window`, or `none`."""
+    most: dict[str, int]
+    """Largest value by kind."""
+    last: dict[str, int]
+    """Value at the end of training by kind."""
+    captured: int
+    """Bytes of the newest window's slots, of all ranks, as the log of the last rank has them."""
+
+
+class MemoryReport(msgspec.Struct, frozen=True):
+    """Accounts of all jobs."""
+
+    ranks: int
+    iterations: int
+    accounts: list[Account]
+
+
+def files_by_kind(root: Path) -> Counter[str]:
+    """Bytes of files below the directory of a run: windows by holder and state, and others.
+
+    A file that is renamed meanwhile is left out.
+    """
+    found: Counter[str] = Counter()
+    for path in root.rglob('*'):
+        try:
+            nbytes = 512 * path.stat().st_blocks if path.is_file() else 0
+        except OSError:
+            continue
+        found[_kind(path)] += nbytes
+    return found
+
+
+def _kind(path: Path) -> str:
+    if path.suffix == '.window':
+        owner, holder = path.parent.name, path.parent.parent.name
+        whose = 'own' if owner == holder else 'replica'
+        return f'{whose} {"whole" if path.name.startswith("window-") else "next"}'
+    return {'upstream-log': 'log', 'ledger': 'ledger'}.get(path.name, 'beside')
+
+
+def private_bytes(pid: int) -> Counter[str]:
+    """Private memory of a process by place: heap, other anonymous mappings."""
+    found: Counter[str] = Counter()
+    place = ''
+    try:
+        lines = Path(f'/proc/{pid}/smaps').read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        name, _, rest = line.partition(' ')
+        if not name.endswith(':'):
+            place = 'heap' if line.endswith('[heap]') else 'anonymous'
+        elif name == 'Anonymous:':
+            found[f'process, {place}'] += 1024 * int(rest.split()[0])
+    return found
+
+
+class _Samples:
+    """The largest and the newest sums, by kind."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.most: Counter[str] = Counter()
+        self.last: Counter[str] = Counter()
+
+    def take(self, job: Job, log: RunLog) -> None:
+        """Take one sample of a job that trains."""
+        if not log.iterations:
+            return
+        found = files_by_kind(self._root)
+        for pid in job.pids():
+            found += private_bytes(pid)
+        if sum(found[kind] for kind in found if kind.startswith('process')):
+            self.most |= found
+            self.last = found
+
+
+def account(windows: str, data: Path, output: Path, args: argparse.Namespace) -> Account:
+    """Train once.
+
+    Raises:
+        LabError: the run failed.
+    """
+    with memory_directory() as memory:
+        samples = _Samples(memory)
+
+        def sample(job: Job) -> None:
+            for log in job.follow('the end', _POLL_S):
+                samples.take(job, log)
+
+        flags = model.training_flags(data, args.ranks, args.iterations)
+        if windows != _PLAIN:
+            flags += model.sparse_flags(memory, windows)
+        launch = Launch(output / windows, flags, model.NODES, args.ranks // model.NODES)
+        log = train(launch, sample, Launcher.TORCHRUN).log
+    slots = log.captured
+    newest = slots[-slots[-1].window :] if slots else []
+    captured = args.ranks * sum(slot.nbytes for slot in newest)
+    return Account(windows, dict(samples.most), dict(samples.last), captured)
+
+
+def show(report: MemoryReport, console: Console) -> None:
+    """Print a table for people."""
+    kinds = sorted({kind for one in report.accounts for kind in one.most})
+    table = Table('MiB of all ranks (largest, last)', *(one.windows for one in report.accounts))
+    for kind in kinds:
+        table.add_row(
+            kind,
+            *(
+                f'{one.most.get(kind, 0) / MIB:.1f}, {one.last.get(kind, 0) / MIB:.1f}'
+                for one in report.accounts
+            ),
+        )
+    table.add_row('window', *(f'{one.captured / MIB:.1f}' for one in report.accounts))
+    console.print(table)
+
+
+def measure(args: argparse.Namespace, console: Console) -> MemoryReport:
+    """Run all jobs.
+
+    Raises:
+        LabError: a run failed.
+    """
+    output = args.output.resolve() / 'host-memory'
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    data = prepare_text(args.output.resolve() / 'data')
+    accounts = []
+    for windows in [_PLAIN, *args.windows]:
+        console.print(f'windows: {windows}', highlight=False)
+        accounts.append(account(windows, data, output, args))
+    return MemoryReport(args.ranks, args.iterations, accounts)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
+    """Run the tool, `prog` by its usage; returns the exit status."""
+    parser = Parser(prog=prog, description=__doc__)
+    add = parser.add_argument
+    add('--windows', nargs='+', default=['auto', '1', '4'], help='lengths (default: auto 1 4)')
+    add('--ranks', type=int, choices=model.RANKS, default=2)
+    add('--iterations', type=int, default=24, help='iterations per run (default: 24)')
+    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
+    add('--json', type=Path, metavar='FILE', help='write the report here')
+    args = parser.parse_args(argv)
+    return run_benchmark(
+        'bench_host_memory',
+        lambda console: measure(args, console),
+        show,
+        args.json,
+        passed=lambda report: True,
+    )
+
+
+if __name__ == '__main__':
+    exit_on_sigterm()
+    sys.exit(main())
