@@ -316,3 +316,21 @@ def test_memory_is_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> N
     job.finish(timeout_s=300.0)
     assert relaid(job).dense_at >= 20
     assert left_over(job) == []
+
+
+@pytest.mark.thorough
+def test_a_worker_that_dies_in_the_new_layout_is_replaced(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """The launcher's store outlives it: it comes back from windows of the new layout."""
+    was, now = THERE_AND_BACK['one rank']
+    job = killed(cluster, was, tmp_path / 'dense', *ONE)
+    sound = again(job, cluster, now, *ONE)
+    (memory,) = job.memory.parent.glob(f'{job.name}.*')
+    kept = shutil.copytree(memory, tmp_path / 'kept')
+    sound.finish(timeout_s=300.0)
+    shutil.copytree(kept, memory)
+    struck = again(job, cluster, now, *ONE)
+    assert struck.survive(fail_at='0:11:forward') == {0: 1}
+    assert differing(read_digest(struck), read_digest(sound)) == set()
+    assert left_over(job) == []
