@@ -226,6 +226,7 @@ def test_a_job_does_not_start_over_while_parts_are_missing(
 
 
 @pytest.mark.thorough
+@pytest.mark.mutation
 def test_a_broken_way_into_another_layout_is_noticed(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
