@@ -36,7 +36,7 @@ from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
-from moevement_ext.replicate.host_memory import Share, TwinShare
+from moevement_ext.replicate.share import Share, TwinShare
 from moevement_ext.strategy.choice import strategy_of
 from moevement_ext.strategy.cycle import Cycle
 
