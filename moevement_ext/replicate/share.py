@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank has in host memory, as set-up tells it (`host_memory`)."""
+"""What a rank asks of its host memory, for itself and for its twins."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -458,10 +458,11 @@ def test_a_python_without_the_packages_says_what_to_do(tool):
 
 
 SMALLER = '--to-layout', 'gpus=2,pipeline=1'
+FOUR = '--gpus', 4, '--iteration-time', 1
 
 
 def test_two_layouts_stand_side_by_side(capsys, cluster):
-    job = ('--cluster', cluster, '--gpus', 4, '--iteration-time', 1, *SMALLER, '--', *MEGATRON)
+    job = ('--cluster', cluster, *FOUR, *SMALLER, '--', *MEGATRON)
     found = as_json(capsys, *job)
     assert [found[side]['gpus'] for side in ('from', 'to')] == [4, 2]
     assert found['to']['iteration_s'] == 2
@@ -481,18 +482,7 @@ def test_two_layouts_stand_side_by_side(capsys, cluster):
     ],
 )
 def test_a_second_layout_that_is_none_is_refused_in_one_line(capsys, cluster, layout, said):
-    job = (
-        '--cluster',
-        cluster,
-        '--gpus',
-        4,
-        '--iteration-time',
-        1,
-        '--to-layout',
-        layout,
-        '--',
-        *MEGATRON,
-    )
+    job = ('--cluster', cluster, *FOUR, '--to-layout', layout, '--', *MEGATRON)
     status, out, err = run(capsys, *job)
     assert (status, out) == (2, '')
     assert said in err and err.count('\n') == 1
