@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and log are those that the training reserves."""
 
+import json
 import mmap
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from moevement_ext.memory.sizing import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.plan.byte_planner import OperatorBytes
 from tools.plan import memory
+from tools.plan.__main__ import main
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 from tools.plan.planning import ProtectionSettings
@@ -31,6 +33,17 @@ def test_settings_default_to_those_of_the_training():
         ProtectionSettings(window=3).longest_window
         == SparseCheckpointConfig(window=3).longest_window
     )
+
+
+def test_recovery_is_localized_unless_another_one_is_asked_for(capsys):
+    argv = '--model deepseek-moe --iteration-time 2.9 --gpus 64 --json'.split()
+    layout = ['--', '--pipeline-model-parallel-size', '4']
+    logs = []
+    for given in ([], ['auto'], ['localized'], ['global']):
+        flag = ['--sparse-ckpt-recovery', *given] if given else []
+        assert main([*argv, *layout, *flag]) == 0
+        logs.append(json.loads(capsys.readouterr().out)['log_bytes_per_node'])
+    assert logs[0] == logs[1] == logs[2] > logs[3] == 0
 
 
 @pytest.mark.parametrize('stage', [0, 1, 3])
