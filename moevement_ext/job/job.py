@@ -23,7 +23,6 @@ from moevement_ext.config import (
     OFF,
     ConfigurationError,
     SparseCheckpointConfig,
-    node_name,
 )
 from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
@@ -37,13 +36,13 @@ from moevement_ext.job.joining import connect, join_launched, own_store
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.job.loop_entry import LoopEntry
 from moevement_ext.job.other_layouts import OtherLayouts
+from moevement_ext.job.successors import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.unprotected_mode import UnprotectedMode
 from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
@@ -175,9 +174,14 @@ class Job:
         found = predecessor is not None and bool(predecessor.candidates or self._layouts.candidates)
         if not found:
             self._refuse_without_window()
+        reserving = reserve_early(self.rank, self.membership) if self.joining else None
         self.trainer = build(not (self.joining or found))
         self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
+        if reserving is not None:
+            reserving.wait()
         self._protect(required=self.joining or found)
+        if not self.joining and self.protection is not None:
+            leave_for_successors(self.rank, self.membership, self.protection.memory.store)
         if predecessor is not None and found:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
@@ -192,10 +196,9 @@ class Job:
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
-        store = NodeStore(Path(self.rank.config.dir), self.rank.run_id, node_name())
         elsewhere = self._layouts.find(dense_iteration, last_iteration)
         found = whole_job.find(
-            store, self._disk, self.rank, dense_iteration, last_iteration, elsewhere
+            node_store(self.rank), self._disk, self.rank, dense_iteration, last_iteration, elsewhere
         )
         return found, time.perf_counter() - began
 

@@ -99,7 +99,7 @@ class OwnChild(Child):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the pipes to the child."""
+        """Close the pipe from the child."""
 
     def _send(self, number: int) -> None:
         os.killpg(self.pid, number)  # the id is not reused before the child is reaped
@@ -125,7 +125,7 @@ class SpawnedChild(OwnChild):
     Args:
         command: arguments of the Python interpreter.
         environment: the complete environment.
-        stdin, stdout, stderr, pass_fds: as for `subprocess.Popen`.
+        stdout, stderr, pass_fds: as for `subprocess.Popen`; stdin is empty.
     """
 
     def __init__(
@@ -133,7 +133,6 @@ class SpawnedChild(OwnChild):
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        stdin: int = subprocess.DEVNULL,
         stdout: int | BinaryIO | None,
         stderr: int | BinaryIO | None,
         pass_fds: Sequence[int] = (),
@@ -141,7 +140,7 @@ class SpawnedChild(OwnChild):
         self._process = subprocess.Popen(
             bound([sys.executable, *command]),
             env=environment,
-            stdin=stdin,
+            stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
             pass_fds=pass_fds,
@@ -151,26 +150,13 @@ class SpawnedChild(OwnChild):
         super().__init__(pid, os.pidfd_open(pid))
         self.output = None if output is None else output.fileno()
 
-    def tell(self, text: str) -> bool:
-        """Write to the child's stdin, a pipe, and close it; False if the read end is closed."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(text.encode())
-            self._process.stdin.close()
-        except BrokenPipeError:
-            return False
-        return True
-
-    def hear(self) -> bool:
-        """Read a byte of the child's stdout, a pipe; False at the end."""
-        assert self.output is not None
-        return bool(os.read(self.output, 1))
-
     def close(self) -> None:
-        """Close the pipes."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        """Close the pipe."""
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        elif self.output is not None:  # the process was given it later
+            os.close(self.output)
+        self.output = None
 
     def _how_it_ended(self) -> int:
         return how_it_ended(self.pid, os.WNOWAIT)

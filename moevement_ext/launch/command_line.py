@@ -34,8 +34,9 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
     parser = _parser()
     args = parse_before_program(parser, argv)
     try:
+        spares = args.spares if args.spares is not None else int(not args.fork)
         return configured(
-            args, nodes=args.nodes, spares=args.spares, fork=args.fork, share_gpu=args.share_gpu
+            args, nodes=args.nodes, spares=spares, fork=args.fork, share_gpu=args.share_gpu
         )
     except ConfigurationError as error:
         parser.error(str(error))
@@ -98,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         '--spares',
         **number,
-        default=LaunchConfig.spares,
-        help='Hot spares: processes that have imported the program and wait. Default: 0.',
+        help='Hot spares: processes that have imported the program and wait; where it can be '
+        'forked, one that serves any number of workers. Default: 1, with --fork 0.',
     )
     add(
         '--fork',

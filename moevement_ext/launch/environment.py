@@ -8,6 +8,7 @@ from moevement_ext.launch import shared_gpu
 from moevement_ext.launch.connections import connections
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import launch
+from moevement_ext.memory import hot_spares
 
 _DEFAULTS = {
     'OMP_NUM_THREADS': '1',
@@ -47,6 +48,7 @@ def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
         launch.VARIABLE: config.launch,
+        **hot_spares.variables(config.spares),
     }
 
 

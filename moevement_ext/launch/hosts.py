@@ -2,9 +2,10 @@
 """Starts workers on the nodes of an allocation, and moves a lost node's ranks to a spare node.
 
 A *seat* is one of the job's nodes: its ranks and their number, `GROUP_RANK`. Hosts take seats; the
-other hosts are spares and hold hot spares for all workers of a seat. When a host is lost, a spare
-host takes its seat at once; if Slurm leaves the lost host in the allocation and it answers again,
-it becomes a spare. A host with an unusable device counts as lost for the rest of the job.
+other hosts are spares and hold hot spares for all workers of a seat, while a host in a seat holds
+some for workers that die while it lives. When a host is lost, a spare host takes its seat at once;
+if Slurm leaves the lost host in the allocation and it answers again, it becomes a spare. A host
+with an unusable device counts as lost for the rest of the job.
 
 The connection to the agent shows that a host is lost: within a second if the host's processes die,
 and after `SILENT_S` if the host falls silent. Slurm notices later, after `SlurmdTimeout` (by
@@ -83,6 +84,7 @@ class SlurmStarter:
             host: Node(host, loop, self._act, self._lost, self._missed) for host in hosts
         }
         self._children = Children(report)
+        self.moves_ranks = len(self._nodes) > config.nodes
         self._secret = new_secret()
         self._listener: Listener | None = None
         self._branches: Branches | None = None
@@ -90,6 +92,9 @@ class SlurmStarter:
         self._vacated = 0.0
         self._met = False
         self._gathered = False
+        self._reserve: messages.Reserve | None = None
+        self._spares = 0
+        """Hot spares on each node that trains."""
 
     def open(self, port: int) -> None:
         """Prepare for workers that use the store at `port`; the first call starts all agents."""
@@ -115,7 +120,21 @@ class SlurmStarter:
         return child
 
     def keep_spares(self) -> None:
-        """Does nothing: spare nodes keep hot spares from the start."""
+        """Start the hot spares of the nodes that train; spare nodes have theirs from the start."""
+        self._spares = self._config.spares
+        for node in self._nodes.values():
+            if node.seat is not None:
+                node.send(messages.KeepSpares(self._spares))
+
+    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
+        """Have each spare node reserve what the ranks of the largest node keep."""
+        seats = [self._config.ranks_of(seat) for seat in range(self._config.nodes)]
+        of_seats = [[size for rank in ranks for size in files[rank]] for ranks in seats]
+        largest = max(of_seats, key=sum)
+        self._reserve = messages.Reserve(str(memory.parent), memory.name, largest)
+        for node in self._nodes.values():
+            if node.is_spare:
+                node.send(self._reserve)
 
     def spares_left(self) -> str:
         """Describe the spare nodes of the allocation."""
@@ -254,14 +273,16 @@ class SlurmStarter:
             if node.is_spare and not node.is_hot:
                 node.is_hot = True
                 node.send(messages.KeepSpares(self._config.workers_per_node))
+                if self._reserve is not None:
+                    node.send(self._reserve)
 
     def _take(self, seat: int) -> bool:
         spares = [node for node in self._nodes.values() if node.is_spare]
         for node in sorted(spares, key=lambda spare: spare.worn):  # sound hosts first
             node.seat = seat
             self._report(NodeSeated(node.host, seat))
-            if node.is_hot:
-                node.send(messages.KeepSpares(0))
+            if node.is_hot or self._spares:
+                node.send(messages.KeepSpares(self._spares))
             return True
         return False
 

@@ -3,7 +3,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class LocalStarter:
         ConfigurationError: the GPUs of this machine do not fit the job.
     """
 
+    moves_ranks = False
+
     def __init__(self, config: LaunchConfig, loop: FdLoop, report: Callable[[Event], None]) -> None:
         check_devices(config)
         self._config = config
@@ -71,6 +73,9 @@ class LocalStarter:
     def keep_spares(self) -> None:
         """Start the hot spares."""
         self.send(messages.KeepSpares(self._config.spares))
+
+    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
+        """Does nothing: no rank moves to another node."""
 
     def spares_left(self) -> str:
         """Describe the hot spares; without one, a new process starts more slowly."""

@@ -7,8 +7,9 @@ The launcher itself owns the machine of emulated nodes; under Slurm each agent o
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -23,6 +24,7 @@ from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
 from moevement_ext.launch.template import Template
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.shelf import directories_of
 
 _NOT_STARTED = 1
@@ -75,8 +77,9 @@ class Machine:
         self._loop = loop
         self._tell = tell
         self.spares = SparePool(self._config, self._environment, loop, report)
-        self._template = Template(job.program, self._environment) if job.fork else None
+        self._template = Template(job.program, job.flags, self._environment) if job.fork else None
         self._running: dict[int, _Running] = {}
+        self._pages: ReservedPages | None = None
 
     def obey(self, message: messages.FromSupervisor) -> None:
         """Carry out an order of the supervisor.
@@ -91,27 +94,30 @@ class Machine:
                 self._running[key].child.signal(number)
             case messages.KeepSpares(count):
                 self.spares.keep(count)
+            case messages.Reserve(directory, run_id, sizes):
+                self._reserve(NodeStore(Path(directory), run_id, self._environment[NODE]), sizes)
             case messages.Vanish(node, directory, run_id):
                 self._vanish(node, NodeStore(Path(directory), run_id, node))
 
     def close(self) -> None:
         """Kill all processes of this machine."""
-        self.spares.close()
         for running in self._running.values():
             running.child.signal(signal.SIGKILL)
         for running in self._running.values():
             if running.child.dies():
                 running.child.reap()
+        self.spares.close()
         if self._template is not None:
             self._template.close()
+        if self._pages is not None:
+            self._pages.remove()
 
     def _start(self, order: messages.StartWorker) -> None:
         """Start a worker; an OS error, of its log or of the fork, counts as the worker's end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
         try:
-            spare = self.spares.take(order.variables, log)
-            child = spare or self._new_process(order.variables, log)
+            child, was_spare = self._new_worker(order.variables, log)
         except OSError as error:
             why = f'cannot be started on {node}: {error}'
             self._tell(messages.Ended(order.key, _NOT_STARTED, [why]))
@@ -124,21 +130,19 @@ class Machine:
             self._loop.watch(relay.fd, partial(self._pump, relay))
         self._running[order.key] = _Running(child, node, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
-        self._tell(messages.Started(order.key, child.pid, was_spare=spare is not None))
+        self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
 
-    def _new_process(self, variables: Mapping[str, str], log: Path | None) -> OwnChild:
-        command = [self._config.program, *self._config.flags]
+    def _new_worker(self, variables: Mapping[str, str], log: Path | None) -> tuple[OwnChild, bool]:
+        """Start a worker; True if a hot spare started it, or became it."""
         environment = {**self._environment, **variables}
-        if log is None:
-            return self._run(command, environment, None)
-        with log.open('ab') as output:
-            return self._run(command, environment, output)
+        with nullcontext() if log is None else log.open('ab') as output:
+            spare = self.spares.take(environment, output)
+            return spare or self._new_process(environment, output), spare is not None
 
-    def _run(
-        self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
-    ) -> OwnChild:
+    def _new_process(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild:
+        command = [self._config.program, *self._config.flags]
         if self._template is not None:
-            return self._template.fork(command, environment, log)
+            return self._template.start(command, environment, log)
         stdout = subprocess.PIPE if log is None else log
         return SpawnedChild(command, environment, stdout=stdout, stderr=subprocess.STDOUT)
 
@@ -151,6 +155,13 @@ class Machine:
             running.relay.finish()
         running.child.close()
         self._tell(messages.Ended(key, code, running.last_lines() if code else []))
+
+    def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:
+        """Reserve pages on a thread; orders are carried out meanwhile."""
+        self._pages = ReservedPages(memory)
+        threading.Thread(
+            target=self._pages.reserve, args=(sizes,), name='launch-reserve', daemon=True
+        ).start()
 
     def _vanish(self, node: str, memory: NodeStore) -> None:
         here = [running.child for running in self._running.values() if running.node == node]

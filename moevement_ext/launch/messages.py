@@ -102,6 +102,16 @@ class KeepSpares(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Reserve pages in host memory for ranks that may come to this node."""
+
+    directory: str
+    """`--sparse-ckpt-dir`."""
+    run_id: str
+    sizes: list[int]
+    """Size of each file in bytes."""
+
+
 class Vanish(msgspec.Struct, frozen=True, tag=True):
     """Simulate the loss of a node: kill its processes and delete the run's memory there.
 
@@ -115,7 +125,7 @@ class Vanish(msgspec.Struct, frozen=True, tag=True):
 
 
 FromAgent = Alive | Here | DevicesFail | Started | Ended | IterationLogged | Happened
-FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Vanish
+FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Reserve | Vanish
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)
 

@@ -62,7 +62,8 @@ def parse(argv: Sequence[str]) -> SlurmJob:
                 f'--spare-nodes {args.spare_nodes} must be at least 0 and leave a node to train '
                 f'on; the allocation has {len(hosts)}: ask for more with sbatch --nodes.'
             )
-        launch = configured(args, nodes=len(hosts) - args.spare_nodes, grace_s=args.grace)
+        nodes = len(hosts) - args.spare_nodes
+        launch = configured(args, nodes=nodes, spares=args.spares, grace_s=args.grace)
         if args.before_end is not None and not args.before_end >= 0:
             raise ConfigurationError(f'--before-end {args.before_end} must be at least 0.')
     except ConfigurationError as error:
@@ -135,6 +136,14 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help='Nodes of the allocation that wait, the program imported, to take the place of one '
         'that is lost. Default: 0.',
+    )
+    add(
+        '--spares',
+        **number,
+        default=1,
+        help='Processes on each node that trains that have imported the program and wait for a '
+        'worker to die; where it can be forked, one that serves them all. 0: none, which leaves '
+        'their memory to training. Default: %(default)s.',
     )
     add(
         '--requeue',

@@ -1,106 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hot spare, which imports a program and then waits for a rank; or a template to fork.
+"""A hot spare, which imports a program and then waits for a rank; or forks a worker for any.
 
-    spare.py <program>
-    spare.py <program> <socket>
+    spare.py <program> <socket> <flag> ...
 
-Imports of torch and Megatron take many seconds, which a spare spends in advance. The ready spare
-writes one byte on stdout and waits for a line of JSON on stdin:
-
-    {"argv": [...], "env": {...}, "log": "file to append to, or null to print on stdout"}
-
-It then calls `main()` of the program. If stdin ends instead, the spare ends. This file runs without
-the package, so that `sys.path` and the imported modules are those of the program.
-
-With a socket (the number of a descriptor) the process is the template that forks workers. Requests
-and answers are lines of JSON:
+Imports of torch and Megatron take many seconds, which a spare spends in advance. It also calls the
+program's `warm_up(flags)`, if there is one. Then it says on the socket (the number of a descriptor)
+whether it can fork workers: not if the imports have started threads or used a GPU, as neither works
+in a fork. Requests and answers are lines of JSON:
 
     {"fork": order}    forks a worker with the passed descriptor as output; answers its process id
     {"status": pid}    waits for a worker's death; answers as `subprocess.Popen.returncode`
     {"reap": pid}      the same, and releases the process id
+    {"become": order}  is a worker itself from now on, with the passed descriptor as output
+
+An order is {"argv": [...], "env": {...}}, with the complete environment. A worker calls `main()` of
+the program. If the connection ends, the spare ends. This file runs without the package, so that
+`sys.path` and the imported modules are those of the program.
 """
 
 import ctypes
+import gc
 import importlib.util
 import json
 import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
 _STDIN, _STDOUT, _STDERR = range(3)
 _PR_SET_PDEATHSIG = 1
 _PIECE_BYTES = 1 << 20
+_DRIVER = 'libcuda.so.1'
+_GPUS = '/dev/nvidiactl'
+# Result of the CUDA driver.
+_NOT_INITIALIZED = 3
 
 
 def main() -> None:
     """Body of the process."""
-    program, *connection = sys.argv[1:]
-    if connection:
-        _Template(program, socket.socket(fileno=int(connection[0]))).serve()
-        return
-    launcher = os.dup(_STDOUT)
-    os.dup2(_STDERR, _STDOUT)  # output of imports must not look like the ready byte
-    module = _import_program(program)
-    if not callable(getattr(module, 'main', None)):
-        sys.exit(f'{program} has no function main(), which --spares needs; leave out --spares')
-    os.write(launcher, b'.')
-    line = sys.stdin.readline()
-    if line:
-        _become_worker(json.loads(line), launcher)
+    program, descriptor, *flags = sys.argv[1:]
+    if os.path.exists(_GPUS):  # torch then counts them without using one
+        os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
+    with socket.socket(fileno=int(descriptor)) as launcher:
+        module = _import_program(program, flags)
+        if not callable(getattr(module, 'main', None)):
+            sys.exit(f'{program} has no function main(), which --spares and --fork need')
+        if hasattr(module, 'warm_up'):
+            module.warm_up(flags)
+        # Or every worker's collector walks through all that was imported, and copies its pages.
+        gc.collect()
+        gc.freeze()
+        with suppress(BrokenPipeError):  # the launcher is gone
+            launcher.sendall(json.dumps(_can_fork()).encode() + b'\n')
+        is_worker = _serve(launcher, module)
+    if is_worker:
         module.main()
 
 
-class _Template:
-    """Imports a program once and forks every worker."""
+def _can_fork() -> bool:
+    return len(os.listdir('/proc/self/task')) == 1 and not _used_a_gpu()
 
-    def __init__(self, program: str, launcher: socket.socket) -> None:
-        self._launcher = launcher
-        self._module = _import_program(program)
-        if not callable(getattr(self._module, 'main', None)):
-            sys.exit(f'{program} has no function main(), which --fork needs; leave out --fork')
 
-    def serve(self) -> None:
-        """Serve requests until the launcher is gone; in a worker, run until its end."""
-        while True:
-            text, output, _, _ = socket.recv_fds(self._launcher, _PIECE_BYTES, 1)
-            while text and not text.endswith(b'\n'):
-                more = self._launcher.recv(_PIECE_BYTES)
-                text = text + more if more else b''
-            if not text:
-                return
-            ((request, value),) = json.loads(text).items()
-            match request:
-                case 'fork':
-                    answer = self._fork(value, output[0])
-                case 'status':
-                    answer = _status(value, os.WNOWAIT)
-                case 'reap':
-                    answer = _status(value, 0)
-            self._launcher.sendall(json.dumps(answer).encode())
+def _used_a_gpu() -> bool:
+    with open('/proc/self/maps') as maps:
+        if not any(_DRIVER.removesuffix('.1') in line for line in maps):
+            return False
+    found: int = ctypes.CDLL(_DRIVER).cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    return found != _NOT_INITIALIZED
 
-    def _fork(self, order: dict[str, Any], output: int) -> int:
-        template = os.getpid()
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            self._launcher.close()
-            self._run(order, output, template)
-        os.close(output)
-        return pid
 
-    def _run(self, order: dict[str, Any], output: int, template: int) -> NoReturn:
-        """Run as a worker and exit as Python does after a program."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != template:
-            os._exit(1)
-        os.setsid()
-        os.environ.clear()
-        _become_worker(order, output)
-        self._module.main()
-        sys.exit(0)
+def _serve(launcher: socket.socket, module: ModuleType) -> bool:
+    """Serve requests until the launcher is gone; True if this process is to be a worker."""
+    while True:
+        text, output, _, _ = socket.recv_fds(launcher, _PIECE_BYTES, 1)
+        while text and not text.endswith(b'\n'):
+            more = launcher.recv(_PIECE_BYTES)
+            text = text + more if more else b''
+        if not text:
+            return False
+        ((request, value),) = json.loads(text).items()
+        match request:
+            case 'become':
+                _become_worker(value, output[0])
+                return True
+            case 'fork':
+                answer = _fork(launcher, module, value, output[0])
+            case 'status':
+                answer = _status(value, os.WNOWAIT)
+            case 'reap':
+                answer = _status(value, 0)
+        launcher.sendall(json.dumps(answer).encode())
+
+
+def _fork(launcher: socket.socket, module: ModuleType, order: dict[str, Any], output: int) -> int:
+    template = os.getpid()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        launcher.close()
+        _run(module, order, output, template)
+    os.close(output)
+    return pid
+
+
+def _run(module: ModuleType, order: dict[str, Any], output: int, template: int) -> NoReturn:
+    """Run as a worker and exit as Python does after a program."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != template:
+        os._exit(1)
+    os.setsid()
+    _become_worker(order, output)
+    module.main()
+    sys.exit(0)
 
 
 def _status(pid: int, options: int) -> int:
@@ -109,12 +123,12 @@ def _status(pid: int, options: int) -> int:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-def _import_program(program: str) -> ModuleType:
+def _import_program(program: str, flags: list[str]) -> ModuleType:
     """Import the program as a module, with the `sys.path` of `python <program>`."""
     path = os.path.realpath(program)
     name = os.path.splitext(os.path.basename(path))[0]
     sys.path[0] = os.path.dirname(path)
-    sys.argv = [program]
+    sys.argv = [program, *flags]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         sys.exit(f'{program} is not a Python program; leave out --spares')
@@ -126,17 +140,16 @@ def _import_program(program: str) -> ModuleType:
     return module
 
 
-def _become_worker(order: dict[str, Any], launcher: int) -> None:
+def _become_worker(order: dict[str, Any], output: int) -> None:
     """Take over environment, arguments and output."""
     sys.stdout.flush()
-    output = launcher
-    if order['log'] is not None:
-        output = os.open(order['log'], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, _STDOUT)
     os.dup2(output, _STDERR)
-    os.close(launcher)
+    os.close(output)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, _STDIN)
+    os.close(nothing)
+    os.environ.clear()
     os.environ.update(order['env'])
     sys.argv = order['argv']
 

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hot spares: start in the background, and replace dead workers."""
 
-import json
-import signal
-import subprocess
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
+from typing import BinaryIO
 
 from moevement_ext.events import Event
-from moevement_ext.launch.child import SpawnedChild
+from moevement_ext.launch.child import OwnChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import SpareEnded, SpareMissing, SpareReady
 from moevement_ext.launch.loop import FdLoop
-
-_SPARE = Path(__file__).with_name('spare.py')
+from moevement_ext.launch.template import Template, TemplateLost
 
 
 class SparePool:
     """Processes that import the program in advance.
 
+    One that forks workers is enough for any number of them. Where the program cannot be forked, as
+    its import starts threads or uses a GPU, each spare becomes one worker.
+
     Args:
         config: launch configuration of the job.
-        environment: of the job; `take` adds the variables of a rank.
+        environment: of the import.
         loop: calls this object when a spare is ready or dead.
         report: called with each event.
     """
@@ -39,32 +38,34 @@ class SparePool:
         self._loop = loop
         self._report = report
         self._wanted = 0
-        self._importing: list[SpawnedChild] = []
-        self._ready: list[SpawnedChild] = []
+        self._each_is_one = False
+        """It is known that a spare cannot fork."""
+        self._importing: list[Template] = []
+        self._ready: list[Template] = []
 
     def keep(self, count: int) -> None:
-        """Keep `count` spares from now on, started in the background; surplus spares stay."""
+        """Be ready for `count` workers from now on; surplus spares stay."""
         self._wanted = count
         self._fill()
 
-    def take(self, environment: Mapping[str, str], log: Path | None) -> SpawnedChild | None:
-        """Turn a ready spare into a worker and start another spare; None if no spare is ready.
+    def take(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild | None:
+        """Start a worker from a ready spare; None if there is none.
 
         Args:
-            environment: variables of the rank.
-            log: file that the worker appends to; None: the worker prints on its stdout, a pipe.
+            environment: the worker's complete environment.
+            log: file that the worker prints on; None: the worker prints on a pipe.
         """
-        order = {
-            'argv': [self._config.program, *self._config.flags],
-            'env': dict(environment),
-            'log': None if log is None else str(log.absolute()),
-        }
+        command = [self._config.program, *self._config.flags]
         for spare in self._ready:
-            if spare.tell(json.dumps(order) + '\n'):
+            try:
+                child = spare.start(command, environment, log)
+            except TemplateLost:
+                continue  # its death is noticed next
+            if not spare.forks:
                 self._ready.remove(spare)
-                self._loop.forget(spare.death)
+                self._loop.forget(spare.process.death)
                 self._fill()
-                return spare
+            return child
         return None
 
     @property
@@ -73,16 +74,15 @@ class SparePool:
         return len(self._ready), len(self._importing)
 
     def close(self) -> None:
-        """Kill all spares."""
+        """Kill all spares, and with them the workers that they have forked."""
         for spare in [*self._importing, *self._ready]:
-            spare.signal(signal.SIGKILL)
             self._drop(spare)
         self._importing.clear()
         self._ready.clear()
 
     def _fill(self) -> None:
         """Start the missing spares; a failure does not end any worker."""
-        while len(self._ready) + len(self._importing) < self._wanted:
+        while len(self._ready) + len(self._importing) < self._needed:
             try:
                 spare = self._new_spare()
             except OSError as error:  # process limit, file limit or log
@@ -90,42 +90,40 @@ class SparePool:
                 self._report(SpareMissing(str(error)))
                 continue
             self._importing.append(spare)
-            assert spare.output is not None
-            self._loop.watch(spare.output, partial(self._heard_from, spare))
-            self._loop.watch(spare.death, partial(self._died, spare))
+            self._loop.watch(spare.fd, partial(self._heard_from, spare))
+            self._loop.watch(spare.process.death, partial(self._died, spare))
 
-    def _new_spare(self) -> SpawnedChild:
-        command = [str(_SPARE), self._config.program]
-        start = partial(
-            SpawnedChild, command, self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    @property
+    def _needed(self) -> int:
+        return self._wanted if self._each_is_one else min(self._wanted, 1)
+
+    def _new_spare(self) -> Template:
+        start = partial(Template, self._config.program, self._config.flags, self._environment)
         if self._config.log_dir is None:
-            return start(stderr=None)
+            return start()
         with (self._config.log_dir / 'spares.log').open('ab') as log:
-            return start(stderr=log)
+            return start(log)
 
-    def _heard_from(self, spare: SpawnedChild) -> None:
-        """Handle the ready byte, or the end of the spare's stdout at its death."""
-        assert spare.output is not None
-        self._loop.forget(spare.output)
+    def _heard_from(self, spare: Template) -> None:
+        """Note that a spare is ready; nothing if its connection has ended, as at its death."""
+        self._loop.forget(spare.fd)
         if spare.hear():
             self._importing.remove(spare)
             self._ready.append(spare)
-            self._report(SpareReady(spare.pid))
+            self._report(SpareReady(spare.process.pid))
+            self._each_is_one = not spare.forks
+            self._fill()
 
-    def _died(self, spare: SpawnedChild) -> None:
+    def _died(self, spare: Template) -> None:
         was_ready = spare in self._ready
         (self._ready if was_ready else self._importing).remove(spare)
-        code = self._drop(spare)
-        self._report(SpareEnded(spare.pid, code, was_ready))
+        pid, code = spare.process.pid, self._drop(spare)
+        self._report(SpareEnded(pid, code, was_ready))
         if not was_ready:
             self._wanted -= 1  # a further spare would end in the same way
         self._fill()
 
-    def _drop(self, spare: SpawnedChild) -> int:
-        assert spare.output is not None
-        self._loop.forget(spare.output)
-        self._loop.forget(spare.death)
-        code = spare.reap()
-        spare.close()
-        return code
+    def _drop(self, spare: Template) -> int:
+        self._loop.forget(spare.fd)
+        self._loop.forget(spare.process.death)
+        return spare.close()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of what starts workers: on this machine, or through agents on other nodes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,7 +10,13 @@ from moevement_ext.memory.node_store import NodeStore
 
 
 class Starter(Protocol):
-    """Starts workers for the supervisor; only the supervisor's thread uses it."""
+    """Starts workers for the supervisor; only the supervisor's thread uses it.
+
+    Attributes:
+        moves_ranks: ranks of a lost node may move to another one.
+    """
+
+    moves_ranks: bool
 
     def open(self, port: int) -> None:
         """Prepare for workers that use the store at `port`; called again for a new store."""
@@ -28,6 +34,14 @@ class Starter(Protocol):
 
     def keep_spares(self) -> None:
         """Start hot spares; called once all workers run, as spares are not urgent."""
+
+    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
+        """Reserve host memory for ranks that may move to another node.
+
+        Args:
+            memory: directory of the run, on each node.
+            files: sizes of the files with pages that each rank keeps, by rank.
+        """
 
     def spares_left(self) -> str:
         """Describe the spares that are left."""

@@ -7,7 +7,8 @@ its launch.
 Keys of a launch: `memory` (directory of the run's host memory), `survivors` (set if workers survive
 the death of another worker), `finished/<rank>` (process id and exit status of a finished rank,
 which needs no replacement even if its process is killed), `joining/<rank>` (process id of a rank
-that joins the other ranks, which detect a hang from then on).
+that joins the other ranks, which detect a hang from then on), `files/<rank>` (files that a rank
+keeps in host memory), `files` (number of ranks that have said so).
 """
 
 import os
@@ -19,6 +20,7 @@ from moevement_ext.membership.launch import of_launch, own_launch
 
 _MEMORY = 'memory'
 _SURVIVORS = 'survivors'
+_FILES = 'files'
 
 
 def tell_memory(store: Store, directory: Path) -> None:
@@ -29,6 +31,20 @@ def tell_memory(store: Store, directory: Path) -> None:
 def told_memory(store: Store) -> Path | None:
     """The directory of the run's host memory; None if no worker reported it."""
     return Path(store.get(_MEMORY).decode()) if store.check([_MEMORY]) else None
+
+
+def tell_files(store: Store, rank: int, files: bytes) -> None:
+    """Report the files that this rank keeps, in a start of all ranks."""
+    own = _own(store)
+    own.set(f'{_FILES}/{rank}', files)  # type: ignore[arg-type]
+    own.add(_FILES, 1)
+
+
+def told_files(store: Store, world_size: int) -> list[bytes] | None:
+    """What all ranks keep, by rank; None if not all have said so."""
+    if not store.check([_FILES]) or store.add(_FILES, 0) < world_size:
+        return None
+    return store.multi_get([f'{_FILES}/{rank}' for rank in range(world_size)])
 
 
 def tell_survivors(store: Store) -> None:

@@ -42,11 +42,17 @@ from moevement_ext.launch.output import LogTail
 from moevement_ext.launch.replacements import Replacements
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
 from moevement_ext.launch.starter import Starter
-from moevement_ext.launch.statements import told_finished, told_memory, told_survivors
+from moevement_ext.launch.statements import (
+    told_files,
+    told_finished,
+    told_memory,
+    told_survivors,
+)
 from moevement_ext.launch.worker import BadEnd, Worker
 from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.rendezvous import announce_failure
+from moevement_ext.memory.early import sizes_in
 from moevement_ext.process.exit_signal import listened_for
 from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
@@ -108,6 +114,7 @@ class Supervisor:
 
     def _open_store(self, to_connect: timedelta = _STORE_TIMEOUT) -> None:
         self._evictions = 0  # as counted in the new store
+        self._reserved = not self._starter.moves_ranks
         address = flag.address(self.config.flags)
         if address is not None:
             self.store = outside.connect(*address, to_connect)
@@ -368,8 +375,17 @@ class Supervisor:
                 self._evict()
                 self._kill_the_late()
                 self._outcome.look(self.store)
+                self._reserve_elsewhere()
         except DistError:
             self._lose_store()
+
+    def _reserve_elsewhere(self) -> None:
+        """Once the ranks have told what they keep: reserve it where they may move to."""
+        memory = None if self._reserved else told_memory(self._said)
+        kept = told_files(self._said, self.config.world_size) if memory is not None else None
+        if memory is not None and kept is not None:
+            self._reserved = True
+            self._starter.reserve(memory, [sizes_in(files) for files in kept])
 
     def _lose_store(self) -> None:
         if self._look_for_store_at is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forks workers from one process that has imported the program."""
+"""Starts workers from a process that has imported the program."""
 
 import contextlib
 import json
@@ -16,70 +16,127 @@ from moevement_ext.launch.launch_errors import LaunchError
 
 _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64
+# A process that takes longer to fork is stopped.
+_TO_ANSWER_S = 30.0
 
 
 class TemplateLost(LaunchError):
-    """The template ended, and with it all workers."""
+    """The template ended, and with it all workers that it has forked."""
 
 
 class Template:
-    """The process that forks workers; see `spare.py`. One thread uses it.
+    """A process that has imported the program; see `spare.py`. One thread uses it.
 
     Args:
         program: the program to import; workers call its `main()`.
+        flags: of the program.
         environment: environment of the import.
+        log: file for what the import prints; None: this process's output.
+
+    Attributes:
+        process: is dead or a worker, or waits.
+        fd: readable when the program is imported, or the process dead.
+        forks: None before the program is imported; then True if it forks workers, any number of
+            them; False if it can become a worker itself, once.
     """
 
-    def __init__(self, program: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: str,
+        flags: Sequence[str],
+        environment: Mapping[str, str],
+        log: BinaryIO | None = None,
+    ) -> None:
+        self.forks: bool | None = None
         self._socket, other = socket.socketpair()
+        self.fd = self._socket.fileno()
         with other:
-            command = [str(_SPARE), program, str(other.fileno())]
-            self._process = SpawnedChild(
-                command, environment, stdout=None, stderr=None, pass_fds=[other.fileno()]
+            self.process = SpawnedChild(
+                [str(_SPARE), program, str(other.fileno()), *flags],
+                environment,
+                stdout=log,
+                stderr=log,
+                pass_fds=[other.fileno()],
             )
 
-    def fork(
+    def hear(self) -> bool:
+        """Wait until the program is imported; False if the process dies before."""
+        if self.forks is None:
+            with contextlib.suppress(OSError):
+                heard = self._socket.recv(_MAX_ANSWER_BYTES)
+                self.forks = json.loads(heard) if heard else None
+                self._socket.settimeout(_TO_ANSWER_S)
+        return self.forks is not None
+
+    def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
-    ) -> 'ForkedChild':
-        """Fork a worker; waits until the program is imported.
+    ) -> OwnChild:
+        """Start a worker; waits until the program is imported.
 
         Args:
             command: program and its flags.
             environment: the worker's complete environment.
-            log: file that the worker prints on; None: `ForkedChild.output`.
+            log: file that the worker prints on; None: `OwnChild.output`.
+
+        Raises:
+            TemplateLost: the process is dead, or cannot start another worker.
         """
-        order = {'argv': list(command), 'env': dict(environment), 'log': None}
+        if not self.hear():
+            raise TemplateLost('the template of all workers is gone')
+        order = {'argv': list(command), 'env': dict(environment)}
         if log is not None:
-            return ForkedChild(self, self.ask('fork', order, [log.fileno()]), None)
+            return self._start(order, log.fileno(), None)
         output, other = os.pipe()
         try:
-            return ForkedChild(self, self.ask('fork', order, [other]), output)
+            return self._start(order, other, output)
+        except BaseException:
+            os.close(output)
+            raise
         finally:
             os.close(other)
+
+    def _start(self, order: dict[str, Any], printed: int, output: int | None) -> OwnChild:
+        if self.forks:
+            return ForkedChild(self, self.ask('fork', order, [printed]), output)
+        self._send('become', order, [printed])
+        self._socket.close()
+        self.process.output = output
+        return self.process
 
     def ask(self, request: str, value: Any, descriptors: Sequence[int] = ()) -> int:
         """Send one request and return its answer.
 
         Raises:
-            TemplateLost: the template does not answer.
+            TemplateLost: the template does not answer; it is dead then.
         """
+        self._send(request, value, descriptors)
+        try:
+            answer = self._socket.recv(_MAX_ANSWER_BYTES)
+        except OSError as error:
+            raise self._lost(f': {error}') from error
+        if not answer:
+            raise self._lost('')
+        return int(answer)
+
+    def _send(self, request: str, value: Any, descriptors: Sequence[int]) -> None:
         try:
             text = json.dumps({request: value}).encode() + b'\n'
             sent = socket.send_fds(self._socket, [text], list(descriptors))
             self._socket.sendall(text[sent:])  # an order may be larger than the socket's buffer
-            answer = self._socket.recv(_MAX_ANSWER_BYTES)
         except OSError as error:
-            raise TemplateLost(f'the template of all workers is gone: {error}') from error
-        if not answer:
-            raise TemplateLost('the template of all workers is gone')
-        return int(answer)
+            raise self._lost(f': {error}') from error
 
-    def close(self) -> None:
-        """Kill the template, and with it all workers."""
-        self._process.signal(signal.SIGKILL)
-        self._process.reap()
-        self._process.close()
+    def _lost(self, why: str) -> TemplateLost:
+        self.process.signal(signal.SIGKILL)  # it may hang
+        return TemplateLost(f'the template of all workers is gone{why}')
+
+    def close(self) -> int:
+        """Kill the template, and with it all workers that it has forked; returns as `reap`."""
+        self.process.signal(signal.SIGKILL)
+        code = self.process.reap()
+        self.process.close()
         self._socket.close()
+        return code
 
 
 class ForkedChild(OwnChild):

@@ -91,6 +91,13 @@ def leave(store: Store, name: str, rank: int, own: bytes) -> None:
         store.set(_key(name, rank, index), count + chunks[index])  # type: ignore[arg-type]
 
 
+def left_by(store: Store, name: str, rank: int) -> bytes | None:
+    """What `leave` has left; None if it has not."""
+    if not store.check([_key(name, rank, 0)]):
+        return None
+    return _left_by(store, name, [rank])[0]
+
+
 def _left_by(store: Store, name: str, ranks: Sequence[int]) -> list[bytes]:
     firsts = store.multi_get([_key(name, rank, 0) for rank in ranks])
     return [

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import hot_spares
 from moevement_ext.memory.cgroup import THIS_PROCESS, memory_left
 from moevement_ext.memory.file_system import is_in_memory
 
@@ -104,7 +105,7 @@ class HostMemoryPlan:
         free = free_bytes(directory)
         left = memory_left(process) if is_in_memory(directory) else None
         reserved = {rank: reserved_bytes(directory / str(rank)) for rank in self.ranks}
-        adopted = sum(reserved.values())
+        adopted = sum(reserved.values()) + reserved_bytes(directory / 'reserved')
         # A rank with files from an earlier process needs no further space.
         beside = sum(self.ranks[rank].beside for rank, found in reserved.items() if found)
         # An earlier start may have written the secret of the job already.
@@ -119,13 +120,15 @@ class HostMemoryPlan:
                 f'({gib(adopted)} already reserved there){others} but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
             )
-        if left is not None and missing > left.nbytes:
+        spares = hot_spares.memory_bytes()  # they import the program once the workers have started
+        if left is not None and missing > 0 and missing + spares > left.nbytes:
+            others = f', hot spares take {gib(spares)} (--spares 0: none),' if spares else ''
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
-                f'({gib(adopted)} already reserved there) but the memory limit of {left.cgroup} '
-                f'leaves {gib(left.nbytes)}. Raise the limit of the container (--mem of Slurm, '
-                f'resources.limits.memory of Kubernetes), hold fewer replicas, or use fewer ranks '
-                f'per node.'
+                f'({gib(adopted)} already reserved there){others} but the memory limit of '
+                f'{left.cgroup} leaves {gib(left.nbytes)}. Raise the limit of the container '
+                f'(--mem of Slurm, resources.limits.memory of Kubernetes), hold fewer '
+                f'replicas, or use fewer ranks per node.'
             )
 
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
 # Prefix of the directory with the stubs of an owner.
 STUB = 'stub-'
+# Directory of pages for ranks that may come.
+RESERVED = 'reserved'
 # Prefix of a holder's directory that is being deleted.
 _FORMER = 'former-'
 
@@ -66,6 +68,11 @@ class NodeStore:
     def shared(self) -> Path:
         """Directory of files that belong to no rank and can be recreated."""
         return self.path / 'shared'
+
+    @property
+    def reserved(self) -> Path:
+        """Directory of files for ranks that may come to this node (see `reserved_pages`)."""
+        return self.path / RESERVED
 
     def ledger_path(self, holder: int) -> Path:
         """Path of the ledger of rank `holder`."""
@@ -176,6 +183,7 @@ class NodeStore:
 
     def _remove_empty(self) -> None:
         shutil.rmtree(self.shared, ignore_errors=True)
+        shutil.rmtree(self.reserved, ignore_errors=True)
         for path in (self.path, self.path.parent):
             try:
                 path.rmdir()

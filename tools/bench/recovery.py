@@ -71,11 +71,16 @@ class Bench(NamedTuple):
     window: int
     lose: str = WORKER
     share_gpu: bool = False
+    only: Sequence[str] = tuple(TITLES)
 
     @property
     def methods(self) -> list[str]:
         """Ways to recover in the order of their turns."""
-        return [name for name in TITLES if self.lose == WORKER or name not in (SPARE, COLD)]
+        return [
+            name
+            for name in TITLES
+            if name in self.only and (self.lose == WORKER or name not in (SPARE, COLD))
+        ]
 
     def undisturbed(self, iterations: int) -> Trained:
         """Run plain Megatron without a failure."""
@@ -155,6 +160,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='python -m tools.bench.recovery', description=__doc__)
     add = parser.add_argument
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
+    add('--only', choices=TITLES, nargs='+', default=list(TITLES), help='ways to recover (default: '
+        'all)')  # fmt: skip
     add('--rounds', type=int, default=2, help='turns of everything (default: 2)')
     add('--window', type=int, default=4, help='iterations per window (default: 4)')
     add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
@@ -167,6 +174,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, flag) < 1:
             name = flag.replace('_', '-')
             parser.error(f'--{name} {getattr(args, flag)}: must be at least 1')
+    if args.lose == ALL and not {WHOLE, DISK} & set(args.only):
+        parser.error(f'--only {" ".join(args.only)}: not with --lose {ALL}')
     return args
 
 
@@ -181,7 +190,7 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     data = prepare_text(args.output.resolve() / 'data')
-    bench = Bench(data, output, args.window, args.lose, args.share_gpu)
+    bench = Bench(data, output, args.window, args.lose, args.share_gpu, args.only)
     interval = args.dense_interval
     # Half way between two checkpoints, once at least two windows are complete.
     kill_at = interval * math.ceil(2 * args.window / interval) + interval // 2

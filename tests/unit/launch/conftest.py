@@ -169,3 +169,12 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     """One of the class `JOB` of the test module, if that has one."""
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # the workers use none
     return getattr(request.module, 'JOB', Job)(tmp_path)
+
+
+def starts_a_thread(job: Job) -> None:
+    """On import, so that the program cannot be forked."""
+    job.program.write_text(
+        'import threading\n'
+        'threading.Thread(target=threading.Event().wait, daemon=True).start()\n'
+        + job.program.read_text()
+    )

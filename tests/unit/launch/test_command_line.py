@@ -39,6 +39,13 @@ def test_flags(job: Job) -> None:
     )
 
 
+def test_a_hot_spare_waits_unless_all_are_forked(job: Job) -> None:
+    launched = ['--', str(job.program)]
+    assert parse(['--nodes', '1', *launched]).spares == 1
+    assert parse(['--nodes', '1', '--spares', '0', *launched]).spares == 0
+    assert parse(['--nodes', '1', '--fork', *launched]).spares == 0
+
+
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import mmap
 import os
 import signal
 import socket
@@ -28,10 +29,14 @@ from moevement_ext.launch.launcher_events import (
 from moevement_ext.launch.link import Address, Link
 from moevement_ext.launch.steps import Step
 from moevement_ext.membership.eviction import evict
+from moevement_ext.memory import early
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.store import branches
 from moevement_ext.store.node_leader import VARIABLE
-from tests.unit.launch.conftest import dies, undead
+from tests.unit.launch.conftest import dies, starts_a_thread, undead
 from tests.unit.launch.on_hosts import SlurmJob
+from tests.unit.memory.samples import tmpfs_directory
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob
@@ -120,11 +125,15 @@ def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
     assert lost(job) == []
 
 
-def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
+@pytest.mark.parametrize('forks', [True, False])
+def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) -> None:
     there: list[int] = []
+    if not forks:
+        starts_a_thread(job)
+    spares = 1 if forks else 2
 
     def lose_when_ready(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == 2:
+        if isinstance(event, SpareReady) and len(job.spares()) == spares:
             job.lose('b')
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (3, 1):
             there.append(len(psutil.Process(job.steps['c'][0]._process.pid).children()))
@@ -139,9 +148,76 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob) -> None:
         assert dies(job.started(rank)[0].pid)
         assert job.started(rank)[1].was_spare
         assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
-    assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
+    if not forks:
+        assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
     assert codes(job, 0) == codes(job, 1) == [0]
-    assert there == [2]  # the workers: no other spares are started beside them
+    # The workers, or what they are forked from: no other spares are started beside them.
+    assert there == [spares]
+
+
+def test_a_worker_that_dies_on_a_good_node_is_forked_there(job: SlurmJob) -> None:
+    def let_die(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 2:  # one on each host
+            (job.folder / 'ready').touch()
+
+    job.on_event = let_die
+    job.finish_when = lambda: len(job.started(1)) == 3
+    flags = ('1.0=kill:ready', '1.1=kill')
+    assert job.on_hosts('ab', *flags, nodes=2, spares=1).run() == 0
+    assert [event.was_spare for event in job.started(1)] == [False, True, True]
+    assert {job.life(1, n)['env']['MOEVEMENT_NODE'] for n in range(3)} == {'b'}
+    assert len(job.spares()) == 2
+
+
+def test_a_host_that_takes_a_seat_keeps_what_other_nodes_have(job: SlurmJob) -> None:
+    """Its spares were as many as its workers; the one that is left serves any that dies."""
+
+    def act(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 3:
+            job.lose('b')
+
+    job.on_event = act
+    job.finish_when = lambda: len(job.started(1)) == 3
+    assert job.on_hosts('abc', '1.1=kill', nodes=2, spares=1).run() == 0
+    assert [event.was_spare for event in job.started(1)] == [False, True, True]
+    assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
+
+
+@pytest.mark.parametrize('comes', ['before', 'after'])
+def test_a_spare_host_reserves_what_the_largest_seat_keeps(job: SlurmJob, comes: str) -> None:
+    """Whether it is there when the ranks have said what they keep, or comes later."""
+    kept = [[1], [2, 3], [7], [1]]  # pages of the files of each rank; two ranks a seat
+    found: list[list[int]] = []
+    with tmpfs_directory() as root:
+        spare = ReservedPages(NodeStore(root, 'run', 'c'))
+
+        def lose_first(event: Event) -> None:
+            first_agent = job.steps['c'][0]._process
+            if isinstance(event, NodeReady) and event.host == 'c' and comes == 'after':
+                first_agent.kill()
+
+        def finish_when_reserved() -> None:
+            until = time.monotonic() + 120
+            while spare.nbytes() < 8 * mmap.PAGESIZE and time.monotonic() < until:
+                time.sleep(0.01)
+            found.append(sorted(spare._sizes().values()))
+            job.finish()
+
+        job.on_event = lose_first
+        job.finish_when = lambda: False
+        running = job.on_hosts('abc', nodes=2, workers_per_node=2)
+        job.said.set('memory', str(root / 'run'))
+        for rank, pages in enumerate(kept):
+            sizes = [number * mmap.PAGESIZE for number in pages]
+            files = early.encode([early.KeptFile('0', size, size) for size in sizes])
+            job.said.set(f'files/{rank}', files)
+        job.said.add('files', 4)
+        waiting = threading.Thread(target=finish_when_reserved)
+        waiting.start()
+        assert running.run() == 0
+        waiting.join()
+        assert found == [[mmap.PAGESIZE, 7 * mmap.PAGESIZE]]
+        assert not list(root.iterdir())  # nothing is left after the job
 
 
 def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:

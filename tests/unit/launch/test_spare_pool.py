@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
+import io
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moevement_ext.events import Event
-from moevement_ext.launch import spare
+from moevement_ext.launch import spare, template
 from moevement_ext.launch.launcher_events import (
     SpareEnded,
     SpareMissing,
     SpareReady,
     WorkerLaunched,
 )
-from tests.unit.launch.conftest import Job
+from tests.unit.launch.conftest import Job, dies, starts_a_thread
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -25,33 +28,112 @@ def spares_ended(job: Job) -> list[SpareEnded]:
     return [event for event in job.events if isinstance(event, SpareEnded)]
 
 
+@pytest.mark.parametrize('forks', [True, False])
 @pytest.mark.parametrize('logged', [True, False])
 def test_ready_spare_takes_over(
-    job: Job, logged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Job, forks: bool, logged: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def kill_when_ready(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 1:
             (tmp_path / 'ready').touch()
 
+    if not forks:
+        starts_a_thread(job)
     job.on_event = kill_when_ready
-    job.finish_when = lambda: len(job.spares()) == 2  # another one was started
+    spares = 1 if forks else 2  # another one was started
+    job.finish_when = lambda: len(job.spares()) == spares and len(job.started(1)) == 2
     log_dir = tmp_path / 'logs' if logged else None
     flags = ('1.0=kill:ready', '1.1=print:second')
     assert job.run(*flags, nodes=2, spares=1, log_dir=log_dir) == 0
 
-    taken = job.spares()[0].pid
-    assert job.started(1)[1] == WorkerLaunched(1, taken, 1, was_spare=True)
+    spare, worker = job.spares()[0].pid, job.started(1)[1]
+    assert worker == WorkerLaunched(1, worker.pid, 1, was_spare=True)
+    assert (worker.pid == spare) is not forks
     first, second = job.life(1, 0), job.life(1, 1)
-    assert second['imported'] == {'pid': taken, 'rank': None, 'path': str(tmp_path)}
+    assert second['imported'] == {'pid': spare, 'rank': None, 'path': str(tmp_path)}
     assert second['argv'] == first['argv']
+    assert first['env'].keys() == second['env'].keys()
     differing = {'TORCHELASTIC_RESTART_COUNT'}
     assert {k for k in first['env'] if second['env'].get(k) != first['env'][k]} == differing
     if logged:
         assert (tmp_path / 'logs' / 'rank1.log').read_text() == 'importing\nsecond\n'
-        assert (tmp_path / 'logs' / 'spares.log').read_text() == 'importing\n' * 2
+        assert (tmp_path / 'logs' / 'spares.log').read_text() == 'importing\n' * spares
     else:
         assert '[rank 1] second\n' in capsys.readouterr().out
     assert spares_ended(job) == []
+
+
+def test_one_spare_that_forks_replaces_any_number_of_workers(job: Job, tmp_path: Path) -> None:
+    job.on_event = lambda event: (
+        (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
+    )
+    job.finish_when = lambda: all(len(job.started(rank)) == 3 for rank in (0, 1))
+    flags = [f'{rank}.{life}=kill:ready' for rank in (0, 1) for life in (0, 1)]
+    assert job.run(*flags, nodes=2, spares=2) == 0
+    assert len(job.spares()) == 1
+    assert {event.was_spare for event in job.started() if event.restarts} == {True}
+
+
+def test_workers_of_a_spare_that_dies_die_with_it_and_are_replaced(
+    job: Job, tmp_path: Path
+) -> None:
+    def act(event: Event) -> None:
+        if isinstance(event, SpareReady):
+            (tmp_path / 'ready').touch()
+        if isinstance(event, WorkerLaunched) and event.restarts == 1:
+            os.kill(job.spares()[0].pid, signal.SIGKILL)
+
+    job.on_event = act
+    job.finish_when = lambda: len(job.started(0)) == 3 and len(job.spares()) == 2
+    assert job.run('0.0=kill:ready', spares=1) == 0
+    assert [event.code for event in spares_ended(job)] == [-9]
+    assert dies(job.started(0)[1].pid)
+
+
+def test_a_spare_that_does_not_answer_is_killed_and_a_worker_started_without_it(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template, '_TO_ANSWER_S', 0.2)
+
+    def stop_first(event: Event) -> None:
+        if isinstance(event, SpareReady) and len(job.spares()) == 1:
+            os.kill(event.pid, signal.SIGSTOP)
+            (tmp_path / 'ready').touch()
+
+    job.on_event = stop_first
+    job.finish_when = lambda: len(job.started(0)) == 2 and len(job.spares()) == 2
+    assert job.run('0.0=kill:ready', spares=1) == 0
+    assert not job.started(0)[1].was_spare
+    assert [event.code for event in spares_ended(job)] == [-9]
+
+
+def test_a_spare_on_a_machine_without_gpu_imports_as_a_worker_does(job: Job) -> None:
+    """The adapter stands in for CUDA there, and asks torch again once it does."""
+    job.program.write_text(
+        job.program.read_text().replace(
+            'imported = {', "imported = {'nvml': os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'), "
+        )
+    )
+    job.on_event = lambda event: (
+        (job.folder / 'ready').touch() if isinstance(event, SpareReady) else None
+    )
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=kill:ready', spares=1) == 0
+    expected = '1' if os.path.exists('/dev/nvidiactl') else None
+    assert job.life(0, 1)['imported']['nvml'] == expected
+
+
+def test_what_the_program_prepares_is_there_in_a_worker(job: Job, tmp_path: Path) -> None:
+    job.program.write_text(
+        job.program.read_text() + "\ndef warm_up(flags):\n    imported['warm'] = list(flags)\n"
+    )
+    job.on_event = lambda event: (
+        (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
+    )
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=kill:ready', spares=1) == 0
+    assert 'warm' not in job.life(0)['imported']
+    assert job.life(0, 1)['imported']['warm'] == ['0.0=kill:ready']
 
 
 def test_worker_is_replaced_without_waiting_for_a_spare(job: Job) -> None:
@@ -82,7 +164,7 @@ def test_spare_that_cannot_start_is_not_tried_again(job: Job, tmp_path: Path) ->
     assert job.run(spares=1, log_dir=tmp_path) == 0
     (gone,) = spares_ended(job)
     assert (gone.code, gone.was_ready) == (1, False)
-    assert 'program.py has no function main(), which --spares needs' in (
+    assert 'program.py has no function main(), which --spares and --fork need' in (
         (tmp_path / 'spares.log').read_text()
     )
 
@@ -103,7 +185,22 @@ def test_a_spare_for_which_nothing_is_left_ends_no_worker(job: Job, tmp_path: Pa
     assert 'No such file or directory' in str(job.events)
 
 
-def test_spare_ends_with_its_stdin(job: Job) -> None:
-    command = [sys.executable, spare.__file__, str(job.program)]
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b'.', b'importing\n')
+def test_spare_ends_with_its_launcher(job: Job) -> None:
+    mine, its = socket.socketpair()
+    with mine, its:
+        command = [sys.executable, spare.__file__, str(job.program), str(its.fileno())]
+        process = subprocess.Popen(command, pass_fds=[its.fileno()], stdout=subprocess.PIPE)
+    assert process.communicate(timeout=120) == (b'importing\n', None)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(('result', 'forks'), [(3, True), (0, False)])
+def test_a_program_that_has_used_a_gpu_is_not_forked(
+    result: int, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SimpleNamespace(cuDeviceGetCount=lambda _: result)
+    monkeypatch.setattr(spare.ctypes, 'CDLL', lambda name: driver)
+    monkeypatch.setattr(spare.os, 'listdir', lambda path: ['1'])
+    maps = io.StringIO('7f00-7f01 r-xp 0 0 0 /usr/lib/libcuda.so.550.54\n')
+    monkeypatch.setattr(spare, 'open', lambda path: maps, raising=False)
+    assert spare._can_fork() is forks

@@ -121,10 +121,10 @@ def test_a_worker_that_init_has_reaped_is_dead(job: Job) -> None:
     """Its template is gone, and its process id is nobody's; this process stands for init."""
     others = {child.pid for child in psutil.Process().children()}
     environment = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
-    template = Template(str(job.program), environment)
+    template = Template(str(job.program), [], environment)
     adopt_orphans(True)
     try:
-        worker = template.fork([str(job.program)], environment, None)
+        worker = template.start([str(job.program)], environment, None)
         [template_pid] = {child.pid for child in psutil.Process().children()} - others
         os.kill(template_pid, signal.SIGKILL)
         assert dies(template_pid)  # only then is the worker this process' own
@@ -150,11 +150,11 @@ def test_spares_are_of_no_use(job: Job) -> None:
 
 def test_who_is_killed_as_soon_as_it_is_forked_dies(job: Job) -> None:
     """It leads no group of processes yet, of which all could be killed."""
-    template = Template(str(job.program), os.environ)
+    template = Template(str(job.program), [], os.environ)
     try:
         for life in range(20):
             own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(life)}
-            worker = template.fork([str(job.program)], {**os.environ, **own}, None)
+            worker = template.start([str(job.program)], {**os.environ, **own}, None)
             worker.signal(signal.SIGKILL)
             assert readable(worker.death, 30.0)
             assert worker.reap() == -signal.SIGKILL

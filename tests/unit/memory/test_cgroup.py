@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import hot_spares
 from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory
 from moevement_ext.memory.cgroup import MemoryLeft, cores_left, memory_left
 from tests.unit.memory.samples import tmpfs_directory
@@ -151,6 +152,20 @@ def test_a_plan_over_the_limit_of_the_container_is_refused(machine: Machine, shm
         plan.check(None, shm / 'run1', machine.process)
     machine.group('job', 2 * GIB, GIB // 4)
     plan.check(None, shm / 'run1', machine.process)
+
+
+def test_hot_spares_count_while_there_is_something_to_reserve(
+    machine: Machine, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come after the workers; where all is reserved, one may be there already."""
+    machine.be_in('/job')
+    machine.group('job', 2 * GIB, GIB // 4)
+    plan = HostMemoryPlan({0: RankMemory(own_windows=GIB, replicas=0, ledger=0)})
+    plan.check(None, shm / 'run1', machine.process)
+    monkeypatch.setenv(hot_spares.VARIABLE, '2')
+    with pytest.raises(HostMemoryError, match='hot spares take 1.00 GiB .--spares 0: none., but'):
+        plan.check(None, shm / 'run1', machine.process)
+    HostMemoryPlan({}).check(None, shm / 'run1', machine.process)
 
 
 def test_what_is_reserved_already_is_not_needed_again(machine: Machine, shm: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
+from moevement_ext.memory.early import EarlyReservation, KeptFile
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.name import WindowName
@@ -23,8 +24,22 @@ from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verification import Verification
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.recover.fake_trainer import FakeLoop, FakeOperators, FakePipeline, FakeState
-from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
+from tests.unit.recover.fake_trainer import (
+    FakeLoop,
+    FakeOperators,
+    FakePipeline,
+    FakeState,
+    FakeTrainer,
+)
+from tests.unit.recover.threaded_job import (
+    STAGES,
+    WINDOW,
+    Expected,
+    Fault,
+    Process,
+    ThreadedJob,
+    install,
+)
 
 OF_AN_ITERATION = [
     *(Phase.FORWARD, Phase.P2P, Phase.OPTIMIZER, Phase.NORM, Phase.STEP, Phase.AFTER_STEP),
@@ -261,6 +276,32 @@ def test_a_survivor_has_left_its_loop_before_it_waits_for_the_new_process(
     of_a_survivor = [note.split()[-1] for note in notes if note.startswith(notes[0].split()[0])]
     assert of_a_survivor
     assert of_a_survivor == len(of_a_survivor) // 3 * ['leave', 'silence', 'meet']
+
+
+def test_what_a_lost_node_had_is_reserved_while_the_model_is_built(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    begin, build, wait = EarlyReservation._begin, Process._build, EarlyReservation.wait
+
+    def begin_noted(early: EarlyReservation, files: Sequence[KeptFile]) -> None:
+        order.append(f'{len(files)} files')
+        begin(early, files)
+
+    def build_noted(process: Process, with_dense: bool) -> FakeTrainer:
+        order.append('model')
+        return build(process, with_dense)
+
+    def wait_noted(early: EarlyReservation) -> None:
+        wait(early)
+        order.append('reserved')
+
+    monkeypatch.setattr(EarlyReservation, '_begin', begin_noted)
+    monkeypatch.setattr(Process, '_build', build_noted)
+    monkeypatch.setattr(EarlyReservation, 'wait', wait_noted)
+    train_through([Fault(1, Phase.FORWARD, FIRST + 2, node_lost=True)], fault_free)
+    # Two windows of its own, two of another rank, and the log.
+    assert order == [*STAGES * ['model'], '5 files', 'model', 'reserved']
 
 
 def nothing_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,8 +172,18 @@ def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyP
         assert recovery.main([]) == status
 
 
-@pytest.mark.parametrize('flags', ['--rounds 0', '--window 0', '--dense-interval 0'])
+def test_some_ways_alone() -> None:
+    args = recovery.parse_arguments(['--only', reports.DISK, reports.SPARE])
+    bench = recovery.Bench(Path(), Path(), 4, only=args.only)
+    assert bench.methods == [reports.SPARE, reports.DISK]
+    assert bench._replace(lose=recovery.ALL).methods == [reports.DISK]
+    assert bench._replace(only=tuple(reports.TITLES)).methods == list(reports.TITLES)
+
+
+@pytest.mark.parametrize(
+    'flags', ['--rounds 0', '--window 0', '--dense-interval 0', '--only localized']
+)
 def test_wrong_flags_are_named(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        recovery.parse_arguments(flags.split())
+        recovery.parse_arguments([*flags.split(), '--lose', recovery.ALL])
     assert flags in capsys.readouterr().err

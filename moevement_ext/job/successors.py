@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a rank that a process in its place reserves before its model is built."""
+
+from datetime import timedelta
+from pathlib import Path
+
+from moevement_ext.config import node_name
+from moevement_ext.launch.statements import tell_files
+from moevement_ext.membership.exchange import leave, left_by
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rank import Rank
+from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.memory import early
+from moevement_ext.memory.node_store import NodeStore
+
+_STORE_TIMEOUT = timedelta(seconds=60)
+# Under which ranks leave the list of their files.
+_FILES = 'files'
+
+
+def node_store(rank: Rank) -> NodeStore:
+    """The run's host memory on this node."""
+    return NodeStore(Path(rank.config.dir), rank.run_id, node_name())
+
+
+def reserve_early(rank: Rank, membership: Membership | None) -> early.EarlyReservation | None:
+    """Begin to reserve what a lost process kept, which this one takes the place of."""
+    left = None if membership is None else left_by(membership.archive, _FILES, rank.number)
+    if left is None:
+        return None
+    return early.EarlyReservation(node_store(rank), rank.number, early.decode(left))
+
+
+def leave_for_successors(rank: Rank, membership: Membership | None, store: NodeStore) -> None:
+    """Tell which files this rank keeps: to a process that replaces it, and to the launcher."""
+    if membership is None:
+        return
+    files = early.encode(early.kept_by(store, rank.number))
+    leave(membership.archive, _FILES, rank.number, files)
+    launcher = launcher_store(_STORE_TIMEOUT)
+    if launcher is not None:
+        tell_files(launcher, rank.number, files)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of a node for ranks that may come to it, in files that these ranks take over.
+
+A spare node reserves what the ranks of the largest node keep, before any node is lost. A rank that
+comes takes a file over by renaming it, so that no page is reserved a second time or lost in
+between; whatever another rank has taken, it reserves itself.
+"""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import private
+from moevement_ext.memory.node_store import NodeStore
+
+logger = logging.getLogger(__name__)
+
+
+class ReservedPages:
+    """The reserved files of one run on one node. Any thread and process.
+
+    Args:
+        store: of the node.
+    """
+
+    def __init__(self, store: NodeStore) -> None:
+        self._root = store.root
+        self.path = store.reserved
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Reserve files of these sizes in place of all earlier ones; none without room for all.
+
+        Args:
+            sizes: in bytes.
+        """
+        self.remove()
+        try:
+            private.make_directories(self._root, self.path)
+            for number, nbytes in enumerate(sizes):
+                path = self.path / str(number)
+                fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                try:
+                    os.posix_fallocate(fd, 0, max(nbytes, 1))
+                finally:
+                    os.close(fd)
+        except (HostMemoryError, OSError) as error:  # a rank that comes reserves for itself
+            logger.warning('no pages are reserved for ranks that may come: %s', error)
+            self.remove()
+
+    def take(self, nbytes: int, to: Path) -> bool:
+        """Rename a reserved file to `to`, the smallest of at least `nbytes`, else the largest.
+
+        Returns:
+            False if there is none left.
+        """
+        while sizes := self._sizes():
+            large = [name for name, size in sizes.items() if size >= nbytes]
+            name = min(large, key=sizes.__getitem__) if large else max(sizes, key=sizes.__getitem__)
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                os.rename(self.path / name, to)
+                return True
+        return False
+
+    def nbytes(self) -> int:
+        """Bytes that are left here."""
+        return sum(self._sizes().values())
+
+    def remove(self) -> None:
+        """Free what is left, and remove directories that are empty then."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # ranks of this node have files
+            self.path.parent.rmdir()
+            self.path.parent.parent.rmdir()
+
+    def _sizes(self) -> dict[str, int]:
+        try:
+            private.check_directories(self._root, self.path)
+            names: Collection[str] = os.listdir(self.path)
+        except (FileNotFoundError, HostMemoryError):
+            return {}
+        found = {}
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = os.stat(self.path / name).st_blocks * 512
+        return found

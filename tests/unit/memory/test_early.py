@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that are reserved early are those that the set-up needs; anything else leaves nothing."""
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.memory import budget, early, reserved_pages
+from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
+from moevement_ext.memory.early import EarlyReservation, KeptFile, kept_by
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.window.generations import OwnerWindows
+from tests.unit.memory.samples import tmpfs_directory
+
+NBYTES = 1 << 20
+OWNERS = (2, 0)
+"""Rank 2 keeps its own windows, and replicas of rank 0."""
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+def on(root: Path, node: str) -> NodeStore:
+    return NodeStore(root, 'run', node)
+
+
+def set_up(store: NodeStore) -> None:
+    """What the set-up of rank 2 reserves."""
+    for owner in OWNERS:
+        OwnerWindows(store, 2, owner, NBYTES)
+    (store.holder_path(2) / 'upstream-log').write_bytes(bytes(NBYTES))
+
+
+@pytest.fixture
+def files(root: Path) -> list[KeptFile]:
+    """As the lost process has left them."""
+    store = on(root, 'lost')
+    set_up(store)
+    found = kept_by(store, 2)
+    store.close()
+    return found
+
+
+def whole(store: NodeStore) -> dict[str, int]:
+    """Files that have all pages, by name, with what shows whether they are the same."""
+    path = store.holder_path(2)
+    found = [*path.glob('*/*.window'), *path.glob('upstream-log')]
+    assert all(file.stat().st_blocks * 512 == file.stat().st_size == NBYTES for file in found)
+    return {str(file.relative_to(path)): file.stat().st_ino for file in found}
+
+
+def test_the_set_up_finds_all_that_it_would_reserve(root: Path, files: list[KeptFile]) -> None:
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    before = whole(on(root, 'spare'))
+    assert len(before) == len(files) == 5
+    set_up(on(root, 'spare'))
+    assert sorted(whole(on(root, 'spare')).values()) == sorted(before.values())
+
+
+def test_only_the_first_pages_where_the_lost_process_had_no_more(root: Path) -> None:
+    EarlyReservation(on(root, 'spare'), 2, [KeptFile('2', NBYTES, NBYTES // 4)]).wait()
+    [file] = on(root, 'spare').owner_path(2, 2).iterdir()
+    assert (file.stat().st_size, file.stat().st_blocks * 512) == (NBYTES, NBYTES // 4)
+
+
+def test_where_windows_are_nothing_is_reserved(root: Path, files: list[KeptFile]) -> None:
+    store = on(root, 'spare')
+    OwnerWindows(store, 2, 2, NBYTES)
+    store.close()
+    before = whole(store)
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert whole(on(root, 'spare')) == before
+
+
+def test_without_room_for_all_nothing_is_reserved(
+    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, 'free_bytes', lambda path: 5 * NBYTES - 1)
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert whole(on(root, 'spare')) == {}
+
+
+def test_after_an_error_nothing_is_left(
+    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when other ranks of the node, which look for room at the same time, take it."""
+    allocate, asked = os.posix_fallocate, []
+
+    def full_at_the_second(fd: int, offset: int, nbytes: int) -> None:
+        asked.append(fd)
+        if len(asked) == 2:
+            raise OSError(errno.ENOSPC, 'full')
+        allocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(early.os, 'posix_fallocate', full_at_the_second)
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert whole(on(root, 'spare')) == {}
+    monkeypatch.undo()
+    set_up(on(root, 'spare'))  # whose directory is not locked any more
+    assert len(whole(on(root, 'spare'))) == 5
+
+
+def test_a_process_that_dies_while_it_reserves_costs_its_successor_nothing(
+    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (pid := os.fork()) == 0:
+        early.os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        EarlyReservation(on(root, 'spare'), 2, files).wait()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    left = list(on(root, 'spare').holder_path(2).glob('*/*.window'))
+    assert left and any(file.stat().st_blocks == 0 for file in left)
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    set_up(on(root, 'spare'))
+    assert len(whole(on(root, 'spare'))) == 5
+
+
+@pytest.mark.parametrize('directory', ['..', '/tmp', '2/../../3', 'x2'])
+def test_a_list_that_leads_elsewhere_is_not_followed(root: Path, directory: str) -> None:
+    EarlyReservation(on(root, 'spare'), 2, [KeptFile(directory, NBYTES, NBYTES)]).wait()
+    assert not any(file.suffix == '.window' for file in root.rglob('*'))
+
+
+# ---- a node that has reserved pages in advance
+
+
+def test_what_a_spare_node_has_reserved_is_taken_over(root: Path, files: list[KeptFile]) -> None:
+    spare = on(root, 'spare')
+    pages = ReservedPages(spare)
+    pages.reserve([file.reserved for file in files])
+    reserved = {path.stat().st_ino for path in pages.path.iterdir()}
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert set(whole(spare).values()) == reserved
+    assert pages.nbytes() == 0
+
+
+def test_files_of_other_sizes_are_made_to_fit(root: Path) -> None:
+    """The seat is another one, or other ranks of the node were faster."""
+    spare = on(root, 'spare')
+    pages = ReservedPages(spare)
+    pages.reserve([NBYTES // 4, 2 * NBYTES])
+    wanted = [KeptFile('2', NBYTES, NBYTES) for _ in range(3)]
+    EarlyReservation(on(root, 'spare'), 2, wanted).wait()
+    assert len(whole(spare)) == 3
+
+
+def test_reserved_pages_count_as_room(
+    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = on(root, 'spare')
+    ReservedPages(spare).reserve([file.reserved for file in files])
+    monkeypatch.setattr(early, 'free_bytes', lambda path: 0)
+    monkeypatch.setattr(budget, 'free_bytes', lambda path: 0)
+    plan = HostMemoryPlan({2: RankMemory(own_windows=5 * NBYTES, replicas=0, ledger=0)})
+    plan.check(None, spare.path)
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert len(whole(spare)) == 5
+    plan.check(None, spare.path)
+
+
+def test_a_spare_node_without_room_reserves_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = on(root, 'spare')
+    allocate, asked = os.posix_fallocate, []
+
+    def full_at_the_second(fd: int, offset: int, nbytes: int) -> None:
+        asked.append(fd)
+        if len(asked) == 2:
+            raise OSError(errno.ENOSPC, 'full')
+        allocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(reserved_pages.os, 'posix_fallocate', full_at_the_second)
+    ReservedPages(spare).reserve([NBYTES, NBYTES, NBYTES])
+    assert not spare.path.exists()
+
+
+def test_a_spare_node_that_dies_while_it_reserves_leaves_what_fits(
+    root: Path, files: list[KeptFile]
+) -> None:
+    if (pid := os.fork()) == 0:
+        reserved_pages.os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ReservedPages(on(root, 'spare')).reserve([file.reserved for file in files])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    assert len(whole(on(root, 'spare'))) == 5
