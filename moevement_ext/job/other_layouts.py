@@ -55,6 +55,25 @@ class OtherLayouts:
         if disk is not None:
             disk.forget_other_layouts = lambda: shelf.remove_on_disk(runs)
 
+    def part(self, protection: Protection, trainer: Trainer, iteration: int) -> None:
+        """Before a planned end, keep the state in one slot, for a start of any layout.
+
+        Args:
+            protection: of this rank.
+            trainer: of this rank.
+            iteration: committed iterations, the same on all ranks.
+        """
+        if self._shelf is None or is_export() or protection.unjudged:
+            return
+        try:
+            state = trainer.begin_iteration(iteration)
+            held = part(protection, self._rank, trainer.operators, iteration, state)
+        except HostMemoryError as error:
+            logger.warning('the state at the end is not kept, but windows before it: %s', error)
+            return
+        if not held:
+            logger.warning('not all ranks have said that they keep the state of %d', iteration)
+
     def obtain(
         self, memory: HostMemory, trainer: Trainer, own: whole_job.Predecessor
     ) -> whole_job.Source | None:
@@ -79,19 +98,3 @@ class OtherLayouts:
             reason = 'no window of another layout could be put together'
             whole_job.next_tier(reason, self._rank, own.dense_iteration)
         return source
-
-    def part(self, protection: Protection, trainer: Trainer, iteration: int) -> None:
-        """Keep the state after `iteration` in one slot, for a start of any layout.
-
-        All ranks call it, after the same iteration.
-        """
-        if self._shelf is None or is_export() or protection.unjudged:
-            return
-        try:
-            state = trainer.begin_iteration(iteration)
-            held = part(protection, self._rank, trainer.operators, iteration, state)
-        except HostMemoryError as error:
-            logger.warning('the window before last is what a start goes on from: %s', error)
-            return
-        if not held:
-            logger.warning('not all ranks have said that they keep the state of %d', iteration)

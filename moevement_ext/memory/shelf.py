@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,9 +224,12 @@ def _mapped(path: Path) -> ShelvedCopy:
 def _twin(path: Path) -> ShelvedCopy:
     twin = TwinWindow.open(path)
 
+    @lru_cache(maxsize=1)  # records are read slot by slot
+    def payload(slot: int) -> memoryview:
+        return memoryview(b''.join(twin.payload(slot)))
+
     def read(header: SlotHeader, record: Record) -> memoryview:
-        payload = memoryview(b''.join(twin.payload(header.slot)))
-        return payload[record.offset : record.offset + record.nbytes]
+        return payload(header.slot)[record.offset : record.offset + record.nbytes]
 
     return ShelvedCopy(path, twin.verify_identity(Expected()), read)
 

@@ -9,6 +9,7 @@ from moevement_ext.events import (
     Event,
     FailureDetected,
     Finished,
+    JobDescribed,
     LossLogged,
     NextTier,
     ProtectionReduced,
@@ -57,6 +58,7 @@ _LAG = (
     'Start of the newest own window minus that of the newest one that all ranks and holders have.'
 )
 _LOSS = 'Loss that the trainer logged last, on the rank that logs.'
+_LAYOUT = 'Ranks of the job by kind of parallelism, on rank 0.'
 _VERIFIED = 'Operators compared with captures after a recovery.'
 _DIFFERING = 'Operators whose recovered state was another, and losses or gradient norms.'
 
@@ -66,6 +68,7 @@ INSTRUMENTS = (
     _state('iteration', 'Newest iteration committed on this rank.', 'iteration'),
     TARGET,
     FINISHED,
+    _state('layout_ranks', _LAYOUT, 'layout', JobDescribed, 'kind'),
     _state('loss', _LOSS, 'loss', LossLogged),
     _state('window_iterations', 'Iterations per window in force.', 'window'),
     _state('window_age_iterations', _AGE, 'window_age'),

@@ -153,7 +153,7 @@ def test_another_layout_has_the_bits_that_it_has_from_a_checkpoint(
     assert found <= allowed
 
 
-@pytest.mark.parametrize('case', with_quick(THERE_AND_BACK, 'one rank'))
+@pytest.mark.parametrize('case', with_quick(THERE_AND_BACK))
 def test_the_state_is_the_same_after_a_way_through_another_layout(
     case: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
@@ -298,3 +298,21 @@ def test_torchrun_goes_on_with_the_agents_that_are_left(
     assert there.dense_at >= 5
     assert left_over(job) == []
     assert read_digest(job)['iteration'] == 12
+
+
+@pytest.mark.thorough
+def test_memory_is_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> None:
+    layouts = [Layout(1), Layout(1, sharded=True)]
+    longer = [*ONE, '--train-iters', '26']
+    job = cluster(*MODEL, *layouts[0].flags(), *RESTART, *longer, ranks=1)
+    used = []
+    for life in range(7):
+        assert -9 in job.run(fail_at=f'0:{5 + 3 * life}:forward')
+        assert 1 <= len(left_over(job)) <= 2
+        files = job.memory.parent.glob(f'{job.name}.*/**/*.window')
+        used.append(sum(path.stat().st_size for path in files))
+        job = again(job, cluster, layouts[(life + 1) % 2], *longer)
+    assert max(used) <= 2 * used[0]
+    job.finish(timeout_s=300.0)
+    assert relaid(job).dense_at >= 20
+    assert left_over(job) == []

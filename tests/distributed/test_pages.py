@@ -46,7 +46,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def program_of_readme() -> str:
     """Its snippet, with all that it does not say taken from the program of api.md."""
-    (snippet,), (complete,) = blocks(README, 'python'), blocks(API, 'python')
+    (snippet,), (complete, _) = blocks(README, 'python'), blocks(API, 'python')
     configurations = re.search(r'^def main\(\):\n(.*?)^    plan = ', complete, re.M | re.S)
     assert configurations is not None and LARGE in snippet
     functions = complete.removesuffix(f'{MAIN}    main()\n')

@@ -106,7 +106,7 @@ def _restarted_in_process(train: Callable[[], None]) -> None:
         barrier_timeout=2 * minute, completion_timeout=2 * minute,
         store_kwargs={'port': port + 2, 'timeout': 2 * minute},
     )  # fmt: skip
-    def attempt(call_wrapper: Any = None) -> None:
+    def attempt(call_wrapper: inprocess.CallWrapper = None) -> None:  # found by its type
         os.environ['MASTER_PORT'] = str(port + 10 + call_wrapper.iteration)
         train()
 

@@ -19,21 +19,36 @@ SITE = ROOT / '.peers'
 _PROGRAM = str(Path(peer_program.__file__).relative_to(ROOT))
 
 
-class InJob(Agents):
-    """nvidia-resiliency-ext's launcher, which restarts workers without a new job."""
+class Elastic(Agents):
+    """torchrun with its own rendezvous: the static one keeps addresses of dead workers.
+
+    Attributes:
+        module: the module that starts the workers.
+        more: further flags of it.
+    """
+
+    module = 'torch.distributed.run'
+    more: tuple[str, ...] = ()
 
     def command(self, node: int, port: int) -> list[str]:
         """Command line of the agent of the only node."""
         launch = self._launch
         return [
-            sys.executable, '-m', 'nvidia_resiliency_ext.fault_tolerance.launcher',
+            sys.executable, '-m', self.module,
             '--nnodes', '1', '--nproc-per-node', str(launch.workers_per_node),
             '--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}',
             '--rdzv-id', 'compare', '--max-restarts', str(launch.max_restarts),
-            '--monitor-interval', '0.1', '--ft-ignore-missing-cfg',
+            '--monitor-interval', '0.1', *self.more,
             '--log-dir', str(launch.folder / 'workers'), '--tee', '3',
             *launch.program(),
         ]  # fmt: skip
+
+
+class InJob(Elastic):
+    """nvidia-resiliency-ext's launcher, which restarts workers without a new job."""
+
+    module = 'nvidia_resiliency_ext.fault_tolerance.launcher'
+    more = ('--ft-ignore-missing-cfg',)
 
 
 class Loose(Agents):
@@ -76,7 +91,7 @@ class PeerRow(NamedTuple):
 
     title: str
     flags: Callable[[PeerPlaces], list[str]] = lambda places: []
-    starts: Launcher | Callable[[Launch], Agents] = Launcher.TORCHRUN
+    starts: Launcher | Callable[[Launch], Agents] = Elastic
     nodes: int = 1
     spares: int = 0
     reserves: int = 0
@@ -135,7 +150,9 @@ PEERS = {
     'localized': PeerRow(
         'MoEvement, localized', _ours('localized'), Launcher.LOCAL, nodes=2, ours=True
     ),
-    'whole-job': PeerRow('MoEvement, whole job', _ours('whole-job'), nodes=2, ours=True),
+    'whole-job': PeerRow(
+        'MoEvement, whole job', _ours('whole-job'), Launcher.TORCHRUN, nodes=2, ours=True
+    ),
     'nvrx-in-job': PeerRow(
         'nvidia-resiliency-ext 0.7.0: local, replicated; in-job restart', _local, InJob
     ),

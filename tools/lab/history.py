@@ -167,8 +167,8 @@ class History:
 
     @property
     def finished(self) -> bool:
-        """True if all ranks ended normally."""
-        return all(isinstance(events[-1], Finished) for events in self.by_rank.values())
+        """True if all ranks of the present layout ended normally."""
+        return all(isinstance(self.by_rank[rank][-1], Finished) for rank in self.members)
 
     @cached_property
     def places(self) -> dict[int, Protected]:
@@ -181,6 +181,12 @@ class History:
         return next(reversed(kind_of(self.events, JobDescribed)), None)
 
     @property
+    def members(self) -> list[int]:
+        """Ranks of the present layout with at least one event; an earlier one may have had more."""
+        size = self.about.layout.get('ranks') if self.about else None
+        return [rank for rank in self.ranks if size is None or rank < size]
+
+    @property
     def losses(self) -> list[LossLogged]:
         """All logged losses, in the order of time."""
         return kind_of(self.events, LossLogged)
@@ -188,8 +194,11 @@ class History:
     @cached_property
     def spans(self) -> dict[int, list[Span]]:
         """Activity of each rank, from its first process on."""
+        members = set(self.members)
         ends = {
-            rank: events[-1].time if isinstance(events[-1], Finished) else self.end
+            rank: self.end
+            if rank in members and not isinstance(events[-1], Finished)
+            else events[-1].time
             for rank, events in self.by_rank.items()
         }
         return {rank: _spans(self._turns[rank], ends[rank]) for rank in self.ranks}

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from moevement_ext.config import AUTO
 from moevement_ext.memory.budget import gib
 from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import (
@@ -254,7 +255,7 @@ def _protection(args: argparse.Namespace, megatron: MegatronFlags) -> Protection
         raise DescriptionError(f'--window {window}: give a whole number or auto')
     return ProtectionSettings(
         window=None if window == 'auto' else int(window),
-        localized=recovery == 'localized',
+        localized=recovery in (AUTO, 'localized'),
         disk=settings.pop('disk', None) is not None,
         **settings,
     )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from moevement_ext.config import network_rate
+from moevement_ext.config import AUTO, network_rate
 from tools.lab.arguments import Parser
 from tools.plan.description import DescriptionError, Training
 from tools.plan.layout import Batch, Layout, Precision, spread
@@ -188,7 +188,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         parser.add_argument(_flag(name))
     parser.add_argument('--sparse-ckpt-network-gb-per-s', type=network_rate)
     parser.add_argument('--sparse-ckpt-log-lag', type=float)
-    parser.add_argument('--sparse-ckpt-recovery', choices=RECOVERIES)
+    parser.add_argument('--sparse-ckpt-recovery', choices=(AUTO, *RECOVERIES))
     given, unused = parser.parse_known_args(list(argv))
     return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tools.lab.history import Episode, History, Pace, shares
+from tools.lab.layouts import layouts
 from tools.lab.plots import Doing
 from tools.lab.text import duration
 
@@ -55,7 +56,7 @@ def show(history: History, now: float) -> Group:
 def stages(history: History) -> list[Stage]:
     """Present activity of each stage's ranks."""
     ranks: dict[int | None, list[int]] = {}
-    for rank in history.ranks:
+    for rank in history.members:
         place = history.places.get(rank)
         ranks.setdefault(place.stage if place else None, []).append(rank)
     newest = {rank: events[-1].iteration for rank, events in history.by_rank.items()}
@@ -77,13 +78,14 @@ def silent(history: History) -> list[int]:
     if history.episodes and history.episodes[-1].end is None:
         return []
     window = max((len(slots) for slots in history.slots.values()), default=1)
-    newest = {rank: events[-1].iteration for rank, events in history.by_rank.items()}
+    newest = {rank: history.by_rank[rank][-1].iteration for rank in history.members}
     return [rank for rank, at in newest.items() if max(newest.values()) - at > 2 * window]
 
 
 def missing(history: History) -> list[int]:
     """Ranks without any event."""
-    size = max((place.world_size for place in history.places.values()), default=0)
+    places = (history.places[rank] for rank in history.members if rank in history.places)
+    size = max((place.world_size for place in places), default=0)
     return sorted(set(range(size)) - history.by_rank.keys())
 
 
@@ -145,6 +147,9 @@ def _figures(history: History) -> Table:
     if time is not None:
         table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
     table.add_row('protection', _protection(history))
+    found = layouts(history)
+    if found:
+        table.add_row('layout', '; before that '.join(found))
     for title, ranks in (('SILENT ranks', silent(history)), ('MISSING ranks', missing(history))):
         if ranks:
             table.add_row(title, Text(' '.join(map(str, ranks)), 'bold red'))

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from moevement_ext.events import FailureDetected, Finished, LossLogged, Recovered
+from moevement_ext.events import FailureDetected, Finished, JobDescribed, LossLogged, Recovered
 from moevement_ext.metrics import observer as metrics
 from moevement_ext.metrics.instruments import INSTRUMENTS, Instrument
 from moevement_ext.metrics.observer import Observer
@@ -123,3 +123,21 @@ def test_whether_a_job_came_to_its_end_can_be_asked() -> None:
     observer.event(Finished(removed=True))
     assert meter.values['moevement_finished'] == 1
     observer.close()
+
+
+def test_the_layout_has_a_value_for_each_kind() -> None:
+    values: dict[str | None, float] = {}
+
+    class ByKind(Noted):
+        def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+            if instrument.name == 'moevement_layout_ranks':
+                values[label] = value
+
+    observer = Observer(ByKind())
+    observer.event(
+        JobDescribed(
+            train_iterations=1, model='', layout={'ranks': 4, 'expert': 2}, versions={}, command=[]
+        )
+    )
+    observer.close()
+    assert values == {'ranks': 4, 'expert': 2}

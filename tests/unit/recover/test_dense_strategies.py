@@ -6,22 +6,29 @@ fault-free run.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moevement_ext.config import CHECKFREQ, GEMINI, GLOBAL, SparseCheckpointConfig
-from moevement_ext.events import WindowOnDisk
+from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, GLOBAL, SparseCheckpointConfig
+from moevement_ext.events import Replanned, WindowOnDisk
 from moevement_ext.faults import Phase
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.protect import protection
 from moevement_ext.protect.disk_tier import DiskTier
+from moevement_ext.protect.stage_plan import StagePlan
+from moevement_ext.strategy import checkfreq
+from moevement_ext.strategy.strategy import Strategy
 from tests.unit.recover import threaded_job
+from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.test_recovery import train
 from tests.unit.recover.threaded_job import STAGES, Expected, Fault, ThreadedJob, install
+from tests.unit.replicate.peers import wait_for
 
 INTERVAL = 4
 STRUCK = 11
@@ -101,6 +108,38 @@ def test_a_worker_is_lost_between_two_checkpoints(victim: int, launch: Launch) -
 def test_a_node_is_lost_with_its_memory(launch: Launch) -> None:
     job = launch([Fault(1, Phase.FORWARD, STRUCK, node_lost=True)], STRUCK + 2)
     assert starts(job) == {8}
+
+
+@ON_DISK
+def test_all_ranks_change_the_interval_alike(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And go back to a checkpoint of after that, of which the new process hears."""
+    changes: list[tuple[int, int]] = []
+    strategy_of = protection.strategy_of
+
+    def tuned(config: SparseCheckpointConfig, *given: Any) -> Strategy:
+        return strategy_of(replace(config, interval=AUTO), *given)
+
+    def noted(plan: StagePlan, operators: Collection[str]) -> Replanned:
+        changes.append((plan.origin, plan.schedule().period))
+        return event(plan, operators)
+
+    def followed(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
+        note(job, rank, trainer)
+        if trainer.iteration == 10 and not job.recovered:
+            wait_for(lambda: len(changes) >= STAGES)
+
+    event, note = StagePlan.event, ThreadedJob.note
+    monkeypatch.setattr(ThreadedJob, 'note', followed)
+    monkeypatch.setattr(StagePlan, 'event', noted)
+    monkeypatch.setattr(protection, 'strategy_of', tuned)
+    monkeypatch.setattr(checkfreq, 'shortest_interval', lambda *measured: 3)
+    job = launch([Fault(1, Phase.FORWARD, 22)], 24)
+    assert len(changes) in (STAGES, STAGES + 1), 'the new process may hear of it by itself'
+    ((origin, interval),) = set(changes)
+    (start,) = starts(job)
+    assert interval == 3 and start > origin and (start - origin) % interval == 0
 
 
 @ON_DISK

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import encode
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
@@ -31,7 +32,12 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         mark=b'mark',
     )
     return LocalizedRecovery(
-        SimpleNamespace(number=0, identity=RankIdentity('run', 'pp1', 0)),
+        SimpleNamespace(
+            number=0,
+            identity=RankIdentity('run', 'pp1', 0),
+            config=SparseCheckpointConfig(),
+            run_id='run',
+        ),
         SimpleNamespace(origin=0),
         SimpleNamespace(loop=SimpleNamespace(hand_over=lambda: b'')),
         SimpleNamespace(

@@ -17,6 +17,7 @@ from moevement_ext.events import (
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
+    Relaid,
     WindowCommitted,
     WindowPersisted,
     WorkerStarted,
@@ -121,6 +122,35 @@ def restarted_run() -> list[Event]:
             *trains(rank, pid, 15.0, 8, 18),
             event(Finished, rank, 26.0, pid=pid, iteration=18, removed=True),
         ]  # fmt: skip
+    return sorted(found, key=lambda item: item.time)
+
+
+def relaid_run(finished: bool = True) -> list[Event]:
+    """All is lost after iteration 8 at 10 s; two ranks go on from there at 15 s, up to 18 at 25 s.
+
+    They are one stage, and picked up the windows of the four.
+    """
+    found: list[Event] = [event(JobDescribed, 0, 1.0, pid=10, **JOB)]
+    for rank in RANKS:
+        found += [*starts(rank, 0.0, 10 + rank), *trains(rank, 10 + rank, 2.0, 0, 8)]
+    smaller = {**JOB, 'layout': {'ranks': 2, 'pipeline': 1}}
+    found.append(event(JobDescribed, 0, 12.0, pid=50, **smaller))
+    for rank in range(2):
+        pid = 50 + rank
+        started, protected = starts(rank, 11.0, pid)
+        place = msgspec.structs.replace(protected, stage=0, world_size=2)
+        was: dict[str, Any] = {'start': 7, 'dense_at': 7, 'was': '4 ranks (PP 2, DP 2)'}
+        found += [
+            started,
+            event(Relaid, rank, 12.5, pid=pid, **was, local_bytes=9, remote_bytes=5, seconds=0.1),
+            event(RecoveryStarted, rank, 12.6, pid=pid, start=7, dense_at=7),
+            place,
+            event(Recovered, rank, 15.0, pid=pid, iteration=8, replayed=1, verified=0,
+                  verified_at=None, seconds={'find': 0.25, 'convert': 2.0}),
+            *trains(rank, pid, 15.0, 8, 18),
+        ]  # fmt: skip
+        if finished:
+            found.append(event(Finished, rank, 26.0, pid=pid, iteration=18, removed=True))
     return sorted(found, key=lambda item: item.time)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from tools.compare import peers
 from tools.compare.__main__ import main
 from tools.compare.peer_program import PEER
-from tools.compare.peer_rows import CANNOT, PEERS, RANKS, SITE, InJob, Loose
+from tools.compare.peer_rows import CANNOT, PEERS, RANKS, SITE, Elastic, InJob, Loose
 from tools.compare.peers import COLUMNS, PeerReport, cells, compared, markdown, over_rounds
 from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.digests import StateDigest
@@ -38,9 +38,11 @@ def test_only_a_peer_sees_the_folder_of_peers(name: str, tmp_path: Path) -> None
 
 def test_agent_of_the_in_job_restart_runs_the_same_program(tmp_path: Path) -> None:
     launch = PEERS['nvrx-in-job'].launch(tmp_path, tmp_path, ['--flag'])
-    command = InJob(launch).command(0, 7)
-    assert command[-len(launch.program()) :] == launch.program()
-    assert '127.0.0.1:7' in command
+    for agents in (InJob(launch), Elastic(launch)):
+        command = agents.command(0, 7)
+        assert command[1:3] == ['-m', agents.module]
+        assert command[-len(launch.program()) :] == launch.program()
+        assert '127.0.0.1:7' in command
 
 
 def test_a_killed_worker_without_an_agent_is_no_failure(tmp_path: Path) -> None:

@@ -296,6 +296,14 @@ def test_flags_replace_values_of_a_preset(capsys):
     assert sum(len(kind['stages']) for kind in found['stages']) == 4
 
 
+def test_recovery_is_localized_unless_another_one_is_asked_for(capsys):
+    argv = ['--model', 'deepseek-moe', '--iteration-time', '2.9', '--gpus', '64']
+    layout = ['--', '--pipeline-model-parallel-size', '4']
+    given = ([], ['--sparse-ckpt-recovery', 'auto'], ['--sparse-ckpt-recovery', 'localized'])
+    logs = [as_json(capsys, *argv, *layout, *one)['log_bytes_per_node'] for one in given]
+    assert logs[0] > 0 and len(set(logs)) == 1
+
+
 def test_log_has_room_for_as_long_as_persisting_takes(capsys, cluster):
     """Two nodes of two ranks; an iteration is the most that there can be."""
     argv = ['--cluster', cluster, '--gpus', 4, '--', *MEGATRON]

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from moevement_ext.events import FailureDetected, ProtectionReduced, WorkerStarted
-from tests.unit.tools.runs import localized_run, restarted_run, write
+from tests.unit.tools.runs import localized_run, relaid_run, restarted_run, write
 from tests.unit.tools.samples import event
 from tools.lab.history import Episode, History
 from tools.plan import __main__ as plan
@@ -195,3 +195,9 @@ def test_what_survivors_of_gloo_say_is_no_headline() -> None:
     seen = FailureDetected(reason='rank 2 (pid 7) was killed by SIGKILL', rank=0)
     found = _headline(Episode(0.0, 1.0, [*events, seen]), history)  # type: ignore[arg-type]
     assert found == 'rank 2 (pid 7) was killed by SIGKILL'
+
+
+def test_a_layout_that_picked_windows_up_names_the_earlier_one() -> None:
+    page = Page(render(History(relaid_run()), 'run', None))
+    was = '4 ranks (PP 2, DP 2) up to iteration 7'
+    assert f'layout ranks 2, pipeline 1; before that {was} hosts' in page.text

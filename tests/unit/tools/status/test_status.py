@@ -18,7 +18,7 @@ from moevement_ext.events import (
     WindowCommitted,
     WindowPersisted,
 )
-from tests.unit.tools.runs import LOST, localized_run, of_rank, started_over, write
+from tests.unit.tools.runs import LOST, localized_run, of_rank, relaid_run, started_over, write
 from tests.unit.tools.samples import event
 from tools.lab.following import Follower
 from tools.lab.history import History
@@ -201,3 +201,13 @@ def test_mistakes_end_in_one_line(
     assert main([str(tmp_path / 'nowhere'), *flags]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert re.match(r'status: .*nowhere: .*--sparse-ckpt-events', line)
+
+
+def test_a_smaller_layout_is_shown_and_misses_none_of_the_larger() -> None:
+    text = shown(relaid_run(finished=False), 25.5)
+    assert text.startswith('training, iteration 18 of 18')
+    assert 'layout ranks 2, pipeline 1; before that 4 ranks (PP 2, DP 2) up to iteration 7' in text
+    history = History(relaid_run(finished=False))
+    assert (silent(history), missing(history)) == ([], [])
+    assert [(stage.title, stage.ranks) for stage in stages(history)] == [('0', [0, 1])]
+    assert shown(relaid_run(), 30.0).startswith('finished at iteration 18 of 18')
