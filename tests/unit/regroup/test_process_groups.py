@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from moevement_ext.regroup import internals
+from moevement_ext.regroup import internals, process_groups
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, Rank, cluster
@@ -296,9 +296,10 @@ def renew_with_a_slow_end(job: Job, prefix: str) -> tuple[bool, bool]:
         install = internals.install
         patched.setattr(internals, 'install', lambda *args: [*install(*args), *_all_of(replaced)])
         ranks.renew(job, prefix)
-    at_first = ended.is_set()
-    let.set()
-    ranks.renew(job, f'{prefix}-again')
+        at_first = ended.is_set()
+        let.set()
+        patched.setattr(process_groups, '_DESTROY_SECONDS', ranks.DEADLINE.total_seconds())
+        ranks.renew(job, f'{prefix}-again')
     return at_first, ended.is_set()
 
 
