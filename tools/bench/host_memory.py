@@ -2,18 +2,24 @@
 """Accounts for the host memory that protection takes: files by kind, and memory of the processes.
 
     python -m tools.bench.host_memory --json host-memory.json
+    python -m tools.bench.host_memory --reserve /dev/shm
 
 A small model trains on two emulated nodes, with windows of each given length and without
 protection, which its processes are compared with. Every quarter of a second the files in the tmpfs
 and the private memory of the workers are read; of each the largest and the last value in training
 count. Bytes do not depend on the load of the machine.
 
+With `--reserve` no job runs: a GB of the directory is reserved several times, as for a window file,
+and the CPU seconds of each time are printed. They depend on the huge pages of its mount.
+
 Exit status: 0 done, 2 a run failed.
 """
 
 import argparse
+import os
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +28,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.mapped import map_new
 from tools.bench import model
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
@@ -34,6 +42,7 @@ from tools.lab.trained import train
 _PROG = 'python -m tools.bench.host_memory'
 _POLL_S = 0.25
 _PLAIN = 'none'
+_TRIES = 5
 MIB = 2**20
 
 
@@ -142,6 +151,21 @@ def account(windows: str, data: Path, output: Path, args: argparse.Namespace) ->
     return Account(windows, dict(samples.most), dict(samples.last), captured)
 
 
+def reserve(folder: Path, tries: int) -> list[float]:
+    """CPU seconds of reserving a GB (10^9 bytes) in a directory, sorted."""
+    spent = []
+    for number in range(tries):
+        path = folder / f'moevement-reserve-{os.getpid()}-{number}'
+        began = time.process_time()
+        try:
+            mapped = map_new(path, 10**9)
+            spent.append(time.process_time() - began)
+            mapped.close()
+        finally:
+            path.unlink(missing_ok=True)
+    return sorted(spent)
+
+
 def show(report: MemoryReport, console: Console) -> None:
     """Print a table for people."""
     kinds = sorted({kind for one in report.accounts for kind in one.most})
@@ -184,7 +208,15 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
     add('--iterations', type=int, default=24, help='iterations per run (default: 24)')
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     add('--json', type=Path, metavar='FILE', help='write the report here')
+    add('--reserve', type=Path, metavar='DIR', help='measure reserving memory in this directory')
     args = parser.parse_args(argv)
+    if args.reserve is not None:
+        try:
+            spent = reserve(args.reserve, _TRIES)
+        except (OSError, HostMemoryError) as error:
+            parser.error(f'--reserve {args.reserve}: {error}')
+        print(f'CPU s per GB: {", ".join(f"{seconds:.3f}" for seconds in spent)}')
+        return 0
     return run_benchmark(
         'bench_host_memory',
         lambda console: measure(args, console),
