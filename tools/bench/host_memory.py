@@ -43,6 +43,7 @@ _PROG = 'python -m tools.bench.host_memory'
 _POLL_S = 0.25
 _PLAIN = 'none'
 _TRIES = 5
+_ALONE = '--pipeline-model-parallel-size 1 --expert-model-parallel-size 1'.split()
 MIB = 2**20
 
 
@@ -141,9 +142,11 @@ def account(windows: str, data: Path, output: Path, args: argparse.Namespace) ->
                 samples.take(job, log)
 
         flags = model.training_flags(data, args.ranks, args.iterations)
+        flags += _ALONE if args.ranks == 1 else []
         if windows != _PLAIN:
             flags += model.sparse_flags(memory, windows)
-        launch = Launch(output / windows, flags, model.NODES, args.ranks // model.NODES)
+        nodes = min(model.NODES, args.ranks)
+        launch = Launch(output / windows, flags, nodes, args.ranks // nodes)
         log = train(launch, sample, Launcher.TORCHRUN).log
     slots = log.captured
     newest = slots[-slots[-1].window :] if slots else []
@@ -204,7 +207,7 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
     parser = Parser(prog=prog, description=__doc__)
     add = parser.add_argument
     add('--windows', nargs='+', default=['auto', '1', '4'], help='lengths (default: auto 1 4)')
-    add('--ranks', type=int, choices=model.RANKS, default=2)
+    add('--ranks', type=int, choices=(1, *model.RANKS), default=2, help='1: without replicas')
     add('--iterations', type=int, default=24, help='iterations per run (default: 24)')
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     add('--json', type=Path, metavar='FILE', help='write the report here')
