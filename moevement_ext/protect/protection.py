@@ -94,7 +94,8 @@ class Protection:
         twin = TwinShare(
             planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
         )
-        sizes = [(capacity(length), stub(length)) for length in window_lengths(longest)]
+        lengths = window_lengths(longest) if self._auto_window is not None else []
+        sizes = [(capacity(length), stub(length)) for length in lengths]
         share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
         share = share._replace(shorter=sizes)
         self.memory = reserve(rank, share, operators.device, self._statistics.degraded)
