@@ -94,7 +94,7 @@ class Protection:
         twin = TwinShare(
             planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
         )
-        lengths = window_lengths(longest) if self._auto_window is not None else []
+        lengths = window_lengths(longest) if rank.config.window == AUTO else []
         sizes = [(capacity(length), stub(length)) for length in lengths]
         share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
         share = share._replace(shorter=sizes)
