@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import NextTier, Protected, Recovered, RecoveryStarted, Replanned
+from moevement_ext.events import NextTier, Protected, Recovered, RecoveryStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_disk import WAITS
@@ -51,50 +51,3 @@ def test_checkfreq(cluster: Make, reference: Callable[..., dict], disk: list[str
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
     check(job, 6, 8)
     assert {event.replicas for event in job.events_of(Protected, 0)} == {0}
-
-
-@pytest.mark.thorough
-def test_checkfreq_is_tuned(cluster: Make, reference: Callable[..., dict], disk: list[str]) -> None:
-    """On a disk that takes several iterations for a checkpoint; all ranks change alike."""
-    flags = [*BASE.split(), '--train-iters', '40']
-    job = cluster(*flags, *CHECKFREQ, 'auto', *disk, '--sparse-ckpt-disk-gb-per-s', '0.002')
-    assert job.survive(fail_at='1:36:forward') == {1: 1}
-    assert differences(reference(*flags), read_digest(job)) == []
-    plans = [
-        [(event.origin, event.version) for event in job.events_of(Replanned, rank)]
-        for rank in range(job.ranks)
-        if rank != 1
-    ]
-    assert plans[0] and all(plan == plans[0] for plan in plans)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize('strategy', [GEMINI, CHECKFREQ])
-def test_all_workers_are_killed(
-    strategy: list[str], cluster: Make, reference: Callable[..., dict], disk: list[str]
-) -> None:
-    flags = flags_of(BASE)
-    job = cluster(*flags, *strategy, '3', *(disk if strategy is CHECKFREQ else []))
-    mutation = WAITS if strategy is CHECKFREQ else None
-    assert -9 in job.run(fail_at='1:9:forward', mutation=mutation)
-    job.finish()
-    assert differences(reference(*flags), read_digest(job)) == []
-    assert [event.start for event in job.events_of(RecoveryStarted, 2)] == [6]
-
-
-@pytest.mark.mutation
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    'mutation',
-    [
-        'mutations.whole_job:step_not_restored',
-        'mutations.whole_job:moments_not_restored',
-        'mutations.localized:data_not_moved_back',
-    ],
-)
-def test_what_is_not_restored_of_a_checkpoint_shows(
-    mutation: str, cluster: Make, reference: Callable[..., dict]
-) -> None:
-    job = cluster(*flags_of(BASE), *GEMINI, '4')
-    assert job.survive(fail_at='1:8:forward', mutation=mutation) == {1: 1}
-    assert differences(reference(*flags_of(BASE)), read_digest(job)) != []

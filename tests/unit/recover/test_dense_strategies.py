@@ -26,7 +26,7 @@ from moevement_ext.strategy import checkfreq
 from moevement_ext.strategy.strategy import Strategy
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
-from tests.unit.recover.test_recovery import train
+from tests.unit.recover.test_recovery import VICTIMS, train
 from tests.unit.recover.threaded_job import STAGES, Expected, Fault, ThreadedJob, install
 from tests.unit.replicate.peers import wait_for
 
@@ -96,7 +96,7 @@ ON_DISK = pytest.mark.parametrize('launch', [CHECKFREQ], indirect=True)
 
 
 @BOTH
-@pytest.mark.parametrize('victim', range(STAGES))
+@pytest.mark.parametrize('victim', VICTIMS)
 def test_a_worker_is_lost_between_two_checkpoints(victim: int, launch: Launch) -> None:
     schedule = [Fault(victim, phase, STRUCK + DISTANCE * n) for n, phase in enumerate(PHASES)]
     job = launch(schedule, ITERATIONS)
