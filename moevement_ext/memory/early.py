@@ -8,7 +8,6 @@ free ones, so that the set-up finds and completes them, whatever of them is ther
 """
 
 import logging
-import os
 import queue
 import re
 import threading
@@ -21,6 +20,7 @@ from moevement_ext.memory import private
 from moevement_ext.memory.budget import free_bytes
 from moevement_ext.memory.cgroup import memory_left
 from moevement_ext.memory.holder_lock import StoreInUseError
+from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import STUB, NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.window.file_names import free_name
@@ -154,10 +154,4 @@ class EarlyReservation:
         private.make_directories(self._store.root, path.parent)
         self._created.append(name)
         self._pages.take(file.reserved, path)
-        fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            os.ftruncate(fd, file.nbytes)
-            if os.fstat(fd).st_blocks * 512 < file.reserved:  # else it was taken over whole
-                os.posix_fallocate(fd, 0, file.reserved)
-        finally:
-            os.close(fd)
+        map_anew(path, file.nbytes, file.reserved)

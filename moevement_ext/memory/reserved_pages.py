@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
+from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 
 logger = logging.getLogger(__name__)
@@ -41,12 +42,7 @@ class ReservedPages:
         try:
             private.make_directories(self._root, self.path)
             for number, nbytes in enumerate(sizes):
-                path = self.path / str(number)
-                fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                try:
-                    os.posix_fallocate(fd, 0, max(nbytes, 1))
-                finally:
-                    os.close(fd)
+                map_anew(self.path / str(number), max(nbytes, 1))
         except (HostMemoryError, OSError) as error:  # a rank that comes reserves for itself
             logger.warning('no pages are reserved for ranks that may come: %s', error)
             self.remove()

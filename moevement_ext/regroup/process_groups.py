@@ -229,8 +229,7 @@ class ProcessGroups:
             )
         self._close_open(kept)
         self.end_calls()
-        if self._destroying is not None:
-            self._destroying.join(_DESTROY_SECONDS)
+        self.await_destruction()
         for kind in self._kinds.values():
             kind.make_room()
         self._forget_addresses()
@@ -248,6 +247,11 @@ class ProcessGroups:
             self._in_use -= {group.name for group in inside}  # the new backends show their use
         self._destroying = _destroy(replaced)
         self._used = [*(self._used if kept else ()), store]
+
+    def await_destruction(self) -> None:
+        """Wait a while until the backends that the last renewal replaced are destroyed."""
+        if self._destroying is not None:
+            self._destroying.join(_DESTROY_SECONDS)
 
     @property
     def waits_returned(self) -> bool:

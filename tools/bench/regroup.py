@@ -134,6 +134,7 @@ class _Rank:
     def _resources(self) -> dict[str, float]:
         """Resources of this process; memory is resident, files of /dev/shm are mapped."""
         process = psutil.Process()
+        self._process_groups.await_destruction()
         # No process is connecting: the counts of all ranks describe the same state.
         self._together.wait(_TIMEOUT.total_seconds())
         taken = {

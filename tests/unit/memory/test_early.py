@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are reserved early are those that the set-up needs; anything else leaves nothing."""
 
-import errno
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import budget, early, reserved_pages
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.early import EarlyReservation, KeptFile, kept_by
+from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -88,19 +89,31 @@ def test_without_room_for_all_nothing_is_reserved(
     assert whole(on(root, 'spare')) == {}
 
 
+def full_at_the_second() -> Callable[..., object]:
+    """Reserves one file."""
+    asked: list[Path] = []
+
+    def reserve(path: Path, nbytes: int, reserved: int | None = None) -> object:
+        asked.append(path)
+        if len(asked) == 2:
+            path.touch()
+            raise HostMemoryError('full')
+        return map_anew(path, nbytes, reserved)
+
+    return reserve
+
+
+def die(path: Path, nbytes: int, reserved: int | None = None) -> None:
+    """In the middle of reserving a file."""
+    os.ftruncate(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), nbytes)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_after_an_error_nothing_is_left(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when other ranks of the node, which look for room at the same time, take it."""
-    allocate, asked = os.posix_fallocate, []
-
-    def full_at_the_second(fd: int, offset: int, nbytes: int) -> None:
-        asked.append(fd)
-        if len(asked) == 2:
-            raise OSError(errno.ENOSPC, 'full')
-        allocate(fd, offset, nbytes)
-
-    monkeypatch.setattr(early.os, 'posix_fallocate', full_at_the_second)
+    monkeypatch.setattr(early, 'map_anew', full_at_the_second())
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     assert whole(on(root, 'spare')) == {}
     monkeypatch.undo()
@@ -112,7 +125,7 @@ def test_a_process_that_dies_while_it_reserves_costs_its_successor_nothing(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (pid := os.fork()) == 0:
-        early.os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        early.map_anew = die
         EarlyReservation(on(root, 'spare'), 2, files).wait()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -170,15 +183,7 @@ def test_a_spare_node_without_room_reserves_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = on(root, 'spare')
-    allocate, asked = os.posix_fallocate, []
-
-    def full_at_the_second(fd: int, offset: int, nbytes: int) -> None:
-        asked.append(fd)
-        if len(asked) == 2:
-            raise OSError(errno.ENOSPC, 'full')
-        allocate(fd, offset, nbytes)
-
-    monkeypatch.setattr(reserved_pages.os, 'posix_fallocate', full_at_the_second)
+    monkeypatch.setattr(reserved_pages, 'map_anew', full_at_the_second())
     ReservedPages(spare).reserve([NBYTES, NBYTES, NBYTES])
     assert not spare.path.exists()
 
@@ -187,7 +192,7 @@ def test_a_spare_node_that_dies_while_it_reserves_leaves_what_fits(
     root: Path, files: list[KeptFile]
 ) -> None:
     if (pid := os.fork()) == 0:
-        reserved_pages.os.posix_fallocate = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        reserved_pages.map_anew = die
         ReservedPages(on(root, 'spare')).reserve([file.reserved for file in files])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL

@@ -293,6 +293,7 @@ def cycles(job: Job, prefix: str, count: int) -> dict[str, int]:
         unblock(job)
         renew(job, f'{prefix}.{cycle}')
         all_reduce(job, 'all')
+    job.process_groups.await_destruction()
     return resources()
 
 

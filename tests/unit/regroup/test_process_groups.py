@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from moevement_ext.regroup import internals
+from moevement_ext.regroup import internals, process_groups
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import Failed, Job, Rank, cluster
@@ -258,6 +258,48 @@ def test_groups_of_ranks_that_are_connected_stay_as_they_are(backend: str) -> No
         job.all(ranks.collectives)
 
 
+@pytest.mark.parametrize('backend', ['gloo', 'nccl'])
+def test_a_replay_goes_on_while_others_connect_again(backend: str) -> None:
+    """Ranks 0 and 1 replay, the others wait for them; then 3 is lost, which does not concern 0."""
+    with cluster(4, backend) as job:
+        job.all(ranks.unblock)
+        if backend == 'gloo':
+            job.all(ranks.errors_of_operations)
+        connect_in_parts(job, [0, 1], [2, 3])
+        assert job.all(ranks.all_reduce, '0,1', ranks=(0, 1)) == [3, 3]
+        assert job.all(ranks.all_reduce, '2,3', ranks=(2, 3)) == [7, 7]
+        job.all(keep_backend, '0,1', ranks=(0, 1))
+        job.ranks[3].kill()
+        job.ranks[2].call(ranks.unblock)
+        job.replace(3)
+        connect_in_parts(job, [2], [3])
+        assert job.all(ranks.all_reduce, '0,1', ranks=(0, 1)) == [3, 3]
+        connect_the_rest(job, [0, 1], [2], [3])
+        assert job.all(is_kept, '0,1', ranks=(0, 1)) == [True, True]
+        job.all(ranks.collectives)
+
+
+def connect_in_parts(job: ranks.Cluster, *parts: list[int]) -> None:
+    """Each part by itself, at the same time."""
+    prefix = job.fresh_prefix()
+    for part in parts:
+        for rank in part:
+            job.ranks[rank].start(ranks.renew, f'{prefix}/{part[0]}', part)
+    for part in parts:
+        for rank in part:
+            job.ranks[rank].result()
+
+
+def connect_the_rest(job: ranks.Cluster, *parts: list[int]) -> None:
+    """All with all, but within each part."""
+    prefix = job.fresh_prefix()
+    for part in parts:
+        for rank in part:
+            job.ranks[rank].start(ranks.renew, prefix, None, 20, part)
+    for rank in job.ranks:
+        rank.result()
+
+
 _kept: dict[str, Any] = {}
 """Backends of this process, by group."""
 
@@ -296,9 +338,10 @@ def renew_with_a_slow_end(job: Job, prefix: str) -> tuple[bool, bool]:
         install = internals.install
         patched.setattr(internals, 'install', lambda *args: [*install(*args), *_all_of(replaced)])
         ranks.renew(job, prefix)
-    at_first = ended.is_set()
-    let.set()
-    ranks.renew(job, f'{prefix}-again')
+        at_first = ended.is_set()
+        let.set()
+        patched.setattr(process_groups, '_DESTROY_SECONDS', ranks.DEADLINE.total_seconds())
+        ranks.renew(job, f'{prefix}-again')
     return at_first, ended.is_set()
 
 
