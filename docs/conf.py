@@ -13,6 +13,7 @@ extensions = ['myst_parser']
 html_theme = 'furo'
 root_doc = 'index'
 exclude_patterns = ['measurements']
+suppress_warnings = ['toc.not_included']  # pages in folders; tests/unit/test_site.py has all others
 myst_heading_anchors = 4
 """Headings can be linked to as forges name them."""
 
@@ -23,7 +24,7 @@ def setup(app):
 
 
 def add_navigation(app, page, source):
-    """Append to index.md a hidden tree of the pages that it links to."""
+    """Append to index.md a hidden tree of the pages that it links to, and of drafts."""
     if page == root_doc:
         pages = '\n'.join(re.findall(r'\]\(([\w-]+)\.md\)', source[0]))
-        source[0] += f'\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n'
+        source[0] += f'\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\nupstream/*\n```\n'

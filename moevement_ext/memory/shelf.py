@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -118,15 +118,16 @@ class Shelf:
             StoreInUseError: a live job has that layout.
         """
         store = NodeStore(self._store.root, run, self._node)
-        _require_idle(store)
+        on_disk = () if self._disk is None else (self._disk / run).glob('rank*/lock')
+        _require_idle([*store.path.glob('*/lock'), *on_disk])
         told = set()
-        for stored, on_disk, opened in self._stored(store, run):
+        for stored, from_disk, opened in self._stored(store, run):
             try:
                 headers = opened(stored.path).headers
             except RefusedWindow as refusal:
                 logger.warning('refused: %s', refusal)
                 continue
-            part = Part(run, Window(stored.name, headers[0].window), stored.owner, on_disk)
+            part = Part(run, Window(stored.name, headers[0].window), stored.owner, from_disk)
             if part not in told:
                 told.add(part)
                 yield part, headers[0]
@@ -245,13 +246,13 @@ def _on_disk(path: Path) -> ShelvedCopy:
     return ShelvedCopy(path, headers, read)
 
 
-def _require_idle(store: NodeStore) -> None:
+def _require_idle(locks: Iterable[Path]) -> None:
     """Wait for processes of an earlier start that are just ending.
 
     Raises:
         StoreInUseError: one lives on.
     """
-    for lock in sorted(store.path.glob('*/lock')):
+    for lock in locks:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _is_free(lock):
             if time.monotonic() >= deadline:
@@ -274,5 +275,7 @@ def _is_free(lock: Path) -> bool:
         return True
     except BlockingIOError:
         return False
+    except OSError:  # a file system without locks
+        return True
     finally:
         os.close(fd)

@@ -36,7 +36,7 @@ from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
-from moevement_ext.replicate.host_memory import Share, TwinShare
+from moevement_ext.replicate.share import Share, TwinShare
 from moevement_ext.strategy.choice import strategy_of
 from moevement_ext.strategy.cycle import Cycle
 
@@ -94,7 +94,8 @@ class Protection:
         twin = TwinShare(
             planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
         )
-        sizes = [(capacity(length), stub(length)) for length in window_lengths(longest)]
+        lengths = window_lengths(longest) if rank.config.window == AUTO else []
+        sizes = [(capacity(length), stub(length)) for length in lengths]
         share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
         share = share._replace(shorter=sizes)
         self.memory = reserve(rank, share, operators.device, self._statistics.degraded)

@@ -17,9 +17,10 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.replicate.domains import own_domain
-from moevement_ext.replicate.host_memory import HostMemory, Share
+from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member, copies_of, node_plan
 from moevement_ext.replicate.secret import agree
+from moevement_ext.replicate.share import Share
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.settings import RunSettings, decode, differences, told
 from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,11 @@ def _take_stock(rank: Rank, shelf: Shelf) -> Stock:
             runs.append(run)
         foreign = (header for _, header in parts if _training(header) != placed.training)
         refused.update(f'{run}: {_in_what(header, rank)}' for header in foreign)
-        seen += [_seen(part, header) for part, header in ours]
+        seen += [
+            _seen(part, header)
+            for part, header in ours
+            if part.on_disk or not disk_only(rank.config)
+        ]
     return Stock(seen, runs, sorted(refused))
 
 

@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -19,25 +18,21 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan, gib
 from moevement_ext.memory.cgroup import cores_left
-from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.sizing import (
     LEDGER_RECORDS,
-    NOTHING_LOGGED,
-    Logged,
     rank_memory,
 )
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
+from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.memory.window.twin import OwnParts
 from moevement_ext.memory.witness import Witness
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import own_domain
@@ -55,6 +50,7 @@ from moevement_ext.replicate.node_plan import (
 from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
 from moevement_ext.replicate.secret import mark, of_life
+from moevement_ext.replicate.share import Share, TwinShare
 from moevement_ext.replicate.shelf_client import ShelfClient
 from moevement_ext.replicate.twin_client import TwinClient
 from moevement_ext.strategy.choice import disk_only
@@ -63,42 +59,6 @@ logger = logging.getLogger(__name__)
 
 Exchange = Callable[[bytes], list[bytes]]
 """Collective all-gather of bytes, by rank."""
-
-
-class Share(NamedTuple):
-    """Contents and sizes of one rank's host memory."""
-
-    identity: RankIdentity
-    """Run, layout and rank."""
-    capacity_bytes: int
-    """Size of one window file of this rank."""
-    logged: Logged = NOTHING_LOGGED
-    """Logged bytes, for the size of the upstream log."""
-    hosts_replicas: bool = True
-    """Hold the replicas placed here; otherwise their owners have one copy fewer."""
-    disk: DiskWindows | None = None
-    """The rank's windows on disk."""
-    longest_window: int | None = None
-    """The W that all sizes are for; None: as configured."""
-    window: int | None = None
-    """The first W, for which files and log have room; None: the longest."""
-    twin: 'TwinShare | None' = None
-    """Stubs of this rank's windows at its twins; None: no twins."""
-    shorter: Sequence[tuple[int, int]] = ()
-    """Sizes for shorter windows; see `Member.shorter`."""
-
-
-class TwinShare(NamedTuple):
-    """Description of a rank for its twins."""
-
-    family: int
-    """Lowest rank with the same captures."""
-    stub_bytes: int
-    """Size of a stub file for the rank's windows."""
-    slot_bytes: int
-    """Mean slot size in the first windows of the job."""
-    own_parts: OwnParts
-    """Parts that may differ at a twin."""
 
 
 class HostMemory:

@@ -70,7 +70,7 @@ MUTATIONS = (
     'ranges_are_shifted_by_one',
     'data_go_on_where_so_many_ranks_would_be',
     'streams_are_those_of_another_rank',
-    'moments_stay_behind',
+    'moments_are_mixed_up',
 )
 
 
@@ -226,6 +226,7 @@ def test_a_job_does_not_start_over_while_parts_are_missing(
 
 
 @pytest.mark.thorough
+@pytest.mark.mutation
 def test_a_broken_way_into_another_layout_is_noticed(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
@@ -284,8 +285,8 @@ def test_torchrun_goes_on_with_the_agents_that_are_left(
     port = free_port()
     launch = ['--nnodes', '1:2', '--nproc-per-node', '1', '--max-restarts', '3']
     launch += ['--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}']
-    launch += ['--rdzv-id', job.name, '--rdzv-conf', 'last_call_timeout=3,is_host=1']
-    second = [*launch[:-1], 'last_call_timeout=3,is_host=0']
+    launch += ['--rdzv-id', job.name, '--rdzv-conf', 'last_call_timeout=15,is_host=1']
+    second = [*launch[:-1], 'last_call_timeout=15,is_host=0']
     logs = [tmp_path / f'agent{node}' for node in range(2)]
     with agent(launch, job.flags, logs[0], MOEVEMENT_NODE='node0') as stays:
         with agent(second, job.flags, logs[1], MOEVEMENT_NODE='node1'):
@@ -315,4 +316,22 @@ def test_memory_is_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> N
     assert max(used) <= 2 * used[0]
     job.finish(timeout_s=300.0)
     assert relaid(job).dense_at >= 20
+    assert left_over(job) == []
+
+
+@pytest.mark.thorough
+def test_a_worker_that_dies_in_the_new_layout_is_replaced(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """The launcher's store outlives it: it comes back from windows of the new layout."""
+    was, now = THERE_AND_BACK['one rank']
+    job = killed(cluster, was, tmp_path / 'dense', *ONE)
+    sound = again(job, cluster, now, *ONE)
+    (memory,) = job.memory.parent.glob(f'{job.name}.*')
+    kept = shutil.copytree(memory, tmp_path / 'kept')
+    sound.finish(timeout_s=300.0)
+    shutil.copytree(kept, memory)
+    struck = again(job, cluster, now, *ONE)
+    assert struck.survive(fail_at='0:11:forward') == {0: 1}
+    assert differing(read_digest(struck), read_digest(sound)) == set()
     assert left_over(job) == []

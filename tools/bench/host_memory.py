@@ -2,18 +2,24 @@
 """Accounts for the host memory that protection takes: files by kind, and memory of the processes.
 
     python -m tools.bench.host_memory --json host-memory.json
+    python -m tools.bench.host_memory --reserve /dev/shm
 
 A small model trains on two emulated nodes, with windows of each given length and without
 protection, which its processes are compared with. Every quarter of a second the files in the tmpfs
 and the private memory of the workers are read; of each the largest and the last value in training
 count. Bytes do not depend on the load of the machine.
 
+With `--reserve` no job runs: a GB of the directory is reserved several times, as for a window file,
+and the CPU seconds of each time are printed. They depend on the huge pages of its mount.
+
 Exit status: 0 done, 2 a run failed.
 """
 
 import argparse
+import os
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +28,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.mapped import map_new
 from tools.bench import model
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, run_benchmark
@@ -34,6 +42,8 @@ from tools.lab.trained import train
 _PROG = 'python -m tools.bench.host_memory'
 _POLL_S = 0.25
 _PLAIN = 'none'
+_TRIES = 5
+_ALONE = '--pipeline-model-parallel-size 1 --expert-model-parallel-size 1'.split()
 MIB = 2**20
 
 
@@ -132,14 +142,31 @@ def account(windows: str, data: Path, output: Path, args: argparse.Namespace) ->
                 samples.take(job, log)
 
         flags = model.training_flags(data, args.ranks, args.iterations)
+        flags += _ALONE if args.ranks == 1 else []
         if windows != _PLAIN:
             flags += model.sparse_flags(memory, windows)
-        launch = Launch(output / windows, flags, model.NODES, args.ranks // model.NODES)
+        nodes = min(model.NODES, args.ranks)
+        launch = Launch(output / windows, flags, nodes, args.ranks // nodes)
         log = train(launch, sample, Launcher.TORCHRUN).log
     slots = log.captured
     newest = slots[-slots[-1].window :] if slots else []
     captured = args.ranks * sum(slot.nbytes for slot in newest)
     return Account(windows, dict(samples.most), dict(samples.last), captured)
+
+
+def reserve(folder: Path, tries: int) -> list[float]:
+    """CPU seconds of reserving a GB (10^9 bytes) in a directory, sorted."""
+    spent = []
+    for number in range(tries):
+        path = folder / f'moevement-reserve-{os.getpid()}-{number}'
+        began = time.process_time()
+        try:
+            mapped = map_new(path, 10**9)
+            spent.append(time.process_time() - began)
+            mapped.close()
+        finally:
+            path.unlink(missing_ok=True)
+    return sorted(spent)
 
 
 def show(report: MemoryReport, console: Console) -> None:
@@ -180,11 +207,19 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
     parser = Parser(prog=prog, description=__doc__)
     add = parser.add_argument
     add('--windows', nargs='+', default=['auto', '1', '4'], help='lengths (default: auto 1 4)')
-    add('--ranks', type=int, choices=model.RANKS, default=2)
+    add('--ranks', type=int, choices=(1, *model.RANKS), default=2, help='1: without replicas')
     add('--iterations', type=int, default=24, help='iterations per run (default: 24)')
     add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
     add('--json', type=Path, metavar='FILE', help='write the report here')
+    add('--reserve', type=Path, metavar='DIR', help='measure reserving memory in this directory')
     args = parser.parse_args(argv)
+    if args.reserve is not None:
+        try:
+            spent = reserve(args.reserve, _TRIES)
+        except (OSError, HostMemoryError) as error:
+            parser.error(f'--reserve {args.reserve}: {error}')
+        print(f'CPU s per GB: {", ".join(f"{seconds:.3f}" for seconds in spent)}')
+        return 0
     return run_benchmark(
         'bench_host_memory',
         lambda console: measure(args, console),

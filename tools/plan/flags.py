@@ -25,6 +25,7 @@ _LAYOUT = {
     'expert_model_parallel_size': 'expert',
     'expert_tensor_parallel_size': 'expert_tensor',
     'use_distributed_optimizer': 'distributed_optimizer',
+    'num_distributed_optimizer_instances': 'instances',
     'overlap_grad_reduce': 'overlap_grad_reduce',
     'sequence_parallel': 'sequence_parallel',
 }
@@ -176,7 +177,7 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
         argument_default=argparse.SUPPRESS,
         add_help=False,
     )
-    switches = {name for name in _LAYOUT if not name.endswith('_size')}
+    switches = {name for name in _LAYOUT if not name.endswith(('_size', '_instances'))}
     whole = 'fp8_amax_history_len', 'sparse_ckpt_max_window', 'sparse_ckpt_replicas'
     sizes = (*_MODEL_SIZES, *(set(_LAYOUT) - switches), *_BATCH, *_CHUNKS, *_UNEVEN)
     for name in (*sizes, *whole):

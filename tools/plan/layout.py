@@ -162,11 +162,15 @@ class Layout:
     """Masters and moments are sharded over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Gradients are reduced in buckets; each rank owns a shard of each bucket."""
+    instances: int = 1
+    """Instances of the distributed optimizer, each with all masters and moments."""
     sequence_parallel: bool = False
     """Activations between stages are sharded over the tensor-parallel ranks."""
 
     def __post_init__(self) -> None:
-        fields.check(self, whole='ranks pipeline expert tensor context chunks expert_tensor')
+        fields.check(
+            self, whole='ranks pipeline expert tensor context chunks expert_tensor instances'
+        )
         unit = self.tensor * self.context * self.pipeline
         rule = f'give a multiple of tensor x context x pipeline = {unit}'
         fields.require(self.ranks % unit == 0, 'ranks', self.ranks, rule)
@@ -175,6 +179,13 @@ class Layout:
             f'expert x expert_tensor = {unit} must divide the {self.stage_ranks} ranks of a stage'
         )
         fields.require(self.stage_ranks % unit == 0, 'expert', self.expert, rule)
+        good = self.instances == 1 or self.distributed_optimizer
+        rule = 'goes with the distributed optimizer (--use-distributed-optimizer)'
+        fields.require(good, 'instances', self.instances, rule)
+        groups = self.data * self.context, self.expert_data
+        rule = f'must divide {groups[0]} ranks with equal weights, and {groups[1]} of experts'
+        good = all(group % self.instances == 0 for group in groups)
+        fields.require(good, 'instances', self.instances, rule)
         if self.layers_per_stage is not None:
             good = len(self.layers_per_stage) == self.pipeline and min(self.layers_per_stage) >= 0
             rule = f'give 0 or more layers for each of the {self.pipeline} stages'
@@ -201,6 +212,26 @@ class Layout:
     def expert_data(self) -> int:
         """Number of ranks of a stage that compute with the same part of the same experts."""
         return self.stage_ranks // (self.expert * self.tensor_of_experts)
+
+    def families(self) -> list[int]:
+        """The lowest rank with the same shards of weights, masters and moments, by global rank.
+
+        Each rank itself without several instances of the distributed optimizer.
+        """
+        if self.instances == 1:
+            return list(range(self.ranks))
+        lowest: dict[tuple[int, ...], int] = {}
+        return [lowest.setdefault(self._shards(rank), rank) for rank in range(self.ranks)]
+
+    def _shards(self, rank: int) -> tuple[int, ...]:
+        """Stage, part and shard of a rank, among dense weights and among experts."""
+        stage, place = divmod(rank, self.stage_ranks)
+        dense, tensor = divmod(place, self.tensor)
+        part, expert_tensor = divmod(place, self.tensor_of_experts)
+        shard, expert = divmod(part, self.expert)
+        dense %= self.data * self.context // self.instances
+        shard %= self.expert_data // self.instances
+        return stage, tensor, dense, expert_tensor, expert, shard
 
     def stage_of(self, rank: int) -> int:
         """Pipeline stage of a global rank."""

@@ -6,6 +6,7 @@ Sizes come from `memory.sizing`, as in training. This module computes its argume
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from moevement_ext.memory.sizing import (
     Logged,
     log_ring_bytes,
     rank_memory,
+    stub_file_bytes,
     window_file_bytes,
 )
 from moevement_ext.memory.upstream_log.ring import region_bytes
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.plan.byte_planner import OperatorBytes, window_bytes_bound
-from moevement_ext.replicate.placement import place_replicas
+from moevement_ext.replicate.copies import place_copies
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 
@@ -44,6 +46,21 @@ def window_files(
         window_file_bytes(state, longest_window, window_capacity([(state, 0), *slots]))
         for state in bounds
     ]
+
+
+class Twins(NamedTuple):
+    """Ranks that capture the same, with several instances of the distributed optimizer."""
+
+    families: Sequence[int]
+    """Lowest rank with the same captures, by rank."""
+    stub_files: np.ndarray
+    """Bytes of a twin's stub file for the windows of each rank, int64 (ranks,)."""
+
+
+def stub_files(operators: Sequence[OperatorBytes], longest_window: int) -> list[int]:
+    """Bytes of a stub file for the windows of each rank of a stage."""
+    bounds = window_bytes_bound(operators, longest_window)
+    return [stub_file_bytes(state, longest_window) for state in bounds]
 
 
 def logged_per_iteration(
@@ -94,6 +111,7 @@ def fullest_node(
     ranks_per_node: int,
     replicas: int,
     disk: bool = False,
+    twins: Twins | None = None,
 ) -> HostMemoryPlan:
     """Host memory of the ranks on the node that needs most.
 
@@ -103,14 +121,19 @@ def fullest_node(
         ranks_per_node: consecutive ranks share a node, which is a failure domain.
         replicas: number of copies on other nodes.
         disk: windows are also copied to disk.
+        twins: several instances of the distributed optimizer.
     """
     nodes = np.arange(len(window_files)) // ranks_per_node
-    hosted = np.zeros(len(window_files), dtype=np.int64)
-    holders = place_replicas([str(node) for node in nodes], replicas)
-    for owner, held_by in enumerate(holders):
-        hosted[list(held_by)] += window_files[owner]
+    kept: list[list[int]] = [[] for _ in nodes]
+    families, stub_files = twins or Twins(range(len(nodes)), np.zeros_like(window_files))
+    copies = place_copies([str(node) for node in nodes], replicas, families)
+    for owner, (whole, stubs) in enumerate(zip(copies.holders, copies.twins, strict=True)):
+        for rank in whole:
+            kept[rank].append(int(window_files[owner]))
+        for rank in stubs:
+            kept[rank].append(int(stub_files[owner]))
     ranks = {
-        rank: rank_memory(int(window_files[rank]), [int(hosted[rank])], int(log_rings[rank]), disk)
+        rank: rank_memory(int(window_files[rank]), kept[rank], int(log_rings[rank]), disk)
         for rank in range(len(window_files))
     }
     need = np.bincount(nodes, weights=[memory.total for memory in ranks.values()])

@@ -387,12 +387,18 @@ def _host_memory(
     """Host memory for windows of that length."""
     files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
     rings = memory.log_rings([kind.logged for kind in kinds], longest, log_lag)
+    twins = None
+    if job.layout.instances > 1:
+        stubs = [np.array(memory.stub_files(kind.operators, longest)) for kind in kinds]
+        of_ranks = per_rank(job.layout, kinds, stubs).astype(np.int64)
+        twins = memory.Twins(job.layout.families(), of_ranks)
     return memory.fullest_node(
         per_rank(job.layout, kinds, files).astype(np.int64),
         per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),
         job.ranks_per_node,
         job.protection.replicas,
         job.protection.disk,
+        twins,
     )
 
 

@@ -149,13 +149,17 @@ def _elements(layout: Layout, stage: int, chunks: Sequence[ChunkPieces]) -> dict
     expert_shard = rank // (layout.tensor_of_experts * layout.expert)
     found: dict[str, np.ndarray] = {}
     for index, chunk in enumerate(chunks):
-        owned = _owned(layout, chunk.dense, layout.data * layout.context, stage, index)
+        group = layout.data * layout.context // layout.instances
+        owned = _owned(layout, chunk.dense, group, stage, index)
         for piece, row in zip(chunk.dense, owned, strict=True):
-            found[piece.operator] = found.get(piece.operator, 0) + row[dense_shard]
-        owned = _owned(layout, chunk.experts[0], layout.expert_data, stage, index)
+            found[piece.operator] = found.get(piece.operator, 0) + row[dense_shard % group]
+        group = layout.expert_data // layout.instances
+        owned = _owned(layout, chunk.experts[0], group, stage, index)
         for holder, pieces in enumerate(chunk.experts):
             for piece, row in zip(pieces, owned, strict=True):
-                found[piece.operator] = np.where(expert_rank == holder, row[expert_shard], 0)
+                found[piece.operator] = np.where(
+                    expert_rank == holder, row[expert_shard % group], 0
+                )
     return found
 
 

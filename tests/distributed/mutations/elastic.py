@@ -31,15 +31,13 @@ def _on_the_other_side() -> bool:
 
 
 def ranges_are_shifted_by_one() -> None:
-    """Where a range is cut, it comes from one element before."""
+    """Where a range is put together of several, one comes to one element before its place."""
     original = index._piece
 
     def shifted(held: index._Held, start: int, end: int, need: index.Wanted) -> index.Portion:
         piece = original(held, start, end, need)
         size = held.nbytes // (held.end - held.start)
-        if piece.begin == 0:
-            return piece
-        return piece._replace(begin=piece.begin - size, end=piece.end - size)
+        return piece._replace(at=piece.at - size) if piece.at else piece
 
     index._piece = shifted
 
@@ -69,13 +67,13 @@ def streams_are_those_of_another_rank() -> None:
     relaying.streams_of = streams_of
 
 
-def moments_stay_behind() -> None:
-    """Adam's second moments of another owner's range are not looked for: those of the first."""
+def moments_are_mixed_up() -> None:
+    """Adam's first moments are taken from where the second ones are."""
     original = index.SlotIndex.pieces
 
     def pieces(self, need, distance):
-        if need.part == 'exp_avg_sq':
-            need = need._replace(part='exp_avg')
+        if need.part == 'exp_avg':
+            need = need._replace(part='exp_avg_sq')
         return original(self, need, distance)
 
     index.SlotIndex.pieces = pieces

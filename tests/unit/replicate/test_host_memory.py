@@ -19,8 +19,10 @@ from moevement_ext.recover.inventory import held_windows
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains, own_domain
-from moevement_ext.replicate.host_memory import HostMemory, Member, Share
+from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.replicate.node_plan import Member
 from moevement_ext.replicate.secret import of_life
+from moevement_ext.replicate.share import Share
 from tests.unit.memory.samples import (
     RUN,
     SECRET,

@@ -12,7 +12,9 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.sizing import NOTHING_LOGGED
-from moevement_ext.replicate.host_memory import HostMemory, Member, Share
+from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.replicate.node_plan import Member
+from moevement_ext.replicate.share import Share
 from tests.unit.memory.samples import SECRET, capacity, identity_of, tmpfs_directory
 
 CPU = torch.device('cpu')

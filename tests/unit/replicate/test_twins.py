@@ -21,9 +21,10 @@ from moevement_ext.memory.window.refused import OtherBytes
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import verified_window
 from moevement_ext.replicate.client import BaseAwaited, PeerRefused
-from moevement_ext.replicate.host_memory import HostMemory, Share, TwinShare
+from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member
 from moevement_ext.replicate.replicator import Replicator
+from moevement_ext.replicate.share import Share, TwinShare
 from tests.unit.memory.samples import (
     SECRET,
     WINDOW,

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from megatron.moevement.arguments import config_from_args
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import Recovered, WindowCommitted, WindowPersisted
 from tools.compare import measuring, program, report, trace
@@ -37,8 +38,9 @@ SAME = StateDigest('00', 8, {})
 @pytest.mark.parametrize('name', ROWS)
 def test_the_trainer_takes_the_flags_of_a_row(name: str) -> None:
     flags = ROWS[name].training_flags(PLACES)
-    _, unknown = trainer_parser().parse_known_args(flags)
+    parsed, unknown = trainer_parser().parse_known_args(flags)
     assert not [flag for flag in unknown if flag.startswith('--sparse-ckpt')]
+    config_from_args(parsed)  # refuses what has no use
     assert ('--sparse-ckpt' in flags) == (ROWS[name].keeps is Keeps.MEMORY)
     assert not any('{' in flag for flag in flags)
 

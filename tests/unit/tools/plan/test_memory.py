@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory and log are those that the training reserves."""
 
+import json
 import mmap
 from datetime import timedelta
 
@@ -15,9 +16,11 @@ from moevement_ext.memory.sizing import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from moevement_ext.plan.byte_planner import OperatorBytes
 from tools.plan import memory
+from tools.plan.__main__ import main
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 from tools.plan.planning import ProtectionSettings
+from tools.simulate.fields import FieldError
 
 PAGE = mmap.PAGESIZE
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
@@ -31,6 +34,17 @@ def test_settings_default_to_those_of_the_training():
         ProtectionSettings(window=3).longest_window
         == SparseCheckpointConfig(window=3).longest_window
     )
+
+
+def test_recovery_is_localized_unless_another_one_is_asked_for(capsys):
+    argv = '--model deepseek-moe --iteration-time 2.9 --gpus 64 --json'.split()
+    layout = ['--', '--pipeline-model-parallel-size', '4']
+    logs = []
+    for given in ([], ['auto'], ['localized'], ['global']):
+        flag = ['--sparse-ckpt-recovery', *given] if given else []
+        assert main([*argv, *layout, *flag]) == 0
+        logs.append(json.loads(capsys.readouterr().out)['log_bytes_per_node'])
+    assert logs[0] == logs[1] == logs[2] > logs[3] == 0
 
 
 @pytest.mark.parametrize('stage', [0, 1, 3])
@@ -108,6 +122,27 @@ def test_the_node_with_the_highest_need_is_found():
     plan = memory.fullest_node(files, np.zeros(6, dtype=np.int64), ranks_per_node=2, replicas=0)
     assert sorted(plan.ranks) == [4, 5]
     assert plan.by_kind()['replicas'] == 0
+
+
+def test_ranks_of_other_instances_hold_stubs_instead_of_windows():
+    """As in training: a peer captures the same, so that only what differs is sent."""
+    files, logs = np.full(6, 8 * PAGE), np.zeros(6, dtype=np.int64)
+    twins = memory.Twins([0, 1, 0, 1, 0, 1], np.full(6, PAGE))
+    for replicas in (1, 2):
+        alone = memory.fullest_node(files, logs, ranks_per_node=2, replicas=replicas)
+        plan = memory.fullest_node(files, logs, ranks_per_node=2, replicas=replicas, twins=twins)
+        assert alone.by_kind()['replicas'] == replicas * 2 * 2 * 8 * PAGE
+        assert plan.by_kind()['replicas'] == replicas * 2 * 2 * PAGE
+
+
+def test_instances_of_the_optimizer_share_nothing_but_have_equal_shards():
+    layout = Layout(16, pipeline=2, expert=2, instances=2)
+    assert layout.families() == [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11, 8, 9, 10, 11]
+    assert Layout(4).families() == [0, 1, 2, 3]
+    with pytest.raises(FieldError, match='instances'):
+        Layout(8, expert=4, instances=4)
+    with pytest.raises(FieldError, match='distributed optimizer'):
+        Layout(8, instances=2, distributed_optimizer=False)
 
 
 def test_one_node_holds_no_replicas():

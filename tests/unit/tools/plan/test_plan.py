@@ -296,14 +296,6 @@ def test_flags_replace_values_of_a_preset(capsys):
     assert sum(len(kind['stages']) for kind in found['stages']) == 4
 
 
-def test_recovery_is_localized_unless_another_one_is_asked_for(capsys):
-    argv = ['--model', 'deepseek-moe', '--iteration-time', '2.9', '--gpus', '64']
-    layout = ['--', '--pipeline-model-parallel-size', '4']
-    given = ([], ['--sparse-ckpt-recovery', 'auto'], ['--sparse-ckpt-recovery', 'localized'])
-    logs = [as_json(capsys, *argv, *layout, *one)['log_bytes_per_node'] for one in given]
-    assert logs[0] > 0 and len(set(logs)) == 1
-
-
 def test_log_has_room_for_as_long_as_persisting_takes(capsys, cluster):
     """Two nodes of two ranks; an iteration is the most that there can be."""
     argv = ['--cluster', cluster, '--gpus', 4, '--', *MEGATRON]
@@ -466,10 +458,11 @@ def test_a_python_without_the_packages_says_what_to_do(tool):
 
 
 SMALLER = '--to-layout', 'gpus=2,pipeline=1'
+FOUR = '--gpus', 4, '--iteration-time', 1
 
 
 def test_two_layouts_stand_side_by_side(capsys, cluster):
-    job = ('--cluster', cluster, '--gpus', 4, '--iteration-time', 1, *SMALLER, '--', *MEGATRON)
+    job = ('--cluster', cluster, *FOUR, *SMALLER, '--', *MEGATRON)
     found = as_json(capsys, *job)
     assert [found[side]['gpus'] for side in ('from', 'to')] == [4, 2]
     assert found['to']['iteration_s'] == 2
@@ -489,18 +482,7 @@ def test_two_layouts_stand_side_by_side(capsys, cluster):
     ],
 )
 def test_a_second_layout_that_is_none_is_refused_in_one_line(capsys, cluster, layout, said):
-    job = (
-        '--cluster',
-        cluster,
-        '--gpus',
-        4,
-        '--iteration-time',
-        1,
-        '--to-layout',
-        layout,
-        '--',
-        *MEGATRON,
-    )
+    job = ('--cluster', cluster, *FOUR, '--to-layout', layout, '--', *MEGATRON)
     status, out, err = run(capsys, *job)
     assert (status, out) == (2, '')
     assert said in err and err.count('\n') == 1

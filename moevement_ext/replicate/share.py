@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank asks of its host memory, for itself and for its twins."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.twin import OwnParts
+
+
+class Share(NamedTuple):
+    """Contents and sizes of one rank's host memory."""
+
+    identity: RankIdentity
+    """Run, layout and rank."""
+    capacity_bytes: int
+    """Size of one window file of this rank."""
+    logged: Logged = NOTHING_LOGGED
+    """Logged bytes, for the size of the upstream log."""
+    hosts_replicas: bool = True
+    """Hold the replicas placed here; otherwise their owners have one copy fewer."""
+    disk: DiskWindows | None = None
+    """The rank's windows on disk."""
+    longest_window: int | None = None
+    """The W that all sizes are for; None: as configured."""
+    window: int | None = None
+    """The first W, for which files and log have room; None: the longest."""
+    twin: 'TwinShare | None' = None
+    """Stubs of this rank's windows at its twins; None: no twins."""
+    shorter: Sequence[tuple[int, int]] = ()
+    """Sizes for shorter windows; see `Member.shorter`."""
+
+
+class TwinShare(NamedTuple):
+    """Description of a rank for its twins."""
+
+    family: int
+    """Lowest rank with the same captures."""
+    stub_bytes: int
+    """Size of a stub file for the rank's windows."""
+    slot_bytes: int
+    """Mean slot size in the first windows of the job."""
+    own_parts: OwnParts
+    """Parts that may differ at a twin."""

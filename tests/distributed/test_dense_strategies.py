@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemini and CheckFreq train; a worker is SIGKILLed between two checkpoints.
+
+What they recover from in other cases: `tests/unit/recover/test_dense_strategies.py`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import NextTier, Protected, Recovered, RecoveryStarted, Replanned
+from tests.distributed.conftest import differences, read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_disk import WAITS
+from tests.distributed.test_localized_recovery import BASE, flags_of
+
+GEMINI = ['--sparse-ckpt-strategy', 'gemini', '--sparse-ckpt-interval']
+CHECKFREQ = ['--sparse-ckpt-strategy', 'checkfreq', '--sparse-ckpt-interval']
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> list[str]:
+    (tmp_path / 'disk').mkdir()
+    return ['--sparse-ckpt-disk', str(tmp_path / 'disk')]
+
+
+def check(job: Cluster, start: int, target: int) -> None:
+    """All went back to one checkpoint, in processes that live."""
+    for rank in range(job.ranks):
+        assert [event.start for event in job.events_of(RecoveryStarted, rank)] == [start]
+        (event,) = job.events_of(Recovered, rank)
+        assert (event.scope, event.target, event.replayed) == ('global', target, target - start)
+        assert not event.differing
+        assert job.events_of(NextTier, rank) == []
+        assert all(e.host_memory['log_ring'] == 0 for e in job.events_of(Protected, rank))
+
+
+def test_gemini(cluster: Make, reference: Callable[..., dict]) -> None:
+    job = cluster(*flags_of(BASE), *GEMINI, '4')
+    assert job.survive(fail_at='1:8:forward') == {1: 1}
+    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    check(job, 4, 7)
+    assert {event.replicas for event in job.events_of(Protected, 0)} == {1}
+
+
+def test_checkfreq(cluster: Make, reference: Callable[..., dict], disk: list[str]) -> None:
+    job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk)
+    assert job.survive(fail_at='1:9:forward', mutation=WAITS) == {1: 1}
+    assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
+    check(job, 6, 8)
+    assert {event.replicas for event in job.events_of(Protected, 0)} == {0}
+
+
+@pytest.mark.thorough
+def test_checkfreq_is_tuned(cluster: Make, reference: Callable[..., dict], disk: list[str]) -> None:
+    """On a disk that takes several iterations for a checkpoint; all ranks change alike."""
+    flags = [*BASE.split(), '--train-iters', '40']
+    job = cluster(*flags, *CHECKFREQ, 'auto', *disk, '--sparse-ckpt-disk-gb-per-s', '0.002')
+    assert job.survive(fail_at='1:36:forward') == {1: 1}
+    assert differences(reference(*flags), read_digest(job)) == []
+    plans = [
+        [(event.origin, event.version) for event in job.events_of(Replanned, rank)]
+        for rank in range(job.ranks)
+        if rank != 1
+    ]
+    assert plans[0] and all(plan == plans[0] for plan in plans)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('strategy', [GEMINI, CHECKFREQ])
+def test_all_workers_are_killed(
+    strategy: list[str], cluster: Make, reference: Callable[..., dict], disk: list[str]
+) -> None:
+    flags = flags_of(BASE)
+    job = cluster(*flags, *strategy, '3', *(disk if strategy is CHECKFREQ else []))
+    mutation = WAITS if strategy is CHECKFREQ else None
+    assert -9 in job.run(fail_at='1:9:forward', mutation=mutation)
+    job.finish()
+    assert differences(reference(*flags), read_digest(job)) == []
+    assert [event.start for event in job.events_of(RecoveryStarted, 2)] == [6]
+
+
+@pytest.mark.mutation
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    'mutation',
+    [
+        'mutations.whole_job:step_not_restored',
+        'mutations.whole_job:moments_not_restored',
+        'mutations.localized:data_not_moved_back',
+    ],
+)
+def test_what_is_not_restored_of_a_checkpoint_shows(
+    mutation: str, cluster: Make, reference: Callable[..., dict]
+) -> None:
+    job = cluster(*flags_of(BASE), *GEMINI, '4')
+    assert job.survive(fail_at='1:8:forward', mutation=mutation) == {1: 1}
+    assert differences(reference(*flags_of(BASE)), read_digest(job)) != []
