@@ -11,6 +11,7 @@ from typing import Any
 
 from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
+from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.process.exit_signal import stop_at_signals
 from moevement_ext.process.name_lookups import ask_again_soon
@@ -34,7 +35,9 @@ def parse(argv: Sequence[str]) -> LaunchConfig:
     parser = _parser()
     args = parse_before_program(parser, argv)
     try:
-        spares = args.spares if args.spares is not None else int(not args.fork)
+        spares = args.spares
+        if spares is None:
+            spares = 0 if args.fork else default_spares(args.launched[0])
         return configured(
             args, nodes=args.nodes, spares=spares, fork=args.fork, share_gpu=args.share_gpu
         )
@@ -100,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         '--spares',
         **number,
         help='Hot spares: processes that have imported the program and wait; where it can be '
-        'forked, one that serves any number of workers. Default: 1, with --fork 0.',
+        'forked, one that serves any number of workers. Default: 1 if the program has an '
+        '"if __name__ == \'__main__\'", else 0; with --fork 0.',
     )
     add(
         '--fork',

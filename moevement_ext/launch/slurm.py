@@ -17,6 +17,7 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch.allocation import call_before_end, hostnames
 from moevement_ext.launch.command_line import add_shared, configured, parse_before_program
+from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.requeue import History, go_back
 from moevement_ext.launch.steps import slurm_step
@@ -63,7 +64,9 @@ def parse(argv: Sequence[str]) -> SlurmJob:
                 f'on; the allocation has {len(hosts)}: ask for more with sbatch --nodes.'
             )
         nodes = len(hosts) - args.spare_nodes
-        launch = configured(args, nodes=nodes, spares=args.spares, grace_s=args.grace)
+        given = args.spares is not None
+        spares = args.spares if given else default_spares(args.launched[0])
+        launch = configured(args, nodes=nodes, spares=spares, grace_s=args.grace)
         if args.before_end is not None and not args.before_end >= 0:
             raise ConfigurationError(f'--before-end {args.before_end} must be at least 0.')
     except ConfigurationError as error:
@@ -140,10 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         '--spares',
         **number,
-        default=1,
         help='Processes on each node that trains that have imported the program and wait for a '
         'worker to die; where it can be forked, one that serves them all. 0: none, which leaves '
-        'their memory to training. Default: %(default)s.',
+        'their memory to training. Default: 1 if the program has an '
+        '"if __name__ == \'__main__\'", else 0.',
     )
     add(
         '--requeue',

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from moevement_ext.launch.command_line import main, parse
+from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from tests.unit.launch.conftest import Job, dies
 
@@ -39,11 +40,33 @@ def test_flags(job: Job) -> None:
     )
 
 
-def test_a_hot_spare_waits_unless_all_are_forked(job: Job) -> None:
+def test_a_hot_spare_waits_for_programs_that_can_be_imported(job: Job) -> None:
     launched = ['--', str(job.program)]
     assert parse(['--nodes', '1', *launched]).spares == 1
     assert parse(['--nodes', '1', '--spares', '0', *launched]).spares == 0
     assert parse(['--nodes', '1', '--fork', *launched]).spares == 0
+    job.program.write_text('print("trains on import")')
+    assert parse(['--nodes', '1', *launched]).spares == 0
+    assert parse(['--nodes', '1', '--spares', '1', *launched]).spares == 1
+
+
+@pytest.mark.parametrize(
+    ('text', 'spares'),
+    [
+        ("if __name__ == '__main__':\n    main()", 1),
+        ("if '__main__' == __name__: main()", 1),
+        ('main()', 0),
+        ("if name == '__main__': main()", 0),
+        ("if __name__ == '__mp_main__': pass", 0),
+        ('if', 0),
+    ],
+)
+def test_what_counts_as_a_program_that_can_be_imported(
+    text: str, spares: int, tmp_path: Path
+) -> None:
+    (tmp_path / 'program.py').write_text(text)
+    assert default_spares(str(tmp_path / 'program.py')) == spares
+    assert default_spares(str(tmp_path / 'none.py')) == 0
 
 
 @pytest.mark.parametrize(
