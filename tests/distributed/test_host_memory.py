@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.events import Recovered, WindowPersisted
+from moevement_ext.events import Protected, Recovered, Replanned, WindowPersisted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tools.plan import __main__ as plan
@@ -20,6 +20,12 @@ BASE = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
     '--expert-model-parallel-size 2 --untie-embeddings-and-output-weights'
 ).split()
+INSTANCES = (
+    '--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2 '
+    '--untie-embeddings-and-output-weights'
+).split()
+"""Ranks of one node have stubs of the windows of the other's."""
+ALONE = '--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights'.split()
 # Shards of the optimizer are padded to 128 elements; here there is nothing to pad.
 UNPADDED = '--hidden-size 128 --moe-ffn-hidden-size 64 --train-iters 4'.split()
 
@@ -46,11 +52,15 @@ def kind(path: Path) -> str:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize('layout', [BASE, INSTANCES], ids=['stages', 'instances'])
 def test_plan_says_to_the_byte_what_a_job_reserves(
-    cluster: Callable[..., Cluster], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: list[str],
+    cluster: Callable[..., Cluster],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = f'--sparse-ckpt-window 2 --sparse-ckpt-log-lag 0.3 --sparse-ckpt-disk {tmp_path}'
-    job = cluster(*BASE, *UNPADDED, *settings.split())
+    job = cluster(*layout, *UNPADDED, *settings.split())
     found: list[list[Counter[str]]] = []
 
     def look(workers: list, start: object) -> None:
@@ -63,17 +73,53 @@ def test_plan_says_to_the_byte_what_a_job_reserves(
     steady = next(sizes for sizes, again in pairwise(found) if sizes == again)
     fullest = max(steady, key=Counter.total)
 
-    machine = tmp_path / 'cluster.json'
+    planned = planned_bytes(job, tmp_path, capsys)
+    total, beside = planned.pop('total'), planned.pop('beside')
+    assert 0 < fullest.pop('beside') <= beside
+    assert planned == dict.fromkeys(planned, 0) | fullest
+    assert total == sum(planned.values()) + beside
+
+
+def planned_bytes(
+    job: Cluster, folder: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> dict[str, int]:
+    """What the planner says of the fullest node of the job, by kind."""
+    machine = folder / 'cluster.json'
     rates = dict.fromkeys(('copy_bytes_per_s', 'network_bytes_per_s', 'peak_flops'), 1e9)
     sizes = dict.fromkeys(('gpu_memory_bytes', 'host_memory_bytes'), 1e11)
     machine.write_text(json.dumps({'name': 'toy', 'gpus_per_node': 2, **rates, **sizes}))
     capsys.readouterr()
-    arguments = ['--cluster', str(machine), '--gpus', '4', '--iteration-time', '1', '--json']
-    assert plan.main([*arguments, '--', *job.flags]) == 0
-    planned = json.loads(capsys.readouterr().out)['host_memory_bytes_per_node']
-    total, beside = planned.pop('total'), planned.pop('beside')
-    assert 0 < fullest.pop('beside') <= beside
-    assert planned == fullest and total == sum(planned.values()) + beside
+    arguments = ['--cluster', str(machine), '--gpus', str(job.ranks), '--iteration-time', '1']
+    assert plan.main([*arguments, '--json', '--', *job.flags, *flags]) == 0
+    found: dict[str, int] = json.loads(capsys.readouterr().out)['host_memory_bytes_per_node']
+    return found
+
+
+@pytest.mark.thorough
+def test_a_job_takes_what_the_windows_in_force_need(
+    cluster: Callable[..., Cluster],
+    reference: Callable[..., dict],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It begins with windows of two; once they are of one, to the byte what the plan of one says.
+
+    The job that is started again finds these files, grows them, and comes to the right bits.
+    """
+    flags = [*ALONE, *UNPADDED[:-1], '30']
+    settings = '--sparse-ckpt-max-window 4 --sparse-ckpt-cpu-share 0'.split()
+    job = cluster(*flags, *settings, ranks=1, nodes=1)
+    assert job.run(fail_at='0:26:forward') == [-9]
+    (left,) = reserved(job)
+    assert {event.window for event in job.events_of(Replanned)} == {1}
+    begun = job.events_of(Protected)[0].host_memory
+    of_one, of_two = (
+        planned_bytes(job, tmp_path, capsys, '--sparse-ckpt-window', window)['own_windows']
+        for window in '12'
+    )
+    assert left['own_windows'] == of_one < of_two == begun['own_windows']
+    job.finish()
+    assert differences(reference(*flags, ranks=1), read_digest(job)) == []
 
 
 def test_slow_replicas_and_a_failed_capture_hold_windows_up_but_not_for_ever(
