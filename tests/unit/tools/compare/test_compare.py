@@ -28,7 +28,7 @@ from tools.lab.run_log import Captured, Iteration, RunLog, parse_log
 from tools.lab.trained import Trained
 from tools.lab.trainer_flags import trainer_parser
 
-PLACES = Places(Path('/folder'), Path('/memory'), 6, '3', 0.02, 60.0)
+PLACES = Places(Path('/folder'), Path('/memory'), Path('/disk'), 6, '3', 0.02, 60.0)
 SAME = StateDigest('00', 8, {})
 
 
