@@ -26,6 +26,8 @@ class Places(NamedTuple):
     """Folder of the job."""
     memory: Path
     """Directory in a tmpfs."""
+    disk: Path
+    """Empty directory that survives every node."""
     interval: int
     """Iterations between two dense checkpoints."""
     window: str
@@ -97,7 +99,7 @@ ROWS = {
     ),
     'checkfreq': Row(
         'CheckFreq', Keeps.MEMORY, 'checkfreq',
-        f'{_STRATEGY} checkfreq --sparse-ckpt-disk {{folder}}/disk',
+        f'{_STRATEGY} checkfreq --sparse-ckpt-disk {{disk}}',
     ),
     'gemini': Row(
         'Gemini', Keeps.MEMORY, 'gemini',

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tools.compare import program
@@ -102,11 +103,15 @@ class Course(NamedTuple):
         """
         folder = self.output / f'{number}-{name}'
         strikes: list[Strike] = []
-        with memory_directory('moevement-compare-') as memory:
+        with (
+            memory_directory('moevement-compare-') as memory,
+            TemporaryDirectory(prefix='disk-', dir=self.output) as disk,
+        ):
             mtbf_s = faults[-1].at_s / len(faults)
             places = Places(
-                folder, memory, self.interval, self.window, self.network_gb_per_s, mtbf_s
-            )
+                folder, memory, Path(disk), self.interval, self.window, self.network_gb_per_s,
+                mtbf_s,
+            )  # fmt: skip
             flags = [*self.training_flags(row.copies), *row.training_flags(places)]
             launch = self._launch(folder, flags, 0 if self.fork else row.spares)
             if row.throttled:

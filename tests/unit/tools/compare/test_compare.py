@@ -28,7 +28,7 @@ from tools.lab.run_log import Captured, Iteration, RunLog, parse_log
 from tools.lab.trained import Trained
 from tools.lab.trainer_flags import trainer_parser
 
-PLACES = Places(Path('/folder'), Path('/memory'), 6, '3', 0.02, 60.0)
+PLACES = Places(Path('/folder'), Path('/memory'), Path('/disk'), 6, '3', 0.02, 60.0)
 SAME = StateDigest('00', 8, {})
 
 
@@ -331,7 +331,7 @@ def test_a_bad_flag_is_named(
     assert wrong in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('name', ['compare'])
+@pytest.mark.parametrize('name', ['compare', 'compare-gemini'])
 def test_table_of_the_page_is_that_of_its_file(name: str) -> None:
     docs = ROOT / 'docs'
     found = msgspec.json.decode((docs / f'measurements/{name}.json').read_bytes(), type=Comparison)

@@ -19,6 +19,7 @@ from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
+from tools.lab.launch import ROOT
 from tools.lab.run_log import Iteration, RunLog
 from tools.lab.trained import Trained
 
@@ -136,3 +137,10 @@ def test_peers_that_are_not_installed_are_named(
     with pytest.raises(SystemExit, match='2'):
         main(['peers', '--rows', 'x'])
     assert 'no row x' in capsys.readouterr().err
+
+
+def test_table_of_the_page_is_that_of_its_file() -> None:
+    docs = ROOT / 'docs'
+    text = (docs / 'measurements/compare-peers.json').read_bytes()
+    table = markdown(msgspec.json.decode(text, type=PeerReport))
+    assert table in (docs / 'comparison.md').read_text('utf-8')
