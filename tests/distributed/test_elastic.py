@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
-from moevement_ext.events import Relaid, WindowPersisted
+from moevement_ext.events import Relaid
 from tests.distributed.conftest import read_digest, with_quick
-from tests.distributed.harness.cluster import Cluster, free_port
-from tests.distributed.harness.torchrun import agent
-from tests.distributed.test_torchrun import wait_until
+from tests.distributed.harness.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -270,35 +268,6 @@ def test_a_planned_end_leaves_all_of_the_state_in_one_slot(
     assert left_over(job) == []
     found = differing(read_digest(after), plain(cluster, now, dense, 7))
     assert found <= {('1', 'rng/expert-parallel-rng')}
-
-
-@pytest.mark.thorough
-@pytest.mark.launcher
-def test_torchrun_goes_on_with_the_agents_that_are_left(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
-    """Of two nodes one is lost for ever; the command is the same, and its layouts fit either."""
-    flags = ['--expert-model-parallel-size', '2', '--use-distributed-optimizer', *ONE]
-    layouts = ['--sparse-ckpt-elastic-layouts', 'ep=1', '--sparse-ckpt-recovery', 'whole-job']
-    job = cluster(*MODEL, *flags, *layouts, *RESTART, ranks=2)
-    job.directory.mkdir(parents=True)
-    port = free_port()
-    launch = ['--nnodes', '1:2', '--nproc-per-node', '1', '--max-restarts', '3']
-    launch += ['--rdzv-backend', 'c10d', '--rdzv-endpoint', f'127.0.0.1:{port}']
-    launch += ['--rdzv-id', job.name, '--rdzv-conf', 'last_call_timeout=15,is_host=1']
-    second = [*launch[:-1], 'last_call_timeout=15,is_host=0']
-    logs = [tmp_path / f'agent{node}' for node in range(2)]
-    with agent(launch, job.flags, logs[0], MOEVEMENT_NODE='node0') as stays:
-        with agent(second, job.flags, logs[1], MOEVEMENT_NODE='node1'):
-            wait_until(
-                lambda: any(event.start >= 5 for event in job.events_of(WindowPersisted)), logs
-            )
-        assert stays.wait(300) == 0, logs[0].read_text()[-4000:]
-    (there,) = job.events_of(Relaid)
-    assert there.was == '2 ranks (DP 2, EP 2, sharded optimizer)'
-    assert there.dense_at >= 5
-    assert left_over(job) == []
-    assert read_digest(job)['iteration'] == 12
 
 
 @pytest.mark.thorough
