@@ -133,7 +133,8 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) -> No
     spares = 1 if forks else 2
 
     def lose_when_ready(event: Event) -> None:
-        if isinstance(event, SpareReady) and len(job.spares()) == spares:
+        ready = len(job.spares()) == spares and job.started(2) and job.started(3)
+        if ready and 'b' not in job.dead:
             job.lose('b')
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (3, 1):
             there.append(len(psutil.Process(job.steps['c'][0]._process.pid).children()))

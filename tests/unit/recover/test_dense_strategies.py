@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, GLOBAL, SparseCheckpointConfig
@@ -19,6 +20,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.protect import protection
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.stage_plan import StagePlan
@@ -130,7 +132,12 @@ def test_all_ranks_change_the_interval_alike(
         if trainer.iteration == 10 and not job.recovered:
             wait_for(lambda: len(changes) >= STAGES)
 
+    def measured(*figures: Any) -> WindowLoad:
+        """A load with the first copy to disk, however late that is."""
+        return msgspec.structs.replace(WindowLoad(*figures), persist_s=0.01)
+
     event, note = StagePlan.event, ThreadedJob.note
+    monkeypatch.setattr(protection, 'WindowLoad', measured)
     monkeypatch.setattr(ThreadedJob, 'note', followed)
     monkeypatch.setattr(StagePlan, 'event', noted)
     monkeypatch.setattr(protection, 'strategy_of', tuned)
