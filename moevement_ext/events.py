@@ -260,7 +260,7 @@ class Recovered(Event, frozen=True, kw_only=True):
     """The committed iteration from which all ranks continue."""
     stages: list[int] | UnsetType = UNSET
     """Pipeline stages that rolled back."""
-    newcomers: list[int] | UnsetType = UNSET
+    replacements: list[int] | UnsetType = UNSET
     """Ranks with a replaced process."""
     copied: list[int] | UnsetType = UNSET
     """Ranks that copied the state of a data-parallel replica."""

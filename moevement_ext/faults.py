@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fault points: places in the code where a process can kill itself for a test.
 
-`MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<life>]` selects a fault point; commas separate
-several. The death is real (SIGKILL), for tests and demonstrations, and the log announces it. `life`
-counts the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the variable
-every call is one comparison.
+`MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<attempt>]` selects a fault point; commas separate
+several. The death is real (SIGKILL), for tests and demonstrations, and the log announces it.
+`attempt` counts the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the
+variable every call is one comparison.
 
 `MOEVEMENT_STALL_FILE=<path>`: loading of a micro-batch blocks while the file `<path>.<process id>`
 exists, like a loader with a hung file system.
@@ -89,16 +89,16 @@ def arm(rank: int) -> None:
     Raises:
         ConfigurationError: the variable is malformed.
     """
-    life = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
+    attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
     for text in filter(None, os.environ.get('MOEVEMENT_FAIL_AT', '').split(',')):
         match = _FAULT.fullmatch(text)
         if match is None:
             raise ConfigurationError(
-                f'MOEVEMENT_FAIL_AT={text!r}: expected <rank>:<iteration>:<phase>[:<life>] '
+                f'MOEVEMENT_FAIL_AT={text!r}: expected <rank>:<iteration>:<phase>[:<attempt>] '
                 f'with a phase of {", ".join(Phase)}'
             )
-        victim, iteration, phase, life_of_victim = match.groups('0')
-        if int(victim) == rank and life_of_victim == life:
+        victim, iteration, phase, attempt_of_victim = match.groups('0')
+        if int(victim) == rank and attempt_of_victim == attempt:
             _armed.append(Fault(int(iteration), Phase(phase)))
             logger.warning(
                 'MOEVEMENT_FAIL_AT: rank %d kills itself in iteration %s, phase %s',

@@ -342,7 +342,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Keep masters in fp8 instead of fp16, which Transformer Engine's Adam alone refuses; "
         'small updates are lost. Works without --sparse-ckpt too.',
     )
-    _mend_help(parser)
+    _repair_help(parser)
     parser.error = functools.partial(_error, parser)  # type: ignore[method-assign]
     return parser
 
@@ -352,7 +352,7 @@ def _error(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     parser.exit(EXIT_USER_ERROR, usage_error(parser, message))
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
+def _repair_help(parser: argparse.ArgumentParser) -> None:
     """Escape upstream's bare percent signs (megatron-core 0.19.2), on which `--help` fails."""
     for action in parser._actions:
         action.help = action.help and re.sub(r'(?<!%)%(?![%(])', '%%', action.help)

@@ -156,7 +156,7 @@ def attach(
     settings = settings_of_loop(model, optimizer, ddp, plan, facts)
     refuse_unsupported(settings)
     compiled.make_repeatable(torch.are_deterministic_algorithms_enabled(), warns=_first_rank())
-    torch_adam.mend()
+    torch_adam.patch()
     fp8_masters.install(settings)
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
     operations = OperationCount(lambda: 0.0)

@@ -37,7 +37,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
     if args.sparse_ckpt_digest is not None and args.rank == 0:  # rank 0 writes the file
         refuse_unwritable(args.sparse_ckpt_digest)
     settings: Settings = vars(args)
-    torch_adam.mend()
+    torch_adam.patch()
     fp8_masters.install(settings)
     if not args.sparse_ckpt:
         _digest_at_the_end(args)

@@ -45,7 +45,7 @@ def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None
         raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
     for part in sorted(held - needed):
         raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model has not')
-    absent = slices.keys() - {*context.full, *context.light}
+    absent = slices.keys() - {*context.full, *context.weights}
     if header.slot == 0 and absent:
         raise RefusedWindow(f'{where} has nothing of {min(absent)}, which the model has')
 
@@ -59,7 +59,7 @@ def _needed(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Itera
 def _slices_of(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[TensorSlice]:
     for name in slices.keys() & context.full:
         yield from slices[name].full
-    for name in slices.keys() & context.light:
-        yield from slices[name].light
+    for name in slices.keys() & context.weights:
+        yield from slices[name].weights
     for operator in slices.values():
         yield from operator.always

@@ -47,12 +47,12 @@ class OperatorSlices(NamedTuple):
     """Captured slices of one operator: in full, or its compute weights only.
 
     The slices in `always` are in every slot of a window, also after the slot with the operator in
-    full: small state that a replay cannot reproduce, as code between two iterations (an
+    full: auxiliary state that a replay cannot reproduce, as code between two iterations (an
     evaluation) changes it.
     """
 
     full: tuple[TensorSlice, ...]
-    light: tuple[TensorSlice, ...]
+    weights: tuple[TensorSlice, ...]
     always: tuple[TensorSlice, ...] = ()
 
     @property
@@ -61,9 +61,9 @@ class OperatorSlices(NamedTuple):
         return sum(align_up(item.nbytes) for item in self.full)
 
     @property
-    def light_bytes(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes in a slot that holds only the compute weights, alignment included."""
-        return sum(align_up(item.nbytes) for item in self.light)
+        return sum(align_up(item.nbytes) for item in self.weights)
 
     @property
     def always_bytes(self) -> int:
@@ -121,7 +121,7 @@ class SlotLayout:
 
     Attributes:
         full: operators captured in full.
-        light: operators captured as compute weights only.
+        weights: operators captured as compute weights only.
         records: place of each slice, in the order of the payload.
         payload_bytes: size of the payload.
     """
@@ -130,10 +130,15 @@ class SlotLayout:
         self, plan: WindowPlan, slot: int, operators: Mapping[str, OperatorSlices]
     ) -> None:
         self.full = plan.slots[slot]
-        self.light = tuple(name for later in plan.slots[slot + 1 :] for name in later)
+        self.weights = tuple(name for later in plan.slots[slot + 1 :] for name in later)
         self._slices = [
             *(item for name in self.full if name in operators for item in operators[name].full),
-            *(item for name in self.light if name in operators for item in operators[name].light),
+            *(
+                item
+                for name in self.weights
+                if name in operators
+                for item in operators[name].weights
+            ),
             *(item for held in operators.values() for item in held.always),
         ]
         self.records: list[Record] = []
@@ -189,7 +194,7 @@ def operator_table(
 
     Args:
         names: operators, in the order of the result.
-        ranks: for each rank of the stage, full and light bytes by operator.
+        ranks: for each rank of the stage, full and weight bytes by operator.
     """
     places = {name: place for place, name in enumerate(names)}
     sizes = np.zeros((2, len(names), len(ranks)), dtype=np.int64)

@@ -8,7 +8,7 @@ from moevement_ext.memory.window.placed import Layout, Seat
 
 
 class Relaying(Protocol):
-    """Names in every layout, and the small state of this one. Training thread."""
+    """Names in every layout, and the auxiliary state of this one. Training thread."""
 
     def refuse(self, was: Layout) -> None:
         """Refuse a layout whose tensors this one cannot be made of.
@@ -27,14 +27,14 @@ class Relaying(Protocol):
         """
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
-        """Owners of whose small state this rank's is made.
+        """Owners of whose auxiliary state this rank's is made.
 
         Args:
             seats: of all owners.
         """
 
-    def small_state(self, states: Mapping[int, bytes]) -> bytes:
-        """Small state of this rank, made of those of `state_owners`.
+    def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
+        """Auxiliary state of this rank, made of those of `state_owners`.
 
         Raises:
             RefusedWindow: they contradict each other.

@@ -253,7 +253,7 @@ class Job:
                 self.planner,
                 trainer.operators,
                 trainer.tokens,
-                trainer.small_state.max_bytes,
+                trainer.auxiliary_state.max_bytes,
                 trainer.pipeline.logged if self._logs else NOTHING_LOGGED,
                 self._disk,
             )
@@ -297,7 +297,7 @@ class Job:
         self.rank.events.emit(started)
         # The data iterators are built next: training data from the start of the replay,
         # validation data from its end (a replay does not evaluate).
-        self.trainer.small_state.set_counters(first.state, validation=last.state)
+        self.trainer.auxiliary_state.set_counters(first.state, validation=last.state)
         ledger, newest = self.protection.memory.ledger, predecessor.committed
         wanted = self.rank.config.verify != OFF
         recorded = ledger.entries(first.iteration, newest) if wanted else []
@@ -378,7 +378,7 @@ class Job:
             )
             return self._protected(self.protection)
         if self._restart is not None:
-            self.trainer.small_state.set_counters(self._restart.conversion.last.state)
+            self.trainer.auxiliary_state.set_counters(self._restart.conversion.last.state)
         self.trainer.loop.start()
         iteration = self.trainer.iteration
         self.protection.memory.ledger.forget_after(iteration)  # entries of an abandoned history
@@ -462,8 +462,8 @@ class Job:
 
     def write_digest(self, path: str) -> None:
         """Write SHA-256 digests of the state, for `tools.compare_digests`. Collective."""
-        operators, state = self.trainer.operators, self.trainer.small_state.now()
-        entries = digest_of_slices(operators.slices) | {'small state': digest_of_bytes(state)}
+        operators, state = self.trainer.operators, self.trainer.auxiliary_state.now()
+        entries = digest_of_slices(operators.slices) | {'auxiliary state': digest_of_bytes(state)}
         write_digest(path, self.iteration, entries)
 
     def part(self) -> None:

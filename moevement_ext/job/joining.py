@@ -63,7 +63,7 @@ def join(
     timeout: timedelta,
     not_localized: str | None = None,
 ) -> Joined:
-    """Meet the other ranks; once in the life of a process.
+    """Meet the other ranks; once in the lifetime of a process.
 
     Args:
         identity: identity of this rank.
@@ -155,8 +155,8 @@ def _meet(
         return membership, membership.store
     if config.recovery != WHOLE_JOB and identity.rank == 0:
         logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
-    meeting = Rendezvous(launcher, identity.rank, world_size).meet(lambda: b'', timeout)
-    return None, meeting.store
+    result = Rendezvous(launcher, identity.rank, world_size).meet(lambda: b'', timeout)
+    return None, result.store
 
 
 def _take_part(
@@ -204,5 +204,5 @@ def own_store(membership: Membership | None, rank: Rank) -> Store:
     if membership is not None:
         return membership.archive
     default = torch.distributed.distributed_c10d._get_default_store()
-    life = rank.exchange('life', secrets.token_hex(8).encode())[0].decode()
-    return PrefixStore(f'sparse-ckpt/{life}', default.clone())
+    attempt = rank.exchange('attempt', secrets.token_hex(8).encode())[0].decode()
+    return PrefixStore(f'sparse-ckpt/{attempt}', default.clone())

@@ -129,4 +129,4 @@ class LocalizedMode(WholeJobMode):
         if self._restart is not None:
             return RankState(self._restart.conversion.last.iteration)
         iteration = self.trainer.iteration
-        return RankState(iteration, Start(iteration, self.trainer.small_state.now()))
+        return RankState(iteration, Start(iteration, self.trainer.auxiliary_state.now()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of other layouts in the life of a job: found, picked up, freed. Training thread."""
+"""Windows of other layouts in the attempt of a job: found, picked up, freed. Training thread."""
 
 import logging
 

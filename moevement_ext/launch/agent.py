@@ -29,7 +29,7 @@ from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.replicate.secret import variables_of
 from moevement_ext.store import flag
-from moevement_ext.store.node_leader import NodeLeader
+from moevement_ext.store.node_proxy import NodeProxy
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Agent:
         self._loop = FdLoop()
         own = {NODE: host, **variables_of(secret)}
         self._machine = Machine(job, own, self._loop, self._tell, self._report)
-        self._leader: NodeLeader | None = None
+        self._proxy: NodeProxy | None = None
 
     def run(self) -> None:
         """Work until the supervisor is gone; returns when no process of the job runs here."""
@@ -77,8 +77,8 @@ class Agent:
             pass  # the job is over, or the supervisor is lost
         finally:
             self._machine.close()
-            if self._leader is not None:
-                self._leader.close()
+            if self._proxy is not None:
+                self._proxy.close()
             beats.close()
 
     def _obey(self) -> None:
@@ -86,7 +86,7 @@ class Agent:
         if isinstance(message, messages.StartWorker):
             message = self._led(message)
         self._machine.obey(message)
-        if isinstance(message, messages.Vanish):  # without a word to the supervisor
+        if isinstance(message, messages.SimulateNodeLoss):  # without a word to the supervisor
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _led(self, order: messages.StartWorker) -> messages.StartWorker:
@@ -95,15 +95,15 @@ class Agent:
         store = self._store or launchers
         try:
             if (
-                self._leader is None or self._leader.store != store
+                self._proxy is None or self._proxy.store != store
             ):  # a new store: all workers start again
-                if self._leader is not None:
-                    self._leader.close()
-                self._leader = NodeLeader(*store)
+                if self._proxy is not None:
+                    self._proxy.close()
+                self._proxy = NodeProxy(*store)
         except OSError as error:  # each worker connects to the store itself
-            logger.warning('this node has no leader: %s', error)
+            logger.warning('this node has no proxy: %s', error)
             return order
-        return structs.replace(order, variables={**order.variables, **self._leader.variables})
+        return structs.replace(order, variables={**order.variables, **self._proxy.variables})
 
     def _tell(self, message: messages.FromAgent) -> None:
         if isinstance(message, messages.Ended) and message.code != 0:

@@ -165,7 +165,7 @@ class SlurmStarter:
         if host is None:
             return None  # the node is already lost
         store = memory(host.host)
-        host.send(messages.Vanish(host.host, str(store.root), store.run_id))
+        host.send(messages.SimulateNodeLoss(host.host, str(store.root), store.run_id))
         return store.path
 
     def close(self) -> None:

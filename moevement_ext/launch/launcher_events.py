@@ -90,10 +90,10 @@ class WorkerLate(Event, frozen=True):
         return f'rank {self.rank} (pid {self.pid}) did not join the other ranks in time: killed'
 
 
-class WorkerUndead(Event, frozen=True):
+class WorkerUnkillable(Event, frozen=True):
     """A killed worker does not die; the launcher ends without waiting for it."""
 
-    name = 'worker_undead'
+    name = 'worker_unkillable'
     rank: int
     pid: int
 

@@ -90,7 +90,7 @@ class LocalStarter:
         """Kill the workers of an emulated node, and delete its memory."""
         name = name_here(node)
         store = memory(name)
-        self.send(messages.Vanish(name, str(store.root), store.run_id))
+        self.send(messages.SimulateNodeLoss(name, str(store.root), store.run_id))
         return store.path
 
     def close(self) -> None:

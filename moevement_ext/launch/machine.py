@@ -96,8 +96,8 @@ class Machine:
                 self.spares.keep(count)
             case messages.Reserve(directory, run_id, sizes):
                 self._reserve(NodeStore(Path(directory), run_id, self._environment[NODE]), sizes)
-            case messages.Vanish(node, directory, run_id):
-                self._vanish(node, NodeStore(Path(directory), run_id, node))
+            case messages.SimulateNodeLoss(node, directory, run_id):
+                self._simulate_node_loss(node, NodeStore(Path(directory), run_id, node))
 
     def close(self) -> None:
         """Kill all processes of this machine."""
@@ -163,7 +163,7 @@ class Machine:
             target=self._pages.reserve, args=(sizes,), name='launch-reserve', daemon=True
         ).start()
 
-    def _vanish(self, node: str, memory: NodeStore) -> None:
+    def _simulate_node_loss(self, node: str, memory: NodeStore) -> None:
         here = [running.child for running in self._running.values() if running.node == node]
         for child in here:
             child.signal(signal.SIGKILL)

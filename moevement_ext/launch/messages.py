@@ -112,7 +112,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Size of each file in bytes."""
 
 
-class Vanish(msgspec.Struct, frozen=True, tag=True):
+class SimulateNodeLoss(msgspec.Struct, frozen=True, tag=True):
     """Simulate the loss of a node: kill its processes and delete the run's memory there.
 
     An agent that runs this one node only kills itself, too.
@@ -125,7 +125,7 @@ class Vanish(msgspec.Struct, frozen=True, tag=True):
 
 
 FromAgent = Alive | Here | DevicesFail | Started | Ended | IterationLogged | Happened
-FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Reserve | Vanish
+FromSupervisor = Alive | Program | StartWorker | Signal | KeepSpares | Reserve | SimulateNodeLoss
 FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decoder(FromSupervisor)
 

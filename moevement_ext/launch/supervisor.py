@@ -17,6 +17,7 @@ from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event
+from moevement_ext.launch.late_workers import LateWorkers
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.launcher_events import (
@@ -32,11 +33,10 @@ from moevement_ext.launch.launcher_events import (
     WorkerLate,
     WorkerLostAtExit,
     WorkerStopped,
-    WorkerUndead,
+    WorkerUnkillable,
 )
 from moevement_ext.launch.local import LocalStarter
 from moevement_ext.launch.loop import FdLoop
-from moevement_ext.launch.newcomers import Newcomers
 from moevement_ext.launch.outcome import Outcome, print_event
 from moevement_ext.launch.output import LogTail
 from moevement_ext.launch.replacements import Replacements
@@ -107,7 +107,7 @@ class Supervisor:
         self._exit_code: int | None = None
         self._announced_code = 0
         self._replacements = Replacements(config)
-        self._newcomers = Newcomers()
+        self._late_workers = LateWorkers()
         self._bad_ends: list[BadEnd] = []
         self._failed_at_exit: list[str] = []
         self._look_for_store_at: float | None = None
@@ -172,14 +172,14 @@ class Supervisor:
                 next_poll = time.monotonic() + _POLL_S
                 self._starter.look()
                 self._look_into_store()
-                self._give_up_the_undead(self._living())
+                self._give_up_unkillable_workers(self._living())
                 if tail is not None:
                     tail.pump()
             self._judge_all()
         if self._failed_at_exit:
             raise LaunchError(self._failed_at_exit[0])
 
-    # Lives of a worker
+    # Attempts of a worker
 
     def _start(self, worker: Worker, restarts: int) -> None:
         watched = worker.rank == self.config.world_size - 1 and self._faults.pending
@@ -266,11 +266,11 @@ class Supervisor:
         return errors_only and early and bool(self._living())
 
     def _reap(self, worker: Worker) -> int:
-        code = self._bury(worker)
+        code = self._wait_for_end(worker)
         self._report(WorkerEnded(worker.rank, worker.pid, code))
         return code
 
-    def _bury(self, worker: Worker) -> int:
+    def _wait_for_end(self, worker: Worker) -> int:
         """Wait for the worker's end; returns its exit code."""
         self._loop.forget(worker.child.death)
         code = worker.child.reap()
@@ -311,13 +311,13 @@ class Supervisor:
             worker.child.signal(signal.SIGKILL)
         for worker in workers:
             worker.child.dies()
-            self._give_up_the_undead([worker])
-            code = self._bury(worker)
+            self._give_up_unkillable_workers([worker])
+            code = self._wait_for_end(worker)
             by_itself = code != -signal.SIGKILL
             ended = WorkerEnded(worker.rank, worker.pid, code)
             self._report(ended if by_itself else WorkerStopped(worker.rank, worker.pid))
 
-    def _give_up_the_undead(self, workers: list[Worker]) -> None:
+    def _give_up_unkillable_workers(self, workers: list[Worker]) -> None:
         """Give up nodes of workers that block in the kernel, such as in a hung driver."""
         for worker in workers:
             if not worker.child.to_die_s and not worker.child.dies():
@@ -351,7 +351,7 @@ class Supervisor:
             if worker.child.dies():
                 self._reap(worker)
             else:
-                self._report(WorkerUndead(worker.rank, worker.pid))
+                self._report(WorkerUnkillable(worker.rank, worker.pid))
         self._starter.close()
         self._loop.close()
 
@@ -416,7 +416,7 @@ class Supervisor:
         return True
 
     def _kill_the_late(self) -> None:
-        for worker in self._newcomers.late(self._said, self._living()):
+        for worker in self._late_workers.late(self._said, self._living()):
             worker.child.signal(signal.SIGKILL)
             self._report(WorkerLate(worker.rank, worker.pid))
 

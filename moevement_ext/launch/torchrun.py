@@ -41,7 +41,7 @@ from moevement_ext.errors import EXIT_USER_ERROR, UserError
 from moevement_ext.process import exit_signal, user_errors
 from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store import flag
-from moevement_ext.store.node_leader import NodeLeader
+from moevement_ext.store.node_proxy import NodeProxy
 from moevement_ext.store.outside import connect
 
 _BACKEND = 'sparse-ckpt-store'
@@ -201,8 +201,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with user_errors.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
-        with closing(NodeLeader(*flag.split(args.rdzv_endpoint))) as leader:
-            os.environ |= leader.variables
+        with closing(NodeProxy(*flag.split(args.rdzv_endpoint))) as proxy:
+            os.environ |= proxy.variables
             api.LocalElasticAgent = RestartingAgent  # type: ignore[attr-defined]
             run(args)
 

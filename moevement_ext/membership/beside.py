@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Epochs that a thread of its own joins while the training thread replays.
+"""Rounds that a thread of its own joins while the training thread replays.
 
 A replay needs nothing of stages that are not its neighbours. When such a stage is lost, all ranks
 meet as ever, but for those that replay the training thread is not told: another thread brings their
@@ -11,12 +11,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from moevement_ext.membership.rendezvous import EpochBroken, Meeting
+from moevement_ext.membership.rendezvous import RendezvousResult, RoundEnded
 from moevement_ext.membership.report import Report
 
 
 class Met(NamedTuple):
-    """An epoch that was joined beside the training thread."""
+    """A round that was joined beside the training thread."""
 
     reason: str
     """Why the one before was over."""
@@ -24,7 +24,7 @@ class Met(NamedTuple):
     """From its end until this process heard of it."""
     before: list[Report]
     """Reports of all ranks, by rank, in that one."""
-    meeting: Meeting
+    result: RendezvousResult
     reports: list[Report]
     """In this one."""
 
@@ -47,13 +47,13 @@ class Beside:
         self._changed = threading.Condition()
 
     def add(self, met: Met) -> None:
-        """The replay goes on in this epoch."""
+        """The replay goes on in this round."""
         with self._changed:
             self._met.append(met)
             self._changed.notify_all()
 
     def end(self) -> None:
-        """No further epoch is joined beside the training thread."""
+        """No further round is joined beside the training thread."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -65,13 +65,13 @@ class Beside:
             wait: until there is something.
 
         Raises:
-            EpochBroken: no further epoch is joined beside the training thread.
+            RoundEnded: no further round is joined beside the training thread.
         """
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._met or self._ended)
             if self._ended:
-                raise EpochBroken('the replay of this stage cannot go on')
+                raise RoundEnded('the replay of this stage cannot go on')
             met, self._met = self._met, []
             return met
 

@@ -30,7 +30,7 @@ class Exchange:
         self.joining = joining
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
-        """What every rank gave, by rank, under a name that is used once in the life of the job."""
+        """What every rank gave, by rank, under a name used once in an attempt of the job."""
         return self.among(name, own, range(torch.distributed.get_world_size()), None)
 
     def among(

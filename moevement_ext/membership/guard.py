@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices workers that hang in a job whose failures restart all of its workers.
 
-As in an epoch of `Membership` every process gives signs of life, listens for those of the next one
+As in a round of `Membership` every process gives heartbeats, listens for those of the next one
 and looks at its own training thread. But nobody is woken up: whoever waits for the hung worker is
 started again with it.
 """
@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from torch.distributed import Store
 
-from moevement_ext.membership.epoch_watch import EpochWatch
-from moevement_ext.membership.rendezvous import present_epoch
+from moevement_ext.membership.rendezvous import present_round
 from moevement_ext.membership.replacing import replace_this_process
+from moevement_ext.membership.round_watch import RoundWatch
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.store.connection_pool import Connections
@@ -27,7 +27,7 @@ class Guard:
         store: the launcher's, where all ranks have met; a connection of its own.
         rank: of this process.
         pids: process ids by rank.
-        hang_timeout_s: seconds without a sign of life after which a rank counts as hung; its
+        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung; its
             launcher is asked to kill it.
         stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
             others, before the process ends; 0: for ever.
@@ -46,9 +46,9 @@ class Guard:
         self._stuck_timeout_s = stuck_timeout_s
         self._thread = TrainingThread()
         self._loss = StoreLoss(store, hang_timeout_s)
-        connections, epoch = Connections(self._loss.connect), present_epoch(store)
-        self._watch = EpochWatch(
-            connections, epoch, rank, pids, hang_timeout_s, lambda reason: None, self._look
+        connections, round = Connections(self._loss.connect), present_round(store)
+        self._watch = RoundWatch(
+            connections, round, rank, pids, hang_timeout_s, lambda reason: None, self._look
         )
         self._watch.judge()
 
@@ -63,8 +63,8 @@ class Guard:
         Args:
             what: is the matter.
         """
-        store, epoch = self._store.clone(), self._watch.epoch
-        replace_this_process(store, epoch, self._rank, f'its GPU is lost: {what}', None)
+        store, round = self._store.clone(), self._watch.round
+        replace_this_process(store, round, self._rank, f'its GPU is lost: {what}', None)
 
     def close(self) -> None:
         """Training is over on all ranks."""
@@ -75,4 +75,4 @@ class Guard:
         look = self._thread.look()
         if not look.waits_for_others and 0 < self._stuck_timeout_s < look.still_s:
             what = f'its training thread has stood still for {look.still_s:.0f} s'
-            replace_this_process(store, self._watch.epoch, self._rank, what, self._thread)
+            replace_this_process(store, self._watch.round, self._rank, what, self._thread)

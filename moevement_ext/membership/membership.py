@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process among all ranks of the job: the present epoch, how it ends, and the next one.
+"""This process among all ranks of the job: the present round, how it ends, and the next one.
 
-A process goes through epochs (see `rendezvous`): it *meets* the others, sets up or recovers,
-trains, and *leaves* when the epoch is broken. Who does that:
+A process goes through rounds (see `rendezvous`): it *meets* the others, sets up or recovers,
+trains, and *leaves* when the round is ended. Who does that:
 
 - *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds
-  its model. When its epoch is broken it joins the next one from a thread of its own, with the
+  its model. When its round is broken it joins the next one from a thread of its own, with the
   report it came with: it has nothing else yet, and captures nothing. So nobody takes it for hung.
-  The training thread finds the newest meeting when it calls `settle`, and that one only: those
+  The training thread finds the newest rendezvous when it calls `settle`, and that one only: those
   between came to nothing, since all others wait for the new process before they train.
 - *From `settle` on* the training thread alone leaves and meets. It is told by what it waits for:
   process groups, stores and barriers raise. What it is busy with (a write, a loader) is waited for.
 - While it replays it can leave that to another thread (see `beside`), and go on.
 - A training thread that is stuck, in a wait that was ended or by itself, cannot leave. Another
   thread ends the process, with a status of its own (`EXIT_STUCK`), and its launcher replaces it.
-- One that waits for others for the time that a collective is allowed breaks the epoch: somebody
-  hangs who gives signs of life, or the network does. Nobody need be lost by that.
-- Signs of life go on until the training thread has left: a late rank does not count as hung.
+- One that waits for others for the time that a collective is allowed ends the round: somebody
+  hangs who gives heartbeats, or the network does. Nobody need be lost by that.
+- Heartbeats go on until the training thread has left: a late rank does not count as hung.
 """
 
 import logging
@@ -33,20 +33,20 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.membership.beside import Beside, Met
-from moevement_ext.membership.epoch_watch import HEARTBEAT_SECONDS, EpochWatch
-from moevement_ext.membership.meeting import Meetings
 from moevement_ext.membership.rendezvous import (
     Ending,
-    EpochBroken,
     FencedOut,
-    Meeting,
     Rendezvous,
-    break_epoch,
+    RendezvousResult,
+    RoundEnded,
+    end_round,
     how_broken,
     is_broken,
 )
+from moevement_ext.membership.rendezvous_runner import RendezvousRunner
 from moevement_ext.membership.replacing import ends_within, replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
+from moevement_ext.membership.round_watch import HEARTBEAT_SECONDS, RoundWatch
 from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
@@ -69,8 +69,8 @@ class Membership:
     Args:
         rendezvous: where this process meets them, in the launcher's store.
         timeout: how long to wait for others; of a collective, too.
-        hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
-        report: what this process brings to the first meeting, and to others while it sets up.
+        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
+        report: what this process brings to the first rendezvous, and to others while it sets up.
         stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
             others, or one that joins in its set-up; 0: for ever.
     """
@@ -86,19 +86,19 @@ class Membership:
         self._rendezvous = rendezvous
         self._store = store = rendezvous.store
         self._loss = StoreLoss(store, hang_timeout_s, self._without_store)
-        self._meetings = Meetings(rendezvous, self._loss, timeout, hang_timeout_s)
+        self._runner = RendezvousRunner(rendezvous, self._loss, timeout, hang_timeout_s)
         self._watching = Connections(self._loss.connect)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
         self._groups: ProcessGroups | None = None
-        self.joining = self._at_barrier = self.ended_epoch = False
+        self.joining = self._at_barrier = self.ended_round = False
         self._unblocked_at: float | None = None
         self._standstill = Standstill(rendezvous.rank, timeout.total_seconds(), stuck_timeout_s)
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
         self._closed = threading.Event()
         self._setting_up = threading.Lock()
-        """Held by the thread that joins the next epoch in place of the training thread."""
+        """Held by the thread that joins the next round in place of the training thread."""
         self._settled = False
         self._beside: Beside | None = None
         self._lost: SparseCheckpointError | None = None
@@ -118,28 +118,28 @@ class Membership:
             )
             self.joining = self.origin != NOWHERE
             if not self.joining:
-                self.origin = self._meeting.epoch
+                self.origin = self._result.round
 
-    def _meet_first(self) -> Meeting:
+    def _meet_first(self) -> RendezvousResult:
         """Meet, again if all are new but some were set up to join others, and end now."""
         while True:
-            meeting = self._meetings.meet(lambda: self._brought, None)
-            reports = decode_all(meeting.reports)
+            result = self._runner.meet(lambda: self._brought, None)
+            reports = decode_all(result.reports)
             survived = any(report.survivor for report in reports)
             if survived or not any(report.midway for report in reports):
-                return meeting
-            break_epoch(self._store, meeting.epoch, 'nobody is left to join')
+                return result
+            end_round(self._store, result.round, 'nobody is left to join')
 
     @property
     def store(self) -> Store:
-        """For keys of the epoch in which the training thread is."""
+        """For keys of the round in which the training thread is."""
         return self.taken.store
 
     @property
     def archive(self) -> Store:
-        """For keys of this life of the job, from the start of all its ranks to the next such."""
-        # What outlives its store for a while does not write to the one of the next life.
-        return PrefixStore(f'job/{self._loss.life}/{self.origin}', self._store.clone())
+        """For keys of this attempt of the job, from the start of all its ranks to the next such."""
+        # What outlives its store for a while does not write to the one of the next attempt.
+        return PrefixStore(f'job/{self._loss.attempt}/{self.origin}', self._store.clone())
 
     @property
     def store_lost(self) -> threading.Event:
@@ -148,7 +148,7 @@ class Membership:
 
     @property
     def broken(self) -> bool:
-        """A failure was announced in the present epoch, and the training thread is to leave."""
+        """A failure was announced in the present round, and the training thread is to leave."""
         return self._interrupted.is_set()
 
     def broken_in_the_store(self) -> bool:
@@ -157,14 +157,14 @@ class Membership:
         Waits while the store is out of reach, until it counts as lost.
         """
         try:
-            return is_broken(self._loss.reconnect(), self._meeting.epoch)
+            return is_broken(self._loss.reconnect(), self._result.round)
         except (DistError, StoreLost):
             return False
 
     def settle(self) -> None:
-        """The set-up is over; `reports` and `store` are those of the newest meeting.
+        """The set-up is over; `reports` and `store` are those of the newest rendezvous.
 
-        Training thread, which leaves and meets itself from now on. Waits for a meeting that is
+        Training thread, which leaves and meets itself from now on. Waits for a rendezvous that is
         under way.
 
         Raises:
@@ -177,7 +177,7 @@ class Membership:
             raise self._lost
 
     def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
-        """Have waits of this process end when an epoch does, and report who hangs.
+        """Have waits of this process end when a round does, and report who hangs.
 
         Training thread. Called when process groups exist: by then all have set up, but for new
         processes.
@@ -195,18 +195,18 @@ class Membership:
             self._unblock()
 
     def leave(self, reason: str) -> None:
-        """Announce a failure in the present epoch, unless somebody has, and unblock this process.
+        """Announce a failure in the present round, unless somebody has, and unblock this process.
 
         Ends the process if its GPU is lost: a report would promise a state that is gone.
 
-        `reason` and `detect_s` then say why the epoch ended and how long before this call that was
-        announced: by the launcher, which saw a worker die, or by another rank; `ended_epoch` that
+        `reason` and `detect_s` then say why the round ended and how long before this call that was
+        announced: by the launcher, which saw a worker die, or by another rank; `ended_round` that
         it was by this call.
         """
         if self._groups is not None:
             self._groups.end_calls()
-        epoch, self.ended_epoch = self._meeting.epoch, False
-        while not self._announced(epoch, reason):
+        round, self.ended_round = self._result.round, False
+        while not self._announced(round, reason):
             pass
         self._watch.wait_until_woken()
         since = time.time() - self._watch.announced
@@ -215,29 +215,29 @@ class Membership:
         self._watch.stop()
         self.reason = self._watch.reason or reason
 
-    def _announced(self, epoch: int, reason: str) -> bool:
+    def _announced(self, round: int, reason: str) -> bool:
         """False if the new connection, on which the others would have heard of it, is lost."""
-        self._store = store = self._meetings.reconnect()  # the other may have been lost
+        self._store = store = self._runner.reconnect()  # the other may have been lost
         try:
             if not self._watch.broken.is_set():
-                self.ended_epoch = break_epoch(store, epoch, reason)
-                found = how_broken(store, epoch) or Ending(time.time(), reason)
+                self.ended_round = end_round(store, round, reason)
+                found = how_broken(store, round) or Ending(time.time(), reason)
                 self._watch.conclude(found.reason, found.since)
         except DistError:
             return False
         return True
 
     def lose_device(self, what: str) -> NoReturn:
-        """End this process, whose GPU is lost, and the epoch with it. Any thread.
+        """End this process, whose GPU is lost, and the round with it. Any thread.
 
         Args:
             what: is the matter.
         """
         store, rank = self._store.clone(), self._rendezvous.rank
-        replace_this_process(store, self._meeting.epoch, rank, f'its GPU is lost: {what}', None)
+        replace_this_process(store, self._result.round, rank, f'its GPU is lost: {what}', None)
 
     def meet(self, report: Callable[[], Report]) -> list[Report]:
-        """Join the epoch after the present one; returns what all ranks report, by rank.
+        """Join the round after the present one; returns what all ranks report, by rank.
 
         Raises:
             FencedOut: this process has been replaced, or the job begun anew.
@@ -246,7 +246,7 @@ class Membership:
         """
         if self._lost is not None:
             raise self._lost
-        self._take(self._meetings.meet(report, self._meeting.epoch))
+        self._take(self._runner.meet(report, self._result.round))
         self._see_that_it_is_the_same_job(self.reports)
         return self.reports
 
@@ -260,25 +260,25 @@ class Membership:
         self._beside = beside
         try:
             if self._watch.broken.is_set():  # it may have been before anybody knew of this
-                raise EpochBroken(self._watch.reason or 'unknown')
+                raise RoundEnded(self._watch.reason or 'unknown')
             yield
         finally:
             with self._setting_up:
                 self._end_beside(beside)
 
     def take_over(self, beside: Beside, wait: bool) -> list[Met]:
-        """Be in the newest epoch that was met beside; all since the last call.
+        """Be in the newest round that was met beside; all since the last call.
 
         Args:
             beside: given to `leaving_it_to`.
             wait: until there is one: the present one is over.
 
         Raises:
-            EpochBroken: the replay cannot go on.
+            RoundEnded: the replay cannot go on.
         """
         met = beside.take(wait)
         if met:
-            self.taken, self.reports = met[-1].meeting, met[-1].reports
+            self.taken, self.reports = met[-1].result, met[-1].reports
         return met
 
     def leaves_nothing_to(self, beside: Beside) -> bool:
@@ -299,14 +299,14 @@ class Membership:
     def refuse(self, reason: str) -> None:
         """In its set-up, this process must not take part: the others hear why. It is to end."""
         with self._setting_up:
-            self._settled = True  # it joins no other epoch
+            self._settled = True  # it joins no other round
         self.leave(reason)
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks of the epoch: for who is busy as long as it is heard of.
+        """Wait for all ranks of the round: for who is busy as long as it is heard of.
 
         Raises:
-            EpochBroken: a failure was announced meanwhile.
+            RoundEnded: a failure was announced meanwhile.
         """
         watched = self._standstill.thread is not None
         self._at_barrier = watched
@@ -319,7 +319,7 @@ class Membership:
         """Connect the process groups of `members` (None: all) anew, silence others but of `kept`.
 
         Raises:
-            EpochBroken: a failure was announced meanwhile.
+            RoundEnded: a failure was announced meanwhile.
         """
         assert self._groups is not None
         self._raise_if_broken()
@@ -335,13 +335,13 @@ class Membership:
         self._raise_if_broken()
 
     def synchronize(self) -> None:
-        """Wait for what is queued on the GPU; see then whether the epoch is `broken`."""
+        """Wait for what is queued on the GPU; see then whether the round is `broken`."""
         if self._groups is not None:
             self._groups.synchronize()
 
     @property
     def waits_returned(self) -> bool:
-        """Collectives of this epoch may have been ended without an error, with any result."""
+        """Collectives of this round may have been ended without an error, with any result."""
         return self._groups is not None and self._groups.waits_returned
 
     def silence(self) -> None:
@@ -352,14 +352,14 @@ class Membership:
     def close(self) -> None:
         """The job is over on all ranks. Then no thread waits in the launcher's store any more.
 
-        Such a thread wakes up when the epoch ends, for which all must have stopped to watch it.
+        Such a thread wakes up when the round ends, for which all must have stopped to watch it.
         """
         self._watch.stop()
         self._closed.set()
         self._loss.close()
         try:
-            self._rendezvous.barrier(self._meeting, 'over', _CLOSING)
-            break_epoch(self._store, self._meeting.epoch, 'the job is over')
+            self._rendezvous.barrier(self._result, 'over', _CLOSING)
+            end_round(self._store, self._result.round, 'the job is over')
             self._watch.join()
             self._rendezvous.finish()
         except (SparseCheckpointError, DistError) as error:  # a rank, or the launcher, is gone
@@ -367,23 +367,23 @@ class Membership:
 
     def _raise_if_broken(self) -> None:
         if self.broken:
-            raise EpochBroken(self._watch.reason or 'unknown')
+            raise RoundEnded(self._watch.reason or 'unknown')
 
-    def _take(self, meeting: Meeting) -> None:
-        """The training thread, or the thread that joins in its place, is in the next epoch."""
+    def _take(self, result: RendezvousResult) -> None:
+        """The training thread, or the thread that joins in its place, is in the next round."""
         self._interrupted = threading.Event()
         """Set when it is to leave."""
-        self.taken, self.reports = meeting, decode_all(meeting.reports)
-        self._arrive(meeting, self.reports)
+        self.taken, self.reports = result, decode_all(result.reports)
+        self._arrive(result, self.reports)
 
-    def _arrive(self, meeting: Meeting, reports: list[Report]) -> None:
-        self._meeting, self._store = meeting, meeting.connection
+    def _arrive(self, result: RendezvousResult, reports: list[Report]) -> None:
+        self._result, self._store = result, result.connection
         self._reports = reports
         self._unblocked_at = None
-        # Signs of life from now on: the set-up of a new process may take long.
-        self._watch = EpochWatch(
+        # Heartbeats from now on: the set-up of a new process may take long.
+        self._watch = RoundWatch(
             self._watching,
-            meeting.epoch,
+            result.round,
             self._rendezvous.rank,
             [report.pid for report in reports],
             self._hang_timeout_s,
@@ -414,7 +414,7 @@ class Membership:
         self._wake()
 
     def _join_next(self) -> None:
-        """While the training thread sets up: the next epoch, with the same report."""
+        """While the training thread sets up: the next round, with the same report."""
         with self._setting_up:
             if self._settled or not self.joining or self._lost is not None:
                 return
@@ -436,16 +436,16 @@ class Membership:
             goes_on, watch, before = False, self._watch, self._reports
             detect_s = max(time.time() - watch.announced, 0.0)
             try:
-                meeting = self._meet_next(beside.report)
-                reports = decode_all(meeting.reports)
-                self._arrive(meeting, reports)
+                result = self._meet_next(beside.report)
+                reports = decode_all(result.reports)
+                self._arrive(result, reports)
                 self._see_that_it_is_the_same_job(reports)
                 goes_on = beside.goes_on(reports)
                 if goes_on:
                     # The other ranks wait until all know each other's addresses.
-                    self._rendezvous.sign(meeting, 'ready')
+                    self._rendezvous.sign(result, 'ready')
                     self._watch.judge()
-                    beside.add(Met(watch.reason or '', detect_s, before, meeting, reports))
+                    beside.add(Met(watch.reason or '', detect_s, before, result, reports))
             except DistError:
                 goes_on = False  # the training thread finds another connection
             except SparseCheckpointError as error:  # raised by `meet`
@@ -455,17 +455,17 @@ class Membership:
                     self._end_beside(beside)
                     self._interrupt()
 
-    def _meet_next(self, report: Callable[[], Report]) -> Meeting:
+    def _meet_next(self, report: Callable[[], Report]) -> RendezvousResult:
         """In the place of the training thread, over a connection of its own."""
         self._watch.stop()
         logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
-        self._meetings.reconnect()
-        return self._meetings.meet(report, self._meeting.epoch)
+        self._runner.reconnect()
+        return self._runner.meet(report, self._result.round)
 
     def _look_at_training_thread(self, store: Store) -> None:
         """On the heartbeat thread."""
         present = Present(
-            self._meeting.epoch,
+            self._result.round,
             [report.pid for report in self._reports],
             self.joining,
             self.committed,
@@ -483,7 +483,7 @@ class Membership:
             self._groups.check_device()
         except RuntimeError as error:
             what = f'its GPU is lost: {error}'
-            replace_this_process(self._store, self._meeting.epoch, rank, what, thread)
+            replace_this_process(self._store, self._result.round, rank, what, thread)
 
     def _without_store(self) -> None:
         """On the thread that looked for it: wake this rank up should others have left already.

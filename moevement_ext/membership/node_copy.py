@@ -73,7 +73,7 @@ class NodeCopy:
 
     def _leave(self, digest: bytes, content: bytes) -> None:
         with suppress(HostMemoryError, OSError):  # the others ask the store
-            for path in self._directory.glob(f'{_PREFIX}*'):  # of earlier meetings
+            for path in self._directory.glob(f'{_PREFIX}*'):  # of earlier rendezvous
                 path.unlink(missing_ok=True)
             file = private.open_file(self._path(digest), os.O_WRONLY | os.O_CREAT)
             with open(file, 'wb') as opened:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank has committed in the present epoch, so that others see which rank is behind."""
+"""What each rank has committed in the present round, so that others see which rank is behind."""
 
 import time
 
@@ -22,29 +22,29 @@ class Progress:
         self._rank = rank
         self._pause_s = timeout_s / _PUBLICATIONS_IN_A_TIMEOUT
         self._seen = self._published = (NOWHERE, NOWHERE)
-        """Epoch and newest committed iteration: as last looked at, and as others know."""
+        """Round and newest committed iteration: as last looked at, and as others know."""
         self._publish_at = 0.0
 
-    def look(self, store: Store, epoch: int, committed: int) -> bool:
+    def look(self, store: Store, round: int, committed: int) -> bool:
         """Publish it every now and then; true if it has changed since the last look."""
-        now = epoch, committed
+        now = round, committed
         got_on, self._seen = now != self._seen, now
-        late = self._published[0] != epoch or time.monotonic() > self._publish_at
+        late = self._published[0] != round or time.monotonic() > self._publish_at
         if now != self._published and late:
-            publish(store, epoch, self._rank, committed)
+            publish(store, round, self._rank, committed)
             self._published = now
             self._publish_at = time.monotonic() + self._pause_s
         return got_on
 
 
-def publish(store: Store, epoch: int, rank: int, iteration: int) -> None:
+def publish(store: Store, round: int, rank: int, iteration: int) -> None:
     """Let the others know the newest iteration that `rank` has committed."""
-    store.set(_key(epoch, rank), str(iteration))
+    store.set(_key(round, rank), str(iteration))
 
 
-def furthest_behind(store: Store, epoch: int, world_size: int) -> int | None:
+def furthest_behind(store: Store, round: int, world_size: int) -> int | None:
     """The rank that has committed less than all others; None if there is not exactly one."""
-    keys = [_key(epoch, rank) for rank in range(world_size)]
+    keys = [_key(round, rank) for rank in range(world_size)]
     if not store.check(keys):
         return None  # somebody has not trained yet
     committed = [int(found) for found in store.multi_get(keys)]
@@ -52,5 +52,5 @@ def furthest_behind(store: Store, epoch: int, world_size: int) -> int | None:
     return committed.index(least) if committed.count(least) == 1 and world_size > 1 else None
 
 
-def _key(epoch: int, rank: int) -> str:
-    return f'progress/{epoch}/{rank}'
+def _key(round: int, rank: int) -> str:
+    return f'progress/{round}/{rank}'

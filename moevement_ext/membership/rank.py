@@ -11,7 +11,7 @@ from moevement_ext.memory.window.name import RankIdentity
 
 @dataclass(frozen=True)
 class Rank:
-    """Made once in the life of a process; nothing of it changes."""
+    """Made once in the lifetime of a process; nothing of it changes."""
 
     identity: RankIdentity
     """Run, layout and rank; what every slot is stamped with."""

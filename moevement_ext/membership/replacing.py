@@ -10,7 +10,7 @@ from typing import NoReturn
 from torch.distributed import DistError, Store
 
 from moevement_ext.errors import EXIT_STUCK
-from moevement_ext.membership.rendezvous import break_epoch
+from moevement_ext.membership.rendezvous import end_round
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.process.leaving import end_at_once
 
@@ -18,28 +18,28 @@ logger = logging.getLogger(__name__)
 
 
 def replace_this_process(
-    store: Store, epoch: int, rank: int, what: str, thread: TrainingThread | None
+    store: Store, round: int, rank: int, what: str, thread: TrainingThread | None
 ) -> NoReturn:
     """End it, so that its launcher starts another in its place. Any thread.
 
     Args:
         store: the launcher's; a connection of the calling thread.
-        epoch: that this process is in, and that ends with it.
+        round: that this process is in, and that ends with it.
         rank: of this process.
         what: is the matter.
         thread: that is in the way, if it is one.
     """
     _say(rank, what, thread)
     with suppress(DistError):  # its launcher will see it end
-        break_epoch(store, epoch, f'rank {rank} is stuck: {what}')
+        end_round(store, round, f'rank {rank} is stuck: {what}')
     end_at_once(EXIT_STUCK)
 
 
 @contextmanager
 def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Iterator[None]:
-    """End this process if what is done within, to end the waits of an epoch, takes longer.
+    """End this process if what is done within, to end the waits of a round, takes longer.
 
-    Nobody else could tell: it gives signs of life, and waits for itself.
+    Nobody else could tell: it gives heartbeats, and waits for itself.
 
     Args:
         limit_s: seconds.

@@ -20,7 +20,7 @@ class UnderWay(msgspec.Struct, frozen=True):
     """From which."""
     target: int
     """The iteration at which it ends."""
-    epoch: int = NOWHERE
+    round: int = NOWHERE
     """In which the ranks that replay together were connected."""
 
 
@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     launched: str = ''
     """Digest of what it was launched with; empty: it does not say."""
     origin: int = NOWHERE
-    """Epoch in which all ranks of this life of the job started together."""
+    """Round in which all ranks of this attempt of the job started together."""
     committed: int = NOWHERE
     """Newest iteration this rank knows to be committed."""
     clean_at: int = NOWHERE
@@ -56,7 +56,7 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     fruitless: int = 0
     """Recoveries in a row that brought nothing, this one included."""
     own_error: bool = False
-    """An error of its own has ended the epoch that it comes from."""
+    """An error of its own has ended the round that it comes from."""
     midway: bool = False
     """A new process that is setting up to join a running job, and can do nothing else any more."""
     launch: str = ''

@@ -2,8 +2,8 @@
 """What a process does about its own training thread, or that of another, when it stands still.
 
 One that is stuck by itself, or in a wait that was ended, is never going to leave: its process ends.
-A thread that waits for others for longer than a collective may last ends the epoch: a rank that
-still gives signs of life hangs, or the network does.
+A thread that waits for others for longer than a collective may last ends the round: a rank that
+still gives heartbeats hangs, or the network does.
 """
 
 import time
@@ -14,7 +14,7 @@ from torch.distributed import Store
 from moevement_ext.membership import progress
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.progress import Progress
-from moevement_ext.membership.rendezvous import break_epoch
+from moevement_ext.membership.rendezvous import end_round
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.training_thread import Look, TrainingThread
 
@@ -27,7 +27,7 @@ _OUT_OF_QUEUE_SECONDS = 30.0
 class Present(NamedTuple):
     """Where the process is."""
 
-    epoch: int
+    round: int
     pids: list[int]
     """By rank."""
     joining: bool
@@ -67,7 +67,7 @@ class Standstill:
         if thread is None:
             self._look_at_set_up(store, present)
             return
-        if self._progress.look(store, present.epoch, present.committed):
+        if self._progress.look(store, present.round, present.committed):
             thread.moved()
         look, unblocked_at = thread.look(), present.unblocked_at
         if not look.waits_for_others:
@@ -81,7 +81,7 @@ class Standstill:
             return
         if limit and still_s > limit:
             what = f'its training thread has stood still for {still_s:.0f} s'
-            replace_this_process(store, present.epoch, self._rank, what, thread)
+            replace_this_process(store, present.round, self._rank, what, thread)
 
     def waits_for_others_s(self, committed: int) -> float:
         """Seconds for which the training thread has waited since it committed that iteration.
@@ -97,22 +97,22 @@ class Standstill:
         return look.same_place_s if look.waits_for_others else 0.0
 
     def _look_at_set_up(self, store: Store, present: Present) -> None:
-        """The others wait for one that joins as long as it gives signs of life."""
+        """The others wait for one that joins as long as it gives heartbeats."""
         look, limit = self._setting_up.look(), self._stuck_timeout_s
         if present.joining and 0 < limit < look.still_s:
             what = f'its set-up has stood still for {look.still_s:.0f} s'
-            replace_this_process(store, present.epoch, self._rank, what, self._setting_up)
+            replace_this_process(store, present.round, self._rank, what, self._setting_up)
 
     def _end_hang(self, store: Store, present: Present, look: Look) -> None:
-        """End the epoch if this rank has waited for others for longer than a collective may last.
+        """End the round if this rank has waited for others for longer than a collective may last.
 
         A rank that hangs cannot leave, which shows; one that alone is behind is replaced at once.
         """
         if look.same_place_s <= self._timeout_s:
             return
         reason = f'rank {self._rank} has waited for others for {look.same_place_s:.0f} s'
-        behind = progress.furthest_behind(store, present.epoch, len(present.pids))
+        behind = progress.furthest_behind(store, present.round, len(present.pids))
         if behind is not None:
             evict(store, behind, present.pids[behind])
             reason += f', and rank {behind} is behind all of them'
-        break_epoch(store, present.epoch, reason)
+        end_round(store, present.round, reason)

@@ -4,8 +4,8 @@
 Connections are lost, and made anew; those with a store that does not answer are cut (see
 `store.answers`). The store itself is lost when it is out of reach for longer than a process may be
 silent, or when another one answers in its place: that knows nothing of this
-life of the job, and belongs to the next. One that stood still with its launcher, and answers again,
-is not lost any more.
+attempt of the job, and belongs to the next. One that stood still with its launcher, and answers
+again, is not lost any more.
 """
 
 import logging
@@ -23,7 +23,7 @@ from moevement_ext.store.peek import peek
 
 logger = logging.getLogger(__name__)
 
-_LIFE = 'life'
+_ATTEMPT = 'attempt'
 _TO_CONNECT_S = 15.0
 _LEAST_TO_ANSWER_S = 10.0
 """All ranks ask at the same time when they meet."""
@@ -41,23 +41,23 @@ class StoreLoss:
 
     Args:
         store: a connection; of the thread that makes this object.
-        patience_s: seconds out of reach after which the store is lost.
+        timeout_s: seconds out of reach after which the store is lost.
         on_lost: called then, on a thread of this object's own.
 
     Attributes:
-        life: names this life of the store, the same for all.
+        attempt: names this attempt of the store, the same for all.
         lost: set while the store is lost.
     """
 
     def __init__(
-        self, store: Store, patience_s: float, on_lost: Callable[[], None] = lambda: None
+        self, store: Store, timeout_s: float, on_lost: Callable[[], None] = lambda: None
     ) -> None:
-        self.life = _life_of(store)
+        self.attempt = _attempt_of(store)
         self.lost = threading.Event()
         self._store = store.clone()
-        self._store.set_timeout(timedelta(seconds=min(_TO_CONNECT_S, patience_s)))
-        self._patience_s = patience_s
-        self._to_answer_s = max(patience_s / 2, _LEAST_TO_ANSWER_S)
+        self._store.set_timeout(timedelta(seconds=min(_TO_CONNECT_S, timeout_s)))
+        self._timeout_s = timeout_s
+        self._to_answer_s = max(timeout_s / 2, _LEAST_TO_ANSWER_S)
         self._answers = AnswerWatch(self._store, self._to_answer_s)
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -97,8 +97,8 @@ class StoreLoss:
         self._answers.close()
 
     def _connect(self) -> Store:
-        store, life = in_time(self._another, self._to_answer_s)
-        if life != self.life.encode():
+        store, attempt = in_time(self._another, self._to_answer_s)
+        if attempt != self.attempt.encode():
             self._replaced = True
             self._conclude('another one answers in its place')
             raise DistStoreError('this is another store')
@@ -106,7 +106,7 @@ class StoreLoss:
 
     def _another(self) -> tuple[Store, bytes | None]:
         store = self._store.clone()
-        return store, peek(store, _LIFE)
+        return store, peek(store, _ATTEMPT)
 
     def _look_for_it(self) -> None:
         with self._lock:
@@ -128,8 +128,8 @@ class StoreLoss:
                 looked = now
                 if self._replaced:
                     return
-                if waited_s > self._patience_s:
-                    self._conclude(f'it is out of reach for {self._patience_s:g} s: {error}')
+                if waited_s > self._timeout_s:
+                    self._conclude(f'it is out of reach for {self._timeout_s:g} s: {error}')
         with self._lock:
             self._looking = False
             was_lost = self.lost.is_set()
@@ -146,6 +146,6 @@ class StoreLoss:
             threading.Thread(target=self._on_lost, name='sparse-ckpt-lost', daemon=True).start()
 
 
-def _life_of(store: Store) -> str:
+def _attempt_of(store: Store) -> str:
     """Whoever asks first names it."""
-    return bytes(store.compare_set(_LIFE, '', secrets.token_hex(8))).decode()
+    return bytes(store.compare_set(_ATTEMPT, '', secrets.token_hex(8))).decode()

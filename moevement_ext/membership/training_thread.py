@@ -2,7 +2,7 @@
 """Notices a training thread that stands still, looked at from another thread.
 
 A process whose training thread is stuck (in a data loader, in a write to a dead file server) still
-gives signs of life; all others wait for it in their collectives. Who waits for others is not at
+gives heartbeats; all others wait for it in their collectives. Who waits for others is not at
 fault, so each process judges itself: what of its stack is not Python's standard library, innermost,
 says whether it waits inside a process group, or in the engine, or is stuck by itself.
 

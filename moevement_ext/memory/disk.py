@@ -230,7 +230,9 @@ class DiskWindows:
         """
         newer = [path for path in self.path.glob('*.window') if _start_of(path) >= past]
         if newer:
-            logger.warning('%s of an earlier life of the job stay', [str(path) for path in newer])
+            logger.warning(
+                '%s of an earlier attempt of the job stay', [str(path) for path in newer]
+            )
             for path in self.path.glob('*.window'):
                 if path not in newer:
                     path.unlink(missing_ok=True)
@@ -288,7 +290,7 @@ def _copy(file: WindowFile, path: Path, advance: Advance) -> None:
         aside = sum(1 for _ in path.parent.glob('aside-*'))
         raise OSError(
             f'{path.parent} has {gib(free)} free, and a window takes {gib(used)}'
-            + (f' ({aside} of an earlier life, aside-*, may be deleted there)' if aside else '')
+            + (f' ({aside} of an earlier attempt, aside-*, may be deleted there)' if aside else '')
         )
     content = memoryview(file.array)[:used]
     fd = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

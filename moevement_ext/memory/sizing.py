@@ -32,7 +32,7 @@ _WITNESS_BYTES = 512 * 1024
 _PAYLOAD_PER_WITNESS = 1024
 
 SLOT_ROOM_BYTES = 128 * 1024
-"""Room for the header of a slot, with the small state."""
+"""Room for the header of a slot, with the auxiliary state."""
 # Bytes of payload per byte of further room, for tensor alignment and router buffers.
 _PAYLOAD_PER_ROOM = 1024
 

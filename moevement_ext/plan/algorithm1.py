@@ -8,10 +8,11 @@ until slot 0 fits, then puts that many operators in each slot. Its faults:
   others, exceeds the budget of a slot unnoticed.
 - The loop ends at two active operators, whether they fit or not, and never tries one: it cannot
   detect an infeasible budget and misses plans with one operator per slot.
-- Each slot has the same number of operators, although the light tail shrinks from slot to slot and
-  leaves room. With equal operators of A bytes in full and F light per parameter and a budget of b,
-  W is (A - F) / (b - F) instead of ln(b / (b - F)) / ln(A / (A - F)), both rounded up: for A = 12
-  and F = 2, 6 instead of 5 at b = 11/3 and 20 instead of 9 at b = 2.5.
+- Each slot has the same number of operators, although the tail of compute weights shrinks from slot
+to slot and
+  leaves room. With equal operators of A bytes in full and F weights per parameter and a budget of
+  b, W is (A - F) / (b - F) instead of ln(b / (b - F)) / ln(A / (A - F)), both rounded up: for A =
+  12 and F = 2, 6 instead of 5 at b = 11/3 and 20 instead of 9 at b = 2.5.
 """
 
 from collections.abc import Sequence
@@ -35,12 +36,12 @@ def active_operators(operators: Sequence[OperatorBytes], budget: int) -> int:
     """Number of operators that Algorithm 1 captures in full per slot."""
     total = len(operators)
     full = sum(sum(operator.full) for operator in operators)
-    light = sum(sum(operator.light) for operator in operators)
+    weights = sum(sum(operator.weights) for operator in operators)
     samples = sum(len(operator.full) for operator in operators)
     active = total
     while active > 2:
         # Both sides times `samples`, so that the mean sizes stay integers.
-        if active * full + (total - active) * light <= budget * samples:
+        if active * full + (total - active) * weights <= budget * samples:
             break
         active -= 1
     return active

@@ -3,9 +3,9 @@
 
 A window is W consecutive iterations, one slot each. In its slot an operator is captured in full
 (master weights and optimizer moments); every earlier slot has only its compute weights, which
-is the light capture (paper, section 3.2). So the operators [a, b) make a slot of
+is the capture of compute weights (paper, section 3.2). So the operators [a, b) make a slot of
 
-    sum of full over [a, b)  +  sum of light over [b, n)          bytes, on each rank.
+    sum of full over [a, b)  +  sum of weights over [b, n)          bytes, on each rank.
 
 This size grows with b and shrinks with a, hence filling each slot as far as the budget allows gives
 the minimum number of slots. All arithmetic is exact, on integer bytes of each rank, so ranks with
@@ -49,7 +49,7 @@ class InvalidPlan(ValueError):
 
 
 class InfeasiblePlan(ValueError):
-    """One operator, alone in its slot with the light captures beside it, exceeds the budget.
+    """One operator exceeds the budget, alone in its slot beside the compute weights of later ones.
 
     `rank` counts within the stage group. No longer window helps: capture less, or raise the budget.
     """
@@ -71,26 +71,28 @@ class OperatorBytes(msgspec.Struct, frozen=True):
     """Size of one operator on each rank of the stage group (0 on ranks without it).
 
     Raises:
-        InvalidOperators: unless 0 <= light <= full on each rank.
+        InvalidOperators: unless 0 <= weights <= full on each rank.
     """
 
     name: str
     full: tuple[int, ...]
     """Bytes of master weights and optimizer moments, one entry per rank."""
-    light: tuple[int, ...]
+    weights: tuple[int, ...]
     """Bytes of compute weights, one entry per rank."""
 
     def __post_init__(self) -> None:
-        if len(self.full) != len(self.light):
+        if len(self.full) != len(self.weights):
             raise InvalidOperators(
-                f'operator {self.name!r} has full sizes for {len(self.full)} ranks but light sizes '
-                f'for {len(self.light)}; give one of each per rank of the stage group'
+                f'operator {self.name!r} has full sizes for {len(self.full)} ranks but weight '
+                'sizes '
+                f'for {len(self.weights)}; give one of each per rank of the stage group'
             )
-        for rank, (full, light) in enumerate(zip(self.full, self.light, strict=True)):
-            if not 0 <= light <= full:
+        for rank, (full, weights) in enumerate(zip(self.full, self.weights, strict=True)):
+            if not 0 <= weights <= full:
                 raise InvalidOperators(
-                    f'operator {self.name!r} has {full} bytes in full and {light} light on rank '
-                    f'{rank}; 0 <= light <= full must hold'
+                    f'operator {self.name!r} has {full} bytes in full and {weights} weights on '
+                    'rank '
+                    f'{rank}; 0 <= weights <= full must hold'
                 )
 
 
@@ -101,7 +103,7 @@ class OperatorTable:
     names: list[str]
     full: np.ndarray
     """Bytes of master weights and optimizer moments, int64, shape [operators, ranks]."""
-    light: np.ndarray
+    weights: np.ndarray
     """Bytes of compute weights, same shape, never larger than `full`."""
 
     def __len__(self) -> int:
@@ -118,8 +120,10 @@ class OperatorTable:
             return operators
         shape = (len(operators), _rank_count(operators))
         full = np.array([operator.full for operator in operators], dtype=np.int64).reshape(shape)
-        light = np.array([operator.light for operator in operators], dtype=np.int64).reshape(shape)
-        return cls([operator.name for operator in operators], full, light)
+        weights = np.array([operator.weights for operator in operators], dtype=np.int64).reshape(
+            shape
+        )
+        return cls([operator.name for operator in operators], full, weights)
 
 
 class WindowPlan(msgspec.Struct, frozen=True):
@@ -159,7 +163,7 @@ class WindowPlan(msgspec.Struct, frozen=True):
         if places.keys() != self.slot_of().keys():
             raise InvalidOperators('slot_bytes needs exactly the operators the plan was made for')
         order = [places[name] for slot in self.slots for name in slot]
-        totals = _Totals(table.full[order], table.light[order])
+        totals = _Totals(table.full[order], table.weights[order])
         ends = np.cumsum([0, *map(len, self.slots)])
         return tuple(tuple(totals.slot(start, end).tolist()) for start, end in pairwise(ends))
 
@@ -171,11 +175,13 @@ class WindowPlan(msgspec.Struct, frozen=True):
 class _Totals:
     """Prefix sums over the ordered operators, which price any slot in O(ranks)."""
 
-    def __init__(self, full: np.ndarray, light: np.ndarray) -> None:
+    def __init__(self, full: np.ndarray, weights: np.ndarray) -> None:
         self.count, self.ranks = full.shape
         before = np.zeros((1, self.ranks), dtype=np.int64)
         self._full = np.concatenate([before, full.cumsum(axis=0)])
-        self._end = self._full + light.sum(axis=0) - np.concatenate([before, light.cumsum(axis=0)])
+        self._end = (
+            self._full + weights.sum(axis=0) - np.concatenate([before, weights.cumsum(axis=0)])
+        )
 
     def slot(self, start: int, end: int) -> np.ndarray:
         """Bytes on each rank, int64 (ranks,), of a slot with operators [start, end) in full."""
@@ -235,7 +241,7 @@ def fewest_slots(operators: Operators, budget: Budget) -> WindowPlan:
         InfeasiblePlan: one operator alone exceeds the budget.
     """
     table = OperatorTable.of(operators)
-    totals = _Totals(table.full, table.light)
+    totals = _Totals(table.full, table.weights)
     budgets = _budget_per_rank(budget, totals.ranks)
     caps = np.array(budgets, dtype=np.int64)
     over = np.argwhere(totals.alone() > caps)
@@ -257,7 +263,7 @@ def balanced(operators: Operators, window: int, budget: Budget | None = None) ->
     if window < 1:
         raise ValueError(f'window is {window}; a window has at least one slot')
     table = OperatorTable.of(operators)
-    totals = _Totals(table.full, table.light)
+    totals = _Totals(table.full, table.weights)
     loads = _Loads(totals, _budget_per_rank(1 if budget is None else budget, totals.ranks))
     ends = loads.filled(loads.smallest(window, loads.most), window)
     filled = [tuple(table.names[start:end]) for start, end in pairwise([0, *ends])]
@@ -323,13 +329,13 @@ def hideable_budget(
 def window_bytes_bound(operators: Operators, window: int) -> tuple[int, ...]:
     """Upper bound of a window's bytes on each rank, for any order of the operators.
 
-    An operator is captured in full once and light at most `window` - 1 times. So host memory of
+    An operator is captured in full once and weights at most `window` - 1 times. So host memory of
     this size is enough for every later order.
     """
     if window < 1:
         raise ValueError(f'window is {window}; a window has at least one slot')
     table = OperatorTable.of(operators)
-    return tuple((table.full.sum(axis=0) + (window - 1) * table.light.sum(axis=0)).tolist())
+    return tuple((table.full.sum(axis=0) + (window - 1) * table.weights.sum(axis=0)).tolist())
 
 
 def _fill(totals: _Totals, caps: np.ndarray, slots: int) -> list[int]:

@@ -14,7 +14,7 @@ def leave(code: int) -> NoReturn:
     """End a finished process without finalizing the interpreter.
 
     Some threads cannot be stopped: inside torch they wait for the launcher's store to report a
-    broken epoch, or for a dead peer. If such a thread returns during finalization, CPython (before
+    ended round, or for a dead peer. If such a thread returns during finalization, CPython (before
     3.14) ends it by `pthread_exit`, which C++ turns into SIGABRT: "terminate called without an
     active exception".
     """

@@ -43,7 +43,7 @@ def end_orphans(run: Path) -> list[int]:
     if 'RANK' not in os.environ:
         return []
     family = {process.pid: process for process in _processes_at_this_place()}
-    own = _OwnLife.of(family)
+    own = _OwnAttempt.of(family)
     orphans = [process for process in family.values() if _is_orphan(process, family, own)]
     for orphan in orphans:
         try:
@@ -73,7 +73,7 @@ def _same(environment: Mapping[str, str], names: Iterable[str]) -> bool:
     return all(environment.get(name) == os.environ.get(name) for name in names)
 
 
-class _OwnLife(NamedTuple):
+class _OwnAttempt(NamedTuple):
     """The processes of this rank's new start."""
 
     line: frozenset[int]
@@ -84,7 +84,7 @@ class _OwnLife(NamedTuple):
     """Process id of the parent of that first process."""
 
     @classmethod
-    def of(cls, family: Mapping[int, psutil.Process]) -> '_OwnLife':
+    def of(cls, family: Mapping[int, psutil.Process]) -> '_OwnAttempt':
         """Find the first process: the oldest ancestor with this rank in its environment.
 
         A spare or a fork starts before it gets a rank, so none is found; then no process counts as
@@ -100,7 +100,7 @@ class _OwnLife(NamedTuple):
 
 
 def _is_orphan(
-    process: psutil.Process, family: Mapping[int, psutil.Process], own: _OwnLife
+    process: psutil.Process, family: Mapping[int, psutil.Process], own: _OwnAttempt
 ) -> bool:
     """True if the parent is neither a worker of any launch nor the launcher of this rank."""
     try:

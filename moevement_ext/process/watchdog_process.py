@@ -33,18 +33,18 @@ def main() -> None:
         return
     if os.getppid() != pid:  # the parent is dead already; its pid may be reused
         return
-    if not falls_silent(silent_s, looks(process, signs=0)):
+    if not falls_silent(silent_s, looks(process, heartbeats=0)):
         _note_death(pid, rank, directory, says)
         return
     signal.pidfd_send_signal(process, signal.SIGKILL)  # first, as printing may fail or block
-    _say(f'rank {rank} (pid {pid}) has given no sign of life for {silent_s:g} s: killed')
+    _say(f'rank {rank} (pid {pid}) has sent no heartbeat for {silent_s:g} s: killed')
     _note_death(pid, rank, directory, says)
 
 
-def looks(process: int, signs: int) -> Iterator[str]:
+def looks(process: int, heartbeats: int) -> Iterator[str]:
     """Yield observations of a process, at most `_LOOK_S` each; takes its pidfd and stdin's fd."""
     poll = select.poll()
-    for fd in (process, signs):
+    for fd in (process, heartbeats):
         poll.register(fd, select.POLLIN)
     while True:
         ready = [fd for fd, _ in poll.poll(_LOOK_S * 1000)]
@@ -52,10 +52,10 @@ def looks(process: int, signs: int) -> Iterator[str]:
             yield DEATH
         elif not ready:
             yield NOTHING
-        elif os.read(signs, 1 << 16):
+        elif os.read(heartbeats, 1 << 16):
             yield SIGN
         else:  # closed, perhaps by a death that the pidfd does not show yet
-            poll.unregister(signs)
+            poll.unregister(heartbeats)
 
 
 def falls_silent(silent_s: float, looks: Iterator[str]) -> bool:

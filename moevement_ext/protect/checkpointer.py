@@ -19,7 +19,7 @@ from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
-from moevement_ext.protect.lifecycle import WindowLife
+from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.strategy.cycle import Cycle
 
@@ -52,7 +52,7 @@ class SparseCheckpointer:
         identity: run, layout and rank, stamped on every slot.
         operators: slices of every operator on this rank.
         device: of the training state.
-        life: lifecycle of this rank's windows.
+        lifecycle: that of this rank's windows.
         schedule: the plan to begin with.
 
     Attributes:
@@ -64,13 +64,13 @@ class SparseCheckpointer:
         identity: RankIdentity,
         operators: Mapping[str, OperatorSlices],
         device: torch.device,
-        life: WindowLife,
+        lifecycle: WindowLifecycle,
         schedule: Cycle,
     ) -> None:
         self._identity = identity
         self._settings = settings.encode(identity.settings)
         self._operators = operators
-        self._life = life
+        self._lifecycle = lifecycle
         self.waited_s = 0.0
         self._copier = Copier(device)
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class SparseCheckpointer:
     @property
     def statistics(self) -> CaptureStatistics:
         """Figures for the log line and the metrics."""
-        return self._life.statistics
+        return self._lifecycle.statistics
 
     @property
     def schedule(self) -> Cycle:
@@ -113,7 +113,7 @@ class SparseCheckpointer:
 
         Args:
             iteration: number of committed iterations.
-            state: encoded small state that travels with the slot (RNG, scheduler, ...).
+            state: encoded auxiliary state that travels with the slot (RNG, scheduler, ...).
         """
         faults.at_iteration(iteration + 1)
         self.statistics.events.iteration = iteration
@@ -128,7 +128,7 @@ class SparseCheckpointer:
         if slot == 0:
             name = WindowName(iteration, self._schedule.digest)
             length = self._schedule.plan.window
-            file = self._life.open(name, length)
+            file = self._lifecycle.open(name, length)
             self._window = None if file is None else _Writing(file, name, length)
         window = self._window
         if window is None or window.given_up:
@@ -155,7 +155,7 @@ class SparseCheckpointer:
         Windows of an earlier plan are not captured again. Training thread.
         """
         self._captured = start
-        self._life.give_up(range(start + 1, self._schedule.origin))
+        self._lifecycle.give_up(range(start + 1, self._schedule.origin))
 
     def before_update(self) -> None:
         """Wait until the optimizer may write. Training thread."""
@@ -199,12 +199,12 @@ class SparseCheckpointer:
         if due:
             if self._window is not None and not self._window.complete:
                 self._give_up(self._window)
-                self._life.give_up([self._window.name.start])
+                self._lifecycle.give_up([self._window.name.start])
             self._window = None
             newest = max(due, key=lambda schedule: (schedule.version, schedule.origin))
             self._adopt(newest._replace(origin=max(newest.origin, self._aligned)))
             # Ranks that learned of the plan in time have windows that this rank lacks.
-            self._life.give_up(range(self._schedule.origin, iteration))
+            self._lifecycle.give_up(range(self._schedule.origin, iteration))
 
     def _give_up(self, window: _Writing) -> None:
         """Drop a window that no rank relies on; its file is reused once its seals have run."""
@@ -218,12 +218,12 @@ class SparseCheckpointer:
             idle = [window for window in self._given_up if window.unsealed == 0]
             self._given_up = [window for window in self._given_up if window.unsealed]
         for window in idle:
-            self._life.abandon(window.name, window.file)
+            self._lifecycle.abandon(window.name, window.file)
 
     def _capture(self, window: _Writing, slot: int, iteration: int, state: bytes) -> None:
         layout = self._layouts[slot]
         payload = window.file.reserve_slot(slot, layout.payload_bytes)
-        context = SlotContext(list(layout.full), list(layout.light), state)
+        context = SlotContext(list(layout.full), list(layout.weights), state)
         header = SlotHeader(
             version=FORMAT_VERSION,
             run=self._identity.run,
@@ -260,7 +260,7 @@ class SparseCheckpointer:
         faults.point(Phase.SEAL)
         self.statistics.copy_bytes_per_s = self._copier.bytes_per_s()
         if not window.given_up:
-            self._life.sealed(window.file, header)
+            self._lifecycle.sealed(window.file, header)
         self._ended(window)
 
     def _ended(self, window: _Writing, error: Exception | None = None) -> None:
@@ -275,5 +275,5 @@ class SparseCheckpointer:
     def _failed(self, window: _Writing, error: Exception) -> None:
         """Drop the window of a failed capture, keep the persisted one, train on."""
         self._give_up(window)
-        self._life.give_up([window.name.start])
+        self._lifecycle.give_up([window.name.start])
         self.statistics.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')

@@ -21,7 +21,7 @@ from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agr
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
-from moevement_ext.protect.persistence import PersistenceBoard
+from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.token_bucket import TokenBucket
 
@@ -55,7 +55,7 @@ class DiskTier:
         windows: this rank's windows in memory.
         identity: of this rank.
         settings: interval and rate of copies.
-        board: makes the board that counts copies, given a callback for new agreements.
+        tracker: makes the tracker that counts copies, given a callback for new agreements.
         statistics: records failures.
     """
 
@@ -65,7 +65,7 @@ class DiskTier:
         windows: OwnerWindows,
         identity: RankIdentity,
         settings: DiskSettings,
-        board: Callable[[Callable[[Agreed], None]], PersistenceBoard],
+        tracker: Callable[[Callable[[Agreed], None]], PersistenceTracker],
         statistics: CaptureStatistics,
     ) -> None:
         self._disk = disk
@@ -86,8 +86,8 @@ class DiskTier:
         if settings.complete is not None:
             statistics.on_disk = settings.complete.start
         statistics.disk_bytes = disk.used_bytes()
-        self._board = board(self.agreed)
-        self._board.look()  # for a new process in a job with windows on disk
+        self._tracker = tracker(self.agreed)
+        self._tracker.look()  # for a new process in a job with windows on disk
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-disk', daemon=True)
         self._thread.start()
 
@@ -98,7 +98,7 @@ class DiskTier:
             self._changed.notify()
 
     def agreed(self, agreed: Agreed) -> None:
-        """Note the ranks' agreement about windows on disk. Board's thread."""
+        """Note the ranks' agreement about windows on disk. Tracker's thread."""
         with self._changed:
             self._agreed = agreed
             self._changed.notify()
@@ -110,7 +110,7 @@ class DiskTier:
         copy, which is rare, as a recovery starts from the newest persisted window.
         """
         if self._goes_back_to(window.start):
-            self._board.withdraw_after(window)
+            self._tracker.withdraw_after(window)
 
     def refuse(self, window: WindowName) -> None:
         """Exclude `window` and later ones from recoveries; otherwise as `withdraw_after`."""
@@ -136,7 +136,7 @@ class DiskTier:
             self._stopping = True
             self._changed.notify()
         self._thread.join(_STOP_SECONDS)
-        self._board.stop()
+        self._tracker.stop()
 
     # The disk's thread
 
@@ -234,7 +234,7 @@ class DiskTier:
                 self._disk.prune(self._complete)
 
     def _copy(self, window: WindowName) -> None:
-        self._board.give_up(
+        self._tracker.give_up(
             range(max(window.start - MAX_GIVEN_UP, 0), window.start)
         )  # and all before
         self._newest = max(self._newest, window.start)
@@ -252,13 +252,13 @@ class DiskTier:
             self._statistics.degraded(f'window {window.start} is not copied to disk: {error}')
             self._give_up(window)
         else:
-            self._board.report(window)
+            self._tracker.report(window)
         finally:
             if file is not None:
                 self._windows.release(file)
 
     def _give_up(self, window: WindowName) -> None:
-        self._board.give_up([window.start])
+        self._tracker.give_up([window.start])
         self._pending = None
 
     def _pace(self, window: WindowName, file: WindowFile) -> Callable[[int], None]:

@@ -4,7 +4,7 @@
     free -> writing -> committed -> replicated -> reported -> persisted -> outdated -> free
 
 The training thread opens a file for a window. The sealing thread commits the window. The
-replicator's thread learns that all holders of replicas have it, and the board's thread that all
+replicator's thread learns that all holders of replicas have it, and the tracker's thread that all
 ranks and their holders have it. After a failure the training thread withdraws, keeps or re-offers
 windows.
 
@@ -40,7 +40,7 @@ from moevement_ext.replicate.replicator import Replicator
 _LOOK_S = 0.01
 
 
-class Board(Protocol):
+class Tracker(Protocol):
     """Tells all ranks which windows a rank and its replica holders have."""
 
     def report(self, window: WindowName) -> None:
@@ -53,18 +53,18 @@ class Board(Protocol):
         """Report that this rank lacks the windows with these starts. Any thread."""
 
     def stop(self) -> None:
-        """End the board's thread."""
+        """End the tracker's thread."""
 
 
-class WindowLife:
+class WindowLifecycle:
     """Follows the windows of one rank from a free file to persistence on all ranks.
 
     Args:
         owner: this rank.
         windows: its files.
         peers: holders of its replicas.
-        board: makes the board, given a callback for new agreements.
-        on_persisted: called with each newly persisted window, on the board's thread.
+        tracker: makes the tracker, given a callback for new agreements.
+        on_persisted: called with each newly persisted window, on the tracker's thread.
         statistics: records failures.
         max_wait_s: longest wait of the training thread for a free file.
     """
@@ -74,7 +74,7 @@ class WindowLife:
         owner: int,
         windows: OwnerWindows,
         peers: dict[int, ReplicaClient],
-        board: Callable[[Callable[[Agreed], None]], Board],
+        tracker: Callable[[Callable[[Agreed], None]], Tracker],
         on_persisted: Callable[[WindowName], None],
         statistics: CaptureStatistics,
         max_wait_s: float,
@@ -93,7 +93,7 @@ class WindowLife:
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )
         self._replicator.hurries = lambda: self.in_vain()
-        self._board = board(self.agreed)
+        self._tracker = tracker(self.agreed)
 
     def share_links(self, limit: float | None, spreads: bool) -> None:
         """Set the rate limit of replication; see the attributes of `Replicator`."""
@@ -102,7 +102,7 @@ class WindowLife:
     def stop(self) -> None:
         """End all threads; files stay."""
         self._replicator.stop()
-        self._board.stop()
+        self._tracker.stop()
 
     def send_bytes_per_s(self) -> float | None:
         """Send rate to the holders of replicas, as in the events. Any thread."""
@@ -151,7 +151,7 @@ class WindowLife:
 
         The other ranks' parts would be useless and would block the file of a later window for ever.
         """
-        self._board.give_up(starts)
+        self._tracker.give_up(starts)
 
     def abandon(self, name: WindowName, file: WindowFile) -> None:
         """Free the file of a begun window that no rank relies on."""
@@ -175,8 +175,8 @@ class WindowLife:
         return True
 
     def _wait_for_file(self, name: WindowName) -> WindowFile | None:
-        patience_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
-        deadline = time.perf_counter() + patience_s
+        timeout_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
+        deadline = time.perf_counter() + timeout_s
         while True:
             self._freed.clear()
             file = self._windows.begin(name)
@@ -240,10 +240,10 @@ class WindowLife:
 
     def replicated(self, window: WindowName) -> None:
         """Report a window that all holders have. Replicator's thread."""
-        self._board.report(window)
+        self._tracker.report(window)
 
     def agreed(self, agreed: Agreed) -> None:
-        """Note an agreement of all ranks. Board's thread."""
+        """Note an agreement of all ranks. Tracker's thread."""
         self._replicator.agree(agreed)  # before a file is reused for the next window to send
         self._windows.agree(agreed)
         self._freed.set()
@@ -260,7 +260,7 @@ class WindowLife:
     def withdraw_after(self, window: WindowName) -> None:
         """Withdraw windows after `window`, to which this rank will roll back."""
         self._replicator.abandon_after(window.start)
-        self._board.withdraw_after(window)
+        self._tracker.withdraw_after(window)
 
     def go_back_to(self, window: WindowName) -> None:
         """Continue from `window`, which is protected; later windows are captured again."""

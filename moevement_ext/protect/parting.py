@@ -41,7 +41,7 @@ def part(
         rank: this rank.
         operators: of this rank.
         iteration: number of committed iterations.
-        state: small state after them.
+        state: auxiliary state after them.
 
     Returns:
         True if all ranks and the holders of their replicas have it.

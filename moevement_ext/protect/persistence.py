@@ -50,7 +50,7 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
     agreed: Agreed = NOTHING_AGREED
 
 
-class PersistenceBoard:
+class PersistenceTracker:
     """Counts complete windows over all ranks.
 
     Args:
@@ -58,7 +58,7 @@ class PersistenceBoard:
         rank: of this process; a window counts once per rank, also if a replacement process reports
             the window again.
         world_size: number of ranks that must report a window.
-        on_agreed: called on the board's thread with each new agreement of all ranks.
+        on_agreed: called on the tracker's thread with each new agreement of all ranks.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PersistenceBoard:
         """Seconds from this rank's report of a window to persistence, for the newest windows."""
         self._agreed = NOTHING_AGREED
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-board', daemon=True)
+        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-tracker', daemon=True)
         self._thread.start()
 
     def report(self, window: WindowName) -> None:

@@ -76,7 +76,8 @@ class Planner:
     def __init__(self, rank: Rank, operators: Operators, place: Place) -> None:
         own = RankOperators(
             sizes={
-                name: (item.full_bytes, item.light_bytes) for name, item in operators.slices.items()
+                name: (item.full_bytes, item.weight_bytes)
+                for name, item in operators.slices.items()
             },
             kinds=dict(operators.kinds),
             tied=list(operators.tied),
@@ -238,8 +239,10 @@ class Planner:
         """Weights and optimizer state in a window of W slots, as counted before training."""
         held = self._operators_held.slices.values()
         full = sum(item.nbytes for operator in held for item in operator.full if _is_state(item))
-        light = sum(item.nbytes for operator in held for item in operator.light if _is_state(item))
-        return full + (window - 1) * light
+        weights = sum(
+            item.nbytes for operator in held for item in operator.weights if _is_state(item)
+        )
+        return full + (window - 1) * weights
 
     def _table(self, shares: Mapping[str, float]) -> OperatorTable:
         """Operators of this stage in capture order, with their bytes on each of its ranks."""
@@ -268,11 +271,11 @@ class Planner:
         return [*tied, *ordered_experts]
 
     def _largest_header(self, window: int, context_bytes: int) -> SlotHeader:
-        """A header with all records of this rank, in full and light."""
+        """A header with all records of this rank, in full and weights."""
         records = [
             Record(part.operator, part.tensor, part.part, 'bfloat16', part.start, part.end, 0, 0)
             for item in self._operators_held.slices.values()
-            for part in (*item.full, *item.light, *item.always)
+            for part in (*item.full, *item.weights, *item.always)
         ]
         names = max(rank.names for rank in self._ranks if rank.stage == self.place.stage)
         return SlotHeader(

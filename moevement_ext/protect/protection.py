@@ -27,8 +27,8 @@ from moevement_ext.plan.replanning import TokenCounter, WindowLoad
 from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.disk_tier import GIGA, DiskSettings, DiskTier
-from moevement_ext.protect.lifecycle import WindowLife
-from moevement_ext.protect.persistence import PersistenceBoard
+from moevement_ext.protect.lifecycle import WindowLifecycle
+from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.reserving import Sizes, longest_window, reserve
@@ -49,7 +49,7 @@ class Protection:
         planner: plans the windows of its stage.
         operators: the captured state.
         tokens: counts the experts' load.
-        context_bytes: upper bound of the small state in a slot.
+        context_bytes: upper bound of the auxiliary state in a slot.
         logged: logged bytes of this rank per iteration; 0 without a log.
         disk: this rank's windows on disk.
 
@@ -146,11 +146,11 @@ class Protection:
         self._room.before(present.plan.window)
         self._disk = self._disk_tier(store, on_disk)
         self._reached = memory.peer_addresses()
-        self.windows = WindowLife(
+        self.windows = WindowLifecycle(
             rank.number,
             memory.windows,
             memory.peers(),
-            partial(PersistenceBoard, store, rank.number, rank.world_size),
+            partial(PersistenceTracker, store, rank.number, rank.world_size),
             self._persisted,
             self._statistics,
             rank.config.max_wait,
@@ -385,7 +385,7 @@ class Protection:
         self.memory.close(remove)
 
     def _persisted(self, window: WindowName) -> None:
-        """Handle a newly persisted window. Board's thread."""
+        """Handle a newly persisted window. Tracker's thread."""
         if not self.memory.disk_only:
             self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
@@ -427,7 +427,7 @@ class Protection:
             memory.windows,
             rank.identity,
             DiskSettings(config.disk_every, config.disk_gb_per_s * GIGA, complete),
-            partial(PersistenceBoard, counts, rank.number, rank.world_size),
+            partial(PersistenceTracker, counts, rank.number, rank.world_size),
             self._statistics,
         )
 
@@ -446,7 +446,7 @@ class Protection:
             window=self.checkpointer.schedule.plan.window,
             host_memory=self.memory.by_kind(),
             operators={
-                name: (held.full_bytes, held.light_bytes)
+                name: (held.full_bytes, held.weight_bytes)
                 for name, held in self._operators.slices.items()
             },
             experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],

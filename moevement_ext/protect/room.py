@@ -49,7 +49,7 @@ class WindowRoom:
             self._on_degraded(f'the log has no room for windows of {window}: {error}')
 
     def settle(self) -> None:
-        """Give back what only longer windows needed. Board's thread, when one is persisted."""
+        """Give back what only longer windows needed. Tracker's thread, when one is persisted."""
         window = max(self.in_force, self._next)
         if window < self._memory.window:
             self._memory.make_room_for(window)

@@ -90,12 +90,12 @@ class Conversion:
         faults.at_iteration(slot.header.iteration + 1)
         faults.point(Phase.LOAD)
         trainer.operators.load(slot.header, slot.payload, slot.context)
-        trainer.small_state.restore(slot.context.state)
+        trainer.auxiliary_state.restore(slot.context.state)
         self.load_s += time.perf_counter() - began
 
     def _replay(self, slot: _Slot, following: _Slot, trainer: Trainer) -> None:
         began = time.perf_counter()
-        trainer.operators.freeze(slot.context.light)
+        trainer.operators.freeze(slot.context.weights)
         faults.point(Phase.CONVERT)
         self.replaying = slot.header.iteration + 1
         with trainer.reduced(following.context.state):

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 
-from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.recover.verdict import Verdict, WholeJob
 
@@ -41,18 +41,18 @@ class Fruitless:
 
     @property
     def own_error(self) -> bool:
-        """True if this rank's own error, not the news of another rank's, ended the last epoch."""
+        """True if this rank's own error, not the news of another rank's, ended the last round."""
         return self._error is not None
 
-    def failed(self, error: Exception, ended_epoch: bool) -> None:
-        """Record that this rank has left an epoch.
+    def failed(self, error: Exception, ended_round: bool) -> None:
+        """Record that this rank has left a round.
 
         Args:
             error: that the training thread raised.
-            ended_epoch: no rank had ended the epoch before.
+            ended_round: no rank had ended the round before.
         """
         self.count += 1
-        own = ended_epoch and not isinstance(error, EpochBroken)
+        own = ended_round and not isinstance(error, RoundEnded)
         self._error = _without_frames(error) if own else None
 
     def progressed(self) -> None:

@@ -71,7 +71,7 @@ def why_not(
     """Why a new process must not join a running job; None: it is launched like that.
 
     Args:
-        store: that of this life of the job.
+        store: that of this attempt of the job.
         reports: of all ranks, by rank.
         identity: of this one.
         strict: refuse what may decide bits, too; else that is a warning.

@@ -20,7 +20,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.membership.beside import Beside, Met
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
-from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import NOWHERE, Report
 from moevement_ext.membership.store_loss import StoreLost
 from moevement_ext.memory.window.name import Window
@@ -95,7 +95,7 @@ class LocalizedRecovery:
         """The optimizer begins to write.
 
         Raises:
-            EpochBroken: a failure was announced; what was reduced last may be worthless (NCCL's
+            RoundEnded: a failure was announced; what was reduced last may be worthless (NCCL's
                 waits return when they are aborted).
         """
         self._membership.synchronize()
@@ -108,12 +108,12 @@ class LocalizedRecovery:
         """The optimizer has written, and parameters are gathered from the ranks that hold them.
 
         Raises:
-            EpochBroken: they may not have been (see `updating`). Where waits raise, they have: an
+            RoundEnded: they may not have been (see `updating`). Where waits raise, they have: an
                 update that ends in time after a failure counts.
         """
         self._membership.synchronize()
         if self._membership.waits_returned:
-            raise EpochBroken('another rank was lost during the update')
+            raise RoundEnded('another rank was lost during the update')
 
     def stepped(self, start: Start) -> None:
         """The update is committed; `start` is what the next iteration will start from."""
@@ -165,7 +165,7 @@ class LocalizedRecovery:
                 if not self.caused_by_others(error):
                     raise
                 self._leave(in_words(error))
-                self._fruitless.failed(error, self._membership.ended_epoch)
+                self._fruitless.failed(error, self._membership.ended_round)
             self._meet()
             again = True
 
@@ -183,7 +183,7 @@ class LocalizedRecovery:
             True if training goes on; False if the loop must end.
 
         Raises:
-            EpochBroken: another failure came first.
+            RoundEnded: another failure came first.
         """
         verdict = self._position.pending
         assert verdict is not None
@@ -211,7 +211,7 @@ class LocalizedRecovery:
         self._enters('regroup')
         self._phases.regroup += self._reconnection.of_all(verdict)
         if self._rank.number not in verdict.ranks | verdict.copies.keys():
-            self._put_back()
+            self._roll_back()
         self._copy(verdict)
         return self._resume(verdict)
 
@@ -232,7 +232,7 @@ class LocalizedRecovery:
 
     def _raise_if_broken(self) -> None:
         if self._membership.broken:
-            raise EpochBroken('another rank is gone')
+            raise RoundEnded('another rank is gone')
 
     def _watch(self) -> None:
         self._membership.watch(self._rank.backend, self._replay.interrupt)
@@ -267,7 +267,7 @@ class LocalizedRecovery:
         try:
             self._membership.meet(lambda: self._report.now(self._refused))
         except StoreLost as lost:
-            self.give_up(f'{lost}, in a meeting')
+            self.give_up(f'{lost}, in a rendezvous')
         self._outage.met(self._membership.reports)
         self._phases.respawn = time.perf_counter() - began
 
@@ -300,7 +300,7 @@ class LocalizedRecovery:
         self._replay.take_over_ledger(verdict.target, reports, self._stages.stage_of)
         entry = self._protection.memory.ledger.get(verdict.target)
         samples = None if entry is None else entry.consumed_samples
-        self._trainer.small_state.count(verdict.target, samples)
+        self._trainer.auxiliary_state.count(verdict.target, samples)
         self._trainer.loop.enter(self._others())
         self._membership.joining = False
 
@@ -343,13 +343,13 @@ class LocalizedRecovery:
         except self._replay.Refused as refusal:
             self._refused.append(window)
             self._fruitless.progressed()  # another one comes next
-            raise EpochBroken(str(refusal)) from refusal
+            raise RoundEnded(str(refusal)) from refusal
         except self._replay.SourceLost as lost:
             self._lost_sources += 1
             if self._lost_sources >= TRIES:
                 self._refused.append(window)
                 self._fruitless.progressed()
-            raise EpochBroken(str(lost)) from lost
+            raise RoundEnded(str(lost)) from lost
         self._phases.fetch = self._replay.fetch_s
         self._phases.convert = self._replay.convert_s
         self._phases.catch_up = self._replay.catch_up_s
@@ -362,7 +362,7 @@ class LocalizedRecovery:
     def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
         met = self._membership.take_over(beside, wait=False)  # keys of the present one may be gone
         while True:
-            with suppress(EpochBroken):
+            with suppress(RoundEnded):
                 if met:
                     verdict = self._take_over(met)
                 self._await_replays()
@@ -380,12 +380,12 @@ class LocalizedRecovery:
         self._membership.barrier('replayed')
 
     def _take_over(self, met: Sequence[Met]) -> Localized:
-        """Move to the epoch that the other ranks have reached meanwhile."""
-        for epoch in met:
-            self._outage.begins(epoch.reason, epoch.detect_s, epoch.before)
-            self._outage.met(epoch.reports)
-            self._rank.events.emit(FailureDetected(reason=epoch.reason))
-            logger.warning('sparse checkpointing: went on to replay: %s', epoch.reason)
+        """Move to the round that the other ranks have reached meanwhile."""
+        for round in met:
+            self._outage.begins(round.reason, round.detect_s, round.before)
+            self._outage.met(round.reports)
+            self._rank.events.emit(FailureDetected(reason=round.reason))
+            logger.warning('sparse checkpointing: went on to replay: %s', round.reason)
         self._went_on += len(met)
         verdict = self._decide()
         self._position.goes_on(verdict)
@@ -402,7 +402,7 @@ class LocalizedRecovery:
             return nullcontext()
         return self._protection.on_trial(verdict.window.name, verdict.target)
 
-    def _put_back(self) -> None:
+    def _roll_back(self) -> None:
         """Undo the changes of the broken iteration; this rank keeps its state."""
         kept = self._position.kept
         assert kept is not None
@@ -430,7 +430,7 @@ class LocalizedRecovery:
         if rank in verdict.copies:
             self._position.reached(Start(verdict.target, store.get(f'state/{rank}')))
             self._position.rebuilt()
-            self._put_back()
+            self._roll_back()
         self._phases.fetch += time.perf_counter() - began
 
     def _resume(self, verdict: Localized) -> bool:
@@ -455,7 +455,7 @@ class LocalizedRecovery:
                 scope=GLOBAL if verdict.together else LOCALIZED,
                 target=verdict.target,
                 stages=sorted(verdict.stages),
-                newcomers=sorted(verdict.replacements),
+                replacements=sorted(verdict.replacements),
                 copied=sorted(verdict.copies),
                 replayed=self._replay.replayed if replays else 0,
                 went_on=self._went_on if replays else 0,

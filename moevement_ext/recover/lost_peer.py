@@ -5,7 +5,7 @@ import re
 
 from torch.distributed import DistError
 
-from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.sources import ArrivalStopped
 from moevement_ext.regroup.process_groups import RegroupError
 from moevement_ext.replicate.log_reader import ReaderClosed
@@ -37,7 +37,7 @@ def lost_peer(error: BaseException) -> bool:
     gloo names its transport in every message; NCCL, the stores, and what windows and logs are
     fetched by have types of their own.
     """
-    known = EpochBroken | RegroupError | DistError | ConnectionError | ReaderClosed | ArrivalStopped
+    known = RoundEnded | RegroupError | DistError | ConnectionError | ReaderClosed | ArrivalStopped
     if isinstance(error, known):
         return True
     return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()

@@ -71,7 +71,7 @@ class Outage:
         self._unsaid: Summary | None = None
 
     def begins(self, reason: str, detect_s: float, reports: Sequence[Report]) -> None:
-        """Record that this rank has left an epoch.
+        """Record that this rank has left a round.
 
         Args:
             reason: of the failure.
@@ -99,7 +99,7 @@ class Outage:
         """On a rank that replayed, before the others go on.
 
         Args:
-            store: of the epoch.
+            store: of the round.
             verified: on this rank.
         """
         store.set(_verified(self._rank), msgspec.msgpack.encode(verified))  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class Outage:
         """All ranks are connected again, at `verdict.target`.
 
         Args:
-            store: of the epoch.
+            store: of the round.
             verdict: of all ranks.
             reports: of all ranks.
             seconds: what the time went into on this rank, by words for a person.
@@ -167,7 +167,7 @@ def of_the_whole_job(
     """Report the outcome of a recovery of the whole job, on one rank.
 
     Args:
-        first_death: what the watchdogs of the life before noted, if any did.
+        first_death: what the watchdogs of the attempt before noted, if any did.
         summary: makes it of the cause, the time of the failure, and the spares that are left.
     """
 

@@ -54,7 +54,7 @@ class OwnReport:
         self._fruitless = fruitless
 
     def now(self, refused: Sequence[Window]) -> Report:
-        """The report of a training thread that has left its epoch.
+        """The report of a training thread that has left its round.
 
         Args:
             refused: windows that are damaged beyond repair.
@@ -97,7 +97,7 @@ class OwnReport:
             refused: as of `now`.
         """
         # It may be refused, but by this stage alone: that is judged before others rely on it.
-        under_way = UnderWay(window, target, self._membership.taken.epoch)
+        under_way = UnderWay(window, target, self._membership.taken.round)
         before = msgspec.structs.replace(self.now(refused), unjudged=False, under_way=under_way)
         store, identity = self._protection.memory.store, self._rank.identity
         return lambda: msgspec.structs.replace(

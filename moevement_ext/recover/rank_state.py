@@ -12,7 +12,7 @@ no side effects: the training thread of the rank drives it and acts.
     pending and Rebuilding, Whole --goes on--> the same, with the newer verdict
     pending and Whole at the target --resumed--> Whole
 
-`S` is the small state that travels with an iteration (random numbers, schedules, positions).
+`S` is the auxiliary state that travels with an iteration (random numbers, schedules, positions).
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Whole[S: IterationStateLike]:
 
 @dataclass(frozen=True)
 class Running[S: IterationStateLike]:
-    """The iteration after `state` accumulates gradients; `state` can be put back."""
+    """The iteration after `state` accumulates gradients; `state` can be rolled back to."""
 
     state: S
 
@@ -89,13 +89,13 @@ class RankState[S: IterationStateLike]:
 
     @property
     def clean_at(self) -> int:
-        """Iteration whose whole state the rank has or can put back, `NOWHERE` if there is none."""
+        """Iteration whose whole state the rank has or can roll back to; `NOWHERE`: none."""
         kept = self.kept
         return NOWHERE if kept is None else kept.iteration
 
     @property
     def kept(self) -> S | None:
-        """The small state of that iteration."""
+        """The auxiliary state of that iteration."""
         return self.position.state if isinstance(self.position, Whole | Running) else None
 
     @property
@@ -164,7 +164,7 @@ class RankState[S: IterationStateLike]:
             case Whole(state) | Running(state):
                 self.position = Whole(state)
             case _:
-                raise self._forbidden('puts back what it has not got')
+                raise self._forbidden('rolls back to a state that it does not have')
 
     def reached(self, state: S) -> None:
         """A replay or a copy has come to `state`."""

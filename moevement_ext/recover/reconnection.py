@@ -30,16 +30,16 @@ def connected_with(rank: int, verdict: Localized, reports: Sequence[Report]) -> 
     if rank in verdict.beginning:
         return verdict.beginning
     if rank in verdict.going_on:
-        epoch = _connected_in(reports[rank])
+        round = _connected_in(reports[rank])
         return frozenset(
-            other for other in verdict.going_on if _connected_in(reports[other]) == epoch
+            other for other in verdict.going_on if _connected_in(reports[other]) == round
         )
     return frozenset(range(len(reports))) - verdict.ranks
 
 
 def _connected_in(report: Report) -> int:
     assert report.under_way is not None  # else its stage would begin anew
-    return report.under_way.epoch
+    return report.under_way.round
 
 
 class Reconnection:
@@ -82,7 +82,7 @@ class Reconnection:
             Seconds that it took.
 
         Raises:
-            EpochBroken: another failure was announced meanwhile.
+            RoundEnded: another failure was announced meanwhile.
         """
         began = time.perf_counter()
         self._membership.renew(self._connected_with(verdict))

@@ -55,7 +55,7 @@ class StageReplay:
         trainer: its training loop.
         protection: windows, ledger and log of this rank.
         enters: called with the name of each phase that begins.
-        raise_if_broken: raises EpochBroken if another failure was announced.
+        raise_if_broken: raises RoundEnded if another failure was announced.
 
     Attributes:
         verification: of the newest replay, against what had been captured.
@@ -94,8 +94,8 @@ class StageReplay:
 
         This rank comes last, and before it those of its stage: their records fit its optimizers for
         certain. What the predecessor of a new process committed after `target` is computed again.
-        What the others contradict is of another life of the job, and was left on this node; where
-        others of its stage know better, whatever they say.
+        What the others contradict is of another attempt of the job, and was left on this node;
+        where others of its stage know better, whatever they say.
         """
         number = self._rank.number
         own = stage_of[number]
@@ -173,8 +173,8 @@ class StageReplay:
     ) -> None:
         began = time.perf_counter()
         start, target, trainer = conversion.window.start, verdict.target, self._trainer
-        trainer.small_state.set_counters(conversion.first.state)
-        trainer.small_state.move_data(conversion.first.state)
+        trainer.auxiliary_state.set_counters(conversion.first.state)
+        trainer.auxiliary_state.move_data(conversion.first.state)
         self.fetch_s = time.perf_counter() - began
         self._enters('convert')
         with nullcontext() if verdict.together else self._from_logs(start, target):
@@ -202,7 +202,7 @@ class StageReplay:
                 entry = self._entry(iteration + 1)
                 with self._trainer.reduced(entry):
                     iterate(iteration)
-                self._trainer.small_state.count(entry.iteration, entry.consumed_samples)
+                self._trainer.auxiliary_state.count(entry.iteration, entry.consumed_samples)
 
     def _entry(self, iteration: int) -> LedgerEntry:
         entry = self._protection.memory.ledger.get(iteration)
@@ -254,7 +254,7 @@ class StageReplay:
 
 
 def _contradicts(entry: LedgerEntry, found: LedgerEntry) -> bool:
-    """Both are of one iteration, but not of one life; optimizers of other stages may be others."""
+    """True if both are of one iteration, but of different attempts of the job."""
     alike = len(entry.grad_norms) == len(found.grad_norms)
     return (
         alike and len(entry.overflows) == len(found.overflows) and entry.shared() != found.shared()

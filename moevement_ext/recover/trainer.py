@@ -5,7 +5,7 @@ The engine decides what is captured, kept, fetched, replayed and when; a trainer
 model, optimizer, data and pipeline do it. `megatron.moevement` implements it for Megatron-Core,
 `moevement_ext.torch_loop` for loops on plain torch.
 
-Its parts are `Operators` (the tensors), `SmallState` (all else that an iteration starts from),
+Its parts are `Operators` (the tensors), `AuxiliaryState` (all else that an iteration starts from),
 `Pipeline` (what passes between stages) and `Loop` (what is around the iterations). The training
 thread calls everything.
 """
@@ -32,14 +32,14 @@ class Start(NamedTuple):
     iteration: int
     """Number of committed iterations."""
     state: bytes
-    """The small state after them."""
+    """The auxiliary state after them."""
 
 
 class Committed(NamedTuple):
     """What an update that is written leaves."""
 
     state: bytes
-    """The small state that the next iteration starts from."""
+    """The auxiliary state that the next iteration starts from."""
     entry: LedgerEntry
     """What a replay of the iteration needs that it cannot compute alone."""
 
@@ -72,7 +72,7 @@ class Pipeline(Protocol):
         """Within it, receive from these and send nothing but into the own log."""
 
 
-class SmallState(Protocol):
+class AuxiliaryState(Protocol):
     """All but tensors that an iteration starts from, as bytes that only the trainer reads.
 
     Random numbers, schedules, counters, positions in the data, loss scales, and what the step
@@ -96,8 +96,8 @@ class SmallState(Protocol):
         """Iteration and samples are those of `state`.
 
         Args:
-            state: small state.
-            validation: small state that validation data go on from; None: `state`.
+            state: auxiliary state.
+            validation: auxiliary state that validation data go on from; None: `state`.
         """
 
     def count(self, iteration: int, samples: int | None) -> None:
@@ -193,7 +193,7 @@ class Trainer(Protocol):
         """The state that is captured."""
 
     @property
-    def small_state(self) -> SmallState:
+    def auxiliary_state(self) -> AuxiliaryState:
         """All else that an iteration starts from."""
 
     @property
@@ -216,15 +216,15 @@ class Trainer(Protocol):
         """The iteration after `iteration` begins: note what it will accumulate into.
 
         Returns:
-            The small state it starts from.
+            The auxiliary state it starts from.
         """
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
         """Put back what the iteration after `state` has changed before it was cut off.
 
         Args:
-            state: small state before it.
-            began: it had begun; else only the small state may have changed.
+            state: auxiliary state before it.
+            began: it had begun; else only the auxiliary state may have changed.
         """
 
     def around_update(
@@ -254,5 +254,5 @@ class Trainer(Protocol):
         """Within it, what all ranks reduce together is taken from there instead.
 
         Args:
-            known: what is recorded of the iteration to run, or the small state after it.
+            known: what is recorded of the iteration to run, or the auxiliary state after it.
         """

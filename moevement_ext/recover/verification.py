@@ -91,7 +91,7 @@ class Verification:
         self._sources = {
             _key_of_slice(item): item.source
             for slices in operators.values()
-            for item in (*slices.full, *slices.light)
+            for item in (*slices.full, *slices.weights)
         }
         self._expected: dict[int, dict[_Key, int]] = {}
         for header in captured:

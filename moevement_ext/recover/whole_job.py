@@ -61,7 +61,7 @@ class Predecessor:
     dense_iteration: int
     """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
     first_death: Death | None = None
-    """The first process of the earlier life to end, where that was noted."""
+    """The first process of the earlier attempt to end, where that was noted."""
 
 
 class Source(NamedTuple):

@@ -128,18 +128,20 @@ class RelaidWindow:
             owner: decode_context(headers[slot].context) for owner, headers in self._headers.items()
         }
         full = {name for context in contexts.values() for name in context.full}
-        light = {name for context in contexts.values() for name in context.light}
+        weights = {name for context in contexts.values() for name in context.weights}
         return SlotContext(
             [name for name in self._slices if name in full],
-            [name for name in self._slices if name in light - full],
-            self._relaying.small_state({owner: contexts[owner].state for owner in self._states}),
+            [name for name in self._slices if name in weights - full],
+            self._relaying.auxiliary_state(
+                {owner: contexts[owner].state for owner in self._states}
+            ),
         )
 
     def _wanted(self, context: SlotContext) -> Iterator[TensorSlice]:
         for name in context.full:
             yield from self._slices[name].full
-        for name in context.light:
-            yield from self._slices[name].light
+        for name in context.weights:
+            yield from self._slices[name].weights
         for held in self._slices.values():
             yield from held.always
 

@@ -100,7 +100,8 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
     expected = _proof(secret, b'server', nonce, challenge.nonce)
     if not hmac.compare_digest(challenge.proof, expected):
         raise ProtocolError(
-            'it does not know the secret of this job: another job, or an earlier life of this one, '
+            'it does not know the secret of this job: another job, or an earlier attempt of this '
+            'one, '
             'listens there; check --sparse-ckpt-run-id'
         )
     connection.send(Response(_proof(secret, b'client', nonce, challenge.nonce)))

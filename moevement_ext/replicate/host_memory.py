@@ -49,7 +49,7 @@ from moevement_ext.replicate.node_plan import (
 )
 from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
-from moevement_ext.replicate.secret import mark, of_life
+from moevement_ext.replicate.secret import mark, of_attempt
 from moevement_ext.replicate.share import Share, TwinShare
 from moevement_ext.replicate.shelf_client import ShelfClient
 from moevement_ext.replicate.twin_client import TwinClient
@@ -137,7 +137,7 @@ class HostMemory:
         )
         self.members = _exchange_members(own, exchange)
         # One replaced later still has that of the others.
-        self._secret = of_life(secret, self.members[0].salt)
+        self._secret = of_attempt(secret, self.members[0].salt)
         self.mark = mark(secret)
         self.copies = copies_of(self.members, config.topology, config.replicas)
         self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed

@@ -124,14 +124,14 @@ def mark(secret: bytes) -> bytes:
     return hmac.digest(secret, b'mark', 'sha256')[:_MARK_BYTES]
 
 
-def of_life(secret: bytes, salt: bytes) -> bytes:
+def of_attempt(secret: bytes, salt: bytes) -> bytes:
     """Derive the secret of one start of a job, useless in another.
 
     Args:
         secret: of the job.
         salt: random and public, of this start.
     """
-    return hmac.digest(secret, b'life' + salt, 'sha256')
+    return hmac.digest(secret, b'attempt' + salt, 'sha256')
 
 
 def _check_same(given: list[bytes]) -> None:

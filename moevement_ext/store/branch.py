@@ -12,7 +12,7 @@ import socket
 import sys
 
 from moevement_ext.process.name_lookups import ask_again_soon
-from moevement_ext.store.leader import Leader
+from moevement_ext.store.proxy import Proxy
 
 _BACKLOG = 4096
 _STDIN = 0
@@ -35,7 +35,7 @@ async def _serve(host: str, port: int, listening: socket.socket) -> None:
             ended.set()
 
     asyncio.get_running_loop().add_reader(_STDIN, read)
-    await Leader(host, port, listening, is_branch=True).serve(ended)
+    await Proxy(host, port, listening, is_branch=True).serve(ended)
 
 
 def _listen(host: str, port: int) -> socket.socket:

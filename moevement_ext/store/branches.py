@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches: leaders beside the store, each of which leads those of some nodes.
+"""Branches: proxies beside the store, each of which leads those of some nodes.
 
 With them a store of thousands of nodes is asked by a few processes, together. They run on the host
 of the store, so that the loss of a node that trains costs no other node its way to the store; each
@@ -32,7 +32,7 @@ def needed(nodes: int) -> int:
 
 
 async def next_of(line: Line) -> int | None:
-    """The port of the branch that one more leader is to use; None if the store has none.
+    """The port of the branch that one more proxy is to use; None if the store has none.
 
     Args:
         line: to the store.
@@ -48,7 +48,7 @@ async def next_of(line: Line) -> int | None:
 
 
 def announce(store: 'Store', ports: Sequence[int]) -> None:
-    """Let leaders find the branches of a store; before any of them comes."""
+    """Let proxies find the branches of a store; before any of them comes."""
     if ports:
         store.set(_PORTS, ' '.join(map(str, ports)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is connected with a leader, of whom it knows nothing: a store asks nobody for a name.
+"""Who is connected with a proxy, of whom it knows nothing: a store asks nobody for a name.
 
 So each gets a bounded part of the process that it is in, which starts workers, too.
 """
@@ -14,7 +14,7 @@ MOST_STRANGERS = 64
 MOST_BYTES_OWED = 64 << 20
 """Answers that a client has not read."""
 MOST_QUESTIONS = 1 << 14
-"""What one client may have under way: a rank has one, a leader those of its ranks."""
+"""What one client may have under way: a rank has one, a proxy those of its ranks."""
 
 
 def room(share: int) -> int:
@@ -31,7 +31,7 @@ class Client(Protocol):
 
 
 class Clients[Kind: Client]:
-    """All connections of a leader. On its thread.
+    """All connections of a proxy. On its thread.
 
     Args:
         later: calls something after some seconds, as a loop does.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a node ask the launcher's store together. On the thread of a leader only.
+"""The ranks of a node ask the launcher's store together. On the thread of a proxy only.
 
 Who asks what another one has asked waits until that is answered, and all who wait then ask at once:
 so a node asks seldom when the store is slow, and nobody is told what was true before he asked.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection with the launcher's store, of a leader. On its thread only."""
+"""A connection with the launcher's store, of a proxy. On its thread only."""
 
 import asyncio
 import secrets

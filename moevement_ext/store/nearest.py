@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this process reaches the launcher's store: at the leader of its node, if there is one."""
+"""Where this process reaches the launcher's store: at the proxy of its node, if there is one."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.store.answers import in_time
-from moevement_ext.store.node_leader import VARIABLE
+from moevement_ext.store.node_proxy import VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ _TO_CONNECT_S = 10.0
 
 
 def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """A connection that reaches the store at an address; through the leader, if it leads there.
+    """A connection that reaches the store at an address; through the proxy, if it leads there.
 
     Raises:
         DistError: it is not reached.
@@ -27,12 +27,12 @@ def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
         try:
             return in_time(lambda: _lead_by(int(found[2]), timeout), _TO_CONNECT_S)
         except DistError as error:
-            logger.warning('sparse checkpointing: no leader of this node is used: %s', error)
+            logger.warning('sparse checkpointing: no proxy of this node is used: %s', error)
     return TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def _lead_by(port: int, timeout: timedelta) -> TCPStore:
     store = TCPStore(_HERE, port, is_master=False, timeout=timedelta(seconds=_TO_CONNECT_S))
-    store.num_keys()  # the leader understands this torch
+    store.num_keys()  # the proxy understands this torch
     store.set_timeout(timeout)
     return store

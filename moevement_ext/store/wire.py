@@ -167,7 +167,7 @@ def read_answer(request: Request) -> Reading[bytes]:
     return head
 
 
-def sign_of_life(ping: Request) -> bytes:
+def heartbeat(ping: Request) -> bytes:
     """The answer to a ping."""
     return struct.pack(_NUMBER[Kind.PING], ping.number)
 

@@ -73,9 +73,9 @@ class ModuleOperators:
         self.slices.setdefault(operator, OperatorSlices((), ()))
         return operator
 
-    def _add(self, operator: str, full: tuple[TensorSlice, ...], light: TensorSlice) -> None:
+    def _add(self, operator: str, full: tuple[TensorSlice, ...], weights: TensorSlice) -> None:
         known = self.slices[operator]
-        self.slices[operator] = OperatorSlices((*known.full, *full), (*known.light, light))
+        self.slices[operator] = OperatorSlices((*known.full, *full), (*known.weights, weights))
 
     def check(self, header: SlotHeader) -> None:
         """Check that a slot has all records that this model needs.

@@ -90,7 +90,7 @@ class TorchTrainer:
         self.tokens = NoTokens()
         self.relaying = None
         self.operators = ModuleOperators(model, optimizer, self._operator_of)
-        self.small_state = LoopState(self._state, self._load_state)
+        self.auxiliary_state = LoopState(self._state, self._load_state)
         before = rank - self._per_stage if self.stage else None
         after = rank + self._per_stage if self.stage + 1 < stages else None
         self.pipeline = TorchPipeline(before, after, micro_batches, boundary_bytes)
@@ -165,8 +165,8 @@ class TorchTrainer:
         self.operators.group = group
         # A copy from another rank is exact only where all is the same: random numbers, and no
         # buffers, in which each rank may note what it has seen of the data.
-        own = b'' if self._buffers else digest_of_bytes(self.small_state.now()).encode()
-        states = self._job.rank.exchange('small state', own)
+        own = b'' if self._buffers else digest_of_bytes(self.auxiliary_state.now()).encode()
+        states = self._job.rank.exchange('auxiliary state', own)
         alike = bool(own) and all(states[member] == own for member in members)
         others = [member for member in members if member != self._job.rank.number]
         return Place(self.stage, members, group, others if alike else [], interleaved=False)
@@ -174,21 +174,21 @@ class TorchTrainer:
     @property
     def iteration(self) -> int:
         """Number of committed iterations."""
-        return self.small_state.iteration
+        return self.auxiliary_state.iteration
 
     @iteration.setter
     def iteration(self, iteration: int) -> None:
         """Set by a loop that has loaded a checkpoint of its own, in `build`."""
-        self.small_state.iteration = iteration
+        self.auxiliary_state.iteration = iteration
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """Keep the buffers, which the iteration may change; return the small state."""
+        """Keep the buffers, which the iteration may change; return the auxiliary state."""
         copy_all(self._buffers, self.operators.buffers)
-        return self.small_state.begins()
+        return self.auxiliary_state.begins()
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
         """Restore random numbers, what the loop adds, and buffers."""
-        self.small_state.restore(state)
+        self.auxiliary_state.restore(state)
         if began:
             copy_all(self.operators.buffers, self._buffers)
 
@@ -208,22 +208,22 @@ class TorchTrainer:
         faults.point(Phase.NORM)
         self._update.writing()
         written = self.update(reduced)
-        self.small_state.reduced, self.small_state.iteration = reduced, iteration + 1
+        self.auxiliary_state.reduced, self.auxiliary_state.iteration = reduced, iteration + 1
         self._update.written(written is False)
         faults.point(Phase.AFTER_STEP)
         return self.loss
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        """Small state and ledger entry after the update that led to `iteration`."""
+        """Auxiliary state and ledger entry after the update that led to `iteration`."""
         entry = LedgerEntry(
             iteration=iteration,
-            grad_norms=self.small_state.reduced,
+            grad_norms=self.auxiliary_state.reduced,
             overflows=[],
             num_microbatches=self._micro_batches,
             consumed_samples=0,  # the iteration says where data goes on
             loss=self.loss,
         )
-        return Committed(self.small_state.committed(), entry)
+        return Committed(self.auxiliary_state.committed(), entry)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

@@ -136,7 +136,7 @@ def reference(cluster: Callable[..., Cluster], references: References) -> Callab
             plain.finish(timeout_s=400.0, mutation=stand_in)
             if check is not None:
                 check(plain)
-            return {**read_digest(plain), LINES: upstream_lines(plain, life=0)}
+            return {**read_digest(plain), LINES: upstream_lines(plain, attempt=0)}
 
         return references.digest([*MODEL, *TRAINING, *flags], ranks, stand_in, run)
 

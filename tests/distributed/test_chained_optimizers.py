@@ -39,7 +39,7 @@ def check_skips(plain: Cluster) -> None:
 def skipped(job: Cluster) -> set[int]:
     """Iterations whose step was skipped; the scale of the first optimizer stays what it was."""
     lines = re.findall(r'iteration +(\d+)/.*loss scale: +(\S+) .*skipped iterations: +(\d)',
-                       job.output(life=0))  # fmt: skip
+                       job.output(attempt=0))  # fmt: skip
     assert lines and {float(scale) for _, scale, _ in lines} == {1024.0}
     return {int(number) for number, _, count in lines if int(count)}
 

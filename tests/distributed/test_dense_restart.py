@@ -89,7 +89,7 @@ def restarted(
     else:
         _flip_byte_of_every_window(job, owner=1)
     assert -9 in job.run(fail_at='1:12:forward', mutation=mutation)
-    assert 'loaded checkpoint' in job.output(life=1)
+    assert 'loaded checkpoint' in job.output(attempt=1)
     return job
 
 
@@ -152,14 +152,14 @@ def test_random_routing_goes_on_from_a_dense_checkpoint(
     assert [path.name for path in kept] == ['random-00000', 'random-00001']
     shutil.copytree(checkpoints, saved)
     job.finish()
-    assert 'loaded checkpoint' in job.output(life=1)
+    assert 'loaded checkpoint' in job.output(attempt=1)
     assert differences(reference(*flags, ranks=2), read_digest(job)) == []
 
     for path in saved.glob('iter_*/moevement/random-00001'):
         path.unlink()
     without = cluster(*flags, '--load', str(saved), ranks=2)
     without.finish()
-    assert 'no random numbers of rank 1' in without.output(life=0)
+    assert 'no random numbers of rank 1' in without.output(attempt=0)
     found = differences(reference(*flags, ranks=2), read_digest(without))
     assert any(name.endswith('expert-parallel-rng') for name in found)
 
@@ -171,7 +171,7 @@ def test_leaving_out_random_numbers_of_a_dense_checkpoint_is_noticed(
     job = routed_at_random(cluster, tmp_path / 'dense')
     mutation = 'mutations.whole_job:random_numbers_of_a_dense_checkpoint_not_restored'
     job.finish(mutation=mutation)
-    assert 'loaded checkpoint' in job.output(life=1)
+    assert 'loaded checkpoint' in job.output(attempt=1)
     assert differences(reference(*RANDOM_ROUTING, ranks=2), read_digest(job)) != []
 
 

@@ -32,7 +32,7 @@ def test_windows_after_a_dense_restart_have_the_bits_of_that_restart(
     cluster(*flags, *saving, sparse=False).finish(mutation=STAND_INS)
     plain = cluster(*flags, *load, sparse=False)
     plain.finish(mutation=STAND_INS)
-    assert 'successfully loaded checkpoint' in plain.output(life=0)
+    assert 'successfully loaded checkpoint' in plain.output(attempt=0)
     expected = read_digest(plain)
     local = cluster(*flags, *load, '--sparse-ckpt-window', '3')
     assert local.survive(fail_at='1:9:backward', mutation=STAND_INS) == {1: 1}

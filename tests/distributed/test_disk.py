@@ -65,8 +65,8 @@ def test_job_whose_memory_is_all_lost_comes_back_from_disk(
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
     assert sources(job) == [('disk', NEWEST)] * job.ranks
-    assert f'converted window: {NEWEST} | from: disk |' in job.output(life=1)
-    assert '| on disk: ' in job.output(life=1)
+    assert f'converted window: {NEWEST} | from: disk |' in job.output(attempt=1)
+    assert '| on disk: ' in job.output(attempt=1)
     assert list(disk.iterdir()) == [], 'at a clean end disks are given back, too'
 
 
@@ -79,7 +79,7 @@ def test_a_disk_that_is_not_mounted_yet_stops_the_start_and_costs_nothing(
     mounted = rank_folders(job, disk)[3]
     mounted.rename(tmp_path / 'away')
     assert job.run(all_end=True) == [2] * job.ranks
-    said = job.output(life=1)
+    said = job.output(attempt=1)
     assert f'all ranks had window {NEWEST}, and none is complete now' in said
     assert 'of rank 3 (node node1); ranks 0, 1, 2 (nodes node0, node1) have windows' in said
     shutil.rmtree(mounted)
@@ -141,7 +141,7 @@ def test_damaged_window_on_one_disk_has_all_take_the_one_before(
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
     assert sources(job) == [('disk', int(older.name.split('-')[1]))] * job.ranks
-    assert f'window {NEWEST} from disk: ' in job.output(life=1)
+    assert f'window {NEWEST} from disk: ' in job.output(attempt=1)
 
 
 @pytest.mark.thorough

@@ -30,6 +30,6 @@ def test_a_worker_and_a_node_are_lost(cluster: Callable[..., Cluster]) -> None:
         events = [json.loads(line) for line in lines]
         found = [event for event in events if event['event'] == 'recovered']
         assert [event['stages'] for event in found] == [[0], [1]]
-        assert [event['newcomers'] for event in found] == [[0], [1]]
+        assert [event['replacements'] for event in found] == [[0], [1]]
         assert events[-1]['event'] == 'finished'
     assert not list(job.memory.parent.glob('drill-*'))

@@ -276,12 +276,12 @@ def test_memory_is_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> N
     longer = [*ONE, '--train-iters', '26']
     job = cluster(*MODEL, *layouts[0].flags(), *RESTART, *longer, ranks=1)
     used = []
-    for life in range(7):
-        assert -9 in job.run(fail_at=f'0:{5 + 3 * life}:forward')
+    for attempt in range(7):
+        assert -9 in job.run(fail_at=f'0:{5 + 3 * attempt}:forward')
         assert 1 <= len(left_over(job)) <= 2
         files = job.memory.parent.glob(f'{job.name}.*/**/*.window')
         used.append(sum(path.stat().st_size for path in files))
-        job = again(job, cluster, layouts[(life + 1) % 2], *longer)
+        job = again(job, cluster, layouts[(attempt + 1) % 2], *longer)
     assert max(used) <= 2 * used[0]
     job.finish(timeout_s=300.0)
     assert relaid(job).dense_at >= 20

@@ -57,11 +57,11 @@ def test_a_test_that_fails_shows_what_its_jobs_said(pytester: pytest.Pytester) -
         assert 'next_tier' in shown
 
 
-def test_how_logs_end_is_that_of_the_life_that_runs(tmp_path: Path) -> None:
-    """When a second life does not end, `lives` is still that of the first."""
+def test_how_logs_end_is_that_of_the_attempt_that_runs(tmp_path: Path) -> None:
+    """When a second attempt does not end, `attempts` is still that of the first."""
     job = Cluster([], tmp_path)
     job.log(rank=0).write_text('first')
-    job.lives = 1
+    job.attempts = 1
     assert 'first' in job.tail()
     job.log(rank=0).write_text('second')
     assert 'second' in job.tail() and 'first' not in job.tail()
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def test_who_dies_when_others_have_finished_is_not_replaced(tmp_path: Path) -> None:
-    """Or the job would not end, and nothing would say that a strike came too late."""
+    """Or the job would not end, and nothing would say that a fault came too late."""
     job = Cluster([], tmp_path, ranks=2, program=__name__)
     with pytest.raises(RuntimeError, match=r'rank 1 died when ranks \[0\] had finished'):
         job.survive()

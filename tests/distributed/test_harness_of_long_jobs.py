@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What long jobs are judged by: a strike left out, a digest or a verification that is not as it
-must be is found, and the strikes are made one by one then.
+"""What long jobs are judged by: a fault left out, a digest or a verification that is not as it
+must be is found, and the faults are made one by one then.
 """
 
 import json
@@ -12,12 +12,12 @@ import pytest
 
 from tests.distributed.harness import references as places
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import NOTHING, Fault, InTurn, fail_at, fault_all, struck
 from tests.distributed.harness.references import References, settings
-from tests.distributed.harness.strikes import NOTHING, InTurn, Strike, fail_at, strike_all, struck
 
-FIRST, SECOND = Strike('the first', '0:8:step'), Strike('the second', '1:12:p2p,0:12:load')
+FIRST, SECOND = Fault('the first', '0:8:step'), Fault('the second', '1:12:p2p,0:12:load')
 DIGEST = {'iteration': 16, 'ranks': {'0': {'weight': 'a'}, '1': {'weight': 'b'}}}
-NOT_BACK = 'the second: rank 0 has not come back in its life 2'
+NOT_BACK = 'the second: rank 0 has not come back in its attempt 2'
 Break = Callable[[list[dict], dict], None]
 
 
@@ -29,7 +29,7 @@ class Recorded(Cluster):
         self.spoil = spoil
 
     def survive(self, *, fail_at: str = '', **_: Any) -> dict[int, int]:
-        events, digest = self.lives_of(fail_at), json.loads(json.dumps(DIGEST))
+        events, digest = self.attempts_of(fail_at), json.loads(json.dumps(DIGEST))
         if self.spoil is not None:
             self.spoil(events, digest)
         (self.directory / 'events').mkdir(parents=True)
@@ -38,27 +38,27 @@ class Recorded(Cluster):
             (self.directory / 'events' / f'rank{rank}.jsonl').write_text('\n'.join(lines) + '\n')
         (self.directory / 'digest.json').write_text(json.dumps(digest))
         started = [event['rank'] for event in events if event['event'] == 'worker_started']
-        self.lives += 1
+        self.attempts += 1
         return {rank: started.count(rank) - 1 for rank in set(started) if started.count(rank) > 1}
 
-    def lives_of(self, deaths: str) -> list[dict]:
+    def attempts_of(self, deaths: str) -> list[dict]:
         """Each new process is back, having verified two operators."""
         events = [event(rank, 0, 'worker_started') for rank in range(2)]
         for death in deaths.split(','):
-            rank, _, _, life = death.split(':')
-            events.append(event(int(rank), int(life) + 1, 'worker_started'))
+            rank, _, _, attempt = death.split(':')
+            events.append(event(int(rank), int(attempt) + 1, 'worker_started'))
             back: dict[str, Any] = {'scope': 'localized', 'replayed': 4, 'verified': 2}
             back |= {'verified_at': 7, 'differing': [], 'seconds': {}}
-            events.append(event(int(rank), int(life) + 1, 'recovered', **back))
+            events.append(event(int(rank), int(attempt) + 1, 'recovered', **back))
         return events
 
 
-def event(rank: int, life: int, name: str, **fields: Any) -> dict:
-    return {'event': name, 'rank': rank, 'pid': 10 * life + rank, 'time': 1.0, **fields}
+def event(rank: int, attempt: int, name: str, **fields: Any) -> dict:
+    return {'event': name, 'rank': rank, 'pid': 10 * attempt + rank, 'time': 1.0, **fields}
 
 
-def last_life_is_missing(events: list[dict], digest: dict) -> None:
-    """A strike that was left out of the job."""
+def last_attempt_is_missing(events: list[dict], digest: dict) -> None:
+    """A fault that was left out of the job."""
     newest = max(event['pid'] for event in events)
     events[:] = [event for event in events if event['pid'] != newest]
 
@@ -86,7 +86,7 @@ def whole_job(events: list[dict], digest: dict) -> None:
     ('spoil', 'said'),
     [
         (None, []),
-        (last_life_is_missing, [NOT_BACK, 'restarts: {0: 1, 1: 1}, not {0: 2, 1: 1}']),
+        (last_attempt_is_missing, [NOT_BACK, 'restarts: {0: 1, 1: 1}, not {0: 2, 1: 1}']),
         (one_differs, ["1 differ: ['rank 1: weight']"]),
         (nothing_verified, [f'the first: {NOTHING}', f'the second: {NOTHING}']),
         (one_operator_differs, ["rank 0 at 0: ['layer1.expert0'] differ"]),
@@ -97,13 +97,13 @@ def test_what_is_wrong_is_found(spoil: Break | None, said: list[str], tmp_path: 
     assert struck(Recorded(tmp_path, spoil), [FIRST, SECOND], DIGEST) == said
 
 
-def test_lives_are_counted_over_all_strikes() -> None:
+def test_lives_are_counted_over_all_faults() -> None:
     assert fail_at([FIRST, SECOND]) == '0:8:step:0,1:12:p2p:0,0:12:load:1'
-    lost = Strike('with one that goes by itself', '1:2:step', also=(0,))
+    lost = Fault('with one that goes by itself', '1:2:step', also=(0,))
     assert fail_at([lost, FIRST]) == '1:2:step:0,0:8:step:1'
 
 
-def test_strikes_are_made_one_by_one_when_something_is_wrong(tmp_path: Path) -> None:
+def test_faults_are_made_one_by_one_when_something_is_wrong(tmp_path: Path) -> None:
     made: list[Recorded] = []
 
     def make() -> Recorded:
@@ -112,9 +112,9 @@ def test_strikes_are_made_one_by_one_when_something_is_wrong(tmp_path: Path) -> 
         return made[-1]
 
     with pytest.raises(pytest.fail.Exception) as failure:
-        strike_all(make, [FIRST, SECOND], DIGEST)
+        fault_all(make, [FIRST, SECOND], DIGEST)
     assert str(failure.value).splitlines() == [
-        'of all strikes in one job:',
+        'of all faults in one job:',
         "1 differ: ['rank 1: weight']",
         'alone, the first: nothing is wrong',
         f'alone, the second: the second: {NOTHING}',

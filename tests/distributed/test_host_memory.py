@@ -69,7 +69,7 @@ def test_plan_says_to_the_byte_what_a_job_reserves(
             with suppress(FileNotFoundError):  # files are renamed meanwhile
                 found.append(reserved(job))
 
-    assert job.survive(strike=look) == {}
+    assert job.survive(fault=look) == {}
     steady = next(sizes for sizes, again in pairwise(found) if sizes == again)
     fullest = max(steady, key=Counter.total)
 

@@ -108,10 +108,10 @@ def check_kinds(rank: Inventory, moe_layers: set[int], local: int, grouped: bool
 
 
 def check_buffers(rank: Inventory, router_bias: bool) -> None:
-    """Buffers are captured whole by every rank, in full slots and in light ones."""
+    """Buffers are captured whole by every rank, in full slots and others."""
     captured = {tensor for _, tensor, part, _, _ in rank['captured'] if part == 'buffer'}
-    light = {tensor for tensor, part, _, _ in rank['light'] if part == 'buffer'}
-    assert captured == light == rank['buffers'].keys()
+    weights = {tensor for tensor, part, _, _ in rank['weights'] if part == 'buffer'}
+    assert captured == weights == rank['buffers'].keys()
     assert any('expert_bias' in name for name in captured) == router_bias
     for _, tensor, part, start, end in rank['captured']:
         if part == 'buffer':
@@ -119,8 +119,8 @@ def check_buffers(rank: Inventory, router_bias: bool) -> None:
 
 
 def check_captured_ranges(ranks: list[Inventory]) -> None:
-    """The ranges of all replicas of a parameter tile it, in full slots and in light ones."""
-    full, light, numel = defaultdict(list), defaultdict(list), {}
+    """The ranges of all replicas of a parameter tile it, in full slots and others."""
+    full, weights, numel = defaultdict(list), defaultdict(list), {}
     for rank in ranks:
         for parameter, size in rank['parameters'].items():
             numel[replica_group(rank, parameter), parameter] = size
@@ -128,15 +128,15 @@ def check_captured_ranges(ranks: list[Inventory]) -> None:
             if part not in ('buffer', 'step'):
                 kept = 'master' if part == 'weight' else part  # in fp32 one is the other
                 full[replica_group(rank, tensor), tensor, kept].append((start, end))
-        for tensor, part, start, end in rank['light']:
+        for tensor, part, start, end in rank['weights']:
             if part != 'buffer':
-                light[replica_group(rank, tensor), tensor].append((start, end))
+                weights[replica_group(rank, tensor), tensor].append((start, end))
     parts = ('master', 'exp_avg', 'exp_avg_sq')
     assert full.keys() == {(*key, part) for key in numel for part in parts}
-    assert light.keys() == numel.keys()
+    assert weights.keys() == numel.keys()
     for (group, tensor, _), ranges in full.items():
         assert_tiles(ranges, numel[group, tensor])
-    for key, ranges in light.items():
+    for key, ranges in weights.items():
         assert_tiles(ranges, numel[key])
 
 

@@ -32,7 +32,7 @@ LATE_SECONDS = 15.0
 
 
 def latecomers(job: Cluster) -> list[tuple[int, float]]:
-    """Who came to a meeting long after it was told of the failure, or after the first."""
+    """Who came to a rendezvous long after it was told of the failure, or after the first."""
     told = {rank: times(job, 'detect', rank) for rank in range(job.ranks)}
     came = {rank: times(job, 'meet', rank) for rank in range(job.ranks)}
     late = [
@@ -78,7 +78,7 @@ def test_worker_whose_loader_blocks_replaces_itself(
     for rank in (0, 1, 3):
         (failure,) = job.events_of(FailureDetected, rank)
         assert 'rank 2 is stuck: its training thread has stood still' in failure.reason
-    assert 'mutations/liveness.py' in (job.directory / 'life0-rank2.log').read_text()
+    assert 'mutations/liveness.py' in (job.directory / 'attempt0-rank2.log').read_text()
 
 
 @pytest.mark.thorough
@@ -165,12 +165,12 @@ def test_death_while_all_connect(
 def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """It has joined, and gives no signs of life any more."""
+    """It has joined, and gives no heartbeats any more."""
     flags = PP4.split()
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', nodes=4)
     waiting: list[float] = []
 
-    def strike(workers: list, start: Callable) -> None:
+    def fault(workers: list, start: Callable) -> None:
         if not waiting and any(e.phase == 'meet' for e in job.events_of(RecoveryPhase, rank=3)):
             waiting.append(time.monotonic())
         elif len(waiting) == 1 and time.monotonic() > waiting[0] + 0.5:
@@ -178,7 +178,7 @@ def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
             os.kill(workers[3].pid, signal.SIGSTOP)
 
     mutation = 'mutations.liveness:new_worker_comes_late'
-    assert job.survive(fail_at='1:9:forward', strike=strike, mutation=mutation) == {1: 1, 3: 1}
+    assert job.survive(fail_at='1:9:forward', fault=fault, mutation=mutation) == {1: 1, 3: 1}
     check(job, reference(*flags))
 
 
@@ -192,13 +192,13 @@ def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', ranks=2)
     stopped: list[int] = []
 
-    def strike(workers: list, start: Callable) -> None:
+    def fault(workers: list, start: Callable) -> None:
         if not stopped and job.events_of(WindowPersisted, rank=1):
             stopped.append(workers[1].pid)
             os.kill(workers[0].pid, signal.SIGSTOP)
             os.kill(workers[1].pid, signal.SIGKILL)
 
-    assert set(job.survive(strike=strike)) == {0, 1}
+    assert set(job.survive(fault=fault)) == {0, 1}
     assert differences(reference(*flags, ranks=2), read_digest(job)) == []
     for rank in range(2):
         recovered = job.events_of(Recovered, rank)
@@ -207,7 +207,7 @@ def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(
+def test_what_all_bring_to_a_rendezvous_is_shared_by_the_ranks_of_a_node(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = PP4.split()
@@ -218,7 +218,7 @@ def test_what_all_bring_to_a_meeting_is_shared_by_the_ranks_of_a_node(
         copies.update(f'{path.parent}' for path in job.memory.rglob('brought-*'))
 
     mutation = 'mutations.liveness:a_large_job'
-    assert job.survive(fail_at='1:9:forward', strike=look, mutation=mutation) == {1: 1}
+    assert job.survive(fail_at='1:9:forward', fault=look, mutation=mutation) == {1: 1}
     check(job, reference(*flags))
     assert len(copies) == job.nodes == 2
     assert not job.memory.exists()
@@ -234,12 +234,12 @@ def test_new_worker_that_sets_up_when_another_dies_is_kept(
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', nodes=4)
     struck: list[int] = []
 
-    def strike(workers: list, start: Callable) -> None:
+    def fault(workers: list, start: Callable) -> None:
         if not struck and len(job.events_of(WorkerStarted, rank=1)) == 2:
             struck.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGKILL)
 
     mutation = 'mutations.localized:slow_set_up_of_new_worker'
-    assert job.survive(fail_at='1:9:forward', strike=strike, mutation=mutation) == {1: 1, 2: 1}
+    assert job.survive(fail_at='1:9:forward', fault=fault, mutation=mutation) == {1: 1, 2: 1}
     check(job, reference(*flags))
     assert 'joining again' in job.output(0)

@@ -37,11 +37,11 @@ class Looking:
     No rank begins the next iteration before that.
     """
 
-    def __init__(self, job: Cluster, strikes: list[tuple[int, int]]) -> None:
+    def __init__(self, job: Cluster, faults: list[tuple[int, int]]) -> None:
         self.job = job
-        self.strikes = strikes
+        self.faults = faults
         job.directory.mkdir()
-        for _, iteration in strikes:
+        for _, iteration in faults:
             holding.file(job.directory, iteration + 1).touch()
         self.struck = 0
         self.orphans: list[int] = []
@@ -49,11 +49,11 @@ class Looking:
         self.sockets: list[Any] = []
 
     def __call__(self, workers: list, start: Callable[[int], Any]) -> None:
-        if not self.strikes or not self.job._reached(self.strikes[0][1]):
+        if not self.faults or not self.job._reached(self.faults[0][1]):
             return
         if any(len(self.job.events_of(Recovered, rank)) < self.struck for rank in range(4)):
-            return  # the last strike's victim is not back yet
-        rank, iteration = self.strikes.pop(0)
+            return  # the last fault's victim is not back yet
+        rank, iteration = self.faults.pop(0)
         self.struck += 1
         for worker in workers:
             self._look(worker.pid, worker is workers[rank])
@@ -78,10 +78,10 @@ def test_recoveries_with_loader_workers_have_the_same_bits(
     """Five recoveries, of ranks that read data; the deaths are not announced."""
     iterations = ['--train-iters', '30']
     job = with_workers(cluster, *iterations)
-    strikes = [(0, 5), (3, 9), (1, 13), (2, 17), (0, 21)]
-    looking = Looking(job, strikes)
+    faults = [(0, 5), (3, 9), (1, 13), (2, 17), (0, 21)]
+    looking = Looking(job, faults)
     restarts = job.survive(
-        strike=looking, announce=False, mutation='probes.holding:wait_to_be_let_on'
+        fault=looking, announce=False, mutation='probes.holding:wait_to_be_let_on'
     )
     assert restarts == {0: 2, 1: 1, 2: 1, 3: 1}
     assert differences(reference(*FLAGS, *iterations), read_digest(job)) == []

@@ -20,7 +20,7 @@ BF16 = '--bf16 --use-distributed-optimizer'
 UNTIED = '--untie-embeddings-and-output-weights'
 ITERATIONS = '--train-iters 12'
 LONG = ['--train-iters', '30']
-"""For who strikes from outside once a window is persisted: he must not come too late."""
+"""For who faults from outside once a window is persisted: he must not come too late."""
 PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
 PP4 = f'{BF16} --pipeline-model-parallel-size 4 {UNTIED}'
 BASE = f'{BF16} {PP_EP} {UNTIED}'
@@ -233,7 +233,7 @@ def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]
     job = cluster(*flags_of(PP4), '--sparse-ckpt-window', '3', nodes=4)
     job.survive(fail_at='1:9:forward', mutation='probes.training:count_forward_passes')
     per_iteration = 4  # micro-batches
-    logs = [job.directory / f'life0-rank{rank}.log' for rank in range(4)]
+    logs = [job.directory / f'attempt0-rank{rank}.log' for rank in range(4)]
     counts = [
         [int(found) for found in re.findall(r'^forward passes: (\d+)$', log.read_text(), re.M)]
         for log in logs
@@ -269,8 +269,8 @@ def test_deaths_in_evaluations_and_again_while_they_are_done_again(
 ) -> None:
     flags = flags_of(f'{BASE} --eval-interval 2 --eval-iters 4 --hidden-dropout 0.1')
     job = cluster(*flags, '--sparse-ckpt-window', '3')
-    strikes = '1:8:evaluate-forward,2:8:evaluate-forward,0:10:backward,3:8:evaluate-forward:1'
-    assert set(job.survive(fail_at=strikes)) >= {0, 1, 2}
+    faults = '1:8:evaluate-forward,2:8:evaluate-forward,0:10:backward,3:8:evaluate-forward:1'
+    assert set(job.survive(fail_at=faults)) >= {0, 1, 2}
     assert differences(reference(*flags), read_digest(job)) == []
     check_localized(job)
 
@@ -328,7 +328,7 @@ def test_stopped_worker_is_found_and_replaced(
             stopped.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGSTOP)
 
-    assert job.survive(strike=stop) == {2: 1}
+    assert job.survive(fault=stop) == {2: 1}
     assert differences(reference(*flags), read_digest(job)) == []
     (failure,) = job.events_of(FailureDetected, rank=0)
     assert 'rank 2 has not been heard of for 5 s' in failure.reason
@@ -363,7 +363,7 @@ def test_stopped_worker_that_wakes_up_is_welcome(
             stopped.append(workers[2].pid)
             os.kill(workers[2].pid, signal.SIGCONT)
 
-    assert job.survive(strike=stop_and_wake, evict=False) == {}
+    assert job.survive(fault=stop_and_wake, evict=False) == {}
     assert differences(reference(*flags), read_digest(job)) == []
     for rank in range(4):
         (recovered,) = job.events_of(Recovered, rank)
@@ -388,7 +388,7 @@ def test_stopped_worker_that_was_replaced_is_fenced_out(
             zombies.append(zombies[0])
             os.kill(zombies[0].pid, signal.SIGCONT)
 
-    assert job.survive(strike=replace, evict=False) == {}
+    assert job.survive(fault=replace, evict=False) == {}
     zombies[0].join(30)
     assert zombies[0].exitcode not in (None, 0)
     assert differences(reference(*flags), read_digest(job)) == []
@@ -474,7 +474,7 @@ MUTATIONS = {
     'data_not_moved_back': BASE,
     'recorded_norm_of_catch_up_wrong': BASE,
     'log_of_neighbour_changed': BASE,
-    'iteration_state_not_put_back': BASE,
+    'iteration_state_not_roll_back': BASE,
     'tokens_of_last_stage_not_replayed': LAYOUTS['per-token-loss'][0],
 }
 

@@ -2,7 +2,7 @@
 """A long job in which workers stop, sleep, come back too late, or wait for a loader for ever.
 
 All ranks are held before an iteration until the test has struck, and it goes on when the events
-say that the strike before has been recovered from.
+say that the fault before has been recovered from.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 from moevement_ext.events import FailureDetected, NextTier, Recovered, RecoveryPhase
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.harness.strikes import SETTLED, InTurn
+from tests.distributed.harness.faults import SETTLED, InTurn
 from tests.distributed.probes import holding
 from tests.distributed.test_localized_recovery import BASE
 
@@ -66,13 +66,13 @@ class Hangs:
     def meeting_that_a_survivor_joins_and_stops(
         self, workers: list
     ) -> Iterator[Callable[[], bool]]:
-        """It has joined, and gives no signs of life any more; the new worker comes only then."""
+        """It has joined, and gives no heartbeats any more; the new worker comes only then."""
         late = holding.new_workers(self.job.directory)
         late.touch()
-        meetings = self.meetings(3)
+        rendezvous = self.rendezvous(3)
         holding.file(self.job.directory, 20).unlink()
         os.kill(workers[1].pid, signal.SIGKILL)
-        yield lambda: self.meetings(3) > meetings
+        yield lambda: self.rendezvous(3) > rendezvous
         os.kill(workers[3].pid, signal.SIGSTOP)
         late.unlink()
         yield self.recovered
@@ -98,7 +98,7 @@ class Hangs:
         found = self.job.events_of(FailureDetected, rank=0)
         return sum(what in event.reason for event in found)
 
-    def meetings(self, rank: int) -> int:
+    def rendezvous(self, rank: int) -> int:
         events = self.job.events_of(RecoveryPhase, rank)
         return sum(event.phase == 'meet' for event in events)
 
@@ -110,12 +110,12 @@ def test_hangs(cluster: Callable[..., Cluster], reference: Callable[..., dict]) 
     hangs = Hangs(job)
     in_turn = InTurn(hangs.steps)
     restarts = job.survive(
-        strike=in_turn,
+        fault=in_turn,
         evict=lambda: hangs.evict,
         mutation='mutations.liveness:held_ranks_and_a_loader_that_blocks',
     )
     assert in_turn.done, 'all has happened'
-    # Rank 3: stuck, and stopped in the meeting; rank 2: evicted once, and replaced once by hand.
+    # Rank 3: stuck, and stopped in the rendezvous; rank 2: evicted once, and replaced once by hand.
     assert restarts == {1: 1, 2: 1, 3: 2}
     assert differences(expected, read_digest(job)) == []
     for rank in range(job.ranks):
@@ -131,12 +131,17 @@ def test_hangs(cluster: Callable[..., Cluster], reference: Callable[..., dict]) 
 def check_each(job: Cluster) -> None:
     """What the survivor that nothing happened to says of each."""
     stuck, evicted, woken, replaced, *_, met = job.events_of(Recovered, rank=0)
-    assert [event.newcomers for event in (stuck, evicted, woken, replaced)] == [[3], [2], [], [2]]
+    assert [event.replacements for event in (stuck, evicted, woken, replaced)] == [
+        [3],
+        [2],
+        [],
+        [2],
+    ]
     assert woken.stages == [] and woken.replayed == 0, 'nobody took its place'
-    assert set(met.newcomers) == {1, 3}
+    assert set(met.replacements) == {1, 3}
     reasons = [event.reason for event in job.events_of(FailureDetected, rank=0)]
     assert STUCK in reasons[0]
-    assert 'mutations/liveness.py' in (job.directory / 'life0-rank3.log').read_text()
+    assert 'mutations/liveness.py' in (job.directory / 'attempt0-rank3.log').read_text()
     for replay in (stuck, evicted, replaced, met):
         assert replay.stages, replay
         of_all = [e for rank in range(job.ranks) for e in job.events_of(Recovered, rank)]

@@ -18,8 +18,8 @@ from moevement_ext.events import (
 )
 from tests.distributed.conftest import LINES, ON_BOTH_BACKENDS
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster, free_port
+from tests.distributed.harness.faults import SETTLED, Fault, InTurn, deaths, fault_all
 from tests.distributed.harness.output import scraped, upstream_lines
-from tests.distributed.harness.strikes import SETTLED, InTurn, Strike, deaths, strike_all
 from tests.distributed.probes import holding
 from tests.distributed.test_whole_job_recovery import skipped_in
 from tests.unit.launch.conftest import dies
@@ -43,23 +43,23 @@ EVERYTHING = (
     '--eval-interval 4 --eval-iters 2'
 ).split()
 IN_AN_ITERATION = (
-    Strike('in p2p', '1:8:p2p'),
-    Strike('forward', '2:11:forward'),
-    Strike('in a dense save', '3:16:save'),
-    Strike('in gradient reduction', '0:20:reduce'),
-    Strike('between norm and step', '1:23:norm'),
-    Strike('in an evaluation, twice', '2:28:evaluate-forward,3:28:evaluate-forward'),
-    Strike('in the middle of the step', '0:32:step'),
-    Strike('after the step', '1:35:after-step'),
-    Strike('after a dense save', '2:40:saved'),
-    Strike('while capturing', '3:44:capture'),
-    Strike('while sealing', '0:47:seal'),
-    Strike('while replicating', '1:50:replicate'),
+    Fault('in p2p', '1:8:p2p'),
+    Fault('forward', '2:11:forward'),
+    Fault('in a dense save', '3:16:save'),
+    Fault('in gradient reduction', '0:20:reduce'),
+    Fault('between norm and step', '1:23:norm'),
+    Fault('in an evaluation, twice', '2:28:evaluate-forward,3:28:evaluate-forward'),
+    Fault('in the middle of the step', '0:32:step'),
+    Fault('after the step', '1:35:after-step'),
+    Fault('after a dense save', '2:40:saved'),
+    Fault('while capturing', '3:44:capture'),
+    Fault('while sealing', '0:47:seal'),
+    Fault('while replicating', '1:50:replicate'),
 )
 
 
 class LastIteration:
-    """What is seen from outside when all strikes are over and no rank begins the last iteration."""
+    """What is seen from outside when all faults are over and no rank begins the last iteration."""
 
     def __init__(self, job: Cluster) -> None:
         self.job = job
@@ -146,7 +146,7 @@ def test_everything_on(cluster: Callable[..., Cluster], reference: Callable[...,
         return InTurn(looks[0].steps)
 
     expected = reference(*EVERYTHING)
-    job = strike_all(
+    job = fault_all(
         lambda: everything_on(cluster),
         IN_AN_ITERATION,
         expected,
@@ -155,7 +155,7 @@ def test_everything_on(cluster: Callable[..., Cluster], reference: Callable[...,
         mutation='probes.holding:wait_to_be_let_on',
     )
     looks[0].check()
-    # Each log line is upstream's own. Those of iterations that a strike ended late are missing.
+    # Each log line is upstream's own. Those of iterations that a fault ended late are missing.
     lines = set(upstream_lines(job, 0))
     assert lines <= set(expected[LINES])
     assert len(lines) >= len(set(expected[LINES])) - len(IN_AN_ITERATION)
@@ -174,23 +174,23 @@ FOUR_STAGES = (
     f'{FP32} --pipeline-model-parallel-size 4 {UNTIED} --train-iters 96 --global-batch-size 2'
 ).split()
 IN_RECOVERIES = (
-    Strike('during detection', '1:8:forward,3:8:detect'),
-    Strike('during regrouping', '1:13:forward,2:13:regroup'),
-    Strike('when a stage has caught up and is connected', '1:17:forward,2:17:resume'),
-    Strike('while all connect', '0:22:forward,2:22:connect'),
-    Strike('replacement dies fetching', '1:28:forward,1:25:fetch'),
-    Strike('replacement dies loading', '1:34:forward,1:32:load'),
-    Strike('replacement dies converting', '1:40:forward,1:38:convert'),
-    Strike('replacement dies twice catching up', '1:44:forward,1:42:catch-up,1:43:catch-up', False),
-    Strike('replacement dies when it has caught up', '1:50:forward,1:49:replayed'),
-    Strike('same rank right after recovery', '3:55:forward,3:55:forward'),
-    Strike('neighbour right after recovery', '1:59:forward,2:59:backward'),
-    Strike('two adjacent stages at once', '1:64:forward,2:64:forward'),
-    Strike('two separate stages at once', '0:68:forward,2:68:forward'),
-    Strike('a far stage while it fetches', '0:74:forward', also=(3,)),
-    Strike('far stages while it converts and catches up', '0:80:forward', also=(2, 3)),
-    Strike('a far stage when it has caught up', '3:86:forward', also=(1,)),
-    Strike('a neighbour while it catches up', '0:92:forward', also=(1,)),
+    Fault('during detection', '1:8:forward,3:8:detect'),
+    Fault('during regrouping', '1:13:forward,2:13:regroup'),
+    Fault('when a stage has caught up and is connected', '1:17:forward,2:17:resume'),
+    Fault('while all connect', '0:22:forward,2:22:connect'),
+    Fault('replacement dies fetching', '1:28:forward,1:25:fetch'),
+    Fault('replacement dies loading', '1:34:forward,1:32:load'),
+    Fault('replacement dies converting', '1:40:forward,1:38:convert'),
+    Fault('replacement dies twice catching up', '1:44:forward,1:42:catch-up,1:43:catch-up', False),
+    Fault('replacement dies when it has caught up', '1:50:forward,1:49:replayed'),
+    Fault('same rank right after recovery', '3:55:forward,3:55:forward'),
+    Fault('neighbour right after recovery', '1:59:forward,2:59:backward'),
+    Fault('two adjacent stages at once', '1:64:forward,2:64:forward'),
+    Fault('two separate stages at once', '0:68:forward,2:68:forward'),
+    Fault('a far stage while it fetches', '0:74:forward', also=(3,)),
+    Fault('far stages while it converts and catches up', '0:80:forward', also=(2, 3)),
+    Fault('a far stage when it has caught up', '3:86:forward', also=(1,)),
+    Fault('a neighbour while it catches up', '0:92:forward', also=(1,)),
 )
 WENT_ON = {(0, 73): 1, (0, 79): 2, (3, 85): 1, (0, 91): 0}
 """Through how many failures, by rank and iteration to which it replayed; see `probes.cascading`."""
@@ -199,7 +199,7 @@ WENT_ON = {(0, 73): 1, (0, 79): 2, (3, 85): 1, (0, 91): 0}
 def test_more_failures_in_recoveries(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = strike_all(
+    job = fault_all(
         lambda: cluster(*FOUR_STAGES, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
         IN_RECOVERIES,
         reference(*FOUR_STAGES),
@@ -214,11 +214,11 @@ def test_more_failures_in_recoveries(
 
 
 TOGETHER = (
-    Strike('a worker', '1:8:forward'),
-    Strike('two at once', '2:14:forward,3:14:forward'),
-    Strike('another one while all convert', '2:20:forward,0:17:convert'),
-    Strike('another one while all catch up', '1:26:forward,3:24:catch-up'),
-    Strike('another one when all have caught up', '3:32:forward,2:31:replayed'),
+    Fault('a worker', '1:8:forward'),
+    Fault('two at once', '2:14:forward,3:14:forward'),
+    Fault('another one while all convert', '2:20:forward,0:17:convert'),
+    Fault('another one while all catch up', '1:26:forward,3:24:catch-up'),
+    Fault('another one when all have caught up', '3:32:forward,2:31:replayed'),
 )
 
 
@@ -229,7 +229,7 @@ def test_all_stages_go_back_together(
     """In the processes that live; nothing is logged."""
     flags = f'{BF16} {PP_EP} {UNTIED} --train-iters 35'.split()
     together = ['--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'global']
-    job = strike_all(lambda: cluster(*flags, *together, *SETTLED), TOGETHER, reference(*flags))
+    job = fault_all(lambda: cluster(*flags, *together, *SETTLED), TOGETHER, reference(*flags))
     for rank in range(job.ranks):
         assert {event.scope for event in job.events_of(Recovered, rank)} == {'global'}
         assert all(event.stages == [0, 1] for event in job.events_of(Recovered, rank))
@@ -239,16 +239,16 @@ def test_all_stages_go_back_together(
 
 PEERS = f'--bf16 --pipeline-model-parallel-size 2 {UNTIED} --train-iters 26'.split()
 COPIES = (
-    Strike('copied from its peer', '1:8:forward', verified=False),
-    Strike('the peer that was copied from', '0:12:step', verified=False),
-    Strike('both peers', '0:17:forward,1:17:forward'),
-    Strike('all of a stage, and the memory of its node', '2:23:forward,3:23:forward', False),
+    Fault('copied from its peer', '1:8:forward', verified=False),
+    Fault('the peer that was copied from', '0:12:step', verified=False),
+    Fault('both peers', '0:17:forward,1:17:forward'),
+    Fault('all of a stage, and the memory of its node', '2:23:forward,3:23:forward', False),
 )
 
 
 def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..., dict]) -> None:
     """Without the distributed optimizer a data-parallel peer holds the same state."""
-    job = strike_all(
+    job = fault_all(
         lambda: cluster(*PEERS, '--sparse-ckpt-window', '3', *SETTLED),
         COPIES,
         reference(*PEERS),
@@ -260,7 +260,7 @@ def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..
     assert copies == [[1], [0]]
 
 
-# Flags; strikes.
+# Flags; faults.
 LAYOUTS = {
     'tied-tp2-fp16-with-skips': (
         '--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 '
@@ -286,10 +286,10 @@ def test_layouts(
     """All stages are lost together, and then either of them alone."""
     setup, other = LAYOUTS[name]
     flags = [*setup.split(), '--train-iters', '20']
-    strikes = [Strike('one stage', '1:12:forward'), Strike('the other one', other)]
-    job = strike_all(
+    faults = [Fault('one stage', '1:12:forward'), Fault('the other one', other)]
+    job = fault_all(
         lambda: cluster(*flags, '--sparse-ckpt-window', '3', *SETTLED),
-        strikes,
+        faults,
         reference(*flags),
         lost_at='1:8:forward',
     )
@@ -299,17 +299,17 @@ def test_layouts(
 
 LIKE_NCCL = f'--pipeline-model-parallel-size 4 {UNTIED} --train-iters 29'.split()
 WAITED_FOR = (
-    Strike('others send and receive', '1:8:p2p'),
-    Strike('others wait in the norm', '2:14:optimizer'),
-    Strike('while communicators are made', '0:20:forward,2:20:connect'),
-    Strike('a GPU is lost by the death of another', '1:26:forward', also=(3,)),
+    Fault('others send and receive', '1:8:p2p'),
+    Fault('others wait in the norm', '2:14:optimizer'),
+    Fault('while communicators are made', '0:20:forward,2:20:connect'),
+    Fault('a GPU is lost by the death of another', '1:26:forward', also=(3,)),
 )
 
 
 def test_collectives_that_fail_as_those_of_nccl(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    job = strike_all(
+    job = fault_all(
         lambda: cluster(
             *LIKE_NCCL, '--sparse-ckpt-window', '3', *SETTLED, nodes=4, backend=NCCL_LIKE
         ),
@@ -321,6 +321,6 @@ def test_collectives_that_fail_as_those_of_nccl(
     assert 'has waited for others for 1' in hang.reason
     costs_nothing = job.events_of(Recovered, rank=0)[0]
     # A busy machine may have kept rank 3 from committing: it is behind all others, and replaced.
-    assert costs_nothing.newcomers == costs_nothing.stages
+    assert costs_nothing.replacements == costs_nothing.stages
     assert costs_nothing.stages in ([], [3])
     assert 'its GPU is lost: CUDA error' in job.output(0)

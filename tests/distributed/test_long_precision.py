@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.harness.strikes import SETTLED, Strike, strike_all
+from tests.distributed.harness.faults import SETTLED, Fault, fault_all
 from tests.distributed.test_masters import C4, STAND_INS, TWO_REPLICAS, check_kinds, check_numbers
 
 pytestmark = pytest.mark.timeout(400)
 
 FLAGS = f'{C4} {TWO_REPLICAS} --train-iters 20'.split()
-STRIKES = Strike('a stage', '1:12:backward'), Strike('the other one', '2:18:step')
+FAULTS = Fault('a stage', '1:12:backward'), Fault('the other one', '2:18:step')
 
 
 def test_narrow_masters_and_weights_in_fp8(
@@ -23,9 +23,9 @@ def test_narrow_masters_and_weights_in_fp8(
 ) -> None:
     expected = reference(*FLAGS, stand_in=STAND_INS, check=check_numbers)
     check_kinds('c4-two-replicas', expected)
-    strike_all(
+    fault_all(
         lambda: cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED),
-        STRIKES,
+        FAULTS,
         expected,
         lost_at='1:8:forward',
         mutation=STAND_INS,

@@ -43,7 +43,7 @@ class Job:
 
     def said_at_its_end(self) -> str:
         """By the launch before."""
-        output = self.job.output(self.job.lives - 1)
+        output = self.job.output(self.job.attempts - 1)
         (line,) = (x for x in output.splitlines() if ' sparse ckpt | exit at' in x)
         return line
 
@@ -72,7 +72,7 @@ def test_tiers_and_ends(
             file.truncate(50_000)
     job.dies('1:29:forward')
     assert 'dense checkpoint of iteration 20' in job.tiers()[-1][0]
-    assert 'successfully loaded checkpoint' in job.job.output(job.job.lives - 1)
+    assert 'successfully loaded checkpoint' in job.job.output(job.job.attempts - 1)
     # That of 25 is older than the newest window; then a worker dies after the last iteration.
     assert set(job.survive(*job.dense, fail_at='1:30:after-step')) == BOTH
     assert job.back_at()[3] == 28

@@ -15,7 +15,7 @@ from moevement_ext.events import NextTier, Recovered, RecoveryStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.damage import copies_of_newest, flip_byte, windows
-from tests.distributed.harness.strikes import SETTLED
+from tests.distributed.harness.faults import SETTLED
 from tests.distributed.test_localized_recovery import BASE
 
 pytestmark = pytest.mark.timeout(600)
@@ -116,5 +116,5 @@ def test_whole_job_again_and_again(
 
 def check_refused(job: Cluster, path: Path) -> None:
     """A copy is named, and a replica is used."""
-    output = job.output(life=job.lives - 1)
+    output = job.output(attempt=job.attempts - 1)
     assert 'refused' in output and path.name in output and 'checksum' in output

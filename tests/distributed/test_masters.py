@@ -62,7 +62,7 @@ def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
 
 def check_numbers(job: Cluster) -> None:
     """The losses are numbers: where all has become NaN, nothing can differ."""
-    losses = re.findall(r'lm loss: +(\S+)', job.output(life=0))
+    losses = re.findall(r'lm loss: +(\S+)', job.output(attempt=0))
     assert len(losses) >= 12 and all(float(loss) < 100 for loss in losses), losses
 
 

@@ -64,7 +64,7 @@ def test_death_while_communicators_are_made(make: Make, reference: Callable[...,
 
 @pytest.mark.thorough
 def test_hang_without_a_death_costs_nobody(make: Make, reference: Callable[..., dict]) -> None:
-    """All wait, and give signs of life; what hangs ends when communicators are made anew."""
+    """All wait, and give heartbeats; what hangs ends when communicators are made anew."""
     job = make(BASE)
     assert job.survive(mutation='mutations.nccl_like:rank_2_hangs_in_a_collective') == {}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []

@@ -30,7 +30,7 @@ def test_a_replacement_does_without_what_its_node_lacks(
     job._wipe = another_node
     assert job.survive(fail_at='3:8:forward') == {3: 1}
     assert differences(reference(*BASE), read_digest(job)) == []
-    output = job.output(life=0)
+    output = job.output(attempt=0)
     assert 'the data cache cannot be used on node1' in output
     assert 'goes on without: --sparse-ckpt-events' in output
     assert f'--sparse-ckpt-disk {local["disk"]} is no directory' in output

@@ -97,7 +97,7 @@ def test_low_precision_state_is_recovered(
 def skipped(job: Cluster) -> set[int]:
     """Iterations of which some rank says that their step was skipped."""
     pattern = r'iteration +(\d+)/.*skipped iterations: +[1-9]'
-    return {int(found[1]) for found in re.finditer(pattern, job.output(life=0))}
+    return {int(found[1]) for found in re.finditer(pattern, job.output(attempt=0))}
 
 
 @pytest.mark.thorough
@@ -126,7 +126,7 @@ def test_windows_captured_after_a_dense_restart(
     assert -9 in job.run(fail_at='1:6:forward', mutation=STAND_IN)
     shutil.rmtree(job.memory)
     assert -9 in job.run(fail_at='1:11:forward', mutation=STAND_IN)
-    assert 'loaded checkpoint' in job.output(life=1)
+    assert 'loaded checkpoint' in job.output(attempt=1)
     job.finish(mutation=STAND_IN)
     assert job.events_of(Recovered)[0].replayed >= 2
     assert differences(undisturbed(case), read_digest(job)) == []

@@ -161,7 +161,7 @@ def _write_inputs(folder: Path) -> None:
               'micro_batches': 8, 'layers': [7, 7, 7, 7]}  # fmt: skip
     for name in ('train.log', 'stages.json'):
         (folder / name).write_bytes(msgspec.json.encode(stages))
-    listed = [{'name': f'e{n}', 'full_bytes': 12, 'light_bytes': 2} for n in range(3)]
+    listed = [{'name': f'e{n}', 'full_bytes': 12, 'weight_bytes': 2} for n in range(3)]
     (folder / 'operators.json').write_bytes(msgspec.json.encode(listed))
     (folder / 'job.json').write_text(_DESCRIPTION)
     for name in ('plain.log', 'sparse.log'):

@@ -63,7 +63,7 @@ def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Call
     _flip_byte(own, 70_000)
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    output = job.output(life=1)
+    output = job.output(attempt=1)
     assert 'refused' in output and own.name in output and 'checksum' in output
     assert len(job.events_of(Recovered, rank=1)) == 1
 
@@ -97,7 +97,7 @@ def test_truncated_windows_everywhere_fall_back_to_the_dense_checkpoint(
     assert differences(reference(*BASE), read_digest(job)) == []
     (tier,) = job.events_of(NextTier)
     assert 'dense checkpoint of iteration 5' in tier.tier
-    assert 'successfully loaded checkpoint' in job.output(life=1)
+    assert 'successfully loaded checkpoint' in job.output(attempt=1)
 
 
 @pytest.mark.thorough
@@ -133,7 +133,7 @@ def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str
     job.run(fail_at='1:9:forward')
     job.flags += change.split()
     job.finish()
-    output = job.output(life=1)
+    output = job.output(attempt=1)
     assert 'refused' in output
     name, value = change.split()
     assert re.search(rf'{name}: was \d+, is {value}', output)
@@ -157,7 +157,7 @@ def test_a_blend_that_changed_under_its_path_is_refused(cluster: Make, tmp_path:
     blend.write_text(f'0.2 {prefix} 0.8 {prefix}')
     job.flags.append('--sparse-ckpt-strict')
     assert job.run(all_end=True) == [EXIT_USER_ERROR, EXIT_USER_ERROR]
-    assert '--sparse-ckpt-strict: windows of the run' in job.output(life=1)
+    assert '--sparse-ckpt-strict: windows of the run' in job.output(attempt=1)
     assert _windows(job, node=0, holder=0, owner=0), 'they are there for the blend that was'
     job.flags.remove('--sparse-ckpt-strict')
     job.finish()
@@ -177,7 +177,7 @@ UNREADABLE = {
 
 def _said_in_one_line(job: Cluster, message: str) -> str:
     """Every rank has ended with a line that has `message`, and without a traceback; one of them."""
-    output = job.output(life=0)
+    output = job.output(attempt=0)
     said = [line for line in output.splitlines() if message in line]
     assert len(said) == job.ranks and all('error: ' in line for line in said), said
     assert 'Traceback' not in output
@@ -188,7 +188,7 @@ def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-host-memory-gb', '0.001')
     assert job.run(all_end=True) == [EXIT_USER_ERROR] * 4
     _said_in_one_line(job, '--sparse-ckpt-host-memory-gb 0.001')
-    assert ' iteration ' not in job.output(life=0)
+    assert ' iteration ' not in job.output(attempt=0)
     assert not list(job.memory.rglob('*.window'))
 
 
@@ -199,7 +199,7 @@ def test_full_memory_directory_trains_on_unprotected_and_says_so(
     job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
-    assert 'TRAINING IS UNPROTECTED' in job.output(life=0)
+    assert 'TRAINING IS UNPROTECTED' in job.output(attempt=0)
     assert job.events_of(ProtectionReduced)
 
 
@@ -220,7 +220,7 @@ def test_memory_that_is_full_at_a_restart_loses_no_progress(
             file.write(bytes(1 << 16))
             file.flush()
     assert all(code != 0 for code in job.run())
-    assert 'mount a larger tmpfs' in job.output(life=1)
+    assert 'mount a larger tmpfs' in job.output(attempt=1)
     hog.unlink()
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
@@ -262,7 +262,7 @@ def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
     job._wipe = another_node
     assert job.survive(fail_at='1:9:forward') == {1: 2}
     assert differences(reference(*BASE), read_digest(job)) == []
-    output = job.output(life=0)
+    output = job.output(attempt=0)
     assert 'mount a larger tmpfs' in output and 'AssertionError' not in output
     reasons = [event.reason for event in job.events_of(ProtectionReduced, rank=1)]
     assert any('holds no replicas for others' in reason for reason in reasons)
@@ -272,8 +272,8 @@ def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Pa
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-strict')
     job.flags += ['--sparse-ckpt-dir', str(small_tmpfs)]
     assert job.run(all_end=True) == [EXIT_USER_ERROR] * 4
-    assert 'mount a larger tmpfs' in job.output(life=0)
-    assert 'Traceback' not in job.output(life=0)
+    assert 'mount a larger tmpfs' in job.output(attempt=0)
+    assert 'Traceback' not in job.output(attempt=0)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_unreadable_dense_checkpoint_is_no_job_that_is_done(cluster: Make, tmp_p
     job.flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
     assert job.run() == [EXIT_USER_ERROR]
     _said_in_one_line(job, 'instead of loading the dense checkpoint of --load; its own message')
-    assert 'ERROR: Invalid metadata file' in job.output(life=0)
+    assert 'ERROR: Invalid metadata file' in job.output(attempt=0)
 
 
 @pytest.mark.parametrize('trouble', with_quick(UNREADABLE, 'an empty tracker file'))
@@ -350,8 +350,8 @@ def test_second_live_job_with_the_same_run_id_is_refused(cluster: Make) -> None:
     try:
         codes = job.run()
         assert codes[0] == EXIT_USER_ERROR and all(codes)
-        assert 'error: ' in job.output(life=0)
-        assert '--sparse-ckpt-run-id' in job.output(life=0)
+        assert 'error: ' in job.output(attempt=0)
+        assert '--sparse-ckpt-run-id' in job.output(attempt=0)
     finally:
         live.close()
         shutil.rmtree(job.memory, ignore_errors=True)

@@ -21,17 +21,17 @@ STOP = ['--sparse-ckpt-verify', 'stop']
 OLD = 4
 
 
-def check(job: Cluster, expected: dict, life: int) -> None:
+def check(job: Cluster, expected: dict, attempt: int) -> None:
     """After the refused recovery there was one that found nothing wrong."""
     assert differences(expected, read_digest(job)) == []
     for rank in range(job.ranks):
         recovered = job.events_of(Recovered, rank)
         assert recovered and not any(event.differing for event in recovered)
         assert 'the start' not in [event.tier for event in job.events_of(NextTier, rank)]
-    assert 'only this process remembers' not in job.output(life)
+    assert 'only this process remembers' not in job.output(attempt)
 
 
-def test_another_worker_dies_in_the_life_after_it(
+def test_another_worker_dies_in_the_attempt_after_it(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Host memory is as large as planned: what a recovery is judged by is in the plan."""
@@ -39,7 +39,7 @@ def test_another_worker_dies_in_the_life_after_it(
     mutation = 'mutations.localized:one_bit_wrong_in_the_first_replay_of_rank_3'
     job.survive(fail_at='3:8:backward,1:11:forward:1', mutation=mutation)
     assert 'differing: ' in job.output(0)
-    check(job, reference(*BASE), life=0)
+    check(job, reference(*BASE), attempt=0)
     assert job.events_of(Recovered)[-1].localized
 
 
@@ -55,10 +55,10 @@ def test_all_start_again_from_disk(
     shutil.rmtree(job.node_memory(1), ignore_errors=True)
     wrong = 'mutations.localized:one_bit_wrong_on_rank_0'
     assert 0 not in job.run(mutation=wrong, all_end=True)
-    assert 'differing: ' in job.output(life=1)
+    assert 'differing: ' in job.output(attempt=1)
     shutil.rmtree(job.memory, ignore_errors=True)
     job.finish()
-    check(job, reference(*BASE), life=2)
+    check(job, reference(*BASE), attempt=2)
     for rank in range(job.ranks):
         came = job.events_of(RecoveryStarted, rank)[-1]
         assert (str(came.source), came.start) == ('disk', 0), f'{OLD} has been refused'

@@ -71,7 +71,7 @@ def test_auto_window_follows_a_throttled_holder_and_comes_back(
                 sizes.add(path.stat().st_size)
 
     mutation = 'mutations.protection:holders_of_rank_1_are_slow_for_a_while'
-    assert job.survive(strike=look, mutation=mutation, timeout_s=600.0) == {}
+    assert job.survive(fault=look, mutation=mutation, timeout_s=600.0) == {}
     windows = [event.window for event in job.events_of(Replanned)]
     assert (windows[0], windows[-1]) == (1, 1) and max(windows) > 2, windows
     assert len(sizes) > 1, 'the log has grown'

@@ -48,7 +48,7 @@ def test_upstream_says_and_saves_what_it_does_without_us(
     plain.finish()
     job = cluster(*FLAGS, *saving(tmp_path / 'sparse'), *WINDOW, ranks=RANKS)
     job.finish()
-    assert upstream_lines(job, life=0) == upstream_lines(plain, life=0)
+    assert upstream_lines(job, attempt=0) == upstream_lines(plain, attempt=0)
     check_our_lines(job)
     check_scalars(tmp_path / 'plain' / 'tensorboard', tmp_path / 'sparse' / 'tensorboard')
     dense = files(tmp_path / 'sparse' / 'dense')
@@ -78,7 +78,7 @@ def test_log_lines_after_a_recovery_are_those_of_a_fault_free_run(
 
 def check_our_lines(job: Cluster) -> None:
     """One line after each of upstream's but that of the first iteration, on the last rank only."""
-    last = job.log(RANKS - 1).with_name(f'life0-rank{RANKS - 1}.log').read_text().splitlines()
+    last = job.log(RANKS - 1).with_name(f'attempt0-rank{RANKS - 1}.log').read_text().splitlines()
     ours = [line for line in last if line.startswith(' sparse ckpt | window:')]
     assert len(ours) == ITERATIONS // LOG_INTERVAL
     assert all(OURS.fullmatch(line) for line in ours), ours
@@ -122,9 +122,9 @@ def files(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob('*')}
 
 
-def validation_losses(job: Cluster, life: int) -> dict[str, str]:
+def validation_losses(job: Cluster, attempt: int) -> dict[str, str]:
     """By iteration, as upstream prints them."""
-    found = re.findall(r'validation loss at (iteration \d+) \|(.*)', job.output(life))
+    found = re.findall(r'validation loss at (iteration \d+) \|(.*)', job.output(attempt))
     return dict(found)
 
 
@@ -169,7 +169,7 @@ def check_events(events: list[dict], rank: int) -> None:
 
 
 def check_recovery(events: list[dict]) -> None:
-    """The events of the second life, in the order in which a recovery goes."""
+    """The events of the second attempt, in the order in which a recovery goes."""
     names = ['worker_started', 'failure_detected', 'recovery_started', 'recovered', 'finished']
     assert [event['event'] for event in events if event['event'] in names] == names
     by_name = {event['event']: event for event in events}

@@ -60,14 +60,14 @@ def has_begun_window_6(job: Cluster) -> bool:
 
 
 def run_through_the_death_of(store: OutsideStore, job: Cluster, mutation: str) -> None:
-    def strike(workers: list, start: Callable[[int], object]) -> None:
+    def fault(workers: list, start: Callable[[int], object]) -> None:
         if not struck and has_begun_window_6(job):
             struck.append(True)
             store.lose()
 
     struck: list[bool] = []
     counts = job.survive(
-        strike=strike,
+        fault=fault,
         announce=False,
         evict=False,
         timeout_s=500.0,

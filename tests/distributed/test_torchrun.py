@@ -27,7 +27,7 @@ FLAGS = (
 TWO_STAGES = (
     '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 40'
 ).split()
-"""Many iterations, for those who strike in the middle: they look on from outside."""
+"""Many iterations, for those who fault in the middle: they look on from outside."""
 START_S = 400.0
 """Processes import torch and Megatron, twice, on perhaps two cores that others use, too."""
 
@@ -141,7 +141,7 @@ def test_a_stopped_worker_is_killed_and_replaced(
         for process in agents:
             assert process.wait(START_S) == 0, tails(logs)
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
-    said = f'rank 1 (pid {stopped}) has given no sign of life for 8 s: killed'
+    said = f'rank 1 (pid {stopped}) has sent no heartbeat for 8 s: killed'
     assert said in logs[1].read_text()
     assert [len(job.events_of(WorkerStarted, rank)) for rank in range(2)] == [1, 2]
     for rank in range(2):

@@ -79,12 +79,12 @@ def test_random_numbers_of_generators_that_live_on(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_generators_that_are_not_put_back_show(
+def test_generators_that_are_not_roll_back_show(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
     broken = cluster(*FLAGS, *DRAWS)
-    broken.survive(fail_at='1:8:backward', mutation=f'{VARIANTS}:generators_not_put_back')
+    broken.survive(fail_at='1:8:backward', mutation=f'{VARIANTS}:generators_not_roll_back')
     assert differences(expected, read_digest(broken)) != []
 
 
@@ -161,7 +161,7 @@ def test_windows_captured_after_a_dense_restart(
     assert -9 in job.run(fail_at='1:6:forward', mutation=FUSED_ADAM)
     shutil.rmtree(job.memory)
     assert -9 in job.run(fail_at='1:11:forward', mutation=FUSED_ADAM)
-    assert 'loaded checkpoint' in job.output(life=1)
+    assert 'loaded checkpoint' in job.output(attempt=1)
     job.finish(mutation=FUSED_ADAM)
     assert job.events_of(Recovered)[0].replayed >= 2
     assert differences(expected, read_digest(job)) == []

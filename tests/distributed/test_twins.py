@@ -41,10 +41,10 @@ def test_a_peer_is_the_only_source(
     job = lose_a_node(cluster(*FLAGS, *PROTECTED))
     assert differences(reference(*FLAGS, stand_in=OWN), read_digest(job)) == []
     assert job.events_of(Recovered, job.ranks - 1)
-    output = job.output(life=0)
+    output = job.output(attempt=0)
     assert 'replicas: 1, 2 of this node captured by data-parallel peers anyway' in output
     assert 'has a copy fewer' not in output
-    assert 'from: rank 0' in job.output(life=1), 'whose node has what the last rank goes on from'
+    assert 'from: rank 0' in job.output(attempt=1), 'whose node has what the last rank goes on from'
 
 
 @pytest.mark.mutation
@@ -68,4 +68,4 @@ def test_a_stage_comes_back_from_a_peer(
     assert differences(reference(*flags), read_digest(job)) == []
     (recovered,) = job.events_of(Recovered, rank=1)
     assert (recovered.scope, recovered.stages) == ('localized', [0])
-    assert 'captured by data-parallel peers anyway' in job.output(life=0)
+    assert 'captured by data-parallel peers anyway' in job.output(attempt=0)

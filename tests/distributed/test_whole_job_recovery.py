@@ -209,9 +209,9 @@ def test_everything_killed_at_an_arbitrary_moment(
     assert differences(reference(*BASE), read_digest(job)) == []
 
 
-def skipped_in(job: Cluster, life: int = 0) -> set[int]:
-    """Iterations of one life of which some rank says that their step was skipped."""
-    lines = re.finditer(r'iteration +(\d+)/.*skipped iterations: +[1-9]', job.output(life))
+def skipped_in(job: Cluster, attempt: int = 0) -> set[int]:
+    """Iterations of one attempt of which some rank says that their step was skipped."""
+    lines = re.finditer(r'iteration +(\d+)/.*skipped iterations: +[1-9]', job.output(attempt))
     return {int(found[1]) for found in lines}
 
 
@@ -229,7 +229,7 @@ def test_steps_on_both_sides_of_a_failure_are_skipped(cluster: Callable[..., Clu
     job = cluster(*_flags(FP16_HYSTERESIS), sparse=False)
     job.finish()
     assert {5, 6} <= skipped_in(job)
-    scales = re.findall(r'loss scale: ([0-9.]+)', job.output(life=0))
+    scales = re.findall(r'loss scale: ([0-9.]+)', job.output(attempt=0))
     assert min(map(float, scales)) == 2048.0, 'its lower bound'
 
 

@@ -163,7 +163,7 @@ class Targets:
         thread.join()
 
     def question(self, data: bytes) -> None:
-        """What a client of a leader asks, in two pieces; the first byte says where it is cut."""
+        """What a client of a proxy asks, in two pieces; the first byte says where it is cut."""
         received = wire.Incoming()
         cut = data[0] if data else 0
         with contextlib.suppress(ValueError):

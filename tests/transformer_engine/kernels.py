@@ -28,7 +28,7 @@ def device() -> str:
 
 
 def claim_a_gpu() -> None:
-    """For the life of the process; `cpu_device.install()` has sent what asks for it to the CPU."""
+    """For good; `cpu_device.install()` has sent what asks for it to the CPU."""
     cuda: Any = torch.cuda
     cuda.is_available = lambda: True
     cuda.get_device_capability = lambda *_: HOPPER

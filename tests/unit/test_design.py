@@ -128,7 +128,7 @@ def threads_section() -> str:
 # ---- keys of the store
 
 
-def test_every_key_of_an_epoch_is_in_the_table_and_no_other() -> None:
+def test_every_key_of_a_round_is_in_the_table_and_no_other() -> None:
     source = (ROOT / 'moevement_ext' / 'membership' / 'rendezvous.py').read_text('utf-8')
     forgotten = re.search(r"r'\(\?:([a-z|]+)\)'\n", source)
     assert forgotten is not None

@@ -43,7 +43,7 @@ def test_a_line_says_when_who_and_what(tmp_path: Path) -> None:
     }
 
 
-_LOCALIZED = {'scope': 'localized', 'target': 40, 'stages': [1], 'newcomers': [2], 'copied': [3]}
+_LOCALIZED = {'scope': 'localized', 'target': 40, 'stages': [1], 'replacements': [2], 'copied': [3]}
 _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0']}
 
 
@@ -106,7 +106,7 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
         ),
         (
             events.Recovered(**_LOCALIZED, replayed=0, **_VERIFIED, seconds={'detect': 0.5}),
-            ',"scope":"localized","target":40,"stages":[1],"newcomers":[2],"copied":[3],'
+            ',"scope":"localized","target":40,"stages":[1],"replacements":[2],"copied":[3],'
             '"replayed":0,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
             '"seconds":{"detect":0.5}',
         ),
@@ -183,7 +183,7 @@ for count in itertools.count():
 """
 
 
-def test_sigkill_cuts_off_one_line_at_most_and_the_next_life_appends(tmp_path: Path) -> None:
+def test_sigkill_cuts_off_one_line_at_most_and_the_next_attempt_appends(tmp_path: Path) -> None:
     for _ in range(2):
         victim = subprocess.Popen(
             [sys.executable, '-c', _VICTIM, str(tmp_path)], stdout=subprocess.PIPE, cwd=REPOSITORY
@@ -200,12 +200,14 @@ def test_sigkill_cuts_off_one_line_at_most_and_the_next_life_appends(tmp_path: P
 
 
 @pytest.mark.parametrize('cut_off', [b'{"time":1.5,"event":"wor', b'\0' * 9000])
-def test_the_next_life_takes_back_a_line_that_was_cut_off(cut_off: bytes, tmp_path: Path) -> None:
+def test_the_next_attempt_takes_back_a_line_that_was_cut_off(
+    cut_off: bytes, tmp_path: Path
+) -> None:
     """By SIGKILL, a full file system, or a machine that lost power: else no tool could read on."""
     path = tmp_path / 'rank0.jsonl'
-    for life in range(2):
+    for attempt in range(2):
         log = EventLog(str(tmp_path), 0)
-        log.iteration = life
+        log.iteration = attempt
         log.emit(events.ProtectionReduced(reason=LONG))
         log.close()
         path.write_bytes(path.read_bytes() + cut_off)

@@ -29,9 +29,9 @@ for iteration in (2, 3, 4):
 """
 
 
-def work(fail_at: str | None, life: int = 0) -> tuple[list[str], int]:
+def work(fail_at: str | None, attempt: int = 0) -> tuple[list[str], int]:
     """What a worker of rank 1 says, and its exit status."""
-    environment = {**os.environ, 'TORCHELASTIC_RESTART_COUNT': str(life)}
+    environment = {**os.environ, 'TORCHELASTIC_RESTART_COUNT': str(attempt)}
     environment.pop('MOEVEMENT_FAIL_AT', None)
     if fail_at is not None:
         environment['MOEVEMENT_FAIL_AT'] = fail_at
@@ -50,21 +50,21 @@ ALL = ['2 forward', '2 backward', '3 forward', '3 backward', '4 forward', '4 bac
 
 
 @pytest.mark.parametrize(
-    ('fail_at', 'life'),
+    ('fail_at', 'attempt'),
     [('1:3:backward', 0), ('0:2:forward,1:3:backward:0', 0), ('1:3:backward:2,1:2:forward', 2)],
 )
-def test_killed_at_the_point(fail_at: str, life: int) -> None:
-    said, status = work(fail_at, life)
+def test_killed_at_the_point(fail_at: str, attempt: int) -> None:
+    said, status = work(fail_at, attempt)
     assert status == -signal.SIGKILL
     assert said == ['armed', *ALL[:3]]
 
 
 @pytest.mark.parametrize(
-    ('fail_at', 'life'),
+    ('fail_at', 'attempt'),
     [(None, 0), ('', 0), ('0:3:forward', 0), ('1:3:forward', 1), ('1:3:forward:1', 0)],
 )
-def test_another_rank_or_life_is_left_alone(fail_at: str | None, life: int) -> None:
-    assert work(fail_at, life) == (['not armed', *ALL], 0)
+def test_another_rank_or_attempt_is_left_alone(fail_at: str | None, attempt: int) -> None:
+    assert work(fail_at, attempt) == (['not armed', *ALL], 0)
 
 
 def test_an_iteration_or_phase_that_does_not_come_kills_nobody() -> None:

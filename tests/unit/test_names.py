@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A name has one meaning in engine and adapter, of a class as of a file.
 
-Each list of exceptions is exact: what has been mended must be taken off it.
+Each list of exceptions is exact: what has been repaired must be taken off it.
 """
 
 import ast

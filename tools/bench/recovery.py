@@ -127,9 +127,9 @@ class Bench(NamedTuple):
                 job.wait()
                 before = job.read_log()
             again = train(self._launch(folder / 'recovered', flags))
-        log = RunLog([*before.lives, *again.log.lives], [])
-        if len(log.lives) != 2:
-            raise LabError(f'{method}: killed once, but the logs have {len(log.lives)} lives')
+        log = RunLog([*before.attempts, *again.log.attempts], [])
+        if len(log.attempts) != 2:
+            raise LabError(f'{method}: killed once, but the logs have {len(log.attempts)} attempts')
         different = again.different(reference)
         if method == DISK:
             return dense_restart(log, killed_at, different)

@@ -103,7 +103,7 @@ def sparse_recovery(
         raise LabError(f'ranks {missing} did not report a recovery')
     slowest = max(back.values(), key=lambda event: (event.replayed, event.time))
     started = [event for event in kind_of(after, WorkerStarted) if event.rank == slowest.rank]
-    before = [item.number for item in log.lives[0] if item.time <= killed_at]
+    before = [item.number for item in log.attempts[0] if item.time <= killed_at]
     committed = slowest.target if slowest.localized else before[-1]
     assert isinstance(committed, int)  # a localized recovery always sets it
     new = first_new_iteration(log, committed)
@@ -132,10 +132,10 @@ def first_new_iteration(log: RunLog, before: int) -> Iteration:
 
 def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeback:
     """Phases in the log: restart with load, repeated iterations, first new iteration."""
-    first, died_after = log.lives[1][0], log.lives[0][-1].number
+    first, died_after = log.attempts[1][0], log.attempts[0][-1].number
     new = first_new_iteration(log, died_after)
     training_at = first.time - first.elapsed_ms / 1000
-    again = [item.time for item in log.lives[1] if item.number <= died_after]
+    again = [item.time for item in log.attempts[1] if item.number <= died_after]
     caught_up_at = max(again, default=training_at)
     phases = {
         'process start, load': training_at - killed_at,

@@ -20,7 +20,7 @@ from tools.lab.following import Follower
 _POLL_S = 0.002
 _STEP_S = 0.0003
 _LONGEST_STEPPING_S = 2.5  # well below the hang timeout
-_PATIENCE_S = 150.0
+_TIMEOUT_S = 150.0
 _HURRY = -10
 # For phases too short to be seen in time: the phase before.
 _SHORT = {Phase.POST_STEP: Phase.REGROUP, Phase.FETCH: Phase.REGROUP}
@@ -49,7 +49,7 @@ class Aim:
 
         None if the recovery ends before, or has no phases.
         """
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         with _in_a_hurry():
             while time.monotonic() < deadline and running():
                 self._look()

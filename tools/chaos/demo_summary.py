@@ -99,8 +99,8 @@ def localized_recovery(disturbed: Trained, lost: int) -> LocalizedRecovery:
         new_ranks = replaced(one)
         if (one.scope, one.stages, new_ranks) != ('localized', [lost], list(STAGE_RANKS[lost])):
             wrong.append(f'{one.scope}, stages {one.stages}, new processes of ranks {new_ranks}')
-    if wrong or len(disturbed.log.lives) != 1:
-        why = '; '.join(wrong) or f'the last rank has had {len(disturbed.log.lives)} lives'
+    if wrong or len(disturbed.log.attempts) != 1:
+        why = '; '.join(wrong) or f'the last rank has had {len(disturbed.log.attempts)} attempts'
         raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
     reports = {event.rank: event for event in kind_of(events, Recovered)}
     target = max(event.target for event in reports.values() if isinstance(event.target, int))

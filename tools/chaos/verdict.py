@@ -20,7 +20,7 @@ def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
 
 def replaced(recovery: Episode) -> list[int]:
     """Ranks whose process was replaced, by the events of all ranks."""
-    told = (one.newcomers for one in recovery.recovered if isinstance(one.newcomers, list))
+    told = (one.replacements for one in recovery.recovered if isinstance(one.replacements, list))
     return sorted({rank for ranks in told for rank in ranks})
 
 

@@ -147,7 +147,7 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob('*') if path.is_file()]
 
 
-class Meeting:
+class PeerRuns:
     """Runs rows on the same model and text.
 
     Args:
@@ -227,9 +227,9 @@ def compared(
 def _pace_s(log: RunLog) -> float:
     """Median seconds of the iterations before the kill."""
     times = [item.time for item in log.iterations if _FIRST <= item.number <= _KILL_AFTER]
-    first_life = times[: _KILL_AFTER - _FIRST + 1]
+    first_attempt = times[: _KILL_AFTER - _FIRST + 1]
     return statistics.median(
-        after - before for before, after in zip(first_life, first_life[1:], strict=False)
+        after - before for before, after in zip(first_attempt, first_attempt[1:], strict=False)
     )
 
 
@@ -325,13 +325,13 @@ def measure(args: argparse.Namespace, console: Console) -> PeerReport:
     output = args.output.resolve() / 'peers'
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    meeting = Meeting(prepare_text(args.output.resolve() / 'data'), output)
+    runs = PeerRuns(prepare_text(args.output.resolve() / 'data'), output)
     found: dict[str, list[PeerFigures]] = {name: [] for name in args.rows}
     cannot = dict(CANNOT)
     for number in range(1, args.rounds + 1):
         for name, row in args.rows.items():
             try:
-                one = meeting.run(number, name, row)
+                one = runs.run(number, name, row)
             except LabError as error:
                 if name in (PLAIN, PLAIN_DATA):
                     raise

@@ -155,12 +155,12 @@ class Course(NamedTuple):
 
 def since(log: RunLog, number: int) -> RunLog:
     """The log from the first line of an iteration on; later lives are whole."""
-    lives = log.lives
-    for place, life in enumerate(lives):
-        rest = [item for item in life if item.number >= number]
+    attempts = log.attempts
+    for place, attempt in enumerate(attempts):
+        rest = [item for item in attempt if item.number >= number]
         if rest:
-            return replace(log, lives=[rest, *lives[place + 1 :]])
-    return replace(log, lives=[])
+            return replace(log, attempts=[rest, *attempts[place + 1 :]])
+    return replace(log, attempts=[])
 
 
 def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:

@@ -104,8 +104,8 @@ class Stage:
 
         matrices = ('gate', 'up', 'down')
         full = [part(matrix, kind, torch.float32) for matrix in matrices for kind in _FULL_PARTS]
-        light = [part(matrix, 'weight', torch.bfloat16) for matrix in matrices]
-        return OperatorSlices(tuple(full), tuple(light))
+        weights = [part(matrix, 'weight', torch.bfloat16) for matrix in matrices]
+        return OperatorSlices(tuple(full), tuple(weights))
 
     def set(self, value: int) -> None:
         """Overwrite the whole state, as an update does; small integers are exact in bfloat16."""
@@ -119,7 +119,9 @@ class Stage:
 
     def plan(self, bytes_per_s: float, iteration_s: float, window: int | None) -> WindowPlan:
         """Plan a window of `window` slots; None: the shortest window that hides its copies."""
-        sizes = {name: (item.full_bytes, item.light_bytes) for name, item in self.operators.items()}
+        sizes = {
+            name: (item.full_bytes, item.weight_bytes) for name, item in self.operators.items()
+        }
         table = operator_table(list(sizes), [sizes])
         budget = hideable_budget(bytes_per_s, iteration_s)
         return plan_stages([table], window=window, budget=budget)[0]

@@ -47,7 +47,7 @@ class Case(NamedTuple):
     ranks: int
     victims: tuple[int, ...]
     """The rank killed in each cycle."""
-    mend: bool = True
+    repair: bool = True
     """Close NCCL groups that an exception has left open."""
 
 
@@ -74,8 +74,8 @@ def run(settings: Settings) -> Iterator[Findings]:
         problems = [f'{name}: {problem}' for problem in judge(drift)]
         yield Findings({**_shown(case.ranks, measured), name: cycles}, problems)
     if settings.gpu:  # gloo has no groups that could stay open
-        without_mend, nothing_shown = control(settings)
-        yield Findings({'without_mend': without_mend}, nothing_shown)
+        without_repair, nothing_shown = control(settings)
+        yield Findings({'without_repair': without_repair}, nothing_shown)
 
 
 def _shown(ranks: int, measured: list[Measured]) -> dict[str, Any]:
@@ -95,15 +95,15 @@ def control(settings: Settings) -> tuple[str, list[str]]:
         The error of the trial, and problems if the trial did not fail as expected.
     """
     try:
-        run_case(Case(2, (1,), mend=False), settings)
+        run_case(Case(2, (1,), repair=False), settings)
         otherwise = 'all came back'
     except NotRenewed as error:
         return str(error).splitlines()[0], []
     except LabError as error:
         otherwise = f'it failed at something else: {str(error).splitlines()[0]}'
     return 'shown nothing', [
-        f'without the mend for groups left open, connecting anew must fail, but {otherwise}: '
-        'this does not show that the mend works'
+        f'without the repair for groups left open, connecting anew must fail, but {otherwise}: '
+        'this does not show that the repair works'
     ]
 
 
@@ -111,9 +111,9 @@ def worst_drift(measured: list[Measured]) -> dict[str, float]:
     """Growth since the second cycle, on the process that grew most."""
     worst = dict.fromkeys(_DRIFT, 0.0)
     for pid in {cycle.pid for cycle in measured}:
-        life = [cycle for cycle in measured if cycle.pid == pid]
+        attempt = [cycle for cycle in measured if cycle.pid == pid]
         for name in worst:
-            growth = life[-1].resources[name] - life[:2][-1].resources[name]
+            growth = attempt[-1].resources[name] - attempt[:2][-1].resources[name]
             worst[name] = max(worst[name], growth)
     return worst
 
@@ -186,7 +186,7 @@ class _Ranks:
 
     def _await_renewal(self, cycle: int) -> None:
         self._await(f'renewing/{cycle}')
-        if not self._case.mend:  # the limit excludes the start of processes
+        if not self._case.repair:  # the limit excludes the start of processes
             self._allow(_OPEN_LIMIT_S)
         try:
             self._await(f'renewed/{cycle}')
@@ -206,7 +206,7 @@ class _Ranks:
             ranks=self._case.ranks,
             port=self._store.port,
             cycle=cycle,
-            mend=self._case.mend,
+            repair=self._case.repair,
         )
         command = [sys.executable, '-m', 'tools.gpu_check.nccl_rank']
         command.append(msgspec.json.encode(trial).decode())

@@ -44,7 +44,7 @@ class Trial(msgspec.Struct, frozen=True):
     """TCP port of the store."""
     cycle: int
     """First cycle of the process; above 0 it replaces a killed process."""
-    mend: bool
+    repair: bool
     """False: groups of calls that an exception has left open stay open."""
 
 
@@ -190,7 +190,7 @@ class Rank:
         """Reconnect all groups and check them; returns the seconds."""
         self._store.set(f'renewing/{cycle}/{self._trial.rank}', '')
         began = time.monotonic()
-        self._process_groups.renew(PrefixStore(f'epoch{cycle}', self._store), None, _WAIT)
+        self._process_groups.renew(PrefixStore(f'round{cycle}', self._store), None, _WAIT)
         self._synchronize()
         seconds = time.monotonic() - began
         self._check()
@@ -268,7 +268,7 @@ def main(text: str) -> None:
     trial = msgspec.json.decode(text, type=Trial)
     if trial.backend == nccl_environment.BACKEND:
         nccl_environment.prepare()
-    if not trial.mend:
+    if not trial.repair:
         leave_calls_open()
     torch.set_num_threads(1)
     rank = Rank(trial)

@@ -91,8 +91,8 @@ def reduced(trained: Trained) -> list[str]:
 
 
 def iteration_ms(trained: Trained) -> float:
-    """Median over the last life of the job."""
-    times = [iteration.elapsed_ms for iteration in trained.log.lives[-1]]
+    """Median over the last attempt of the job."""
+    times = [iteration.elapsed_ms for iteration in trained.log.attempts[-1]]
     return statistics.median(times[_WARM_UP:] or times)
 
 

@@ -20,7 +20,7 @@ from moevement_ext.events import (
 )
 from tools.lab.run_log import Iteration
 
-_LIFE = (WorkerStarted, FailureDetected, RecoveryStarted, NextTier, Recovered)
+_ATTEMPT = (WorkerStarted, FailureDetected, RecoveryStarted, NextTier, Recovered)
 _WHOLE_JOB = 'the whole job'
 _POST_STEP = 'post-step'
 
@@ -84,7 +84,7 @@ def recovery(
         iterations: all iterations in the log of the last rank, over all its processes.
     """
     recent = [event for event in events if event.time > since]
-    newest = {event.rank: event for event in recent if isinstance(event, _LIFE)}
+    newest = {event.rank: event for event in recent if isinstance(event, _ATTEMPT)}
     if any(rank not in newest or newest[rank].pid != pid for rank, pid in enumerate(pids)):
         return None
     last = max(newest.values(), key=lambda event: event.time)

@@ -90,7 +90,7 @@ class LocalCluster:
     def kill(self) -> None:
         """SIGKILL the launcher; its workers end with it."""
         self._process.kill()
-        self._bury()
+        self._reap()
 
     def end(self) -> None:
         """End all processes of the job, first by SIGTERM."""
@@ -99,9 +99,9 @@ class LocalCluster:
             self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._bury()
+        self._reap()
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         self._process.wait()
         ended = {death.pid for death in self.deaths}
         kill_groups([pid for pid in self._pids.values() if pid not in ended])

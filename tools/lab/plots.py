@@ -61,7 +61,7 @@ def restarts(log: RunLog) -> list[Failure]:
     """Failures after which the logging rank restarted."""
     return [
         Failure('all workers killed', before[-1].time, before[-1], after[0])
-        for before, after in zip(log.lives, log.lives[1:], strict=False)
+        for before, after in zip(log.attempts, log.attempts[1:], strict=False)
     ]
 
 
@@ -97,18 +97,18 @@ def plot(
         _draw_loss(above, plain, sparse, [localized.failure] if localized else restarts(sparse))
         _draw_bytes(below, sparse, dense_bytes)
         if localized is not None:
-            _draw_stages(strip[0], localized, _origin(sparse.lives))
+            _draw_stages(strip[0], localized, _origin(sparse.attempts))
 
 
 def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
     axes.set_title('Loss over wall-clock time')
-    _draw_lives(axes, plain.lives, OTHER, 'fault-free run', linewidth=5, alpha=0.45)
-    pieces = without_outages(sparse.lives, failures)
-    _draw_lives(axes, pieces, OWN, 'killed and recovered run', linewidth=1.8, marker='.')
+    _draw_attempts(axes, plain.attempts, OTHER, 'fault-free run', linewidth=5, alpha=0.45)
+    pieces = without_outages(sparse.attempts, failures)
+    _draw_attempts(axes, pieces, OWN, 'killed and recovered run', linewidth=1.8, marker='.')
     for place, (log, color) in enumerate(((plain, MUTED), (sparse, OWN))):
         _mark_end(axes, log, color, place)
     for failure in failures:
-        _mark_failure(axes, failure, _origin(sparse.lives))
+        _mark_failure(axes, failure, _origin(sparse.attempts))
     axes.set_xlabel('seconds since the first iteration')
     axes.set_ylabel('language model loss')
     axes.margins(x=0.04)
@@ -116,14 +116,14 @@ def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Fail
 
 
 def without_outages(
-    lives: Sequence[Sequence[Iteration]], failures: Sequence[Failure]
+    attempts: Sequence[Sequence[Iteration]], failures: Sequence[Failure]
 ) -> list[list[Iteration]]:
     """Periods of training; a survivor's log has no gap of its own at a failure."""
     backs = {failure.after for failure in failures}
     pieces: list[list[Iteration]] = []
-    for life in lives:
+    for attempt in attempts:
         pieces.append([])
-        for iteration in life:
+        for iteration in attempt:
             if iteration in backs and pieces[-1]:
                 pieces.append([])
             pieces[-1].append(iteration)
@@ -154,13 +154,13 @@ def _mark_failure(axes: Any, failure: Failure, origin: float) -> None:
     )
 
 
-def _draw_lives(
-    axes: Any, lives: Sequence[Sequence[Iteration]], color: str, label: str, **line: Any
+def _draw_attempts(
+    axes: Any, attempts: Sequence[Sequence[Iteration]], color: str, label: str, **line: Any
 ) -> None:
-    for number, life in enumerate(lives):
+    for number, attempt in enumerate(attempts):
         axes.plot(
-            [iteration.time - _origin(lives) for iteration in life],
-            [iteration.loss for iteration in life],
+            [iteration.time - _origin(attempts) for iteration in attempt],
+            [iteration.loss for iteration in attempt],
             color=color,
             label=label if number == 0 else None,
             solid_capstyle='round',
@@ -170,7 +170,7 @@ def _draw_lives(
 
 def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
     """Label the end of a run beside the axes, apart from lines and failures."""
-    last = log.lives[-1][-1]
+    last = log.attempts[-1][-1]
     axes.annotate(
         f'iteration {last.number}\nloss {last.loss:.6f}',
         (1.02, 0.2 * place),
@@ -180,9 +180,9 @@ def _mark_end(axes: Any, log: RunLog, color: str, place: int) -> None:
     )
 
 
-def _origin(lives: Sequence[Sequence[Iteration]]) -> float:
+def _origin(attempts: Sequence[Sequence[Iteration]]) -> float:
     """Time at which the first iteration began."""
-    return lives[0][0].time - lives[0][0].elapsed_ms / 1000
+    return attempts[0][0].time - attempts[0][0].elapsed_ms / 1000
 
 
 def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:

@@ -52,9 +52,9 @@ class Captured(NamedTuple):
 
 @dataclass(frozen=True)
 class RunLog:
-    """Contents of a log; a job that was restarted has several lives."""
+    """Contents of a log; a job that was restarted has several attempts."""
 
-    lives: list[list[Iteration]]
+    attempts: list[list[Iteration]]
     captured: list[Captured]
     saved_ms: list[float] = field(default_factory=list)
     """Milliseconds of each dense checkpoint, on the slowest rank."""
@@ -64,7 +64,7 @@ class RunLog:
     @property
     def iterations(self) -> list[Iteration]:
         """All trained iterations, in the order of the log."""
-        return [iteration for life in self.lives for iteration in life]
+        return [iteration for attempt in self.attempts for iteration in attempt]
 
     def wall_seconds(self, warm_up: int) -> list[float]:
         """Seconds between the lines of consecutive iterations, including every stall of a save.
@@ -84,9 +84,9 @@ class RunLog:
 def parse_log(text: str) -> RunLog:
     """Parse upstream's lines and those of sparse checkpointing.
 
-    A new life of the job begins after a conversion, and where the iteration number decreases.
+    A new attempt of the job begins after a conversion, and where the iteration number decreases.
     """
-    lives: list[list[Iteration]] = []
+    attempts: list[list[Iteration]] = []
     captured: list[Captured] = []
     saved_ms: list[float] = []
     validated: dict[int, float] = {}
@@ -99,14 +99,14 @@ def parse_log(text: str) -> RunLog:
                 float(found['elapsed']),
                 float(found['loss']),
             )
-            if restarted or iteration.number <= lives[-1][-1].number:
-                lives.append([])
-            lives[-1].append(iteration)
+            if restarted or iteration.number <= attempts[-1][-1].number:
+                attempts.append([])
+            attempts[-1].append(iteration)
             restarted = False
-        elif lives and (found := _CAPTURED.search(line)):
+        elif attempts and (found := _CAPTURED.search(line)):
             captured.append(
                 Captured(
-                    lives[-1][-1].number,
+                    attempts[-1][-1].number,
                     int(found['window']),
                     int(found['bytes']),
                     float(found['exposed']),
@@ -118,7 +118,7 @@ def parse_log(text: str) -> RunLog:
             validated[int(found['iteration'])] = float(found['loss'])
         elif _CONVERTED in line:
             restarted = True
-    return RunLog(lives, captured, saved_ms, validated)
+    return RunLog(attempts, captured, saved_ms, validated)
 
 
 def read_log(path: Path) -> RunLog:
@@ -131,6 +131,6 @@ def read_log(path: Path) -> RunLog:
         log = parse_log(path.read_text('utf-8', errors='replace'))
     except OSError as error:
         raise LogError(f'{path}: {error.strerror}; give the log of a training run') from error
-    if not log.lives:
+    if not log.attempts:
         raise LogError(f'{path}: no trained iteration; run the trainer with --log-interval 1')
     return log

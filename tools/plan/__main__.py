@@ -145,7 +145,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
 def _add_operator_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser.add_argument_group('a list of operators'),
-        Flag('--operators', 'JSON list of {"name", "full_bytes", "light_bytes"} in capture order',
+        Flag('--operators', 'JSON list of {"name", "full_bytes", "weight_bytes"} in capture order',
              Path, metavar='FILE'),
         Flag('--budget-bytes', 'limit of a slot', _bytes, metavar='B'),
         Flag('--algorithm', "'paper': Algorithm 1 as printed, which may exceed the budget "

@@ -24,11 +24,11 @@ class ListedOperator(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     full_bytes: _Bytes
-    light_bytes: _Bytes
+    weight_bytes: _Bytes
 
 
 def read_operators(path: Path) -> list[OperatorBytes]:
-    """Operators of a JSON list of `{"name", "full_bytes", "light_bytes"}`, in its order.
+    """Operators of a JSON list of `{"name", "full_bytes", "weight_bytes"}`, in its order.
 
     Raises:
         DescriptionError: the list is invalid; the message names entry and field.
@@ -37,7 +37,7 @@ def read_operators(path: Path) -> list[OperatorBytes]:
     try:
         listed = msgspec.convert(found, list[ListedOperator])
         return [
-            OperatorBytes(item.name, (item.full_bytes,), (item.light_bytes,)) for item in listed
+            OperatorBytes(item.name, (item.full_bytes,), (item.weight_bytes,)) for item in listed
         ]
     except ValueError as error:
         raise DescriptionError(f'{path}: {error}') from None

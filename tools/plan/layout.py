@@ -23,7 +23,7 @@ class Precision:
     """
 
     compute: str = 'bf16'
-    """Weights that forward and backward read; a light capture has only these."""
+    """Weights that forward and backward read; a capture of compute weights has only these."""
     master: str = 'fp32'
     first_moment: str = 'fp32'
     second_moment: str = 'fp32'
@@ -59,16 +59,16 @@ class Precision:
     @property
     def full_bytes(self) -> int:
         """Bytes of a full capture per parameter: optimizer state, and the weight if required."""
-        return self.optimizer_bytes + (self.light_bytes if self.weight_beside_master else 0)
+        return self.optimizer_bytes + (self.weight_bytes if self.weight_beside_master else 0)
 
     @property
-    def light_bytes(self) -> int:
-        """Bytes of a light capture per parameter: the compute weight."""
+    def weight_bytes(self) -> int:
+        """Bytes of a capture of compute weights per parameter: the compute weight."""
         return _BYTES[self.compute]
 
     @property
     def weight_scale_bytes(self) -> int:
-        """Bytes of each matrix's scale in a capture, full or light."""
+        """Bytes of each matrix's scale in a capture, full or weights."""
         return _SCALE_BYTES if self.compute == 'fp8' else 0
 
     @property

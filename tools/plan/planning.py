@@ -419,8 +419,8 @@ def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
 def _with_always(operators: Sequence[OperatorBytes], always: int) -> list[OperatorBytes]:
     """Operators with the bytes of every slot added to the last operator, which every slot has."""
     *others, last = operators
-    full, light = (tuple(size + always for size in sizes) for sizes in (last.full, last.light))
-    return [*others, OperatorBytes(last.name, full, light)]
+    full, weights = (tuple(size + always for size in sizes) for sizes in (last.full, last.weights))
+    return [*others, OperatorBytes(last.name, full, weights)]
 
 
 def _equal_stages(job: Job) -> list[list[int]]:

@@ -65,12 +65,12 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
 
 
 def _stage_json(kind: StageKind) -> dict[str, Any]:
-    full, light = rank_bytes(kind)
+    full, weights = rank_bytes(kind)
     return {
         'stages': kind.stages,
         'operators': len(kind.operators),
         'full_bytes_per_rank': full,
-        'light_bytes_per_rank': light,
+        'weight_bytes_per_rank': weights,
         'log_bytes_per_rank': kind.logged.iteration_bytes,
         'slots': [list(slot) for slot in kind.plan.slots],
         'slot_bytes': kind.slot_bytes().max(axis=1).tolist(),
@@ -86,7 +86,7 @@ def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None
         f'{job.nodes} nodes ({job.cluster.name}), {job.iteration_s:.2f} s per iteration'
     )
     _say(console, text)
-    columns = 'stages', '>operators', '>full', '>light', '>operators of slots', '>GiB of slots'
+    columns = 'stages', '>operators', '>full', '>weights', '>operators of slots', '>GiB of slots'
     title = f'Window of {plan.window}; bytes of the largest rank of a stage'
     console.print(table(columns, map(_stage_row, plan.kinds), title=title))
     console.print(table(('', ''), [*_cost_rows(plan), *_recovery_rows(plan)], show_header=False))
@@ -97,10 +97,10 @@ def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None
 
 
 def _stage_row(kind: StageKind) -> tuple[str, ...]:
-    full, light = rank_bytes(kind)
+    full, weights = rank_bytes(kind)
     slots = kind.slot_bytes().max(axis=1).tolist()
     return (
-        _ranges(kind.stages), str(len(kind.operators)), gib(full), gib(light),
+        _ranges(kind.stages), str(len(kind.operators)), gib(full), gib(weights),
         ' '.join(str(len(slot)) for slot in kind.plan.slots),
         ' '.join(f'{size / GIB:.2f}' for size in slots),
     )  # fmt: skip
@@ -145,10 +145,10 @@ def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
 
 
 def rank_bytes(kind: StageKind) -> tuple[int, int]:
-    """Bytes of the largest rank of the stage, with all operators full and all light."""
+    """Bytes of the largest rank of the stage, with all operators full and all weights."""
     full = np.sum([operator.full for operator in kind.operators], axis=0)
-    light = np.sum([operator.light for operator in kind.operators], axis=0)
-    return int(full.max()), int(light.max())
+    weights = np.sum([operator.weights for operator in kind.operators], axis=0)
+    return int(full.max()), int(weights.max())
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -286,7 +286,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
         )
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(
-        kind.held_parameters * (precision.light_bytes + _GRADIENT_BYTES)
+        kind.held_parameters * (precision.weight_bytes + _GRADIENT_BYTES)
         + rank_bytes(kind)[0] * of_full
         for kind in plan.kinds
     )

@@ -135,10 +135,10 @@ def _in_bytes(
     name: str, elements: np.ndarray, weights: Weights, precision: Precision
 ) -> OperatorBytes:
     scales = weights.matrices * precision.weight_scale_bytes * (elements > 0)
-    light = elements * precision.light_bytes + scales
+    narrow = elements * precision.weight_bytes + scales
     of_state = weights.tensors * precision.state_scale_bytes * (elements > 0)
     full = elements * precision.full_bytes + scales + of_state
-    return OperatorBytes(name, tuple(full.tolist()), tuple(light.tolist()))
+    return OperatorBytes(name, tuple(full.tolist()), tuple(narrow.tolist()))
 
 
 def _elements(layout: Layout, stage: int, chunks: Sequence[ChunkPieces]) -> dict[str, np.ndarray]:

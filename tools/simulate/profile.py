@@ -29,15 +29,17 @@ class OperatorProfile:
     name: str
     full_bytes: int
     """Bytes of master weights and optimizer moments."""
-    light_bytes: int
+    weight_bytes: int
     """Bytes of compute weights."""
     tokens: float | None = None
     """Tokens of an expert, in any unit; None for operators that every token passes."""
 
     def __post_init__(self) -> None:
-        fields.check(self, count='full_bytes light_bytes', not_negative='tokens')
+        fields.check(self, count='full_bytes weight_bytes', not_negative='tokens')
         rule = f'give no more than full_bytes, {self.full_bytes}'
-        fields.require(self.light_bytes <= self.full_bytes, 'light_bytes', self.light_bytes, rule)
+        fields.require(
+            self.weight_bytes <= self.full_bytes, 'weight_bytes', self.weight_bytes, rule
+        )
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...
     shares = newest or {}
     experts = set(place.experts)
     return tuple(
-        OperatorProfile(name, full, light, shares.get(name, 0.0 if shares else 1.0)
+        OperatorProfile(name, full, weights, shares.get(name, 0.0 if shares else 1.0)
                         if name in experts else None)
-        for name, (full, light) in place.operators.items()
+        for name, (full, weights) in place.operators.items()
     )  # fmt: skip
 
 

@@ -269,7 +269,7 @@ def _moetion(name: str, options: Options, profile: Profile | None) -> System:
 def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
     """Bytes of each slot of the window, [window]."""
     sizes = [
-        OperatorBytes(op.name, (op.full_bytes,), (op.light_bytes,)) for op in profile.operators
+        OperatorBytes(op.name, (op.full_bytes,), (op.weight_bytes,)) for op in profile.operators
     ]
     planner = plan_as_printed if name == 'moevement' else fewest_slots
     if options.window is not None:

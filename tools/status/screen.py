@@ -104,10 +104,10 @@ def _headline(history: History, now: float) -> Text:
         return Text(f'finished at iteration {history.of_iterations}', _WELL)
     doing, style = _state(history, now)
     silence = max(now - history.end, 0.0)
-    late, dead = _patience(history)
+    late, dead = _deadline(history)
     if silence > (late if style == _WELL else dead):
         return Text(
-            f'NO SIGN OF LIFE for {duration(silence)}; before that: {doing}. Look whether its '
+            f'NO HEARTBEAT for {duration(silence)}; before that: {doing}. Look whether its '
             'processes run, and at the log of the launcher',
             'bold red' if silence > dead else 'bold yellow',
         )
@@ -126,7 +126,7 @@ def _state(history: History, now: float) -> tuple[str, str]:
     return f'training, iteration {history.of_iterations}', _WELL
 
 
-def _patience(history: History) -> tuple[float, float]:
+def _deadline(history: History) -> tuple[float, float]:
     """Seconds without an event until a training job is late, and until any job looks dead."""
     window_s = history.window_s
     return max(_LATE_S, _LATE_WINDOWS * window_s), max(_DEAD_S, _DEAD_WINDOWS * window_s)

@@ -196,7 +196,7 @@ def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
     pruned = prunable(found, args.keep)
     for run in pruned.live:
-        print(f'{run}: a process lives, nothing is deleted')
+        print(f'{run}: a process attempts, nothing is deleted')
     freed = size(pruned.nbytes)
     if args.yes:
         remove(pruned.files, args.directory)

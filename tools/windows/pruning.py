@@ -67,7 +67,7 @@ def _may_go(one: Found, kept: set[str], keep: int) -> bool:
     if not kept:  # no window is complete here, but other nodes may have the rest
         return False
     if one.tier == DISK and one.state == 'being written':
-        return False  # a job may use the file; its next life deletes leftovers
+        return False  # a job may use the file; its next attempt deletes leftovers
     return one.window not in kept or one.state != 'committed'
 
 

@@ -23,12 +23,12 @@ _EXPERT = re.compile(r'\.expert\d+$')
 
 
 class MegatronRelaying:
-    """Names and small state of this rank. Training thread only.
+    """Names and auxiliary state of this rank. Training thread only.
 
     Args:
         placed: layout and place of this rank.
         training: the training state.
-        present: captures the small state as it is.
+        present: captures the auxiliary state as it is.
         each_data_rank: data-parallel ranks draw random numbers of their own.
     """
 
@@ -72,8 +72,8 @@ class MegatronRelaying:
         streams = streams_of(self._seat, seats, self._each_data_rank)
         return {*first.values(), *(owner for owner in streams if owner is not None)}
 
-    def small_state(self, states: Mapping[int, bytes]) -> bytes:
-        """Small state of this rank."""
+    def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
+        """Auxiliary state of this rank."""
         return iteration_state.encode(
             relaid(
                 {owner: iteration_state.decode(state) for owner, state in states.items()},

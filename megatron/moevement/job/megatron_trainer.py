@@ -18,9 +18,9 @@ from msgspec import UNSET, UnsetType
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
+from megatron.moevement.job.auxiliary_state import MegatronAuxiliaryState
 from megatron.moevement.job.megatron_loop import MegatronLoop
 from megatron.moevement.job.megatron_relaying import MegatronRelaying
-from megatron.moevement.job.small_state import MegatronSmallState
 from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
 from megatron.moevement.state import iteration_state
@@ -65,7 +65,7 @@ class MegatronTrainer:
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
         self._step: Callable[..., object] | None = None
         self.operators = training
-        self.small_state = MegatronSmallState(
+        self.auxiliary_state = MegatronAuxiliaryState(
             training, counters, around.recorder, around.data, around.operations
         )
         self.pipeline = StagePipeline(facts, training.model)
@@ -73,7 +73,7 @@ class MegatronTrainer:
         self.tokens = RouterTokenCounter(training.model, training.device)
         self.relaying: Relaying | None = None
         if isinstance(placed, Placed):
-            present = partial(self.small_state.capture, 0, GlobalScalars())
+            present = partial(self.auxiliary_state.capture, 0, GlobalScalars())
             self.relaying = MegatronRelaying(
                 placed, training, present, facts.data_parallel_random_init
             )
@@ -116,19 +116,19 @@ class MegatronTrainer:
         self._step = train_step
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """Start the iteration after `iteration`; return the small state it starts from."""
-        state = self.small_state.begin(iteration)
+        """Start the iteration after `iteration`; return the auxiliary state it starts from."""
+        state = self.auxiliary_state.begin(iteration)
         if self._broken is not None:
             self._broken.begin()
         return state
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
         """Undo the changes of an interrupted iteration."""
-        self.small_state.restore(state)
+        self.auxiliary_state.restore(state)
         if began:
             assert self._broken is not None  # required by localized recovery, the only caller
-            self._broken.put_back()
-        self.small_state.move_data(state)
+            self._broken.roll_back()
+        self.auxiliary_state.move_data(state)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
         """Wrap the optimizer step; see `TrainingState.around_update`."""
@@ -141,14 +141,14 @@ class MegatronTrainer:
         return self._step(iteration=iteration, **self.pipeline.schedule(iteration))
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        """Small state and ledger entry after the update that led to `iteration`.
+        """Auxiliary state and ledger entry after the update that led to `iteration`.
 
         Upstream steps the scheduler and counts samples later, after the reductions for its log; a
         failure in those reductions must not undo the iteration. So both are computed here.
         """
         num_microbatches = get_num_microbatches()
         samples = self._facts.data_parallel_size * self._facts.micro_batch_size * num_microbatches
-        state = self.small_state.capture(iteration, self._recorder.peek())
+        state = self.auxiliary_state.capture(iteration, self._recorder.peek())
         state.consumed_train_samples += samples
         state.skipped_train_samples += iteration_state.skipped_samples()
         state.floating_point_operations = self._operations.at(state.consumed_train_samples)
@@ -180,5 +180,5 @@ class MegatronTrainer:
             scalars = GlobalScalars(known.grad_norms, known.overflows, known.num_tokens)
         else:
             scalars = iteration_state.decode(known).scalars
-            self._recorder.put_back(GlobalScalars())  # no later step takes them in a conversion
+            self._recorder.roll_back(GlobalScalars())  # no later step takes them in a conversion
         return self._recorder.replaying(scalars)

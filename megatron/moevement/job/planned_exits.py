@@ -41,7 +41,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     if code is None:  # launchers would take it for a finished job
         raise UserError(
             'Megatron ended the program instead of loading the dense checkpoint of --load; its own '
-            'message above says why. Mend that, or have --load name another checkpoint.'
+            'message above says why. Fix that, or have --load name another checkpoint.'
         ) from ending
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending

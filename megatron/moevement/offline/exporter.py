@@ -59,7 +59,7 @@ def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
 def _for_this_rank(
     states: Mapping[int, IterationState], training: TrainingState, counters: Counters
 ) -> tuple[IterationState, int | None]:
-    """Small state of the rank, and the steps of its parameters if the run counted those of groups.
+    """Auxiliary state of the rank, and steps of its parameters if the run counted by group.
 
     Random numbers are left as they are: nothing is drawn, and those of the owners are saved.
     """

@@ -40,7 +40,7 @@ def save(
     Args:
         built: the filled model, optimizer and schedule.
         run: arguments of the run.
-        states: small state of each owner, at the same iteration.
+        states: auxiliary state of each owner, at the same iteration.
         placed: layout and place of each owner.
     """
     first = states[min(states)]

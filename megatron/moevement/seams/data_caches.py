@@ -27,7 +27,7 @@ _NO_CACHE = ''
 
 
 def install() -> None:
-    """Make datasets work without a usable cache, for the life of the process."""
+    """Make datasets work without a usable cache, for the lifetime of the process."""
     for part in _PARTS:
         patches.wrap(part, indices)
 

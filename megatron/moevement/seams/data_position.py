@@ -56,7 +56,7 @@ class UpstreamData:
         self._calls = 0
 
     def install(self) -> None:
-        """Wrap upstream's functions, for the life of the process."""
+        """Wrap upstream's functions, for the lifetime of the process."""
         trainer = 'megatron.training.training'
         patches.wrap(f'{trainer}:build_train_valid_test_data_iterators', self._building)
         patches.wrap(f'{trainer}:build_pretraining_data_loader', self._noting)

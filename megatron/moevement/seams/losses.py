@@ -25,7 +25,7 @@ class Losses:
         self._arrived: torch.cuda.Event | None = None
 
     def install(self) -> None:
-        """Wrap the schedules, for the life of the process."""
+        """Wrap the schedules, for the lifetime of the process."""
         for name in SCHEDULES:
             patches.wrap(f'megatron.core.pipeline_parallel.schedules:{name}', self._run)
 

@@ -42,7 +42,7 @@ class MicroBatches:
         self._runs = 0
 
     def install(self) -> None:
-        """Wrap the schedules, for the life of the process."""
+        """Wrap the schedules, for the lifetime of the process."""
         for name in SCHEDULES:
             patches.wrap(f'megatron.core.pipeline_parallel.schedules:{name}', self._run)
 

@@ -188,7 +188,7 @@ def check() -> None:
 
 
 def wrap(part: str, wrapper: Wrapper) -> None:
-    """Replace a part by `wrapper(original, ...)`, for the life of the process.
+    """Replace a part by `wrapper(original, ...)`, for the lifetime of the process.
 
     Args:
         part: a key of one of the tables.

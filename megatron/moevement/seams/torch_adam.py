@@ -23,7 +23,7 @@ _DISTRIBUTED_OPTIMIZER = 'megatron.core.optimizer.distrib_optimizer:DistributedO
 
 
 @functools.cache
-def mend() -> None:
+def patch() -> None:
     """Make dense checkpoints load on any device. Call after megatron imports.
 
     With Transformer Engine or Apex steps are left alone: their Adam keeps one step per group.

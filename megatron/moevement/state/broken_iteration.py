@@ -58,7 +58,7 @@ class BrokenIteration:
         copy_all(self._kept, self._buffers)
         copy_all([self._metrics[name] for name in metrics], list(metrics.values()))
 
-    def put_back(self) -> None:
+    def roll_back(self) -> None:
         """Undo what the newest iteration has accumulated so far."""
         copy_all(self._buffers, self._kept)
         for name, values in _metrics().items():

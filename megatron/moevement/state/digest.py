@@ -23,7 +23,7 @@ def state_digest(
     scheduler: OptimizerParamScheduler,
     counters: Counters,
 ) -> dict[str, str]:
-    """Digest of every tensor and of the small state of this rank, by name."""
+    """Digest of every tensor and of the auxiliary state of this rank, by name."""
     entries = dict(_tensors(model, optimizer))
     rng = iteration_state.capture_rng()
     entries |= {

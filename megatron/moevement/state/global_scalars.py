@@ -52,7 +52,7 @@ class ScalarRecorder:
         self._replayed: GlobalScalars | None = None
 
     def install(self) -> None:
-        """Wrap the two functions, for the life of the process."""
+        """Wrap the two functions, for the lifetime of the process."""
         optimizer = 'megatron.core.optimizer.optimizer'
         overflow = 'MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan'
         patches.wrap(f'{optimizer}:get_grad_norm_fp32', self._grad_norm)
@@ -115,7 +115,7 @@ class ScalarRecorder:
             self._num_tokens = None
         return _copy(self._recorded)
 
-    def put_back(self, scalars: GlobalScalars) -> None:
+    def roll_back(self, scalars: GlobalScalars) -> None:
         """Replace the record of an interrupted iteration; the next `take` returns `scalars`."""
         self._recorded = _copy(scalars)
         self._grad_norms.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small state between two iterations: RNG, scheduler, scalers, data position, counters.
+"""The auxiliary state between two iterations: RNG, scheduler, scalers, data position, counters.
 
 The training thread captures it right before an iteration begins, so the state is exactly the start
 of that iteration.
@@ -170,7 +170,7 @@ def restore_rng(state: RngState) -> None:
     tracker = get_cuda_rng_tracker()
     present = tracker.get_states()
     tracker.set_states(
-        {key: _put_back(present.get(key), state_tensor(v)) for key, v in state.tracker.items()}
+        {key: _restored(present.get(key), state_tensor(v)) for key, v in state.tracker.items()}
     )
 
 
@@ -184,7 +184,7 @@ def rng_kept() -> Iterator[None]:
         restore_rng(state)
 
 
-def _put_back(present: Any, state: torch.Tensor) -> object:
+def _restored(present: Any, state: torch.Tensor) -> object:
     """A state for the tracker; with `--te-rng-tracker` the present generator object, set to it."""
     if not isinstance(present, torch.Generator):
         return state

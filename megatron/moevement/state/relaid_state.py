@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small state of a rank in another layout, made of those of the ranks that were.
+"""The auxiliary state of a rank in another layout, made of those of the ranks that were.
 
 Counters, schedules and positions are the same on all ranks. Each stream of random numbers belongs
 to a stage, a tensor-parallel shard, or a shard of the experts; one that exists in both layouts goes

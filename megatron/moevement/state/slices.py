@@ -32,13 +32,13 @@ def _slices(
         for name, buffer in operator.buffers.items()
     ]
     full = [part for state in owned for part in _full(operator.name, state)]
-    light = [_slice(operator.name, state, 'weight', state.weight()) for state in owned]
+    weights = [_slice(operator.name, state, 'weight', state.weight()) for state in owned]
     scaling = [
         TensorSlice(operator.name, name, 'scaling', 0, state.numel(), _flat(state), volatile=True)
         for name, state in operator.scaling.items()
     ]
     small = (*_weight_scales(operator), *buffers)
-    return OperatorSlices((*full, *small), (*light, *small), tuple(scaling))
+    return OperatorSlices((*full, *small), (*weights, *small), tuple(scaling))
 
 
 def _weight_scales(operator: Operator) -> Iterator[TensorSlice]:
@@ -128,9 +128,9 @@ class SlotLoader:
             assert dtype is not None  # `check` has compared the slot with the model
             self.restore(record, content.view(dtype))
         complete_restore(
-            self._states_of([*context.full, *context.light]),
+            self._states_of([*context.full, *context.weights]),
             self._model,
-            frozen=frozenset(state.name for state in self._states_of(context.light)),
+            frozen=frozenset(state.name for state in self._states_of(context.weights)),
             distributed=self._distributed,
         )
 

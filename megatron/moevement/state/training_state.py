@@ -124,7 +124,7 @@ class TrainingState:
             self._announce_writing(inner, writing)
 
     def restore(self, state: IterationState, counters: Counters) -> None:
-        """Set the small state to that of the iteration after `state`."""
+        """Set the auxiliary state to that of the iteration after `state`."""
         iteration_state.restore(state, counters, self.optimizer, self.scheduler)
 
     def gather_parameters(self) -> None:

@@ -76,7 +76,7 @@ class SlotHeader(msgspec.Struct):
     records: list[Record]
     """The captured ranges."""
     context: bytes = b''
-    """Opaque small state (RNG, schedulers, ...), covered by the checksum of the frame."""
+    """Opaque auxiliary state (RNG, schedulers, ...), covered by the checksum of the frame."""
     settings: bytes = b''
     """In slot 0: encoded settings of the job (see `settings`)."""
     placed: Placed | UnsetType = UNSET
@@ -140,14 +140,14 @@ def frame_bytes_bound(header: SlotHeader) -> int:
 
 
 class SlotContext(msgspec.Struct, frozen=True):
-    """Operators in a slot, on every rank of the stage, and the small state.
+    """Operators in a slot, on every rank of the stage, and the auxiliary state.
 
     The records alone do not show this, as a rank may hold no bytes of an operator of its peers.
     """
 
     full: list[str]
     """Operators captured in full in this slot, active from here on."""
-    light: list[str]
+    weights: list[str] = msgspec.field(name='light')  # as files of version 2 have it
     """Operators captured as compute weights, still frozen."""
     state: bytes
     """Encoded RNG, scheduler, scaler and data position, opaque to the engine."""

@@ -91,7 +91,7 @@ class Cluster:
     gives_secret: bool = True
     exact_memory: bool = False
     name: str = field(default_factory=lambda: f'test-{uuid.uuid4().hex[:12]}')
-    lives: int = 0
+    attempts: int = 0
 
     def __post_init__(self) -> None:
         if self.exact_memory:
@@ -129,7 +129,7 @@ class Cluster:
         """Start all ranks; as soon as one dies, SIGKILL the others (the whole job is lost).
 
         Args:
-            fail_at: `MOEVEMENT_FAIL_AT`, with this life's number where none is given.
+            fail_at: `MOEVEMENT_FAIL_AT`, with this attempt's number where none is given.
             kill_after_iteration: SIGKILL everything once the log shows this iteration, after
                 `kill_delay_s` more seconds.
             mutation: name of a function in `mutations.whole_job` to break the product with, or
@@ -154,14 +154,14 @@ class Cluster:
             self._supervise(workers, kill_after_iteration, kill_delay_s, timeout_s, all_end)
         finally:
             _end(workers)
-        self.lives += 1
+        self.attempts += 1
         return [worker.exitcode for worker in workers]
 
     def survive(
         self,
         *,
         fail_at: str = '',
-        strike: Callable[[list, Callable[[int], Any]], None] | None = None,
+        fault: Callable[[list, Callable[[int], Any]], None] | None = None,
         evict: bool | Callable[[], bool] = True,
         wipe: Collection[int] = (),
         mutation: str | None = None,
@@ -172,7 +172,7 @@ class Cluster:
 
         Args:
             fail_at: `MOEVEMENT_FAIL_AT`.
-            strike: called again and again with the workers and a function that starts one of a
+            fault: called again and again with the workers and a function that starts one of a
                 given rank, to kill or stop some.
             evict: kill workers that the others find hung; may be asked anew each time.
             wipe: nodes whose memory is deleted when one of their workers dies.
@@ -219,14 +219,14 @@ class Cluster:
                             announce_failure(store, rank, f'rank {rank}: {worker.exitcode}')
                         workers[rank] = start(rank)
                 self._evict(store, workers, evict() if callable(evict) else evict)
-                if strike is not None:
-                    strike(workers, start)
+                if fault is not None:
+                    fault(workers, start)
                 multiprocessing.connection.wait(
                     [worker.sentinel for worker in workers if worker.exitcode is None], 0.02
                 )
         finally:
             _end(workers, started)
-        self.lives += 1
+        self.attempts += 1
         return {rank: count for rank, count in starts.items() if count}
 
     def _wipe(self, rank: int, nodes: Collection[int]) -> None:
@@ -267,14 +267,14 @@ class Cluster:
         assert codes == [0] * self.ranks, f'exit codes {codes}\n{self.tail()}'
 
     def log(self, rank: int) -> Path:
-        """Log of a rank in the present life."""
-        return self.directory / f'life{self.lives}-rank{rank}.log'
+        """Log of a rank in the present attempt."""
+        return self.directory / f'attempt{self.attempts}-rank{rank}.log'
 
     def tail(self) -> str:
-        """End of the logs of the newest life that has some: of one that still runs, too."""
-        logs = list(self.directory.glob('life*-rank*.log'))
-        newest = max(map(_life_of, logs), default=0)
-        return tails(log for log in logs if _life_of(log) == newest)
+        """End of the logs of the newest attempt that has some: of one that still runs, too."""
+        logs = list(self.directory.glob('attempt*-rank*.log'))
+        newest = max(map(_attempt_of, logs), default=0)
+        return tails(log for log in logs if _attempt_of(log) == newest)
 
     def account(self) -> str:
         """What a test that fails shows of the job: ends of all logs, launchers' too, and events."""
@@ -282,19 +282,19 @@ class Cluster:
         last = sorted(events, key=lambda event: event['time'])[-_EVENTS_SHOWN:]
         return '\n'.join([tails(self.directory.glob('*.log')), '--- events', *map(str, last)])
 
-    def output(self, life: int) -> str:
-        """Everything all ranks printed in one life."""
+    def output(self, attempt: int) -> str:
+        """Everything all ranks printed in one attempt."""
         return '\n'.join(
             log.read_text(errors='replace')
-            for log in sorted(self.directory.glob(f'life{life}-rank*.log'))
+            for log in sorted(self.directory.glob(f'attempt{attempt}-rank*.log'))
         )
 
     def events(self, rank: int = 0) -> list[dict]:
-        """Lines of the events of a rank over all lives, as they are written."""
+        """Lines of the events of a rank over all attempts, as they are written."""
         return [json.loads(line) for line in self._written(rank).splitlines()]
 
     def events_of[E: Event](self, kind: type[E], rank: int = 0) -> list[E]:
-        """Events of one kind of a rank over all lives."""
+        """Events of one kind of a rank over all attempts."""
         return kind_of(decode(self._written(rank)), kind)
 
     def _written(self, rank: int) -> bytes:
@@ -336,7 +336,7 @@ class Cluster:
             if not all_end and any(worker.exitcode not in (None, 0) for worker in workers):
                 return
             if kill_after is not None and self._reached(kill_after):
-                time.sleep(delay_s)  # the moment to strike, not a synchronisation
+                time.sleep(delay_s)  # the moment to fault, not a synchronisation
                 for worker in workers:
                     os.kill(worker.pid, signal.SIGKILL)
                 return
@@ -361,8 +361,8 @@ def _end(workers: Sequence[Any], before: Sequence[Any] = ()) -> None:
                 os.killpg(worker.pid, signal.SIGKILL)  # each has a session of its own
 
 
-def _life_of(log: Path) -> int:
-    return int(log.name.removeprefix('life').partition('-')[0])
+def _attempt_of(log: Path) -> int:
+    return int(log.name.removeprefix('attempt').partition('-')[0])
 
 
 def tails(logs: Iterable[Path], characters: int = 3000) -> str:

@@ -39,8 +39,8 @@ def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int,
     )
     command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--fork']
     command += ['--nodes', str(job.ranks), *flags, '--', str(program), *job.flags]
-    log = job.directory / f'launcher{job.lives}.log'
-    job.lives += 1
+    log = job.directory / f'launcher{job.attempts}.log'
+    job.attempts += 1
     with log.open('wb') as output:
         done = subprocess.run(
             command,

@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.distributed.harness.cluster import Cluster
 
 
-def upstream_lines(job: Cluster, life: int) -> list[str]:
+def upstream_lines(job: Cluster, attempt: int) -> list[str]:
     """Upstream's iteration and validation lines, without clock times and durations."""
     lines = [
         line
-        for line in job.output(life).splitlines()
+        for line in job.output(attempt).splitlines()
         if re.search(r'\] iteration +\d+/|validation loss at', line)
     ]
     assert lines

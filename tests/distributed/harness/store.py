@@ -16,7 +16,7 @@ class OutsideStore:
     """Serves on loopback until it is closed.
 
     Attributes:
-        address: HOST:PORT, the same in all lives.
+        address: HOST:PORT, the same in all attempts.
     """
 
     def __init__(self) -> None:

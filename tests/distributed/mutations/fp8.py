@@ -28,13 +28,13 @@ def scaling_captured_once() -> None:
     build = slices._slices
 
     def with_the_operator(*args: Any) -> OperatorSlices:
-        full, light, always = build(*args)
-        return OperatorSlices((*full, *always), (*light, *always))
+        full, weights, always = build(*args)
+        return OperatorSlices((*full, *always), (*weights, *always))
 
     slices._slices = with_the_operator
 
 
-def scaling_not_put_back() -> None:
+def scaling_not_roll_back() -> None:
     """What is cut off leaves its largest values, and scales that were worked out from them."""
     fp8()
     begin = broken_iteration.BrokenIteration.__init__

@@ -16,18 +16,18 @@ from moevement_ext.devices.judging import Reading
 from moevement_ext.faults import Phase
 from moevement_ext.job import own_device
 from moevement_ext.job.localized_mode import LocalizedMode
-from moevement_ext.membership import brought
+from moevement_ext.membership import gathered_reports
 from moevement_ext.membership.rendezvous import launcher_store
 from tests.distributed.probes import holding
 
 
 def loader_of_rank_2_blocks() -> None:
-    """For ever, in iteration 8 of its first life."""
+    """For ever, in iteration 8 of its first attempt."""
     _loader_blocks('2', 8)
 
 
 def held_ranks_and_a_loader_that_blocks() -> None:
-    """All wait for the test; the loader of rank 3 blocks in iteration 8 of its first life."""
+    """All wait for the test; the loader of rank 3 blocks in iteration 8 of its first attempt."""
     holding.new_workers_wait_to_be_let_on()
     _loader_blocks('3', 8)
 
@@ -72,13 +72,13 @@ def _write_for(seconds: float) -> None:
 
 
 def new_worker_comes_late() -> None:
-    """As one whose program takes long to import; the others wait in their meeting."""
+    """As one whose program takes long to import; the others wait in their rendezvous."""
     if os.environ['TORCHELASTIC_RESTART_COUNT'] != '0':
         time.sleep(3.0)
 
 
 def rank_1_steps_when_the_others_have() -> None:
-    """In iteration 9 of its first life: so all of them have that iteration if it dies there."""
+    """In iteration 9 of its first attempt: so all of them have that iteration if it dies there."""
     store = launcher_store(timedelta(seconds=60))
     point, committed = faults.point, LocalizedMode.committed
     world, rank = int(os.environ['WORLD_SIZE']), os.environ['RANK']
@@ -100,8 +100,8 @@ def rank_1_steps_when_the_others_have() -> None:
 
 
 def a_large_job() -> None:
-    """Whose reports are too long to be read with the gate of their meeting."""
-    brought._LITTLE_BYTES = 0
+    """Whose reports are too long to be read with the gate of their rendezvous."""
+    gathered_reports._LITTLE_BYTES = 0
 
 
 class _Device:
@@ -116,7 +116,7 @@ class _Device:
 
 
 def device_of_rank_2_is_lost() -> None:
-    """In its first life; its training thread hangs from then on, as in a collective."""
+    """In its first attempt; its training thread hangs from then on, as in a collective."""
     if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) == ('2', '0'):
         own_device._own = _Device
         loader_of_rank_2_blocks()

@@ -22,11 +22,11 @@ def frozen_weights_not_loaded() -> None:
     """Operators that have no full state yet compute with what a fresh process has."""
     load = ModuleOperators.load
 
-    def without_light(self, header, payload, context):
-        targets = [item for item in self._all() if item.operator in context.light]
+    def without_weights(self, header, payload, context):
+        targets = [item for item in self._all() if item.operator in context.weights]
         kept = [item.source.clone() for item in targets]
         load(self, header, payload, context)
         for item, source in zip(targets, kept, strict=True):
             item.source.copy_(source)
 
-    ModuleOperators.load = without_light
+    ModuleOperators.load = without_weights

@@ -11,7 +11,7 @@ from moevement_ext.protect.protection import Protection
 
 
 def waits_in_iteration_7_until_the_store_is_lost() -> None:
-    """Rank 0, in its first life; the window of the states after 6, 7 and 8 has begun."""
+    """Rank 0, in its first attempt; the window of the states after 6, 7 and 8 has begun."""
     made: list[StoreLoss] = []
     construct = StoreLoss.__init__
 
@@ -24,8 +24,8 @@ def waits_in_iteration_7_until_the_store_is_lost() -> None:
     next_data = iterator._next_data
 
     def waiting(self):
-        life = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']
-        if faults._iteration == 7 and life == ('0', '0'):
+        attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']
+        if faults._iteration == 7 and attempt == ('0', '0'):
             made[0].lost.wait()
         return next_data(self)
 

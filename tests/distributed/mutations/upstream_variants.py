@@ -56,10 +56,10 @@ def generators_tracked() -> None:
     random.CudaRNGStatesTracker = GeneratorsTracker
 
 
-def generators_not_put_back() -> None:
+def generators_not_roll_back() -> None:
     """They draw on from wherever they are."""
     generators_tracked()
-    iteration_state._put_back = lambda present, state: present
+    iteration_state._roll_back = lambda present, state: present
 
 
 def random_numbers_of_each_rank() -> None:
@@ -85,7 +85,7 @@ def delayed_gradients() -> None:
 
 
 def dies_within_a_layer() -> None:
-    """Rank 1, in iteration 8 of its first life, when shared experts overlap with the exchange."""
+    """Rank 1 in iteration 8, first attempt, when shared experts overlap with the exchange."""
     if (os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']) != ('1', '0'):
         return
     begin = SharedExpertMLP.pre_forward_comm

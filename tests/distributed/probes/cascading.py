@@ -23,7 +23,7 @@ _POLL_S = 0.01
 
 
 class Kill(NamedTuple):
-    """Once in the life of a job."""
+    """Once in the attempt of a job."""
 
     rank: int
     """The rank that replays."""
@@ -106,7 +106,7 @@ def _carry_out(kill: Kill, membership: Membership) -> None:
         done.touch(exist_ok=False)
     except FileExistsError:
         return
-    epoch = membership._meeting.epoch
+    round = membership._result.round
     os.kill(membership._reports[kill.victim].pid, signal.SIGKILL)
-    while membership._meeting.epoch == epoch and not membership.broken:
+    while membership._result.round == round and not membership.broken:
         time.sleep(_POLL_S)

@@ -109,7 +109,7 @@ def count_weight_gradients() -> None:
                 result = iterate(iteration)
             replayed.append(
                 {
-                    'frozen': self._slot(len(replayed)).context.light,
+                    'frozen': self._slot(len(replayed)).context.weights,
                     'operators': operator_of,
                     'calls': products.calls,
                     'products': products.products,

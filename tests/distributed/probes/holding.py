@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that wait for the test that started them: before an iteration, or before they begin.
 
-A test that strikes once an iteration is committed would otherwise come later the more the machine
+A test that faults once an iteration is committed would otherwise come later the more the machine
 has to do: at last, when training has ended.
 """
 

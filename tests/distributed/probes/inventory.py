@@ -51,10 +51,10 @@ def _look(session: Any, training: TrainingState) -> dict[str, Any]:
             for item in training.slices.values()
             for part in item.full
         ],
-        'light': [
+        'weights': [
             [part.tensor, part.part, part.start, part.end]
             for item in training.slices.values()
-            for part in item.light
+            for part in item.weights
         ],
         'state': list(_coverage(training)),
         'tied': training.tied,

@@ -36,7 +36,7 @@ def operator(name: str, count: int) -> OperatorSlices:
     master = tensor_slice(name, 'master', count, value=1)
     return OperatorSlices(
         full=(master, tensor_slice(name, 'exp_avg', count, value=2)),
-        light=(tensor_slice(name, 'weight', count, torch.bfloat16, value=3),),
+        weights=(tensor_slice(name, 'weight', count, torch.bfloat16, value=3),),
     )
 
 
@@ -47,7 +47,7 @@ PLAN = WindowPlan((('expert0',), ('expert1', 'expert2'), ('expert3',)))
 def test_a_slot_has_its_group_in_full_and_the_later_groups_light() -> None:
     layouts = [SlotLayout(PLAN, slot, OPERATORS) for slot in range(3)]
     assert [layout.full for layout in layouts] == [*PLAN.slots]
-    assert [set(layout.light) for layout in layouts] == [
+    assert [set(layout.weights) for layout in layouts] == [
         {'expert1', 'expert2', 'expert3'},
         {'expert3'},
         set(),
@@ -65,9 +65,9 @@ def test_a_slot_has_its_group_in_full_and_the_later_groups_light() -> None:
 def test_operators_of_other_ranks_take_no_space_but_are_named() -> None:
     layout = SlotLayout(PLAN, 0, {'expert2': OPERATORS['expert2']})
     assert layout.full == ('expert0',)
-    assert layout.light == ('expert1', 'expert2', 'expert3')
+    assert layout.weights == ('expert1', 'expert2', 'expert3')
     assert [record.operator for record in layout.records] == ['expert2']
-    assert layout.payload_bytes == OPERATORS['expert2'].light_bytes
+    assert layout.payload_bytes == OPERATORS['expert2'].weight_bytes
 
 
 def test_what_is_always_captured_is_in_every_slot_once() -> None:
@@ -163,7 +163,7 @@ def test_slots_are_exactly_as_large_as_planned(window: int) -> None:
     """The planner's bytes and the layout's are the same numbers, on every rank of the group."""
     ranks = [OPERATORS, {'expert1': operator('expert1', 999)}]
     sizes = [
-        {name: (slices.full_bytes, slices.light_bytes) for name, slices in rank.items()}
+        {name: (slices.full_bytes, slices.weight_bytes) for name, slices in rank.items()}
         for rank in ranks
     ]
     planned = operator_table([*OPERATORS], sizes)
@@ -176,4 +176,4 @@ def test_sizes_are_in_the_order_of_the_names() -> None:
     table = operator_table(['b', 'a'], [{'a': (4, 2)}, {'b': (6, 3)}, {}])
     assert table.names == ['b', 'a']
     assert table.full.tolist() == [[0, 6, 0], [4, 0, 0]]
-    assert table.light.tolist() == [[0, 3, 0], [2, 0, 0]]
+    assert table.weights.tolist() == [[0, 3, 0], [2, 0, 0]]

@@ -100,8 +100,8 @@ def test_the_pipeline_is_taken_over_before_training_and_all_is_sealed_after_it(
 
 
 @contextmanager
-def life(rank: Rank, iterations: int) -> Iterator[Job]:
-    """A life of the job that has trained to `iterations`; what it leaves is left."""
+def attempt(rank: Rank, iterations: int) -> Iterator[Job]:
+    """An attempt of the job that has trained to `iterations`; what it leaves is left."""
     trainer = FakeTrainer(['a', 'b', 'c', 'd'])
     job = Job(rank, None)
     job.set_up(lambda with_dense: trainer, lambda: None, last_iteration=2 * ITERATIONS)
@@ -129,11 +129,11 @@ def recorded(job: Job) -> list[int]:
     [(False, range(1, WINDOW + WINDOW)), (True, range(0))],
     ids=['from a window', 'from the start'],
 )
-def test_a_life_that_begins_earlier_does_not_believe_the_ledger_of_the_one_before(
+def test_a_attempt_that_begins_earlier_does_not_believe_the_ledger_of_the_one_before(
     windows_lost: bool, believed: range, rank: Rank
 ) -> None:
     """Its iterations may come to other norms: another dense checkpoint, other kernels."""
-    with life(rank, ITERATIONS) as job:
+    with attempt(rank, ITERATIONS) as job:
         assert recorded(job) == list(range(1, ITERATIONS + 1))
         assert job.protection is not None
         files = [
@@ -144,20 +144,20 @@ def test_a_life_that_begins_earlier_does_not_believe_the_ledger_of_the_one_befor
         for file in files:
             assert file is not None
             file.path.unlink()
-    with life(rank, 0) as job:
+    with attempt(rank, 0) as job:
         assert job.restarted != windows_lost
         assert recorded(job) == list(believed)
 
 
 def test_a_ledger_that_was_lost_knows_again_what_a_conversion_has_replayed(rank: Rank) -> None:
     """As after a recovery from disk: a stage lost next replays it, too, and alone."""
-    with life(rank, ITERATIONS) as job:
+    with attempt(rank, ITERATIONS) as job:
         assert job.protection is not None
         ledger = job.protection.memory.ledger
         expected = [ledger.get(t) for t in range(WINDOW + 1, ITERATIONS + 1)]
         assert None not in expected
     ledger.path.unlink()
-    with life(rank, ITERATIONS) as job:
+    with attempt(rank, ITERATIONS) as job:
         assert job.restarted and job.protection is not None
         ledger = job.protection.memory.ledger
         assert recorded(job) == list(range(WINDOW + 1, ITERATIONS + 1))
@@ -165,7 +165,7 @@ def test_a_ledger_that_was_lost_knows_again_what_a_conversion_has_replayed(rank:
 
 
 def _run(rank: Rank, last_iteration: int, remove: bool = True) -> int:
-    """A life of the job; returns the iteration at which it began to train."""
+    """An attempt of the job; returns the iteration at which it began to train."""
     trainer = FakeTrainer(['a', 'b', 'c', 'd'])
     job = Job(rank, None)
     job.set_up(lambda with_dense: trainer, lambda: None, last_iteration=last_iteration)

@@ -30,15 +30,15 @@ here = pathlib.Path(sys.argv[0]).parent
 
 
 def main():
-    """Acts on RANK.LIFE=ACTION among the flags, then waits for the file `finish`."""
-    life = f"{os.environ['RANK']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    left = subprocess.Popen(['sleep', '60']).pid if f'{life}=child' in sys.argv else None
+    """Acts on RANK.ATTEMPT=ACTION among the flags, then waits for the file `finish`."""
+    attempt = f"{os.environ['RANK']}.{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    left = subprocess.Popen(['sleep', '60']).pid if f'{attempt}=child' in sys.argv else None
     seen = {'argv': sys.argv, 'env': dict(os.environ), 'imported': imported, 'child': left}
-    (here / f'new-{life}').write_text(json.dumps(seen))
-    (here / f'new-{life}').rename(here / f'life-{life}')
+    (here / f'new-{attempt}').write_text(json.dumps(seen))
+    (here / f'new-{attempt}').rename(here / f'attempt-{attempt}')
     for flag in sys.argv[1:]:
         place, _, action = flag.partition('=')
-        if place == life:
+        if place == attempt:
             act(*action.partition(':')[::2])
     wait_for('finish')
 
@@ -99,7 +99,7 @@ time.sleep(600)
 
 
 @contextmanager
-def undead() -> Iterator[Callable[[int], None]]:
+def unkillable() -> Iterator[Callable[[int], None]]:
     """Makes a process one that SIGKILL does not end, until the context does."""
     with ExitStack() as stack:
 
@@ -152,9 +152,9 @@ class Job:
     def spares(self) -> list[SpareReady]:
         return [event for event in self.events if isinstance(event, SpareReady)]
 
-    def life(self, rank: int, restarts: int = 0) -> dict:
-        """What a life of a worker saw."""
-        return json.loads((self.folder / f'life-{rank}.{restarts}').read_text())
+    def attempt(self, rank: int, restarts: int = 0) -> dict:
+        """What an attempt of a worker saw."""
+        return json.loads((self.folder / f'attempt-{rank}.{restarts}').read_text())
 
     def _note(self, event: Event) -> None:
         print(event, file=sys.stderr)

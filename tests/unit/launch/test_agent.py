@@ -49,7 +49,7 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
     assert isinstance(supervisor.receive(), messages.Alive)
 
 
-def test_a_busy_agent_gives_signs_of_life_and_outlives_its_being_busy(
+def test_a_busy_agent_gives_heartbeats_and_outlives_its_being_busy(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for a file system, say; then it does what it was told meanwhile."""

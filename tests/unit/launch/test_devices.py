@@ -41,7 +41,7 @@ def test_a_spare_takes_over_from_a_host_whose_device_is_lost(job: SlurmJob) -> N
     assert seated(job) == [('a', 0), ('b', 1), ('c', 1)]
     assert failing(job) == [('b', 'GPU GPU-0: Xid 79: it has fallen off the bus', False)]
     assert dies(job.started(1)[0].pid)
-    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'c'
+    assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'c'
     assert len(job.steps['b']) == 1  # it is not tried again
 
 

@@ -29,7 +29,7 @@ def test_workers_find_what_torchrun_gives(job: Job, monkeypatch: pytest.MonkeyPa
     job.finish_when = lambda: len(job.started()) == 5
     assert job.run('--flag', 'a value', '3.0=kill', nodes=2, workers_per_node=2) == 0
     for rank, restarts, place, node in ((0, 0, 0, 0), (1, 0, 1, 0), (2, 0, 0, 1), (3, 1, 1, 1)):
-        life = job.life(rank, restarts)
+        attempt = job.attempt(rank, restarts)
         expected = {
             'RANK': str(rank),
             'LOCAL_RANK': str(place),
@@ -45,8 +45,8 @@ def test_workers_find_what_torchrun_gives(job: Job, monkeypatch: pytest.MonkeyPa
             'OMP_NUM_THREADS': '3',
             'TORCHDYNAMO_DISABLE': '1',
         }
-        assert {name: life['env'].get(name) for name in expected} == expected
-        assert life['argv'] == [str(job.program), '--flag', 'a value', '3.0=kill']
+        assert {name: attempt['env'].get(name) for name in expected} == expected
+        assert attempt['argv'] == [str(job.program), '--flag', 'a value', '3.0=kill']
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from moevement_ext.memory import early
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.store import branches
-from moevement_ext.store.node_leader import VARIABLE
-from tests.unit.launch.conftest import dies, starts_a_thread, undead
+from moevement_ext.store.node_proxy import VARIABLE
+from tests.unit.launch.conftest import dies, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
 from tests.unit.memory.samples import tmpfs_directory
 
@@ -71,7 +71,7 @@ def test_workers_run_on_their_hosts(
     assert job.on_hosts('ab', *flags, nodes=2, workers_per_node=2).run() == 0
     assert seated(job) == [('a', 0), ('b', 1)]
     for rank in range(4):
-        seen = job.life(rank)['env']
+        seen = job.attempt(rank)['env']
         expected = {
             'RANK': str(rank),
             'LOCAL_RANK': str(rank % 2),
@@ -91,19 +91,19 @@ def test_workers_run_on_their_hosts(
     assert '[rank 3] hello\n' in capfd.readouterr().out
 
 
-def test_when_all_start_again_leaders_and_branches_lead_to_the_new_store(
+def test_when_all_start_again_proxies_and_branches_lead_to_the_new_store(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
     job.finish_when = lambda: len(job.started()) == 4
-    assert job.on_hosts('ab', '0.0=kill:life-1.0', nodes=2, survive=False).run() == 0
+    assert job.on_hosts('ab', '0.0=kill:attempt-1.0', nodes=2, survive=False).run() == 0
     ports = {
-        int(job.life(rank, life)['env'][VARIABLE].split()[1])
+        int(job.attempt(rank, attempt)['env'][VARIABLE].split()[1])
         for rank in range(2)
-        for life in range(2)
+        for attempt in range(2)
     }
     assert len(ports) == 2 and job.running.store.port in ports
-    assert job.life(1, 1)['env'][VARIABLE].split()[1] == job.life(1, 1)['env']['MASTER_PORT']
+    assert job.attempt(1, 1)['env'][VARIABLE].split()[1] == job.attempt(1, 1)['env']['MASTER_PORT']
     assert len(job.running.store.get('branches').split()) == 2
 
 
@@ -121,7 +121,7 @@ def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('ab', '1.0=kill', nodes=2).run() == 0
     assert (codes(job, 0), codes(job, 1)) == ([0], [-9, 0])
-    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
+    assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
     assert lost(job) == []
 
 
@@ -148,7 +148,7 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) -> No
         assert codes(job, rank) == [-9, 0]
         assert dies(job.started(rank)[0].pid)
         assert job.started(rank)[1].was_spare
-        assert job.life(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
+        assert job.attempt(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
     if not forks:
         assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
     assert codes(job, 0) == codes(job, 1) == [0]
@@ -166,7 +166,7 @@ def test_a_worker_that_dies_on_a_good_node_is_forked_there(job: SlurmJob) -> Non
     flags = ('1.0=kill:ready', '1.1=kill')
     assert job.on_hosts('ab', *flags, nodes=2, spares=1).run() == 0
     assert [event.was_spare for event in job.started(1)] == [False, True, True]
-    assert {job.life(1, n)['env']['MOEVEMENT_NODE'] for n in range(3)} == {'b'}
+    assert {job.attempt(1, n)['env']['MOEVEMENT_NODE'] for n in range(3)} == {'b'}
     assert len(job.spares()) == 2
 
 
@@ -181,7 +181,7 @@ def test_a_host_that_takes_a_seat_keeps_what_other_nodes_have(job: SlurmJob) -> 
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.on_hosts('abc', '1.1=kill', nodes=2, spares=1).run() == 0
     assert [event.was_spare for event in job.started(1)] == [False, True, True]
-    assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
+    assert job.attempt(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
 
 
 @pytest.mark.parametrize('comes', ['before', 'after'])
@@ -254,13 +254,13 @@ def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('ab', nodes=2).run() == 0
     assert seated(job) == [('a', 0), ('b', 1), ('b', 1)]
-    assert job.life(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
+    assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
 
 
 def test_the_first_word_to_an_agent_is_the_job(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long that takes: no sign of life comes before it."""
+    """However long that takes: no heartbeat comes before it."""
     send = Link.send
 
     def send_late(connection: Link, message: msgspec.Struct) -> None:
@@ -319,7 +319,7 @@ def test_a_host_on_which_a_worker_does_not_die_is_lost(
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: len(job.started(1)) == 2
-    with undead() as hold:
+    with unkillable() as hold:
         assert job.on_hosts('abc', nodes=2).run() == 0
     assert lost(job) == [('b', 1)]
     assert seated(job)[-1] == ('c', 1)
@@ -329,16 +329,16 @@ def test_a_host_on_which_a_worker_does_not_die_is_lost(
 def test_a_host_whose_agent_starts_nothing_is_lost(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives signs of life, but hangs: on a file system, say."""
+    """It gives heartbeats, but hangs: on a file system, say."""
     monkeypatch.setattr(remote, '_TO_START_S', 1.0)
     log = tmp_path / 'rank1.log'
     os.mkfifo(log)  # opened, it waits for a reader
 
-    def mend(event: Event) -> None:
+    def repair(event: Event) -> None:
         if isinstance(event, NodeLost):
             log.unlink()
 
-    job.on_event = mend
+    job.on_event = repair
     job.finish_when = lambda: len(job.started(0)) == len(job.started(1)) == 1
     assert job.on_hosts('abc', nodes=2, log_dir=tmp_path).run() == 0
     assert lost(job) == [('b', 1)]
@@ -401,7 +401,9 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
     supervisor = job.on_hosts('ab', *flags, nodes=2, grace_s=0.3, log_dir=log.parent)
 
     def stop() -> None:
-        while not (log.exists() and 'deaf' in log.read_text() and (tmp_path / 'life-1.0').exists()):
+        while not (
+            log.exists() and 'deaf' in log.read_text() and (tmp_path / 'attempt-1.0').exists()
+        ):
             time.sleep(0.01)
         supervisor.stop(143)
 
@@ -410,7 +412,7 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
     assert codes(job, 0) == [-9]
     for host in 'ab':
         assert job.steps[host][0].ended() is not None
-    assert dies(job.life(1)['child'])
+    assert dies(job.attempt(1)['child'])
 
 
 @pytest.mark.parametrize('logged', [True, False])
@@ -439,7 +441,7 @@ def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     assert lost(job) == [('b', 1)]
     assert kept == [['other/b', 'run/a', 'run/c']]
     assert dies(job.started(1)[1].pid)
-    assert job.life(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
+    assert job.attempt(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
 
 
 def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:

@@ -55,6 +55,6 @@ def test_all_that_a_job_reports_is_written(job: Job, tmp_path: Path) -> None:
 
 
 def test_a_file_of_something_else_is_refused_with_its_flag(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('minutes of a meeting')
+    (tmp_path / FILE).write_text('minutes of a rendezvous')
     with pytest.raises(ConfigurationError, match=r'--log-dir .*something else than events'):
         Journal(tmp_path, print)

@@ -49,6 +49,6 @@ def test_each_launch_has_a_name_that_its_workers_know(job: Job) -> None:
     for _ in range(2):
         (job.folder / 'finish').unlink(missing_ok=True)
         assert job.run() == 0
-        names.append(job.life(0)['env']['MOEVEMENT_LAUNCH'])
+        names.append(job.attempt(0)['env']['MOEVEMENT_LAUNCH'])
         assert names[-1] == job.running.config.launch
     assert len(set(names)) == 2

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
 
 class OutsideStore:
-    """`python -m moevement_ext.store`, at one port in all its lives."""
+    """`python -m moevement_ext.store`, at one port in all its attempts."""
 
     def __init__(self) -> None:
         with socket.create_server(('127.0.0.1', 0)) as server:

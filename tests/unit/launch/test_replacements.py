@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 @pytest.mark.parametrize('survive', [True, False])
 def test_a_mistake_of_the_user_ends_the_job_at_once(job: Job, survive: bool) -> None:
     job.finish_when = lambda: False
-    again = [f'1.{life}=exit:{EXIT_USER_ERROR}' for life in range(3)]
+    again = [f'1.{attempt}=exit:{EXIT_USER_ERROR}' for attempt in range(3)]
     flags = ('1.0=print:no such flag', *again)
     assert job.run(*flags, survive=survive, nodes=2) == EXIT_USER_ERROR
     (failed,) = [event for event in job.events if isinstance(event, JobFailed)]

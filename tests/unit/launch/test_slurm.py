@@ -151,7 +151,7 @@ def test_a_host_that_never_had_an_agent_is_missed(
 def test_a_job_without_a_host_fails(
     job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing can run on any node: the queue would not mend that."""
+    """Nothing can run on any node: the queue would not repair that."""
     assert main(['--requeue', '--', str(job.program)]) == 1
     assert 'node-b: its step ended with status 1' in capsys.readouterr().err
     assert not scontrol.with_name('scontrol.requeued').exists()

@@ -49,7 +49,7 @@ def test_ready_spare_takes_over(
     spare, worker = job.spares()[0].pid, job.started(1)[1]
     assert worker == WorkerLaunched(1, worker.pid, 1, was_spare=True)
     assert (worker.pid == spare) is not forks
-    first, second = job.life(1, 0), job.life(1, 1)
+    first, second = job.attempt(1, 0), job.attempt(1, 1)
     assert second['imported'] == {'pid': spare, 'rank': None, 'path': str(tmp_path)}
     assert second['argv'] == first['argv']
     assert first['env'].keys() == second['env'].keys()
@@ -68,7 +68,7 @@ def test_one_spare_that_forks_replaces_any_number_of_workers(job: Job, tmp_path:
         (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
     )
     job.finish_when = lambda: all(len(job.started(rank)) == 3 for rank in (0, 1))
-    flags = [f'{rank}.{life}=kill:ready' for rank in (0, 1) for life in (0, 1)]
+    flags = [f'{rank}.{attempt}=kill:ready' for rank in (0, 1) for attempt in (0, 1)]
     assert job.run(*flags, nodes=2, spares=2) == 0
     assert len(job.spares()) == 1
     assert {event.was_spare for event in job.started() if event.restarts} == {True}
@@ -120,7 +120,7 @@ def test_a_spare_on_a_machine_without_gpu_imports_as_a_worker_does(job: Job) -> 
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
     expected = '1' if os.path.exists('/dev/nvidiactl') else None
-    assert job.life(0, 1)['imported']['nvml'] == expected
+    assert job.attempt(0, 1)['imported']['nvml'] == expected
 
 
 def test_what_the_program_prepares_is_there_in_a_worker(job: Job, tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_what_the_program_prepares_is_there_in_a_worker(job: Job, tmp_path: Path
     )
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
-    assert 'warm' not in job.life(0)['imported']
-    assert job.life(0, 1)['imported']['warm'] == ['0.0=kill:ready']
+    assert 'warm' not in job.attempt(0)['imported']
+    assert job.attempt(0, 1)['imported']['warm'] == ['0.0=kill:ready']
 
 
 def test_worker_is_replaced_without_waiting_for_a_spare(job: Job) -> None:

@@ -22,9 +22,9 @@ from moevement_ext.launch.launcher_events import (
     WorkerStopped,
 )
 from moevement_ext.launch.statements import tell_memory
-from moevement_ext.membership import attendance
+from moevement_ext.membership import arrivals
 from moevement_ext.membership.eviction import evict
-from moevement_ext.membership.rendezvous import present_epoch, why_broken
+from moevement_ext.membership.rendezvous import present_round, why_broken
 from tests.unit.launch.conftest import Job, dies
 from tests.unit.membership.counted_store import CountedStore, Tally
 
@@ -37,7 +37,7 @@ def failure(job: Job) -> str:
 
 
 def ended(job: Job) -> dict[int, list[int]]:
-    """Exit codes of the lives of each rank."""
+    """Exit codes of the attempts of each rank."""
     codes: dict[int, list[int]] = {}
     for event in job.events:
         if isinstance(event, WorkerEnded):
@@ -59,11 +59,11 @@ def test_only_the_dead_worker_is_replaced(
     flags = (f'1.0={action}', f'1.1={action}')
     assert job.run(*flags, nodes=3, log_dir=tmp_path / 'logs') == 0
     assert ended(job) == {0: [0], 1: [code, code, 0], 2: [0]}
-    lives = job.started(1)
-    assert [life.restarts for life in lives] == [0, 1, 2]
-    assert len({life.pid for life in lives}) == 3
-    assert [job.life(1, restarts)['imported']['pid'] for restarts in range(3)] == [
-        life.pid for life in lives
+    attempts = job.started(1)
+    assert [attempt.restarts for attempt in attempts] == [0, 1, 2]
+    assert len({attempt.pid for attempt in attempts}) == 3
+    assert [job.attempt(1, restarts)['imported']['pid'] for restarts in range(3)] == [
+        attempt.pid for attempt in attempts
     ]
 
 
@@ -77,32 +77,34 @@ def test_death_is_announced_before_the_rank_is_replaced(job: Job) -> None:
     job.on_event = note
     job.finish_when = lambda: len(job.started(1)) == 2
     launcher = job.supervisor('1.0=kill', nodes=2)
-    attendance.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this epoch
+    arrivals.sign(launcher.store, 'here/0', 1, 2)  # the worker took part in this round
     assert launcher.run() == 0
     pid = job.started(1)[0].pid
     assert announced == [f'rank 1 (pid {pid}) was killed by SIGKILL']
-    assert present_epoch(launcher.store) == 1
+    assert present_round(launcher.store) == 1
 
 
 def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=child', '0.0=kill') == 0
-    assert dies(job.life(0)['child'])
+    assert dies(job.attempt(0)['child'])
 
 
 # Starting all again: a program that has not said that its workers survive
 
 
 def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
-    """As `torch.distributed` needs it: the same number of restarts in all of one life."""
+    """As `torch.distributed` needs it: the same number of restarts in all of one attempt."""
     job.finish_when = lambda: len(job.started()) == 9
     flags = ('1.0=kill', '2.1=exit:3')
     assert job.run(*flags, survive=False, nodes=3) == 0
     assert ended(job) == {0: [0], 1: [-9, 0], 2: [3, 0]}
     stopped = [(e.rank, e.pid) for e in job.events if isinstance(e, WorkerStopped)]
-    lives = [(rank, job.started(rank)[life].pid) for rank, life in ((0, 0), (2, 0), (0, 1), (1, 1))]
-    assert stopped == lives
-    assert [life.restarts for life in job.started()] == [0] * 3 + [1] * 3 + [2] * 3
+    attempts = [
+        (rank, job.started(rank)[attempt].pid) for rank, attempt in ((0, 0), (2, 0), (0, 1), (1, 1))
+    ]
+    assert stopped == attempts
+    assert [attempt.restarts for attempt in job.started()] == [0] * 3 + [1] * 3 + [2] * 3
     reasons = [event.reason for event in job.events if isinstance(event, AllStartAgain)]
     pid = job.started(2)[1].pid
     assert reasons[1] == f'rank 2 (pid {pid}) ended with exit status 3'
@@ -120,7 +122,7 @@ def test_errors_that_a_lost_worker_brings_about_are_not_the_programs(job: Job) -
 
     job.on_event = note
     job.finish_when = lambda: len(job.started()) == 8
-    flags = [f'1.{life}=exit:3:fail-{life}' for life in range(3)]
+    flags = [f'1.{attempt}=exit:3:fail-{attempt}' for attempt in range(3)]
     assert job.run(*flags, survive=False, nodes=2) == 0
     assert ended(job) == {0: [-9, -9, -9, 0], 1: [3, 3, 3, 0]}
 
@@ -137,10 +139,10 @@ def test_each_start_of_all_counts_once(job: Job) -> None:
 def test_program_that_fails_at_its_start_ends_the_job_with_its_last_lines(
     job: Job, logged: bool, tmp_path: Path
 ) -> None:
-    """Whichever rank is seen to fail first in each life."""
+    """Whichever rank is seen to fail first in each attempt."""
     job.finish_when = lambda: False
-    failing = [f'{rank}.{life}=exit:3' for rank in range(2) for life in range(9)]
-    printing = [f'{rank}.{life}=print:no such flag' for rank in range(2) for life in range(9)]
+    failing = [f'{rank}.{attempt}=exit:3' for rank in range(2) for attempt in range(9)]
+    printing = [f'{rank}.{attempt}=print:no such flag' for rank in range(2) for attempt in range(9)]
     log_dir = tmp_path / 'logs' if logged else None
     assert job.run(*printing, *failing, survive=False, nodes=2, log_dir=log_dir) == 1
     first, *lines = failure(job).splitlines()
@@ -291,7 +293,7 @@ def test_used_up_budget_ends_the_job(job: Job) -> None:
 
 def test_program_that_fails_by_itself_again_and_again_ends_the_job(job: Job) -> None:
     job.finish_when = lambda: False
-    flags = ('0.0=kill', *(f'0.{life}=exit:3' for life in range(1, 9)))
+    flags = ('0.0=kill', *(f'0.{attempt}=exit:3' for attempt in range(1, 9)))
     assert job.run(*flags, nodes=2) == 1
     assert 'rank 0' in failure(job)
     assert 'ended with exit status 3; it failed by itself 3 times' in failure(job)
@@ -301,7 +303,7 @@ def test_program_that_fails_by_itself_again_and_again_ends_the_job(job: Job) -> 
 
 def test_end_of_the_whole_job_is_no_failure_of_the_program(job: Job) -> None:
     job.finish_when = lambda: len(job.started(0)) == 6
-    flags = tuple(f'0.{life}=exit:{EXIT_WHOLE_JOB}' for life in range(5))
+    flags = tuple(f'0.{attempt}=exit:{EXIT_WHOLE_JOB}' for attempt in range(5))
     assert job.run(*flags, nodes=1) == 0
 
 

@@ -48,23 +48,23 @@ def test_only_the_dead_worker_is_replaced(
 def test_the_program_is_imported_once_for_all_lives(job: Job, tmp_path: Path) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run('1.0=kill', nodes=2, fork=True) == 0
-    lives = [job.life(0), job.life(1), job.life(1, 1)]
-    [template] = {life['imported']['pid'] for life in lives}
+    attempts = [job.attempt(0), job.attempt(1), job.attempt(1, 1)]
+    [template] = {attempt['imported']['pid'] for attempt in attempts}
     assert template not in {event.pid for event in job.started()}
-    assert [life['imported']['rank'] for life in lives] == [None] * 3
-    assert [life['argv'] for life in lives] == [[str(job.program), '1.0=kill']] * 3
+    assert [attempt['imported']['rank'] for attempt in attempts] == [None] * 3
+    assert [attempt['argv'] for attempt in attempts] == [[str(job.program), '1.0=kill']] * 3
 
 
 def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> None:
     assert job.run() == 0
-    spawned = job.life(0)['env']
+    spawned = job.attempt(0)['env']
     (job.folder / 'finish').unlink()
     assert job.run(fork=True) == 0
     of_this_job = {
         *('MASTER_PORT', 'MOEVEMENT_RUN', 'TORCHELASTIC_RUN_ID'),
         *('MOEVEMENT_LAUNCH', 'MOEVEMENT_SECRET'),
     }
-    forked = job.life(0)['env']
+    forked = job.attempt(0)['env']
     assert spawned.keys() == forked.keys()
     assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
 
@@ -75,7 +75,7 @@ def test_a_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.Mo
     for name, value in large.items():
         monkeypatch.setenv(name, value)
     assert job.run(fork=True) == 0
-    assert job.life(0)['env'].items() >= large.items()
+    assert job.attempt(0)['env'].items() >= large.items()
 
 
 def test_what_a_worker_starts_anew_imports_the_program_as_its_main_file(
@@ -88,15 +88,15 @@ def test_what_a_worker_starts_anew_imports_the_program_as_its_main_file(
 
 def test_all_start_again_with_the_new_store(job: Job) -> None:
     job.finish_when = lambda: len(job.started()) == 4
-    assert job.run('1.0=kill:life-0.0', nodes=2, fork=True, survive=False) == 0
-    first, second = job.life(0), job.life(0, 1)
+    assert job.run('1.0=kill:attempt-0.0', nodes=2, fork=True, survive=False) == 0
+    first, second = job.attempt(0), job.attempt(0, 1)
     assert first['env']['MASTER_PORT'] != second['env']['MASTER_PORT']
 
 
 def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=child', '0.0=kill', fork=True) == 0
-    assert dies(job.life(0)['child'])
+    assert dies(job.attempt(0)['child'])
 
 
 def test_the_job_fails_with_its_template(job: Job) -> None:
@@ -152,8 +152,8 @@ def test_who_is_killed_as_soon_as_it_is_forked_dies(job: Job) -> None:
     """It leads no group of processes yet, of which all could be killed."""
     template = Template(str(job.program), [], os.environ)
     try:
-        for life in range(20):
-            own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(life)}
+        for attempt in range(20):
+            own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(attempt)}
             worker = template.start([str(job.program)], {**os.environ, **own}, None)
             worker.signal(signal.SIGKILL)
             assert readable(worker.death, 30.0)

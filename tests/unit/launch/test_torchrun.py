@@ -15,16 +15,16 @@ pytestmark = pytest.mark.timed
 
 ENDS = """
 import os, sys, time
-life, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']
+attempt, rank = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['RANK']
 with open(sys.argv[1], 'a') as starts:
-    starts.write(f'{rank}:{life} ')
+    starts.write(f'{rank}:{attempt} ')
 if rank == '1':
-    while f'0:{life}' not in open(sys.argv[1]).read():
+    while f'0:{attempt}' not in open(sys.argv[1]).read():
         time.sleep(0.1)
-    sys.exit(int(sys.argv[2].split(',')[int(life)]))
-time.sleep(0 if life == '2' else 1000)
+    sys.exit(int(sys.argv[2].split(',')[int(attempt)]))
+time.sleep(0 if attempt == '2' else 1000)
 """
-"""Rank 1 ends with a status for each of its lives; the other waits until the third."""
+"""Rank 1 ends with a status for each of its attempts; the other waits until the third."""
 
 
 @pytest.fixture
@@ -35,12 +35,12 @@ def store() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ('statuses', 'status', 'lives'),
+    ('statuses', 'status', 'attempts'),
     [('2,1,0', 2, 1), ('1,2,0', 0, 3)],
     ids=['from the start', 'a worker that was started again'],
 )
 def test_a_mistake_of_the_user_ends_the_agent_if_none_was_started_again(
-    statuses: str, status: int, lives: int, store: Server, tmp_path: Path
+    statuses: str, status: int, attempts: int, store: Server, tmp_path: Path
 ) -> None:
     program, starts = tmp_path / 'program.py', tmp_path / 'starts'
     program.write_text(ENDS)
@@ -50,7 +50,9 @@ def test_a_mistake_of_the_user_ends_the_agent_if_none_was_started_again(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=5 * WAIT_S, check=False)
     assert ended.returncode == status, ended.stderr
     begun = starts.read_text().split()
-    assert sorted(begun) == [f'{rank}:{life}' for rank in range(2) for life in range(lives)]
+    assert sorted(begun) == [
+        f'{rank}:{attempt}' for rank in range(2) for attempt in range(attempts)
+    ]
     assert ('ended with exit status 2: it refuses' in ended.stderr) == (status == 2)
     assert 'Traceback' not in ended.stderr
 

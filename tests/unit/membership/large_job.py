@@ -52,7 +52,7 @@ class LargeJob:
         )
 
 
-def newcomer(rank: int) -> Report:
+def replacement(rank: int) -> Report:
     """What a new process brings."""
     return Report(survivor=False, node=_node(rank), pid=10_000 + rank, windows=[])
 

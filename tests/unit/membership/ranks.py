@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from moevement_ext.membership import epoch_watch, membership, standstill, training_thread
-from moevement_ext.membership.epoch_watch import EpochWatch
+from moevement_ext.membership import membership, round_watch, standstill, training_thread
 from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import Rendezvous, break_epoch
+from moevement_ext.membership.rendezvous import Rendezvous, end_round
 from moevement_ext.membership.report import Report
+from moevement_ext.membership.round_watch import RoundWatch
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.process.leaving import leave
 from moevement_ext.regroup.gloo import Gloo
@@ -39,7 +39,7 @@ def member_of(
     stuck_timeout_s: float = 0.0,
 ) -> tuple[Membership, TCPStore]:
     """A member that is not settled yet, and often looks at its training thread."""
-    epoch_watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
+    round_watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
     store = connect(port)
     place = Rendezvous(store, rank, world_size)
     report = Report(survivor=False, node='a', pid=100 + rank, windows=[])
@@ -68,7 +68,7 @@ def waits_for_a_peer(port: int) -> None:
     """What ends a process group's operations does not end this."""
     standstill._OUT_OF_WAITS_SECONDS = 1.0
     _, store = settled(port)
-    break_epoch(store, 0, 'another rank died')
+    end_round(store, 0, 'another rank died')
     dist.distributed_c10d._store_based_barrier(0, store, 'never', 2, timedelta(hours=1))
 
 
@@ -76,7 +76,7 @@ def is_never_unblocked(port: int) -> None:
     membership._UNBLOCK_SECONDS = 1.0
     Gloo.close = lambda self, backends: threading.Event().wait()  # type: ignore[method-assign]
     member, store = settled(port)
-    break_epoch(store, 0, 'another rank died')
+    end_round(store, 0, 'another rank died')
     member.leave('another rank died')
 
 
@@ -194,13 +194,13 @@ def waits_without_a_store(port: int, iterations: int) -> None:
 
 
 def meets(port: int, rank: int, world_size: int) -> None:
-    Rendezvous(connect(port), rank, world_size).meet(lambda: b'first life', LIMIT)
+    Rendezvous(connect(port), rank, world_size).meet(lambda: b'first attempt', LIMIT)
 
 
 def watches(port: int, pids: list[int]) -> None:
     """As the last of these; it says what wakes it up."""
     woken = threading.Event()
     opened = Connections(lambda: connect(port))
-    seen = EpochWatch(opened, 0, len(pids) - 1, pids, NEVER_HUNG_S, lambda _: woken.set())
+    seen = RoundWatch(opened, 0, len(pids) - 1, pids, NEVER_HUNG_S, lambda _: woken.set())
     woken.wait()
     print(seen.reason, flush=True)

@@ -8,7 +8,7 @@ import pytest
 
 from moevement_ext.membership.beside import Beside
 from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import EpochBroken, break_epoch, present_epoch
+from moevement_ext.membership.rendezvous import RoundEnded, end_round, present_round
 from moevement_ext.membership.report import Report
 from tests.unit.membership.test_membership import WORLD, Job, job, survivor, wait_until
 
@@ -42,7 +42,7 @@ class Replay(Beside):
 
 
 def others_meet(job: Job, members: list[Membership]) -> None:
-    break_epoch(job.store, present_epoch(job.store), 'another rank died')
+    end_round(job.store, present_round(job.store), 'another rank died')
     for future in [job.move_on(member) for member in members[1:]]:
         assert len(future.result()) == WORLD
 
@@ -56,17 +56,17 @@ def test_it_takes_over_what_was_met_beside(job: Job, members: list[Membership]) 
         others_meet(job, members)
         assert wait_until(lambda: len(beside._met) == 2)
         assert not first.broken and first.store is before
-        with pytest.raises(EpochBroken):
+        with pytest.raises(RoundEnded):
             first.barrier('replayed')
         met = first.take_over(beside, wait=True)
-        assert [found.meeting.epoch for found in met] == [1, 2]
+        assert [found.result.round for found in met] == [1, 2]
         assert [found.reason for found in met] == 2 * ['another rank died']
         waiting = [job.threads.submit(member.barrier, 'ready') for member in members[1:]]
         assert [future.result() for future in waiting] == [None, None], 'it has come there'
         for future in [job.threads.submit(one.barrier, 'replayed') for one in members]:
             future.result()
         assert first.leaves_nothing_to(beside)
-        break_epoch(job.store, 2, 'another rank died')
+        end_round(job.store, 2, 'another rank died')
         assert wait_until(lambda: first.broken), 'it moves on by itself again'
     assert beside.heard == [WORLD, WORLD]
 
@@ -74,16 +74,16 @@ def test_it_takes_over_what_was_met_beside(job: Job, members: list[Membership]) 
 def test_it_is_interrupted_if_it_cannot_go_on(job: Job, members: list[Membership]) -> None:
     first = members[0]
     beside = Replay(first, goes_on=False)
-    with pytest.raises(EpochBroken), first.leaving_it_to(beside):
+    with pytest.raises(RoundEnded), first.leaving_it_to(beside):
         others_meet(job, members)
         assert wait_until(lambda: first.broken)
         first.take_over(beside, wait=True)
     moving = [job.move_on(member) for member in members]
     assert [len(future.result()) for future in moving] == 3 * [WORLD]
-    assert not first.broken and first.taken.epoch == 2
+    assert not first.broken and first.taken.round == 2
 
 
-def test_who_fails_by_itself_meanwhile_leaves_the_epoch_that_was_met(
+def test_who_fails_by_itself_meanwhile_leaves_the_round_that_was_met(
     job: Job, members: list[Membership]
 ) -> None:
     first = members[0]
@@ -101,7 +101,7 @@ def test_who_fails_by_itself_meanwhile_leaves_the_epoch_that_was_met(
 
     failed = job.threads.submit(fails)
     assert leaving.wait(30)
-    break_epoch(job.store, 0, 'another rank died')
+    end_round(job.store, 0, 'another rank died')
     while not failed.done():
         for future in [job.move_on(member) for member in members[1:]]:
             future.result()
@@ -110,7 +110,7 @@ def test_who_fails_by_itself_meanwhile_leaves_the_epoch_that_was_met(
 
 
 def test_a_failure_before_is_not_overlooked(job: Job, members: list[Membership]) -> None:
-    break_epoch(job.store, 0, 'another rank died')
+    end_round(job.store, 0, 'another rank died')
     assert wait_until(lambda: members[0].broken)
-    with pytest.raises(EpochBroken), members[0].leaving_it_to(Replay(members[0])):
+    with pytest.raises(RoundEnded), members[0].leaving_it_to(Replay(members[0])):
         pytest.fail('nobody would wake it up')

@@ -23,7 +23,7 @@ LAYERS, LOCAL_EXPERTS = 16, 64
 
 @pytest.fixture
 def store() -> Iterator[PrefixStore]:
-    """The launcher's, with the prefix of one life of the job."""
+    """The launcher's, with the prefix of one attempt of the job."""
     server = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=20))
     yield PrefixStore('job/0', server.clone())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one job, each a thread here, go through epochs in a real store."""
+"""Processes of one job, each a thread here, go through rounds in a real store."""
 
 import threading
 import time
@@ -11,14 +11,14 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
-from moevement_ext.membership import attendance, membership
+from moevement_ext.membership import arrivals, membership
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
-    EpochBroken,
     FencedOut,
     Rendezvous,
-    break_epoch,
-    present_epoch,
+    RoundEnded,
+    end_round,
+    present_round,
     why_broken,
 )
 from moevement_ext.membership.report import Report
@@ -52,7 +52,7 @@ class Job:
         # Rank 0 lists keys, for which torch keeps the GIL: a way in this process would not get on.
         port = self.way.port if rank else self.store.port
         store = TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT)
-        member = Membership(Rendezvous(store, rank, WORLD), TIMEOUT, HANG_S, newcomer)
+        member = Membership(Rendezvous(store, rank, WORLD), TIMEOUT, HANG_S, replacement)
         self.members.append(member)
         return member
 
@@ -65,7 +65,7 @@ class Job:
         return member.meet(lambda: survivor(member.origin))
 
 
-def newcomer() -> Report:
+def replacement() -> Report:
     return Report(survivor=False, node='a', pid=1, windows=[])
 
 
@@ -81,7 +81,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         yield made
         for member in made.members:
             member.close()
-        break_epoch(made.store, present_epoch(made.store), 'the test is over')
+        end_round(made.store, present_round(made.store), 'the test is over')
         made.way.close()
 
 
@@ -93,7 +93,7 @@ def joined(job: Job) -> tuple[list[Membership], Membership]:
         assert not member.joining
         member.settle()
     members[2].close()
-    break_epoch(job.store, 0, 'rank 2 died')
+    end_round(job.store, 0, 'rank 2 died')
     coming = job.start(2)
     moving = [job.move_on(member) for member in members[:2]]
     assert [future.result()[2].survivor for future in moving] == [False, False]
@@ -103,11 +103,11 @@ def joined(job: Job) -> tuple[list[Membership], Membership]:
 def test_new_process_joins_again_while_it_sets_up(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
-    """Twice; its training thread does nothing for it, and finds the newest meeting."""
+    """Twice; its training thread does nothing for it, and finds the newest rendezvous."""
     survivors, new = joined
     for _ in range(2):
-        epoch = present_epoch(job.store)
-        break_epoch(job.store, epoch, 'rank 1 lost a peer')
+        round = present_round(job.store)
+        end_round(job.store, round, 'rank 1 lost a peer')
         moving = [job.move_on(member) for member in survivors]
         for future in moving:
             assert [r.survivor for r in future.result(TIMEOUT.total_seconds())] == [
@@ -119,11 +119,11 @@ def test_new_process_joins_again_while_it_sets_up(
     assert [report.survivor for report in new.reports] == [True, True, False]
     assert new.joining and new.origin == survivors[0].origin
     new.store.set('address/2', 'here')
-    assert survivors[0].store.get('address/2') == b'here', 'all are in the same epoch'
+    assert survivors[0].store.get('address/2') == b'here', 'all are in the same round'
     assert not job.store.check(['evict/2'])
 
 
-def test_a_process_of_an_earlier_life_of_the_job_ends(
+def test_a_process_of_an_earlier_attempt_of_the_job_ends(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     joined[0][0].origin -= 1
@@ -138,8 +138,8 @@ def test_who_must_not_take_part_says_why(
     survivors, new = joined
     new.refuse('rank 2 has other flags')
     moving = [job.move_on(member) for member in survivors]
-    here = f'here/{present_epoch(job.store)}'
-    wait_for(lambda: attendance.missing(job.store, here, WORLD) == [2])
+    here = f'here/{present_round(job.store)}'
+    wait_for(lambda: arrivals.missing(job.store, here, WORLD) == [2])
     assert [member.reason for member in survivors] == ['rank 2 has other flags'] * 2
     assert job.start(2).result().joining and all(future.result() for future in moving)
 
@@ -149,12 +149,12 @@ def test_after_the_set_up_only_the_training_thread_moves_on(
 ) -> None:
     survivors, new = joined
     new.settle()
-    epoch = present_epoch(job.store)
-    break_epoch(job.store, epoch, 'rank 1 lost a peer')
+    round = present_round(job.store)
+    end_round(job.store, round, 'rank 1 lost a peer')
     moving = [job.move_on(member) for member in survivors]
-    with pytest.raises(EpochBroken):
+    with pytest.raises(RoundEnded):
         new.barrier('ready')
-    assert not job.store.check([f'join/{epoch + 1}/2'])
+    assert not job.store.check([f'join/{round + 1}/2'])
     mine = job.move_on(new)
     assert len({len(future.result()) for future in [*moving, mine]}) == 1
 
@@ -170,7 +170,7 @@ def test_a_failure_that_a_rank_did_not_hear_of_is_known_when_it_asks(
     assert not deaf.broken_in_the_store()
     time.sleep(0.5)
     assert not (survivors[1].broken or new.broken), 'to ask wakes nobody up'
-    break_epoch(job.store, present_epoch(job.store), 'rank 1 lost a peer')
+    end_round(job.store, present_round(job.store), 'rank 1 lost a peer')
     assert not deaf.broken and deaf.broken_in_the_store()
 
 
@@ -182,7 +182,7 @@ def test_it_asks_again_when_the_store_does_not_answer_in_time(
     new.settle()
     deaf = survivors[0]
     deaf._watch.stop()
-    break_epoch(job.store, present_epoch(job.store), 'rank 1 lost a peer')
+    end_round(job.store, present_round(job.store), 'rank 1 lost a peer')
     connect, tries = StoreLoss._connect, iter([DistNetworkError('timed out')])
 
     def slow_at_first(loss: StoreLoss) -> Store:
@@ -198,9 +198,9 @@ def test_process_that_was_replaced_while_it_set_up_learns_of_it(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     survivors, new = joined
-    epoch = present_epoch(job.store)
-    attendance.sign(job.store, f'here/{epoch + 1}', 2, WORLD)  # another one was quicker to come
-    break_epoch(job.store, epoch, 'rank 1 lost a peer')
+    round = present_round(job.store)
+    arrivals.sign(job.store, f'here/{round + 1}', 2, WORLD)  # another one was quicker to come
+    end_round(job.store, round, 'rank 1 lost a peer')
     assert wait_until(lambda: new._lost is not None)
     with pytest.raises(FencedOut, match='replaced'):
         new.settle()
@@ -213,7 +213,7 @@ def test_who_joins_finds_what_was_left(
     before.settle()
     survivors[1].archive.set('exchange/plan/1/0', 'of the start')
     survivors[0].close()
-    break_epoch(job.store, present_epoch(job.store), 'rank 0 died')
+    end_round(job.store, present_round(job.store), 'rank 0 died')
     coming = job.start(0)
     moving = [job.move_on(survivors[1]), job.move_on(before)]
     new = coming.result()
@@ -222,37 +222,37 @@ def test_who_joins_finds_what_was_left(
     assert new.archive.get('exchange/plan/1/0') == b'of the start'
 
 
-def test_new_process_that_loses_its_connection_in_a_meeting_meets_the_others_all_the_same(
+def test_new_process_that_loses_its_connection_in_a_rendezvous_meets_the_others_all_the_same(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     """So do others that have lost theirs by then."""
     survivors, new = joined
-    epoch = present_epoch(job.store)
-    break_epoch(job.store, epoch, 'rank 1 lost a peer')
-    job.store.wait([f'join/{epoch + 1}/2'], TIMEOUT)
+    round = present_round(job.store)
+    end_round(job.store, round, 'rank 1 lost a peer')
+    job.store.wait([f'join/{round + 1}/2'], TIMEOUT)
     job.way.cut()
     moving = [job.move_on(member) for member in survivors]
     for future in moving:
         assert [r.survivor for r in future.result(TIMEOUT.total_seconds())] == [True, True, False]
     new.settle()
     assert [report.midway for report in new.reports] == [False, False, True]
-    assert {member._meeting.epoch for member in (new, *survivors)} == {present_epoch(job.store)}
+    assert {member._result.round for member in (new, *survivors)} == {present_round(job.store)}
 
 
-def test_survivor_whose_connection_is_lost_in_a_meeting_meets_the_others_all_the_same(
+def test_survivor_whose_connection_is_lost_in_a_rendezvous_meets_the_others_all_the_same(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
-    """Nobody may count twice in an epoch, whatever of the last request was done."""
+    """Nobody may count twice in a round, whatever of the last request was done."""
     survivors, new = joined
     new.settle()
-    epoch = present_epoch(job.store)
+    round = present_round(job.store)
     moving = [job.move_on(member) for member in survivors]
-    job.store.wait([f'join/{epoch + 1}/{rank}' for rank in range(2)], TIMEOUT)
+    job.store.wait([f'join/{round + 1}/{rank}' for rank in range(2)], TIMEOUT)
     job.way.cut()  # that of rank 1
     moving.append(job.move_on(new))
     found = [future.result(TIMEOUT.total_seconds()) for future in moving]
     assert [len(reports) for reports in found] == [WORLD] * WORLD
-    assert len({member._meeting.epoch for member in (new, *survivors)}) == 1
+    assert len({member._result.round for member in (new, *survivors)}) == 1
 
 
 def wait_until(true: Callable[[], bool]) -> bool:
@@ -264,7 +264,7 @@ def wait_until(true: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.parametrize(('committed', 'evicted'), [((7, 7), None), ((8, 7), 101)])
-def test_rank_that_waits_for_too_long_ends_the_epoch(
+def test_rank_that_waits_for_too_long_ends_the_round(
     job: Job, committed: tuple[int, int], evicted: int | None
 ) -> None:
     """Nobody is dead or stuck by itself; one that alone is behind is replaced."""
@@ -287,12 +287,12 @@ def test_who_is_busy_is_waited_for_at_a_barrier(job: Job) -> None:
 
 
 def test_new_process_whose_set_up_stands_still_ends(job: Job) -> None:
-    """It gives signs of life, and the others wait for it."""
+    """It gives heartbeats, and the others wait for it."""
     members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
     for member in members:
         member.settle()
     members[2].close()
-    break_epoch(job.store, 0, 'rank 2 died')
+    end_round(job.store, 0, 'rank 2 died')
     moving = [job.move_on(member) for member in members[:2]]
     code, _, said = Forked(ranks.never_sets_up, job.store.port).end(LIMIT_S)
     assert [len(future.result()) for future in moving] == [WORLD, WORLD]

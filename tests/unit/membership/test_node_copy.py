@@ -59,7 +59,7 @@ def test_the_store_is_asked_once(copy: NodeCopy) -> None:
     assert asked.times == 1
 
 
-def test_what_earlier_meetings_left_is_deleted(copy: NodeCopy, directory: Path) -> None:
+def test_what_earlier_rendezvous_left_is_deleted(copy: NodeCopy, directory: Path) -> None:
     earlier = b'another'
     assert copy.read(digest_of(earlier), lambda: earlier) == earlier
     read_by_all(copy, Asked())

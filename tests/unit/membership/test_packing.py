@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import brought, packing
+from moevement_ext.membership import gathered_reports, packing
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.protect import stage_plan
 
@@ -47,7 +47,7 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
     def gathered(store: TCPStore) -> object:
         for rank in range(2):
             store.set(f'join/{rank}', packing.packed(bytes(LIMIT * 3 // 4)))
-        return brought.gather(store, ['join/0', 'join/1'])
+        return gathered_reports.gather(store, ['join/0', 'join/1'])
 
     def plan(store: TCPStore) -> object:
         store.set('plan/1', BOMB)
@@ -56,8 +56,8 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
     return {
         'exchange': left,
         'all ranks': gathered,
-        'one rank': lambda store: brought.unpacked(BOMB),
-        'twice': lambda store: brought.unpacked_together(zlib.compress(BOMB, 9)),
+        'one rank': lambda store: gathered_reports.unpacked(BOMB),
+        'twice': lambda store: gathered_reports.unpacked_together(zlib.compress(BOMB, 9)),
         'a plan': plan,
         'plan of a stage': lambda store: stage_plan.StagePlan.unpacked(BOMB),
     }
@@ -75,6 +75,6 @@ def test_what_would_fill_the_memory_is_refused(
 
 
 def test_what_ranks_say_is_packed_in_one_way() -> None:
-    assert brought.unpacked(brought.packed(b'said')) == b'said'
+    assert gathered_reports.unpacked(gathered_reports.packed(b'said')) == b'said'
     items = [b'a' * 100_000, b'', b'c']
-    assert brought.unpacked_together(brought.packed_together(items)) == items
+    assert gathered_reports.unpacked_together(gathered_reports.packed_together(items)) == items

@@ -6,14 +6,14 @@ import gc
 import msgspec
 
 from moevement_ext.membership.report import Report, decode_all, encode
-from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob, newcomer
+from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob, replacement
 
 WORLD = 4 * RANKS_PER_NODE
 
 
 def test_what_ranks_of_a_node_report_alike_is_one_object() -> None:
     layout = LargeJob(WORLD)
-    reports = [layout.report(rank, 0, 41) for rank in range(WORLD - 1)] + [newcomer(WORLD - 1)]
+    reports = [layout.report(rank, 0, 41) for rank in range(WORLD - 1)] + [replacement(WORLD - 1)]
     found = decode_all([encode(report) for report in reports])
     assert found == reports
     assert [msgspec.msgpack.decode(encode(report), type=Report) for report in reports] == found

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import epoch_watch, rendezvous
-from moevement_ext.membership.absentees import Absentees
-from moevement_ext.membership.brought import hand_out, handed_out
-from moevement_ext.membership.epoch_watch import EpochWatch
+from moevement_ext.membership import rendezvous, round_watch
+from moevement_ext.membership.gathered_reports import hand_out, handed_out
+from moevement_ext.membership.heartbeats import hear
+from moevement_ext.membership.missing_ranks import MissingRanks
 from moevement_ext.membership.node_copy import NodeCopy
-from moevement_ext.membership.rendezvous import Rendezvous, break_epoch, present_epoch
-from moevement_ext.membership.signs import hear
+from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
+from moevement_ext.membership.round_watch import RoundWatch
 from moevement_ext.store.connection_pool import Connections
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob
@@ -56,7 +56,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def come_to_rest(job: Job) -> None:
-    """Return when nothing has been asked for a second: all stand at the gate."""
+    """Return when nothing has been asked for a second: all stand at the barrier."""
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     before = -1
     while job.tally.read().requests != before:
@@ -70,15 +70,15 @@ def test_who_waits_for_others_asks_nothing_meanwhile(job: Job, threads: ThreadPo
     while job.store.add('here/0/0', 0).bit_count() < WORLD - 1:
         time.sleep(0.01)
     come_to_rest(job)
-    meetings = [job.ranks[0].meet(lambda: b'', TIMEOUT), *(future.result() for future in early)]
+    results = [job.ranks[0].meet(lambda: b'', TIMEOUT), *(future.result() for future in early)]
     waiting = [
-        threads.submit(rank.barrier, meeting, 'ready', TIMEOUT)
-        for rank, meeting in zip(job.ranks[1:], meetings[1:], strict=True)
+        threads.submit(rank.barrier, result, 'ready', TIMEOUT)
+        for rank, result in zip(job.ranks[1:], results[1:], strict=True)
     ]
-    while job.store.add('epoch/0/barrier/ready', 0) < WORLD - 1:
+    while job.store.add('round/0/barrier/ready', 0) < WORLD - 1:
         time.sleep(0.01)
     come_to_rest(job)
-    job.ranks[0].barrier(meetings[0], 'ready', TIMEOUT)
+    job.ranks[0].barrier(results[0], 'ready', TIMEOUT)
     assert [future.result() for future in waiting] == [None] * 3
 
 
@@ -86,11 +86,11 @@ def test_what_reports_have_in_common_is_handed_out_once(
     job: Job, threads: ThreadPoolExecutor
 ) -> None:
     common = random.Random(1).randbytes(20_000)  # as of a report with random number states
-    meetings = list(
+    results = list(
         threads.map(lambda rank: rank.meet(lambda: common + b'%d' % rank.rank, TIMEOUT), job.ranks)
     )
     expected = [common + b'%d' % rank for rank in range(WORLD)]
-    assert [meeting.reports for meeting in meetings] == [expected] * WORLD
+    assert [result.reports for result in results] == [expected] * WORLD
     brought = 2 * WORLD * len(common)  # these are new processes, which say before what they bring
     gathered = WORLD * len(common)
     opened = 2 * len(common)
@@ -100,23 +100,23 @@ def test_what_reports_have_in_common_is_handed_out_once(
 
 def test_no_value_is_above_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> None:
     content = [random.Random(rank).randbytes(MIB - 4096) for rank in range(WORLD)]
-    for meeting in threads.map(
+    for result in threads.map(
         lambda rank: rank.meet(lambda: content[rank.rank], TIMEOUT), job.ranks
     ):
-        assert meeting.reports == content
+        assert result.reports == content
     assert MIB / 2 < job.tally.read().largest <= MIB
 
 
-def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
+def test_heartbeats_become_rarer_the_longer_a_rank_may_be_silent(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn_s = 0.4
-    monkeypatch.setattr(epoch_watch, 'HEARTBEAT_SECONDS', 0.02)
-    monkeypatch.setattr(epoch_watch, 'SLOWEST_HEARTBEAT_SECONDS', turn_s)
-    assert present_epoch(job.store) == 0
+    monkeypatch.setattr(round_watch, 'HEARTBEAT_SECONDS', 0.02)
+    monkeypatch.setattr(round_watch, 'SLOWEST_HEARTBEAT_SECONDS', turn_s)
+    assert present_round(job.store) == 0
     woken = threading.Event()
     began = time.monotonic()
-    watching = EpochWatch(Connections(job.connect), 0, 0, [1, 1], 600.0, lambda reason: woken.set())
+    watching = RoundWatch(Connections(job.connect), 0, 0, [1, 1], 600.0, lambda reason: woken.set())
     watching.judge()
     while hear(job.store, 0, 0) < 12:
         time.sleep(0.01)
@@ -125,37 +125,37 @@ def test_signs_of_life_become_rarer_the_longer_a_rank_may_be_silent(
     turns = int((time.monotonic() - began) / turn_s) + 2  # of the first and the last, a part
     assert heartbeats <= turns  # one at once, and one a turn
     # The one that waits for the end, and a first look; a beat each, which hears of the next rank,
-    # too; a look at the epoch at every second.
+    # too; a look at the round at every second.
     assert requests <= 2 + turns + (turns + 1) // 2
     watching.stop()
-    break_epoch(job.store, 0, 'the test is over')
+    end_round(job.store, 0, 'the test is over')
     watching.join()
 
 
-def test_who_hears_that_an_epoch_ends_leaves_the_steps_to_that_to_who_announced_it(
+def test_who_hears_that_a_round_ends_leaves_the_steps_to_that_to_who_announced_it(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All hear of it in the first of them; unless they have waited for the others for long."""
     monkeypatch.setattr(rendezvous, '_LAST_PAUSE_S', 60.0)
-    assert present_epoch(job.store) == 0
+    assert present_round(job.store) == 0
     woken = threading.Semaphore(0)
     pids = [1] * WORLD
     watches = [
-        EpochWatch(Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release())
+        RoundWatch(Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release())
         for rank in range(WORLD)
     ]
     come_to_rest(job)  # all wait
     job.store.compare_set('broken/0', '', '12.5 rank 7 died')
     for _ in watches:
         assert woken.acquire(timeout=TIMEOUT.total_seconds())
-    job.store.compare_set('epoch', '0', '1')
+    job.store.compare_set('round', '0', '1')
     for watching in watches:
         watching.stop()
         watching.join()
-    assert not job.store.check(['met/0']), 'nobody else has shut a gate'
+    assert not job.store.check(['met/0']), 'nobody else has shut a barrier'
 
 
-def test_a_rank_goes_from_epoch_to_epoch_on_the_connections_that_it_has(job: Job) -> None:
+def test_a_rank_goes_from_round_to_round_on_the_connections_that_it_has(job: Job) -> None:
     """New ones cost lookups of names, which all ranks would ask for at the same moment."""
     opened: list[CountedStore] = []
 
@@ -164,13 +164,13 @@ def test_a_rank_goes_from_epoch_to_epoch_on_the_connections_that_it_has(job: Job
         return opened[-1]
 
     connections = Connections(connect)
-    for epoch in range(4):
-        assert present_epoch(job.store) == epoch
+    for round in range(4):
+        assert present_round(job.store) == round
         woken = threading.Event()
-        watching = EpochWatch(
-            connections, epoch, 0, [1, 1], 600.0, lambda reason, woken=woken: woken.set()
+        watching = RoundWatch(
+            connections, round, 0, [1, 1], 600.0, lambda reason, woken=woken: woken.set()
         )
-        break_epoch(job.store, epoch, 'test')
+        end_round(job.store, round, 'test')
         assert woken.wait(TIMEOUT.total_seconds())
         watching.stop()
         watching.join()
@@ -182,9 +182,9 @@ def test_who_survives_takes_its_place_in_one_request_and_what_it_brings_in_anoth
 ) -> None:
     """The store need not answer the second, of which many go together."""
     list(threads.map(lambda rank: rank.meet(lambda: b'', TIMEOUT), job.ranks))
-    break_epoch(job.store, 0, 'rank 3 died')
+    end_round(job.store, 0, 'rank 3 died')
     for rank in job.ranks:
-        if rank._forgetting is not None:  # former epochs, beside it
+        if rank._forgetting is not None:  # former rounds, beside it
             rank._forgetting.join()
     before = job.tally.read().requests
     for rank in job.ranks[1:]:
@@ -192,21 +192,21 @@ def test_who_survives_takes_its_place_in_one_request_and_what_it_brings_in_anoth
     assert job.tally.read().requests - before == 2 * 3 + 1  # who was first counts the counter
 
 
-def test_an_epoch_whose_breaker_died_half_way_is_left_by_survivors_at_once(
+def test_a_round_whose_breaker_died_half_way_is_left_by_survivors_at_once(
     job: Job, threads: ThreadPoolExecutor
 ) -> None:
-    """While they meet: nobody watches that epoch yet, and its gates are not shut."""
+    """While they meet: nobody watches that round yet, and its barriers are not shut."""
     rank = job.ranks[1]
-    looking = Absentees(job.connect, WORLD, 600.0, lambda: rank.looks_for_others)
-    break_epoch(job.store, present_epoch(job.store), 'rank 0 died')
+    looking = MissingRanks(job.connect, WORLD, 600.0, lambda: rank.looks_for_others)
+    end_round(job.store, present_round(job.store), 'rank 0 died')
     waiting = threads.submit(rank.meet, lambda: b'', TIMEOUT, 0)
     job.store.wait(['join/1/1'], TIMEOUT)
     job.store.compare_set('broken/1', '', '12.5 the launcher of node 3 was killed')
     job.store.wait(['join/2/1'], timedelta(seconds=30))
-    break_epoch(job.store, 2, 'the test is over')
+    end_round(job.store, 2, 'the test is over')
     looking.stop()
     others = [threads.submit(one.meet, lambda: b'', TIMEOUT) for one in job.ranks if one != rank]
-    assert {future.result().epoch for future in [waiting, *others]} == {3}
+    assert {future.result().round for future in [waiting, *others]} == {3}
 
 
 def test_reports_of_a_large_job_shrink_to_their_differences(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_reports_of_a_large_job_shrink_to_their_differences(tmp_path: Path) -> N
     assert tally.read().nbytes - once <= once, 'one of them has read it'
 
 
-def test_little_is_handed_out_with_the_gate() -> None:
+def test_little_is_handed_out_with_the_barrier() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     tally = Tally()
     left = hand_out(CountedStore(store, tally), 'reports/0', [b'a', b'b'])

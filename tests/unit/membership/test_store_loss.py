@@ -19,7 +19,7 @@ from tests.unit.store.processes import Server
 pytestmark = pytest.mark.timed
 
 WAIT_S = 60.0
-PATIENCE_S = 1.0
+TIMEOUT_S = 1.0
 
 
 def serve(port: int = 0) -> TCPStore:
@@ -41,8 +41,8 @@ def loss_of() -> Iterator[Lose]:
     """Makes a `StoreLoss` that is closed at the end."""
     made: list[StoreLoss] = []
 
-    def make(store: TCPStore, patience_s: float, on_lost: Callable[[], None] = int) -> StoreLoss:
-        made.append(StoreLoss(store, patience_s, on_lost))
+    def make(store: TCPStore, timeout_s: float, on_lost: Callable[[], None] = int) -> StoreLoss:
+        made.append(StoreLoss(store, timeout_s, on_lost))
         return made[-1]
 
     yield make
@@ -50,11 +50,11 @@ def loss_of() -> Iterator[Lose]:
         loss.close()
 
 
-def test_all_know_the_same_life_of_a_store(loss_of: Lose) -> None:
+def test_all_know_the_same_attempt_of_a_store(loss_of: Lose) -> None:
     store = serve()
     losses = [loss_of(client(store.port), WAIT_S) for _ in range(2)]
-    assert losses[0].life == losses[1].life
-    assert loss_of(serve(), WAIT_S).life != losses[0].life
+    assert losses[0].attempt == losses[1].attempt
+    assert loss_of(serve(), WAIT_S).attempt != losses[0].attempt
     losses[0].connect().set('key', 'value')
     assert losses[1].reconnect().get('key') == b'value'
     assert not losses[0].lost.is_set()
@@ -82,7 +82,7 @@ def test_a_store_that_stood_still_for_too_long_is_not_lost_for_ever(
     server = Server()
     try:
         called = threading.Event()
-        loss = loss_of(client(server.port), PATIENCE_S, called.set)
+        loss = loss_of(client(server.port), TIMEOUT_S, called.set)
         server.stand_still()
         with pytest.raises(DistError):
             loss.connect()
@@ -98,18 +98,18 @@ def test_a_store_that_stood_still_for_too_long_is_not_lost_for_ever(
 
 
 def test_another_store_in_its_place_is_not_taken_for_it(loss_of: Lose) -> None:
-    """Not even when those of the next life have met there."""
+    """Not even when those of the next attempt have met there."""
     store = serve()
     called = threading.Event()
     loss = loss_of(client(store.port), WAIT_S, called.set)
     port = store.port
     del store
     other = serve(port)
-    next_life = loss_of(client(port), WAIT_S)
+    next_attempt = loss_of(client(port), WAIT_S)
     with pytest.raises(DistError, match='another store'):
         loss.connect()
     assert called.wait(WAIT_S)
-    assert not next_life.lost.is_set()
+    assert not next_attempt.lost.is_set()
     assert not other.check(['broken/0'])
 
 

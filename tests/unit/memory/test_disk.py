@@ -195,7 +195,7 @@ except OSError as error:
 def test_pruning_deletes_nothing_that_is_newer_than_what_is_kept(
     disk: DiskWindows, tmp_path: Path
 ) -> None:
-    """It may be all that is left of an earlier life, which this one has not come past."""
+    """It may be all that is left of an earlier attempt, which this one has not come past."""
     write(disk, tmp_path, 0, 3, 6, 9)
     disk.set_aside_after(6, IDENTITY)
     disk.prune([named(3), named(6)])

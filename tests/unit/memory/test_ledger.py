@@ -88,7 +88,7 @@ def test_ring_keeps_the_newest(shm: Path) -> None:
     assert (shm / 'ledger').stat().st_size == Ledger.bytes_needed(4)
 
 
-def test_what_comes_after_the_begin_of_a_life_is_forgotten(shm: Path) -> None:
+def test_what_comes_after_the_begin_of_a_attempt_is_forgotten(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(6, 10):
         ledger.append(entry(iteration))

@@ -51,12 +51,12 @@ def partitions(operators, window):
 
 
 def priced(operators, slots):
-    """Bytes per slot and rank from the definition: own full, later light, earlier nothing."""
+    """Bytes per slot and rank from the definition: own full, later weights, earlier nothing."""
     position = {name: index for index, slot in enumerate(slots) for name in slot}
     return [
         [
             sum(op.full[rank] for op in operators if position[op.name] == index)
-            + sum(op.light[rank] for op in operators if position[op.name] > index)
+            + sum(op.weights[rank] for op in operators if position[op.name] > index)
             for rank in range(len(operators[0].full))
         ]
         for index in range(len(slots))
@@ -106,7 +106,7 @@ def test_fewest_is_feasible_and_fewest_or_infeasible_for_a_stated_reason(case):
     except InfeasiblePlan as error:
         assert not fits(operators, len(operators), budgets)
         index = [op.name for op in operators].index(error.operator)
-        tail = sum(op.light[error.rank] for op in operators[index + 1 :])
+        tail = sum(op.weights[error.rank] for op in operators[index + 1 :])
         assert error.needed == operators[index].full[error.rank] + tail > error.budget
         assert error.budget == budgets[error.rank]
         return
@@ -257,11 +257,11 @@ def test_budgets_far_apart_are_weights_like_others():
 
 
 def test_operator_sizes_are_checked():
-    with pytest.raises(InvalidOperators, match="'a'.*3 light on rank 1"):
+    with pytest.raises(InvalidOperators, match="'a'.*3 weights on rank 1"):
         OperatorBytes('a', (2, 2), (1, 3))
-    with pytest.raises(InvalidOperators, match='2 ranks but light sizes for 1'):
+    with pytest.raises(InvalidOperators, match='2 ranks but weight sizes for 1'):
         OperatorBytes('a', (2, 2), (1,))
-    with pytest.raises(InvalidOperators, match='0 <= light'):
+    with pytest.raises(InvalidOperators, match='0 <= weights'):
         OperatorBytes('a', (2,), (-1,))
     a, wide = OperatorBytes('a', (2,), (1,)), OperatorBytes('b', (2, 2), (1, 1))
     with pytest.raises(InvalidOperators, match=r"listed more than once: \['a'\]"):

@@ -88,7 +88,7 @@ def test_a_process_that_hangs_up_has_as_much_time_as_others(
         assert next(found) == DEATH
 
 
-def test_a_process_gives_signs_as_long_as_its_threads_run(
+def test_a_process_gives_heartbeats_as_long_as_its_threads_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever its other threads wait for."""
@@ -119,9 +119,9 @@ from pathlib import Path
 from moevement_ext.process.watchdog import Watchdog
 
 dog = Watchdog(float(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None, says=True)
-signs = dog._dog.stdin.fileno()
-os.write(signs, b'.')
-while any(fcntl.ioctl(signs, termios.FIONREAD, bytes(4))):  # until it listens
+heartbeats = dog._dog.stdin.fileno()
+os.write(heartbeats, b'.')
+while any(fcntl.ioctl(heartbeats, termios.FIONREAD, bytes(4))):  # until it listens
     time.sleep(0.01)
 print(dog._dog.pid, flush=True)
 if sys.argv[1] == 'holds the lock':
@@ -166,7 +166,7 @@ def test_a_stopped_process_is_killed() -> None:
         process.send_signal(signal.SIGSTOP)
         _, said = process.communicate(timeout=WAIT_S)
         assert process.returncode == -signal.SIGKILL
-        assert f'rank 3 (pid {process.pid}) has given no sign of life for 1 s: killed' in said
+        assert f'rank 3 (pid {process.pid}) has sent no heartbeat for 1 s: killed' in said
         assert ends(dog)
 
 
@@ -260,7 +260,7 @@ def test_who_is_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
         process.send_signal(signal.SIGSTOP)
         code, _, said = process.end(WAIT_S)
         assert code == -signal.SIGKILL
-        assert f'rank 0 (pid {process.pid}) has given no sign of life for 5 s: killed' in said
+        assert f'rank 0 (pid {process.pid}) has sent no heartbeat for 5 s: killed' in said
 
 
 def test_who_waits_for_others_is_watched_for_longer_than_they_are_waited_for(

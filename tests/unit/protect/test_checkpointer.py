@@ -137,7 +137,7 @@ def test_no_file_is_waited_for_once_a_rank_is_lost(shm: Path) -> None:
     training.persisting = False
     training.run_until(2 * W)
     lost = threading.Event()
-    training.life.in_vain = lost.is_set
+    training.lifecycle.in_vain = lost.is_set
     losing = threading.Timer(0.1, lost.set)
     losing.start()
     training.run_until(3 * W)
@@ -303,7 +303,7 @@ def test_what_a_job_is_recovered_from_is_not_captured_by_another_plan(shm: Path)
     after = Training(shm, Cycle(2, plan, 'plan2'), max_wait_s=0)
     after.iteration = 2
     after.heard.extend(window.name for window in after.windows.committed())
-    after.life.go_back_to(WindowName(2, 'plan1'))
+    after.lifecycle.go_back_to(WindowName(2, 'plan1'))
     try:
         after.run_until(5)
         assert WindowName(2, 'plan2') not in after.heard

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that copy their windows to disks of their own: real files, threads, boards and store."""
+"""Ranks that copy their windows to disks of their own: real files, threads, trackers and store."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.protect.disk_tier import DiskSettings, DiskTier
-from moevement_ext.protect.persistence import PersistenceBoard
+from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.memory.samples import (
     RUN,
@@ -81,7 +81,7 @@ class Rank:
         number = self.identity.rank
         self.tier = DiskTier(
             self.disk, self.windows, self.identity, self.settings,
-            partial(PersistenceBoard, PrefixStore('disk', counts), number, job.ranks_in_all),
+            partial(PersistenceTracker, PrefixStore('disk', counts), number, job.ranks_in_all),
             self.statistics,
         )  # fmt: skip
         return self.tier
@@ -333,7 +333,7 @@ def test_a_new_process_goes_on_where_the_one_before_died(make: Callable[..., Job
     wait_for(lambda: other.starts() == [6, 3])
 
 
-def test_a_new_life_of_the_job_keeps_what_it_came_back_from(
+def test_a_new_attempt_of_the_job_keeps_what_it_came_back_from(
     make: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = make(FAST)

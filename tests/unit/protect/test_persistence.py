@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, Agreed
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.protect.persistence import PersistenceBoard
+from moevement_ext.protect.persistence import PersistenceTracker
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.replicate.peers import wait_for
@@ -25,18 +25,18 @@ TIMEOUT = timedelta(seconds=DEADLINE_S)
 
 
 class Job:
-    """The boards of all ranks, each with its own connection to a real store."""
+    """The trackers of all ranks, each with its own connection to a real store."""
 
     def __init__(self) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         self.persisted: list[queue.Queue[WindowName]] = [queue.Queue() for _ in range(WORLD)]
         self.agreed = [Agreed()] * WORLD
-        self.boards = [self._board(rank) for rank in range(WORLD)]
+        self.trackers = [self._tracker(rank) for rank in range(WORLD)]
 
-    def _board(self, rank: int) -> PersistenceBoard:
+    def _tracker(self, rank: int) -> PersistenceTracker:
         store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
         self.agreed[rank] = Agreed()
-        return PersistenceBoard(store, rank, WORLD, partial(self._hear, rank))
+        return PersistenceTracker(store, rank, WORLD, partial(self._hear, rank))
 
     def _hear(self, rank: int, agreed: Agreed) -> None:
         before, self.agreed[rank] = self.agreed[rank], agreed
@@ -45,8 +45,8 @@ class Job:
 
     def replace(self, rank: int) -> None:
         """Another process of this rank, which knows nothing of the one before."""
-        self.boards[rank].stop()
-        self.boards[rank] = self._board(rank)
+        self.trackers[rank].stop()
+        self.trackers[rank] = self._tracker(rank)
 
     def wait_until_counted(self, window: WindowName, ranks: int) -> None:
         """Wait until as many ranks have reported a window that is not persisted yet."""
@@ -58,14 +58,14 @@ class Job:
 
     def report(self, window: WindowName, *ranks: int) -> None:
         for rank in ranks:
-            self.boards[rank].report(window)
+            self.trackers[rank].report(window)
 
     def next_persisted(self) -> list[WindowName]:
         return [heard.get(timeout=DEADLINE_S) for heard in self.persisted]
 
     def stop(self) -> None:
-        for board in self.boards:
-            board.stop()
+        for tracker in self.trackers:
+            tracker.stop()
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_what_a_rank_has_lost_does_not_count_before_it_has_it_again(job: Job) ->
     job.report(window(4), 0, 2)
     job.wait_until_counted(window(4), 2)
     for rank in (1, 2):
-        job.boards[rank].withdraw_after(window(0))
+        job.trackers[rank].withdraw_after(window(0))
     assert job.store.add('complete/4/a', 0) == 1
     job.report(window(4), 1)
     job.wait_until_counted(window(4), 2)
@@ -176,7 +176,7 @@ def test_a_new_process_withdraws_what_its_predecessor_had_reported(job: Job) -> 
     job.report(window(4), 0, 2)
     job.wait_until_counted(window(4), 2)
     job.replace(2)
-    job.boards[2].withdraw_after(window(0))
+    job.trackers[2].withdraw_after(window(0))
     job.report(window(4), 1)
     job.wait_until_counted(window(4), 2)
     assert all(heard.empty() for heard in job.persisted[:2])
@@ -189,7 +189,7 @@ def test_what_was_not_lost_still_counts(job: Job) -> None:
     job.report(window(0), 0, 1)
     job.report(window(4), 0, 1)
     job.wait_until_counted(window(4), 2)
-    job.boards[0].withdraw_after(window(0))
+    job.trackers[0].withdraw_after(window(0))
     job.report(window(0), 2)
     assert job.next_persisted() == [window(0)] * WORLD
 
@@ -200,7 +200,7 @@ def test_a_persisted_window_that_was_lost_after_all_is_so_for_new_processes(job:
     job.next_persisted()
     job.report(window(4), 0, 1, 2)
     assert job.next_persisted() == [window(4)] * WORLD
-    job.boards[2].withdraw_after(window(0))
+    job.trackers[2].withdraw_after(window(0))
     job.replace(1)
     job.report(window(8), 0, 1, 2)
     heard = [queue.get(timeout=DEADLINE_S) for queue in job.persisted]
@@ -213,7 +213,7 @@ def test_what_was_persisted_and_is_captured_again_counts_from_none(job: Job) -> 
     assert job.next_persisted() == [window(4)] * WORLD
     job.replace(0)
     for rank in (1, 2, 0):
-        job.boards[rank].withdraw_after(window(2))
+        job.trackers[rank].withdraw_after(window(2))
     wait_for(lambda: all(agreed.persisted == window(2) for agreed in job.agreed))
     job.report(window(4), 0, 1, 2)
     wait_for(lambda: all(agreed.persisted == window(4) for agreed in job.agreed))
@@ -226,7 +226,7 @@ def test_a_count_that_was_left_behind_does_not_count(job: Job) -> None:
     job.store.add('complete/4/a', WORLD)
     job.replace(0)
     for rank in (1, 2, 0):
-        job.boards[rank].withdraw_after(window(2))
+        job.trackers[rank].withdraw_after(window(2))
     job.report(window(4), 0, 1)
     job.wait_until_counted(window(4), 2)
     assert not any(agreed.is_persisted(4) for agreed in job.agreed)
@@ -242,7 +242,7 @@ def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
     def connection() -> TCPStore:
         return TCPStore('127.0.0.1', server.port, is_master=False, timeout=TIMEOUT)
 
-    class Slow(PersistenceBoard):
+    class Slow(PersistenceTracker):
         def _publish(self, persisted: WindowName) -> None:
             first.withdraw_after(window(0))
             super()._publish(persisted)
@@ -253,14 +253,14 @@ def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
                 first.withdraw_after(window(0))
             return super()._replace(found, standing)  # type: ignore[arg-type]
 
-    first = PersistenceBoard(connection(), 0, 2, heard.put)
+    first = PersistenceTracker(connection(), 0, 2, heard.put)
     late: list[bool] = []
     last = Slow(connection(), 1, 2, heard.put)
     for start, in_the_middle in ((4, False), (8, True)):
         first.report(window(start))
         wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
         if in_the_middle:
-            Slow._publish = PersistenceBoard._publish  # type: ignore[method-assign]
+            Slow._publish = PersistenceTracker._publish  # type: ignore[method-assign]
             late.append(True)
         last.report(window(start))
         wait_for(lambda start=start: server.add(f'complete/{start}/a', 0) == 1)
@@ -278,7 +278,7 @@ def test_a_window_that_one_rank_gives_up_is_given_up_by_all(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
     job.report(window(4), 0, 1)
-    job.boards[2].give_up([4])
+    job.trackers[2].give_up([4])
     wait_for(lambda: all(agreed == Agreed(window(0), (4,)) for agreed in job.agreed))
     job.report(window(4), 2)  # as by mistake
     job.report(window(8), 0, 1, 2)
@@ -290,7 +290,7 @@ def test_what_is_persisted_cannot_be_given_up(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
     for rank in range(WORLD):
-        job.boards[rank].give_up([0])
+        job.trackers[rank].give_up([0])
     job.report(window(4), 0, 1, 2)
     assert job.next_persisted() == [window(4)] * WORLD
 
@@ -299,25 +299,25 @@ def test_a_window_about_to_be_published_can_still_be_given_up() -> None:
     server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     heard: queue.Queue[Agreed] = queue.Queue()
 
-    class Slow(PersistenceBoard):
+    class Slow(PersistenceTracker):
         def _publish(self, persisted: WindowName) -> None:
             self._give_up([persisted.start])
             super()._publish(persisted)
 
-    board = Slow(server, 0, 1, heard.put)
-    board.report(window(4))
+    tracker = Slow(server, 0, 1, heard.put)
+    tracker.report(window(4))
     assert heard.get(timeout=DEADLINE_S) == Agreed(None, (4,))
-    board.stop()
+    tracker.stop()
 
 
 def test_a_window_that_waits_for_ever_is_given_up_in_the_end(job: Job) -> None:
     """Rank 2 never has it. The others skip the windows after it, as they have no file for them."""
     job.report(window(0), 0, 1)
     for start in range(4, 4 * MAX_GIVEN_UP, 4):
-        job.boards[0].give_up([start])
+        job.trackers[0].give_up([start])
     wait_for(lambda: len(job.agreed[0].given_up) == MAX_GIVEN_UP - 1)
     assert not job.agreed[0].is_given_up(0)
-    job.boards[1].give_up([4 * MAX_GIVEN_UP])
+    job.trackers[1].give_up([4 * MAX_GIVEN_UP])
     wait_for(lambda: job.agreed[0].is_given_up(0))
     job.report(window(100), 0, 1, 2)
     assert job.next_persisted() == [window(100)] * WORLD
@@ -329,16 +329,16 @@ def test_a_window_that_waits_for_ever_is_given_up_in_the_end(job: Job) -> None:
 def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFixture) -> None:
     server = DistantStore()
     heard: queue.Queue[Agreed] = queue.Queue()
-    board = PersistenceBoard(server.connect(TIMEOUT), 0, 1, heard.put)
-    board.report(window(0))
+    tracker = PersistenceTracker(server.connect(TIMEOUT), 0, 1, heard.put)
+    tracker.report(window(0))
     assert heard.get(timeout=DEADLINE_S) == Agreed(window(0))
     server.cut()
-    board.report(window(4))
+    tracker.report(window(4))
     wait_for(lambda: 'out of reach' in caplog.text)
-    server.mend()
+    server.repair()
     assert heard.get(timeout=4 * DEADLINE_S) == Agreed(window(4))
     assert caplog.text.count('out of reach') == 1
-    board.stop()
+    tracker.stop()
 
 
 def test_keys_do_not_grow(job: Job) -> None:
@@ -358,8 +358,8 @@ def test_a_window_that_takes_its_time_is_not_asked_for_all_the_while() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     tally, heard = Tally(), queue.Queue[Agreed]()
     connections = [TCPStore('127.0.0.1', store.port, is_master=False) for _ in range(2)]
-    early = PersistenceBoard(CountedStore(connections[0], tally), 0, 2, heard.put)
-    late = PersistenceBoard(connections[1], 1, 2, lambda agreed: None)
+    early = PersistenceTracker(CountedStore(connections[0], tally), 0, 2, heard.put)
+    late = PersistenceTracker(connections[1], 1, 2, lambda agreed: None)
     requests = []
     for start in range(0, 24, 4):
         before = tally.read().requests
@@ -373,7 +373,7 @@ def test_a_window_that_takes_its_time_is_not_asked_for_all_the_while() -> None:
     assert min(requests[-2:]) <= 12 < requests[0]
 
 
-def test_a_failing_callback_does_not_end_the_board() -> None:
+def test_a_failing_callback_does_not_end_the_tracker() -> None:
     heard: queue.Queue[Agreed] = queue.Queue()
 
     def fail_once(agreed: Agreed) -> None:
@@ -382,26 +382,26 @@ def test_a_failing_callback_does_not_end_the_board() -> None:
             raise RuntimeError('callback')
 
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    board = PersistenceBoard(store, 0, 1, fail_once)
+    tracker = PersistenceTracker(store, 0, 1, fail_once)
     for start in (0, 4):
-        board.report(window(start))
+        tracker.report(window(start))
         assert heard.get(timeout=DEADLINE_S) == Agreed(window(start))
-    board.stop()
+    tracker.stop()
 
 
 def test_keys_do_not_grow_with_replacements() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
 
-    def board(rank: int) -> tuple[PersistenceBoard, queue.Queue]:
+    def tracker(rank: int) -> tuple[PersistenceTracker, queue.Queue]:
         heard: queue.Queue = queue.Queue()
         connection = TCPStore('127.0.0.1', store.port, is_master=False)
-        return PersistenceBoard(connection, rank, 2, heard.put), heard
+        return PersistenceTracker(connection, rank, 2, heard.put), heard
 
     for rank in (0, 1):
-        boards = [board(number) for number in (0, 1)]
-        for one, _ in boards:
+        trackers = [tracker(number) for number in (0, 1)]
+        for one, _ in trackers:
             one.report(WindowName(0, 'a'))
-        for one, heard in boards:
+        for one, heard in trackers:
             heard.get(timeout=20)
             one.stop()
         if rank == 0:
@@ -409,7 +409,7 @@ def test_keys_do_not_grow_with_replacements() -> None:
     assert store.num_keys() == before
 
 
-def test_a_board_that_is_busy_stops_as_soon_as_it_is_done() -> None:
+def test_a_tracker_that_is_busy_stops_as_soon_as_it_is_done() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     busy, go_on = threading.Event(), threading.Event()
 
@@ -417,12 +417,12 @@ def test_a_board_that_is_busy_stops_as_soon_as_it_is_done() -> None:
         busy.set()
         go_on.wait(DEADLINE_S)
 
-    board = PersistenceBoard(store, 0, 1, agreed)
-    board.report(window(0))
+    tracker = PersistenceTracker(store, 0, 1, agreed)
+    tracker.report(window(0))
     assert busy.wait(DEADLINE_S)
-    stopping = threading.Thread(target=board.stop)
+    stopping = threading.Thread(target=tracker.stop)
     stopping.start()
-    wait_for(lambda: board._stopping)
+    wait_for(lambda: tracker._stopping)
     go_on.set()
     stopping.join()
-    assert not board._thread.is_alive()
+    assert not tracker._thread.is_alive()

@@ -62,7 +62,7 @@ def test_a_lost_connection_does_not_end_planning(caplog: pytest.LogCaptureFixtur
         replanner.observe(load(8, 20, 20))
         wait_for(lambda: 'windows are not planned anew' in caplog.text)
         assert adopted.empty()
-        server.mend()
+        server.repair()
         replanner.observe(load(16, 30, 10))
         second = adopted.get(timeout=4 * DEADLINE_S)
         assert (second.version, second.shares['layer1.expert0']) == (2, 0.75)

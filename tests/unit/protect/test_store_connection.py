@@ -47,7 +47,7 @@ def test_a_lost_connection_is_made_anew(
     server.cut()
     for _ in range(2):
         assert connection.attempt(write, DistError) > 0
-    server.mend()
+    server.repair()
     wait_for(lambda: connection.attempt(write, DistError) == 0)
     assert server.store.add('count', 0) == 1
     said = [record.getMessage() for record in caplog.records]

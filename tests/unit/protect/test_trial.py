@@ -24,12 +24,12 @@ def training() -> Iterator[Training]:
         training = Training(shm, max_wait_s=0.0)
         training.run_until(W)
         yield training
-        training.life.stop()
+        training.lifecycle.stop()
         training.checkpointer.stop()
 
 
 def on_trial(training: Training, until: int) -> None:
-    training.life.begin_trial(Trial(START, until, of_all=True))
+    training.lifecycle.begin_trial(Trial(START, until, of_all=True))
     while training.iteration < until:
         training.step()
         training.checkpointer.drain()
@@ -50,7 +50,7 @@ def test_until_the_verdict_nothing_counts(training: Training) -> None:
 
 def test_what_was_accepted_is_what_it_would_have_been(training: Training) -> None:
     on_trial(training, 2 * W)
-    training.life.accept()
+    training.lifecycle.accept()
     assert training.committed() == [0, W]
     training.heard.append(training.reported.get(timeout=DEADLINE_S))
     training.run_until(3 * W)
@@ -59,7 +59,7 @@ def test_what_was_accepted_is_what_it_would_have_been(training: Training) -> Non
 
 def test_a_window_is_accepted_in_its_midst(training: Training) -> None:
     on_trial(training, 2 * W - 1)
-    training.life.accept()
+    training.lifecycle.accept()
     assert files(training.windows.path) == ['window', 'writing']
     assert len(training.windows.headers_after(0)) == W - 1
     training.run_until(2 * W)
@@ -70,10 +70,10 @@ def test_a_window_is_accepted_in_its_midst(training: Training) -> None:
 def test_of_what_is_refused_nothing_is_left(until: int, training: Training) -> None:
     on_trial(training, until)
     training.checkpointer.stop_capturing()
-    training.life.withdraw_captures()
+    training.lifecycle.withdraw_captures()
     assert files(training.windows.path) == ['free', 'window']
-    assert training.life.statistics.failures == 0
-    training.life.go_back_to(START)
+    assert training.lifecycle.statistics.failures == 0
+    training.lifecycle.go_back_to(START)
     training.checkpointer.roll_back(0)
     training.iteration = W
     training.run_until(2 * W)
@@ -91,13 +91,13 @@ def test_the_process_after_one_that_dies_finds_nothing_of_it(training: Training)
 def test_of_many_windows_the_newest_that_is_complete_is_kept(training: Training) -> None:
     """One that cannot be complete by then does not take its file."""
     on_trial(training, 4 * W + 1)
-    training.life.accept()
+    training.lifecycle.accept()
     assert training.committed() == [0, 3 * W]
     assert training.agreed.is_given_up(W) and training.agreed.is_given_up(2 * W)
 
 
 def test_a_window_that_is_refused_as_not_judged_cannot_be_committed(training: Training) -> None:
     on_trial(training, 2 * W)
-    [(file, _)] = training.life.trial.windows()
+    [(file, _)] = training.lifecycle.trial.windows()
     with pytest.raises(ValueError, match='not judged'):
         training.windows.commit(file)

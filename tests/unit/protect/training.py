@@ -19,7 +19,7 @@ from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.protect.checkpointer import SparseCheckpointer
-from moevement_ext.protect.lifecycle import WindowLife
+from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.strategy.cycle import Cycle
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY
@@ -67,21 +67,21 @@ class Training:
         self.reported: queue.Queue[WindowName] = queue.Queue()
         self.persisting = True
         self.agreed = Agreed()
-        self.life = WindowLife(
+        self.lifecycle = WindowLifecycle(
             RANK,
             self.windows,
             {},
-            self._board,
+            self._tracker,
             lambda window: None,
             CaptureStatistics(self.events),
             max_wait_s,
         )
         self.checkpointer = SparseCheckpointer(
-            RankIdentity(RUN, TOPOLOGY, RANK), operators, device, self.life, schedule
+            RankIdentity(RUN, TOPOLOGY, RANK), operators, device, self.lifecycle, schedule
         )
 
-    def _board(self, agreed: Callable[[Agreed], None]) -> 'Training':
-        """A board of this rank alone: what it reports is persisted, unless others lag behind."""
+    def _tracker(self, agreed: Callable[[Agreed], None]) -> 'Training':
+        """A tracker of this rank alone: what it reports is persisted, unless others lag behind."""
         return self
 
     def _operator(self, name: str) -> OperatorSlices:
@@ -101,11 +101,11 @@ class Training:
 
     def agree(self, persisted: WindowName | None) -> None:
         self.agreed = Agreed(persisted).with_given_up(self.agreed.given_up)
-        self.life.agreed(self.agreed)
+        self.lifecycle.agreed(self.agreed)
 
     def give_up(self, starts: Iterable[int]) -> None:
         self.agreed = self.agreed.with_given_up(starts)
-        self.life.agreed(self.agreed)
+        self.lifecycle.agreed(self.agreed)
 
     def withdraw_after(self, window: WindowName) -> None:
         pass
@@ -148,10 +148,10 @@ class Training:
         last.resize_(100).fill_(self.iteration)
 
     def stop(self) -> None:
-        if not self._stopping:  # the board, too, is stopped
+        if not self._stopping:  # the tracker, too, is stopped
             self._stopping = True
             self.checkpointer.stop()
-            self.life.stop()
+            self.lifecycle.stop()
             self.store.close()
 
 
@@ -173,9 +173,9 @@ def assert_contents(training: Training, start: int) -> None:
     for header in headers:
         context = decode_context(header.context)
         assert context.full == [NAMES[header.slot]]
-        assert context.light == [*NAMES[header.slot + 1 :]]
+        assert context.weights == [*NAMES[header.slot + 1 :]]
         assert context.state == b'state %d' % header.iteration
-        assert {record.operator for record in header.records} == {*context.full, *context.light}
+        assert {record.operator for record in header.records} == {*context.full, *context.weights}
         payload = torch.from_numpy(file.payload(header.slot).copy())
         for record in header.records:
             stored = payload[record.offset : record.offset + record.nbytes]

@@ -73,7 +73,7 @@ class FakeOperators:
         self.slices = {
             name: OperatorSlices(
                 full=(_slice(name, 'master', self.master[name]),),
-                light=(_slice(name, 'weight', self.weight[name]),),
+                weights=(_slice(name, 'weight', self.weight[name]),),
             )
             for name in names
         }
@@ -141,7 +141,7 @@ class FakeState:
 
 
 def decoded(state: bytes) -> tuple[int, bytes, float]:
-    """A small state."""
+    """An auxiliary state."""
     return msgspec.msgpack.decode(state, type=tuple[int, bytes, float])
 
 
@@ -263,7 +263,7 @@ class FakeTrainer:
     ) -> None:
         self.stage = stage
         self.operators = FakeOperators(names)
-        self.small_state = FakeState()
+        self.auxiliary_state = FakeState()
         self.wire = wire or Alone()
         self.pipeline = FakePipeline(stage, stages, self.wire)
         self.loop = FakeLoop()
@@ -276,18 +276,18 @@ class FakeTrainer:
 
     @property
     def iteration(self) -> int:
-        return self.small_state.iteration
+        return self.auxiliary_state.iteration
 
     def everything(self) -> tuple[object, ...]:
         """All that a later iteration can depend on."""
         masters = {name: _bytes(tensor) for name, tensor in self.operators.master.items()}
-        return masters, self.operators.weights(), self.small_state.random
+        return masters, self.operators.weights(), self.auxiliary_state.random
 
     def begin_iteration(self, iteration: int) -> bytes:
-        return self.small_state.now()
+        return self.auxiliary_state.now()
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        self.small_state.restore(state)
+        self.auxiliary_state.restore(state)
 
     def iterate(self, iteration: int) -> None:
         """All micro-batches down, all gradients up, one update of all that is not frozen."""
@@ -301,18 +301,18 @@ class FakeTrainer:
         self.update.before()
         active = [name for name in self.operators.names if name not in self.operators.frozen]
         gradients = {name: mixed('gradient', name, weights, passes, backward) for name in active}
-        self.small_state.norm = self._norm(gradients)
+        self.auxiliary_state.norm = self._norm(gradients)
         faults.point(Phase.NORM)
         self.update.writing()
         self._write(gradients)
-        self.small_state.iteration = iteration + 1
+        self.auxiliary_state.iteration = iteration + 1
         self.update.written(False)
         faults.point(Phase.AFTER_STEP)
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        norms = [self.small_state.norm]
+        norms = [self.auxiliary_state.norm]
         entry = LedgerEntry(iteration, norms, [], MICRO_BATCHES, iteration, loss=self.loss)
-        return Committed(self.small_state.now(), entry)
+        return Committed(self.auxiliary_state.now(), entry)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
         """What `iterate` is to call around its update."""
@@ -340,7 +340,7 @@ class FakeTrainer:
 
     def _forward(self, iteration: int, index: int, weights: object) -> tuple[bytes, bytes]:
         given = self.pipeline.receive(Direction.DOWN, mixed('data', iteration, index))
-        state = self.small_state
+        state = self.auxiliary_state
         state.random = mixed('random', state.random)
         result = mixed(given, weights, state.random)
         self.pipeline.send(Direction.DOWN, result)
@@ -361,7 +361,7 @@ class FakeTrainer:
     def _write(self, gradients: Mapping[str, bytes]) -> None:
         for name, gradient in gradients.items():
             master = _bytes(self.operators.master[name])
-            self.operators.write(name, mixed(master, gradient, self.small_state.norm))
+            self.operators.write(name, mixed(master, gradient, self.auxiliary_state.norm))
             faults.point(Phase.STEP)  # the others are still to be written
 
 

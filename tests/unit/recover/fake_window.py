@@ -29,15 +29,15 @@ class FakeWindow:
         """The next slot: some operators in full, those not yet captured by their weights."""
         slot = len(self._slots)
         full = list(self._plan[slot])
-        light = [name for group in self._plan[slot + 1 :] for name in group]
+        weights = [name for group in self._plan[slot + 1 :] for name in group]
         slices = trainer.operators.slices
         records, payload = [], b''
-        for part in (*(slices[n].full[0] for n in full), *(slices[n].light[0] for n in light)):
+        for part in (*(slices[n].full[0] for n in full), *(slices[n].weights[0] for n in weights)):
             content = part.source.numpy().tobytes()
             place = (0, len(content), len(payload), len(content))
             records.append(Record(part.operator, part.tensor, part.part, 'uint8', *place))
             payload += content
-        context = SlotContext(full, light, trainer.small_state.now())
+        context = SlotContext(full, weights, trainer.auxiliary_state.now())
         header = SlotHeader(
             version=FORMAT_VERSION,
             run='run',

@@ -45,7 +45,7 @@ def converted(plan: Plan, breaking: Callable[[FakeTrainer], None] = lambda new: 
     """Whether a new process comes to the state of the job that was lost."""
     window, lost = captured(plan)
     new = FakeTrainer(NAMES)
-    new.small_state.random = b'of another process'
+    new.auxiliary_state.random = b'of another process'
     breaking(new)
     conversion = Conversion(window)
     conversion.run(new, Verification.of_nothing())
@@ -94,7 +94,7 @@ SEVERAL = [plan for plan in ALL_PLANS if len(plan) > 1]
 
 
 def restore_nothing(new: FakeTrainer) -> None:
-    new.small_state.restore = lambda state: None  # type: ignore[method-assign]
+    new.auxiliary_state.restore = lambda state: None  # type: ignore[method-assign]
 
 
 def reduce_anew(new: FakeTrainer) -> None:

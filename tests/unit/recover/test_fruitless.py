@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.distributed import DistBackendError
 
-from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.recover import fruitless
 from moevement_ext.recover.fruitless import MOST, Fruitless
@@ -168,7 +168,7 @@ def report(fruitless: int = 0, own_error: bool = False, survivor: bool = True) -
 def failed(times: int, error: Exception | None = None) -> Fruitless:
     made = Fruitless()
     for _ in range(times):
-        made.failed(error or EpochBroken('rank 1 left'), ended_epoch=error is not None)
+        made.failed(error or RoundEnded('rank 1 left'), ended_round=error is not None)
     return made
 
 
@@ -206,6 +206,6 @@ def test_where_nobody_is_to_blame_the_whole_job_starts_again() -> None:
 def test_progress_on_one_rank_is_progress() -> None:
     made = failed(MOST - 1)
     made.progressed()
-    made.failed(ConnectionResetError('x'), ended_epoch=True)
+    made.failed(ConnectionResetError('x'), ended_round=True)
     assert made.met([report(1, own_error=True), report(MOST)], GO_ON) == GO_ON
     assert made.count == 1

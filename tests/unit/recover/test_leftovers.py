@@ -28,7 +28,7 @@ LAST_SLOT = NEWER + WINDOW
 """In this iteration the last slot of the newer window is copied, and the older is still there."""
 ITERATIONS = LAST_SLOT + WINDOW
 NEWEST = f'window-{NEWER}-*'
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 # A thread of a dead one may look at it once more, as none of a dead process does.
 pytestmark = [
@@ -47,8 +47,8 @@ class DamagedJob(ThreadedJob):
 
     damaged = False
 
-    def _bury(self, process: Process) -> None:
-        super()._bury(process)
+    def _reap(self, process: Process) -> None:
+        super()._reap(process)
         if not self.damaged:
             self.damaged = True
             folders = [folder_of(self, rank) for rank in range(STAGES)]
@@ -71,12 +71,12 @@ class Undisturbed(ThreadedJob):
 
 
 class AwayJob(ThreadedJob):
-    """The node of the first who dies is lost; another comes, with windows of an earlier life."""
+    """The node of the first who dies is lost; another comes, with windows of an earlier attempt."""
 
     kept: Mapping[str, bytes]
 
-    def _bury(self, process: Process) -> None:
-        super()._bury(process)
+    def _reap(self, process: Process) -> None:
+        super()._reap(process)
         folder = folder_of(self, process.rank)
         private.make_directories(self.directory, folder)
         for name, content in self.kept.items():
@@ -91,7 +91,7 @@ def folder_of(job: ThreadedJob, rank: int) -> Path:
 
 def awaited(found: Callable[[], list[Path]], count: int) -> list[Path]:
     """So many files, once there are."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     while len(paths := found()) < count:
         assert time.monotonic() < deadline, f'there are only {paths}'
         time.sleep(0.005)
@@ -131,10 +131,10 @@ def test_a_window_that_was_refused_and_captured_anew_is_used_by_the_next_recover
     assert replayed == [OLDER, NEWER]
 
 
-def test_windows_of_an_earlier_life_leave_room_for_the_one_that_a_replay_fetches(
+def test_windows_of_an_earlier_attempt_leave_room_for_the_one_that_a_replay_fetches(
     undisturbed: Undisturbed,
 ) -> None:
-    """They are newer than what this life has come to, so that nobody calls them outdated."""
+    """They are newer than what this attempt has come to, so that nobody calls them outdated."""
     fault = Fault(VICTIM, Phase.FORWARD, LAST_SLOT + 1, node_lost=True)
     with tmpfs_directory() as directory:
         job = AwayJob(directory, ITERATIONS, [fault], undisturbed.states)

@@ -41,7 +41,7 @@ LOST_STAGE = Localized(8, frozenset({1}), frozenset({1, 2}), frozenset({2}), WIN
 
 def recover(launcher: TCPStore, rank: int, verdict: Localized = LOST_STAGE) -> Outage:
     """Ranks 1 and 2 are a stage, of which process 12 dies; a failure in the recovery, too."""
-    store = PrefixStore('epoch/7', launcher)
+    store = PrefixStore('round/7', launcher)
     outage = Outage(rank)
     outage.begins('rank 2 is gone', 1.5, [report(10), report(11), report(12)])
     now = [report(10), report(11), report(22, survivor=False, node='n1')]
@@ -91,7 +91,7 @@ def test_where_nobody_died_the_reason_is_said(
     outage.begins('the network', 0.0, reports)
     outage.met(reports)
     nothing = Localized(8, frozenset(), frozenset(), frozenset(), None)
-    outage.is_over(PrefixStore('epoch/7', launcher), nothing, reports, {})
+    outage.is_over(PrefixStore('round/7', launcher), nothing, reports, {})
     outage.say()
     out = capsys.readouterr().out
     assert 'no process died: the network' in out and 'verified' not in out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever happens to a rank, and in whatever order: what it reports to a meeting is true.
+"""Whatever happens to a rank, and in whatever order: what it reports to a rendezvous is true.
 
 A model of its memory follows every event beside the machine; all sequences of events up to a
 length are tried, with a failure and a report after each.

@@ -13,7 +13,7 @@ from moevement_ext.recover.verdict import Localized
 WINDOW = Window(WindowName(6, 'plan'), 3)
 WAITS, BEGINS = 'waits', 'begins'
 OF_RANK = (WAITS, BEGINS, 4, 5)
-"""What a rank does; a number: it goes on, connected since that epoch."""
+"""What a rank does; a number: it goes on, connected since that round."""
 
 
 def job(does: tuple[str | int, ...]) -> tuple[Localized, list[Report]]:

@@ -66,7 +66,7 @@ VICTIMS = [
 ]
 
 MOST_LEFT_OPEN = 500
-"""Descriptors, by the few processes that are killed in their first meeting, or while they close."""
+"""Descriptors, by processes that are killed in their first rendezvous, or while they close."""
 
 # A thread of a dead one may look at it once more, as none of a dead process does.
 pytestmark = [
@@ -304,11 +304,11 @@ def test_what_a_lost_node_had_is_reserved_while_the_model_is_built(
     assert order == [*STAGES * ['model'], '5 files', 'model', 'reserved']
 
 
-def nothing_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def put_back(recovery: LocalizedRecovery) -> None:
+def nothing_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def roll_back(recovery: LocalizedRecovery) -> None:
         recovery._position.undone()
 
-    monkeypatch.setattr(LocalizedRecovery, '_put_back', put_back)
+    monkeypatch.setattr(LocalizedRecovery, '_roll_back', roll_back)
 
 
 def recorded_norm_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def recorded_norm_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StageReplay, '_entry', another)
 
 
-def small_state_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+def auxiliary_state_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeState, 'restore', FakeState.set_counters)
 
 
@@ -332,9 +332,9 @@ def post_step_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ('breaking', 'phase'),
     [
-        (nothing_put_back, Phase.P2P),
+        (nothing_roll_back, Phase.P2P),
         (recorded_norm_is_another, Phase.FORWARD),
-        (small_state_not_restored, Phase.FORWARD),
+        (auxiliary_state_not_restored, Phase.FORWARD),
         (post_step_not_finished, Phase.EVALUATE),
     ],
 )

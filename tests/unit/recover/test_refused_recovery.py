@@ -112,9 +112,9 @@ class WithEvidence(ThreadedJob):
         if rank == 1 and trainer.iteration == STRUCK - 1 and not self.struck:
             assert self._there.wait(20)
 
-    def _bury(self, process: Process) -> None:
+    def _reap(self, process: Process) -> None:
         self.struck = True
-        super()._bury(process)
+        super()._reap(process)
 
 
 def differing(job: ThreadedJob, expected: Expected) -> list[tuple[int, int]]:
@@ -209,7 +209,7 @@ class _FromAnOldWindow(ThreadedJob):
     def _start_all_again(self, running: dict[int, Process], first: Process) -> dict[int, Process]:
         self.restarts += 1
         self._kill(running)
-        self._bury(first)
+        self._reap(first)
         self.persisted = -1
         if self.restarts == 1:
             shutil.rmtree(self.directory / 'run' / 'node1')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank brings to a meeting is short, as the store that it goes through serves all ranks."""
+"""The report of a rank is short, since one store serves all ranks."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -24,7 +24,7 @@ from moevement_ext.recover.sources import (
 from moevement_ext.replicate import greeting, interrupting
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import SlotHead, WindowHead
-from moevement_ext.replicate.secret import of_life
+from moevement_ext.replicate.secret import of_attempt
 from tests.unit.memory.samples import (
     RUN,
     SECRET,
@@ -164,7 +164,7 @@ def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> N
     replicate(job, job.commit(0))
     inventories = job.inventories()
     job.ranks[0].windows.discard(named(0))
-    peer = silent_peer(greets=True, secret=of_life(SECRET, SECRET))
+    peer = silent_peer(greets=True, secret=of_attempt(SECRET, SECRET))
     with peer as address, ThreadPoolExecutor() as pool:
         job.ranks[0].addresses[1] = address
         window = ArrivingWindow(job.ranks[0], CANDIDATE, [[], inventories[1]], OWN)
@@ -247,7 +247,7 @@ def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]
         with sock, contextlib.suppress(OSError):
             connection = Connection(sock)
             connection.set_deadline(DEADLINE_S)
-            greeting.admit(connection, of_life(SECRET, SECRET))
+            greeting.admit(connection, of_attempt(SECRET, SECRET))
             serve(connection)
 
     thread = threading.Thread(target=run)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Replay:
-    """Of the second of two stages, whose watching thread says when the epoch is broken."""
+    """Of the second of two stages, whose watching thread says when the round is ended."""
 
     def __init__(self, job: Job) -> None:
         self.memory = job.ranks[1]
@@ -41,9 +41,9 @@ class Replay:
 
     def raise_if_broken(self) -> None:
         if self.broken.is_set():
-            raise EpochBroken('another rank is gone')
+            raise RoundEnded('another rank is gone')
 
-    def break_epoch(self) -> None:
+    def end_round(self) -> None:
         """As the watching thread does, before anything is waited for."""
         self.broken.set()
         self.of_stage.interrupt()
@@ -59,8 +59,8 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
 
 def test_the_log_of_a_neighbour_that_sends_no_more_is_not_waited_for(replay: Replay) -> None:
     replay.memory.ledger.append(LedgerEntry(1, [1.0], [], 2, 1))
-    replay.break_epoch()
-    with pytest.raises(EpochBroken), replay.of_stage._from_logs(0, 1):
+    replay.end_round()
+    with pytest.raises(RoundEnded), replay.of_stage._from_logs(0, 1):
         received = replay.trainer.pipeline._received
         assert received is not None
         received[Direction.DOWN].take(1, 0, timeout_s=1.0)  # type: ignore[call-arg]
@@ -68,7 +68,7 @@ def test_the_log_of_a_neighbour_that_sends_no_more_is_not_waited_for(replay: Rep
     assert not [it for it in threading.enumerate() if it.name.startswith('log-reader')]
 
 
-def test_a_ledger_that_another_life_left_on_a_node_is_not_believed(replay: Replay) -> None:
+def test_a_ledger_that_another_attempt_left_on_a_node_is_not_believed(replay: Replay) -> None:
     """A rank that comes to a node where it had been long ago finds what it left there."""
     now = [LedgerEntry(t, [float(t)], [], 2, 8 * t) for t in range(1, 5)]
     ledger = replay.memory.ledger
@@ -102,10 +102,10 @@ def test_what_others_of_its_stage_recorded_is_believed_whatever_a_node_has_kept(
 
 
 def test_a_window_that_does_not_come_is_not_waited_for(replay: Replay) -> None:
-    replay.break_epoch()
+    replay.end_round()
     with silent_peer(greets=True) as address:
         replay.memory.addresses[0] = address
-        with pytest.raises(EpochBroken):
+        with pytest.raises(RoundEnded):
             with replay.of_stage._arriving(CANDIDATE, [[], []]):
                 pytest.fail('it is waited for')
     assert replay.of_stage._waiting == []

@@ -39,7 +39,7 @@ class CountingOperators(FakeOperators):
         self.counter = torch.full((8,), rank, dtype=torch.uint8)
         counter = TensorSlice('a', 'counter', 'buffer', 0, 8, self.counter, volatile=True)
         held = self.slices['a']
-        self.slices['a'] = OperatorSlices((*held.full, counter), (*held.light, counter))
+        self.slices['a'] = OperatorSlices((*held.full, counter), (*held.weights, counter))
 
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
         for record in header.records:
@@ -60,7 +60,7 @@ class Replica(FakeTrainer):
     def __init__(self, rank: int, groups: FakeGroups) -> None:
         super().__init__('abcd', rank, STAGES, groups)
         self.operators = CountingOperators(rank)
-        self.small_state.random = mixed('seed', rank)
+        self.auxiliary_state.random = mixed('seed', rank)
         others = [other for other in range(STAGES) if other != rank]
         self.place = self.place._replace(twins=others)
 
@@ -113,8 +113,8 @@ class Watched(ThreadedJob):
 
     held: frozenset[str] = frozenset()
 
-    def _bury(self, process: object) -> None:
-        super()._bury(process)  # type: ignore[arg-type]
+    def _reap(self, process: object) -> None:
+        super()._reap(process)  # type: ignore[arg-type]
         paths = Path(self.directory).glob('run/*/*/*/window-*.window')
         self.held |= {f'{path.parent.parent.name}/{path.parent.name}' for path in paths}
 

@@ -39,8 +39,8 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import (
     Rendezvous,
     announce_failure,
-    break_epoch,
-    present_epoch,
+    end_round,
+    present_round,
 )
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity, WindowName
@@ -147,9 +147,9 @@ class Process:
         fault = self.job.strikes(self, phase)
         if fault is not None and fault.kills is not None:
             assert self.membership is not None
-            epoch = self.membership._meeting.epoch
+            round = self.membership._result.round
             self.job.kill(fault)
-            self.await_meeting_after(epoch)
+            self.await_rendezvous_after(round)
         elif fault is not None:
             self.fault, self.dead = fault, True
             raise Died
@@ -164,11 +164,11 @@ class Process:
             self.membership._watch.stop()
         _raise_in(self.thread, Died)
 
-    def await_meeting_after(self, epoch: int) -> None:
+    def await_rendezvous_after(self, round: int) -> None:
         """Of all that live, the new one among them, unless this one has to leave for it."""
         member, deadline = self.membership, time.monotonic() + _PERSISTED_S
         assert member is not None
-        while member._meeting.epoch == epoch and not member.broken:
+        while member._result.round == round and not member.broken:
             self.raise_if_dead()
             assert time.monotonic() < deadline, 'nobody is met'
             time.sleep(0.002)
@@ -184,7 +184,7 @@ class Process:
         if protected is not None and protected._disk is not None:
             protected._disk.close()
 
-    # Its life
+    # Its attempt
 
     def _run(self) -> None:
         try:
@@ -219,7 +219,7 @@ class Process:
         )
         self.membership = member
         if not member.joining:
-            self.groups.connect(f'life {member.origin}')
+            self.groups.connect(f'attempt {member.origin}')
         events = EventLog(None, self.rank)
         events.listeners.append(self._note)
         gathered = StoreExchange(self.rank, member.archive, member.joining)
@@ -358,7 +358,7 @@ class ThreadedJob:
             while not all(process.finished for process in running.values()):
                 process = self.ended.get(timeout=_TIMEOUT.total_seconds())
                 if process is not running[process.rank] or process.finished:
-                    continue  # of a life of the job that is over
+                    continue  # of an attempt of the job that is over
                 if process.error is not None:
                     self.errors.append((process.rank, process.error))
                     if len(self.errors) > self.most_errors:
@@ -380,17 +380,17 @@ class ThreadedJob:
         announce_failure(self._store.clone(), rank, f'rank {rank} was killed')
 
     def _replace(self, process: Process) -> Process:
-        self._bury(process)
+        self._reap(process)
         announce_failure(self._store, process.rank, f'rank {process.rank} died')
         return Process(self, process.rank)
 
     def _start_all_again(self, running: dict[int, Process], first: Process) -> dict[int, Process]:
         self.restarts += 1
         self._kill(running)
-        self._bury(first)
+        self._reap(first)
         return {rank: Process(self, rank) for rank in range(STAGES)}
 
-    def _bury(self, process: Process) -> None:
+    def _reap(self, process: Process) -> None:
         process.release()
         if process.fault is not None and process.fault.node_lost:
             shutil.rmtree(self.directory / 'run' / process.node)
@@ -399,7 +399,7 @@ class ThreadedJob:
         """All that still live, at once."""
         for process in running.values():
             process.kill()
-        break_epoch(self._store, present_epoch(self._store), 'all were killed')
+        end_round(self._store, present_round(self._store), 'all were killed')
         for process in running.values():
             process.thread.join()
             process.release()

@@ -93,7 +93,7 @@ class Cluster:
         self.backend = backend
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
         self.ranks = [self._start(rank, fake=False) for rank in range(size)]
-        self._epoch = 0
+        self._round = 0
 
     def replace(self, rank: int) -> None:
         """Start a new process in the place of a dead one; its groups are fake."""
@@ -110,8 +110,8 @@ class Cluster:
         return [rank.result() for rank in chosen]
 
     def fresh_prefix(self) -> str:
-        self._epoch += 1
-        return f'epoch{self._epoch}'
+        self._round += 1
+        return f'round{self._round}'
 
     def renew(self, members: Any = None) -> None:
         """On all members together."""

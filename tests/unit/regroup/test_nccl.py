@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership.membership import Membership
-from moevement_ext.membership.rendezvous import EpochBroken
+from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.regroup import process_groups
 from moevement_ext.regroup.nccl_calls import _NOT_IN_A_GROUP, OpenCalls
@@ -75,7 +75,7 @@ def commits(job: Job) -> bool:
     recovery._membership, membership._groups = membership, job.process_groups
     try:
         recovery.committing()
-    except EpochBroken:
+    except RoundEnded:
         return False
     return True
 

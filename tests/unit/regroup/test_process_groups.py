@@ -74,8 +74,8 @@ def test_replacement_with_fake_groups_joins_survivors() -> None:
             job.renew()
             job.all(ranks.collectives)
             assert job.all(ranks.operation_timeouts) == [{ranks.OPERATION_TIMEOUT}] * 3
-        newcomer, survivor = job.all(ranks.backends, ranks=(1, 2))
-        assert newcomer['world'] == survivor['world']
+        replacement, survivor = job.all(ranks.backends, ranks=(1, 2))
+        assert replacement['world'] == survivor['world']
 
 
 def test_groups_that_are_not_inside_become_fake() -> None:

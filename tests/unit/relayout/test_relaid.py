@@ -43,7 +43,7 @@ MASTER = torch.arange(ELEMENTS, dtype=torch.float32)
 WEIGHT = MASTER.bfloat16()
 # `one` is in full in slot 0, `two` in slot 1.
 FULL = [['one'], ['two']]
-LIGHT = [['two'], []]
+WEIGHTS = [['two'], []]
 
 
 class Relaying:
@@ -58,7 +58,7 @@ class Relaying:
     def state_owners(self, seats: Mapping[int, Seat]) -> list[int]:
         return [2]
 
-    def small_state(self, states: Mapping[int, bytes]) -> bytes:
+    def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
         assert [*states] == [2]
         return b'relaid ' + states[2]
 
@@ -77,8 +77,8 @@ def slices(operator: str, rank: int, of: int) -> OperatorSlices:
     number = 1000 * (operator == 'two')
     full = TensorSlice(operator, tensor, 'master', start, end, number + MASTER[start:end])
     step = TensorSlice(operator, tensor, 'step', 0, 1, torch.tensor([3.0]))
-    light = TensorSlice(operator, tensor, 'weight', start, end, number + WEIGHT[start:end])
-    return OperatorSlices((full, step), (light,))
+    weights = TensorSlice(operator, tensor, 'weight', start, end, number + WEIGHT[start:end])
+    return OperatorSlices((full, step), (weights,))
 
 
 def captured(windows: OwnerWindows, owner: int) -> WindowFile:
@@ -87,7 +87,7 @@ def captured(windows: OwnerWindows, owner: int) -> WindowFile:
     assert file is not None
     for slot in range(WINDOW):
         held = [slices(name, owner, OWNERS).full for name in FULL[slot]]
-        held += [slices(name, owner, OWNERS).light for name in LIGHT[slot]]
+        held += [slices(name, owner, OWNERS).weights for name in WEIGHTS[slot]]
         records, content = [], b''
         for item in (item for kind in held for item in kind):
             data = item.source.view(torch.uint8).numpy().tobytes()
@@ -95,7 +95,7 @@ def captured(windows: OwnerWindows, owner: int) -> WindowFile:
             place = (item.start, item.end, len(content), len(data))
             records.append(Record(item.operator, item.tensor, item.part, dtype, *place))
             content += data + bytes(-len(data) % 64)
-        context = SlotContext(FULL[slot], LIGHT[slot], f'state {owner} {slot}'.encode())
+        context = SlotContext(FULL[slot], WEIGHTS[slot], f'state {owner} {slot}'.encode())
         header = SlotHeader(
             FORMAT_VERSION, 'old', 'old', owner, START, WINDOW, slot, START + slot, 'plan',
             len(content), records, msgspec.msgpack.encode(context), b'', placed(owner),
@@ -201,7 +201,7 @@ def test_a_rank_has_its_own_names_ranges_and_stamp(
     assert [(header.owner, header.iteration) for header in headers] == [(rank, 7), (rank, 8)]
     assert {header.placed for header in headers} == {placed(rank, Layout(2, data=2))}
     contexts = [decode_context(header.context) for header in headers]
-    assert [(one.full, one.light) for one in contexts] == list(zip(FULL, LIGHT, strict=True))
+    assert [(one.full, one.weights) for one in contexts] == list(zip(FULL, WEIGHTS, strict=True))
     assert [one.state for one in contexts] == [b'relaid state 2 0', b'relaid state 2 1']
     assert fetcher.local
     assert bool(fetcher.remote) == (rank == 1)  # owner 3 is on node b only

@@ -21,7 +21,7 @@ from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member
-from moevement_ext.replicate.secret import of_life
+from moevement_ext.replicate.secret import of_attempt
 from moevement_ext.replicate.share import Share
 from tests.unit.memory.samples import (
     RUN,
@@ -373,7 +373,7 @@ def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
 # Who may take part, and what goes wrong at the start
 
 
-def test_each_life_of_the_job_has_a_secret_of_its_own_by_what_rank_0_draws(
+def test_each_attempt_of_the_job_has_a_secret_of_its_own_by_what_rank_0_draws(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
@@ -388,14 +388,15 @@ def test_each_life_of_the_job_has_a_secret_of_its_own_by_what_rank_0_draws(
         return everyone
 
     config = SparseCheckpointConfig(dir=str(shm), replicas=1)
-    for life in range(2):
+    for attempt in range(2):
         memory = HostMemory(
             config, 'run1', Share(identity_of(0), capacity()), CPU, pytest.fail, exchange, SECRET
         )
-        client = ReplicaClient(memory.server.address, of_life(SECRET, drawn[life][0].salt), 20.0)
+        salt = drawn[attempt][0].salt
+        client = ReplicaClient(memory.server.address, of_attempt(SECRET, salt), 20.0)
         assert client.fetch_headers(1, 0) == []
         client.close()
-        for stranger in (SECRET, drawn[life][0].salt, of_life(bytes(32), drawn[life][0].salt)):
+        for stranger in (SECRET, salt, of_attempt(bytes(32), salt)):
             with pytest.raises(PeerLost, match='does not know the secret'):
                 ReplicaClient(memory.server.address, stranger, 20.0).fetch_headers(1, 0)
         memory.close(remove=True)

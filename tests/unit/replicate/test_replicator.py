@@ -209,7 +209,7 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
             assert events.next_replicated() == named(9)
 
 
-def test_a_longer_window_of_an_earlier_life_is_replicated_before_those_of_now(shm: Path) -> None:
+def test_a_longer_window_of_an_earlier_attempt_is_replicated_before_those_of_now(shm: Path) -> None:
     """The job was started again with a shorter --sparse-ckpt-max-window."""
     events, of_now = Events(), capacity(window=1)
     stores = [NodeStore(shm, 'run1', f'node{rank}') for rank in (0, 1)]

@@ -93,40 +93,40 @@ def test_what_is_given_is_used_and_known_to_who_joins_anywhere(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, GIVEN)
-    meeting = store()
-    found = agree(Ranks(meeting, 0, GIVEN), NodeStore(shm, 'run', 'a'))
+    result = store()
+    found = agree(Ranks(result, 0, GIVEN), NodeStore(shm, 'run', 'a'))
     elsewhere = NodeStore(shm, 'run', 'b')
-    assert agree(Ranks(meeting, 1, GIVEN, joining=True), elsewhere) == found
+    assert agree(Ranks(result, 1, GIVEN, joining=True), elsewhere) == found
     assert marks_here(elsewhere) == [mark(found)]
     assert not list(shm.rglob('*')), 'nothing is kept that need not be'
-    assert not any(found in content or GIVEN.encode() in content for content in contents(meeting))
+    assert not any(found in content or GIVEN.encode() in content for content in contents(result))
 
 
 def test_what_is_drawn_is_known_on_the_nodes_that_the_job_began_on_alone(shm: Path) -> None:
-    meeting = store()
+    result = store()
     node = NodeStore(shm, 'run', 'a')
-    found = agree(Ranks(meeting, 0, ''), node)
-    assert not any(found in content for content in contents(meeting))
+    found = agree(Ranks(result, 0, ''), node)
+    assert not any(found in content for content in contents(result))
     [file] = [path for path in shm.rglob('*') if path.is_file()]
     assert file.stat().st_mode & 0o777 == 0o600 and file.read_bytes() == found
-    assert agree(Ranks(meeting, 0, '', joining=True), node) == found
+    assert agree(Ranks(result, 0, '', joining=True), node) == found
     assert marks_here(node) == [mark(found)]
     with pytest.raises(UnknownSecretError, match=VARIABLE):
-        agree(Ranks(meeting, 0, '', joining=True), NodeStore(shm, 'run', 'b'))
+        agree(Ranks(result, 0, '', joining=True), NodeStore(shm, 'run', 'b'))
     again = agree(Ranks(store(), 0, ''), node)
-    assert again != found, 'each life has its own'
+    assert again != found, 'each attempt has its own'
     with pytest.raises(UnknownSecretError):
-        agree(Ranks(meeting, 0, '', joining=True), node)
+        agree(Ranks(result, 0, '', joining=True), node)
 
 
 def test_a_file_that_others_can_read_or_have_made_is_no_secret(shm: Path) -> None:
-    meeting, node = store(), NodeStore(shm, 'run', 'a')
-    agree(Ranks(meeting, 0, ''), node)
+    result, node = store(), NodeStore(shm, 'run', 'a')
+    agree(Ranks(result, 0, ''), node)
     file = node.shared / 'secret'
     for harm in (lambda: file.chmod(0o644), lambda: file.write_bytes(b'cut off')):
         harm()
         with pytest.raises(UnknownSecretError):
-            agree(Ranks(meeting, 0, '', joining=True), node)
+            agree(Ranks(result, 0, '', joining=True), node)
         file.chmod(0o600)
 
 
@@ -172,13 +172,13 @@ def test_nothing_in_the_store_of_a_job_opens_its_memory(
     """A job of three ranks, which are served by each other; read when it has trained."""
     threaded_job.install(monkeypatch)
     keys: list[bytes] = []
-    of_life = secret.of_life
+    of_attempt = secret.of_attempt
 
     def noted(own: bytes, salt: bytes) -> bytes:
-        keys.extend([own, of_life(own, salt)])
+        keys.extend([own, of_attempt(own, salt)])
         return keys[-1]
 
-    monkeypatch.setattr('moevement_ext.replicate.host_memory.of_life', noted)
+    monkeypatch.setattr('moevement_ext.replicate.host_memory.of_attempt', noted)
     job = threaded_job.ThreadedJob(shm, 8)
     job.run()
     found = contents(job._store)

@@ -4,7 +4,7 @@ from contextlib import closing
 
 import pytest
 
-from tests.unit.store.processes import Leader, Server
+from tests.unit.store.processes import Proxy, Server
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def leader(server: Server) -> Iterator[Leader]:
+def proxy(server: Server) -> Iterator[Proxy]:
     """Of one node."""
-    with closing(Leader(server.port)) as made:
+    with closing(Proxy(server.port)) as made:
         yield made

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store, and the leader of a node, as processes of their own."""
+"""A store, and the proxy of a node, as processes of their own."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 import psutil
 from torch.distributed import TCPStore
 
-from moevement_ext.store import clients, leader
-from moevement_ext.store.node_leader import NodeLeader
+from moevement_ext.store import clients, proxy
+from moevement_ext.store.node_proxy import NodeProxy
 from tests.unit.forks import context
 
 WAIT_S = 120.0
@@ -89,7 +89,7 @@ def _serve(pipe: Connection, port: int) -> None:
         signal.pause()
 
 
-class Leader(_Forked):
+class Proxy(_Forked):
     """Leads to the store at a port, which it asks so often for an answer in so many seconds.
 
     A store that it connects with has `to_connect_s` to answer, and a client of its own
@@ -111,8 +111,8 @@ class Leader(_Forked):
 
 def _lead(pipe: Connection, port: int, greeting_s: float, *times: float) -> None:
     clients.GREETING_S = greeting_s
-    leader._ASKED_EVERY_S, leader._TO_ANSWER_S, leader._TO_CONNECT_S = times
-    node = NodeLeader('127.0.0.1', port)
+    proxy._ASKED_EVERY_S, proxy._TO_ANSWER_S, proxy._TO_CONNECT_S = times
+    node = NodeProxy('127.0.0.1', port)
     pipe.send([node.port, node.variables])
     signal.pause()
 

@@ -10,7 +10,7 @@ from tests.unit.store.processes import WAIT_S
 
 
 class Raw:
-    """Connected with a leader, or with a branch, which is one to leaders."""
+    """Connected with a proxy, or with a branch, which is one to proxies."""
 
     def __init__(self, port: int) -> None:
         self._sock = socket.create_connection(('127.0.0.1', port), WAIT_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches ask a store for the leaders of many nodes; all processes are real."""
+"""Branches ask a store for the proxies of many nodes; all processes are real."""
 
 import queue
 import socket
@@ -18,9 +18,9 @@ import pytest
 from torch.distributed import DistError, DistStoreError, TCPStore
 
 from moevement_ext.store.branches import NODES_OF_A_BRANCH, Branches, announce, needed
-from moevement_ext.store.leader import _PAUSE_OF_A_BRANCH_S
+from moevement_ext.store.proxy import _PAUSE_OF_A_BRANCH_S
 from moevement_ext.store.wire import Kind, Request, encoded
-from tests.unit.store.processes import WAIT_S, Leader, Server, until
+from tests.unit.store.processes import WAIT_S, Proxy, Server, until
 from tests.unit.store.raw import Raw
 from tests.unit.store.relay import Relay
 
@@ -36,7 +36,7 @@ class Watched(NamedTuple):
     relay: Relay
     branch: int
     """Its port."""
-    leaders: list[Leader]
+    proxies: list[Proxy]
 
 
 @pytest.fixture
@@ -47,11 +47,11 @@ def branches(server: Server) -> Iterator[Branches]:
 
 
 @pytest.fixture
-def leaders(server: Server, branches: Branches) -> Iterator[list[Leader]]:
-    made = [Leader(server.port) for _ in range(NODES)]
+def proxies(server: Server, branches: Branches) -> Iterator[list[Proxy]]:
+    made = [Proxy(server.port) for _ in range(NODES)]
     yield made
-    for leader in made:
-        leader.close()
+    for proxy in made:
+        proxy.close()
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def watched(server: Server) -> Iterator[Watched]:
     relay = Relay(server.port)
     with closing(Branches('127.0.0.1', relay.port, 1)) as branches:
         announce(server.connect(), branches.ports)
-        leaders = [Leader(server.port) for _ in range(NODES)]
-        for leader in leaders:
-            leader.connect().num_keys()  # it knows its branch now
-        yield Watched(relay, branches.ports[0], leaders)
-        for leader in leaders:
-            leader.close()
+        proxies = [Proxy(server.port) for _ in range(NODES)]
+        for proxy in proxies:
+            proxy.connect().num_keys()  # it knows its branch now
+        yield Watched(relay, branches.ports[0], proxies)
+        for proxy in proxies:
+            proxy.close()
 
 
 def test_only_jobs_of_many_nodes_have_branches() -> None:
@@ -74,17 +74,17 @@ def test_only_jobs_of_many_nodes_have_branches() -> None:
 
 
 def test_nodes_are_spread_over_the_branches_and_none_stays_with_the_store(
-    leaders: list[Leader], server: Server, branches: Branches
+    proxies: list[Proxy], server: Server, branches: Branches
 ) -> None:
-    clients = [leader.connect() for leader in leaders]
+    clients = [proxy.connect() for proxy in proxies]
     assert sorted(client.add('count', 1) for client in clients) == [1, 2, 3, 4, 5, 6]
-    until(lambda: not any(leader.connections_to(server.port) for leader in leaders))
+    until(lambda: not any(proxy.connections_to(server.port) for proxy in proxies))
     for port in branches.ports:
-        assert sum(bool(leader.connections_to(port)) for leader in leaders) == NODES // BRANCHES
+        assert sum(bool(proxy.connections_to(port)) for proxy in proxies) == NODES // BRANCHES
 
 
-def test_each_who_adds_is_told_a_number_of_its_own(leaders: list[Leader], server: Server) -> None:
-    clients = [leader.connect() for leader in leaders for _ in range(2)]
+def test_each_who_adds_is_told_a_number_of_its_own(proxies: list[Proxy], server: Server) -> None:
+    clients = [proxy.connect() for proxy in proxies for _ in range(2)]
     with ThreadPoolExecutor(len(clients)) as threads:
         told = threads.map(lambda client: [client.add('n', 1) for _ in range(100)], clients)
         numbers = sorted(number for one in told for number in one)
@@ -95,11 +95,11 @@ def test_each_who_adds_is_told_a_number_of_its_own(leaders: list[Leader], server
 def test_what_all_nodes_ask_at_once_a_branch_asks_once(watched: Watched, server: Server) -> None:
     """Except for the first request, which finds no other to go with."""
     before = watched.relay.nbytes
-    watched.leaders[0].connect().add('n', 1)
+    watched.proxies[0].connect().add('n', 1)
     bytes_of_one = watched.relay.nbytes - before
     server.stand_still()
     with ExitStack() as opened:
-        ports = [leader.port for leader in watched.leaders]
+        ports = [proxy.port for proxy in watched.proxies]
         asking = [opened.enter_context(closing(Raw(port))) for port in ports]
         for one in asking:
             one.add(b'n')
@@ -117,7 +117,7 @@ def test_what_nodes_ask_one_after_the_other_a_branch_asks_seldom(
 
     A slow machine asks even more seldom.
     """
-    relay, clients = watched.relay, [leader.connect() for leader in watched.leaders]
+    relay, clients = watched.relay, [proxy.connect() for proxy in watched.proxies]
     clients[0].add('n', 0)
     before, began = relay.nbytes, time.monotonic()
     with ThreadPoolExecutor(NODES) as threads:
@@ -128,37 +128,37 @@ def test_what_nodes_ask_one_after_the_other_a_branch_asks_seldom(
 
 
 def test_all_who_wait_are_woken_up_and_who_gives_up_asks_on(
-    leaders: list[Leader], server: Server
+    proxies: list[Proxy], server: Server
 ) -> None:
-    clients = [leader.connect() for leader in leaders]
+    clients = [proxy.connect() for proxy in proxies]
     with ThreadPoolExecutor(NODES) as threads:
-        waits = [threads.submit(client.wait, ['gate']) for client in clients[1:]]
+        waits = [threads.submit(client.wait, ['barrier']) for client in clients[1:]]
         with pytest.raises(DistStoreError):
-            clients[0].wait(['gate'], timedelta(seconds=0.1))
+            clients[0].wait(['barrier'], timedelta(seconds=0.1))
         assert clients[0].add('n', 1) == 1
         assert not any(one.done() for one in waits)
-        server.connect().set('gate', 'open')
+        server.connect().set('barrier', 'open')
         for one in waits:
             one.result(WAIT_S)
 
 
 def test_nodes_whose_branch_is_lost_go_to_the_store_themselves(
-    leaders: list[Leader], server: Server, branches: Branches
+    proxies: list[Proxy], server: Server, branches: Branches
 ) -> None:
-    clients = [leader.connect() for leader in leaders]
+    clients = [proxy.connect() for proxy in proxies]
     for client in clients:
         client.add('n', 1)
     branches.close()
     for client in clients:
         with pytest.raises(DistError):
             client.add('n', 1)  # whether it was counted cannot be known
-    counts = [leader.connect().add('m', 1) for leader in leaders]
+    counts = [proxy.connect().add('m', 1) for proxy in proxies]
     assert counts == list(range(1, NODES + 1))
-    assert all(leader.connections_to(server.port) for leader in leaders)
+    assert all(proxy.connections_to(server.port) for proxy in proxies)
 
 
-def test_a_store_that_dies_is_lost_to_all_nodes(leaders: list[Leader], server: Server) -> None:
-    idle, waiting = leaders[0].connect(), leaders[1].connect()
+def test_a_store_that_dies_is_lost_to_all_nodes(proxies: list[Proxy], server: Server) -> None:
+    idle, waiting = proxies[0].connect(), proxies[1].connect()
     with ThreadPoolExecutor(1) as threads:
         wait = threads.submit(waiting.wait, ['never'])
         idle.num_keys()
@@ -184,9 +184,9 @@ def test_a_store_that_falls_silent_before_its_branches_are_known_is_asked_again(
     with socket.create_server(('127.0.0.1', 0)) as listening:
         threading.Thread(target=greet_and_fall_silent, daemon=True).start()
         port = listening.getsockname()[1]
-        with closing(Leader(port, to_connect_s=0.5, greeting_s=2 * WAIT_S)) as leader:
+        with closing(Proxy(port, to_connect_s=0.5, greeting_s=2 * WAIT_S)) as proxy:
             for _ in range(2):
-                with closing(Raw(leader.port)) as rank:
+                with closing(Raw(proxy.port)) as rank:
                     rank.add(b'n')
                     asked = arrivals.get(timeout=WAIT_S)
                     assert asked.recv(64), 'it was asked for its branches'
@@ -237,7 +237,7 @@ def test_the_program_of_a_store_has_branches_for_many_nodes() -> None:
 def _is_reached_through_a_branch(port: int) -> None:
     store = TCPStore('127.0.0.1', port, is_master=False)
     ports = [int(one) for one in store.get('branches').split()]
-    with closing(Leader(port)) as leader:
-        leader.connect().set('key', 'value')
+    with closing(Proxy(port)) as proxy:
+        proxy.connect().set('key', 'value')
         assert store.get('key') == b'value'
-        assert sum(leader.connections_to(one) for one in ports) == 1
+        assert sum(proxy.connections_to(one) for one in ports) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a leader puts together, from a real store; the loop is the test's own."""
+"""What a proxy puts together, from a real store; the loop is the test's own."""
 
 import asyncio
 from asyncio import Future
@@ -13,7 +13,7 @@ from tests.unit.store.processes import WAIT_S, Server
 
 pytestmark = pytest.mark.timed
 
-KEYS = (b'/gate',)
+KEYS = (b'/barrier',)
 """As torch's clients name it."""
 
 
@@ -28,7 +28,7 @@ def test_who_waits_is_told_in_the_order_in_which_it_came(server: Server) -> None
             waiters.append(waits.wait(KEYS))
             waiters[-1].add_done_callback(lambda waiter, number=number: told.append(number))
         waiters[3].cancel()
-        await asyncio.to_thread(server.connect().set, 'gate', 'open')
+        await asyncio.to_thread(server.connect().set, 'barrier', 'open')
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*waiters, return_exceptions=True)
         waits.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever connects with a leader gets a bounded part of it: it lives where workers are started."""
+"""Whoever connects with a proxy gets a bounded part of it: it lives where workers are started."""
 
 import socket
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import pytest
 from moevement_ext.store import wire
 from moevement_ext.store.clients import MOST_BYTES_OWED, MOST_STRANGERS
 from moevement_ext.store.wire import Kind, Request
-from tests.unit.store.processes import WAIT_S, Leader, Server, until
+from tests.unit.store.processes import WAIT_S, Proxy, Server, until
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 MIB = 1 << 20
@@ -19,14 +19,14 @@ GREETING = wire.encoded(Request(Kind.VALIDATE, number=wire.MAGIC))
 
 
 @pytest.fixture
-def leader(leader: Leader) -> Iterator[Leader]:
-    yield leader
-    assert leader.connect().add('goes on', 1) == 1, 'ranks are served all the same'
+def proxy(proxy: Proxy) -> Iterator[Proxy]:
+    yield proxy
+    assert proxy.connect().add('goes on', 1) == 1, 'ranks are served all the same'
 
 
 @pytest.fixture
-def stranger(leader: Leader) -> Iterator[socket.socket]:
-    with socket.create_connection(('127.0.0.1', leader.port), WAIT_S) as sock:
+def stranger(proxy: Proxy) -> Iterator[socket.socket]:
+    with socket.create_connection(('127.0.0.1', proxy.port), WAIT_S) as sock:
         sock.sendall(GREETING)
         yield sock
 
@@ -47,13 +47,13 @@ def is_cut(sock: socket.socket) -> bool:
     return True
 
 
-def test_a_question_that_never_ends_is_cut(leader: Leader, stranger: socket.socket) -> None:
+def test_a_question_that_never_ends_is_cut(proxy: Proxy, stranger: socket.socket) -> None:
     """It would be kept whole until it is whole, and cost more time with each packet."""
-    resident = psutil.Process(leader.pid).memory_info().rss
+    resident = psutil.Process(proxy.pid).memory_info().rss
     stranger.sendall(bytes([Kind.MULTI_SET]) + wire.number(1 << 16))
     part = wire.text(b'/k') + wire.text(bytes(MIB))
     assert sent_until_cut(stranger, part, 256) < 64
-    assert psutil.Process(leader.pid).memory_info().rss - resident < 128 * MIB
+    assert psutil.Process(proxy.pid).memory_info().rss - resident < 128 * MIB
 
 
 def test_more_keys_than_any_rank_asks_for_are_not_waited_for(stranger: socket.socket) -> None:
@@ -61,44 +61,44 @@ def test_more_keys_than_any_rank_asks_for_are_not_waited_for(stranger: socket.so
     assert is_cut(stranger)
 
 
-def test_silent_strangers_give_way(leader: Leader) -> None:
-    rank = leader.connect()
-    before = psutil.Process(leader.pid).num_fds()
+def test_silent_strangers_give_way(proxy: Proxy) -> None:
+    rank = proxy.connect()
+    before = psutil.Process(proxy.pid).num_fds()
     with ExitStack() as strangers:
         made = [
-            strangers.enter_context(socket.create_connection(('127.0.0.1', leader.port), WAIT_S))
+            strangers.enter_context(socket.create_connection(('127.0.0.1', proxy.port), WAIT_S))
             for _ in range(4 * MOST_STRANGERS)
         ]
         assert is_cut(made[0]), 'the oldest'
-        assert leader.connect().add('others', 1) == 1
-        until(lambda: psutil.Process(leader.pid).num_fds() < before + 2 * MOST_STRANGERS)
+        assert proxy.connect().add('others', 1) == 1
+        until(lambda: psutil.Process(proxy.pid).num_fds() < before + 2 * MOST_STRANGERS)
         assert is_cut(made[-1]), 'none is listened to for long'
     assert rank.add('others', 1) == 2
 
 
-def test_answers_that_are_not_read_are_not_kept(leader: Leader, stranger: socket.socket) -> None:
-    leader.connect().set('large', 'x' * 4 * MIB)
-    resident = psutil.Process(leader.pid).memory_info().rss
+def test_answers_that_are_not_read_are_not_kept(proxy: Proxy, stranger: socket.socket) -> None:
+    proxy.connect().set('large', 'x' * 4 * MIB)
+    resident = psutil.Process(proxy.pid).memory_info().rss
     many = 4 * MOST_BYTES_OWED // (4 * MIB)
     sent_until_cut(stranger, wire.encoded(Request(Kind.GET, (b'/large',))), many)
-    until(lambda: leader.connections_from_clients() == 1)
-    assert psutil.Process(leader.pid).memory_info().rss - resident < 3 * MOST_BYTES_OWED
+    until(lambda: proxy.connections_from_clients() == 1)
+    assert psutil.Process(proxy.pid).memory_info().rss - resident < 3 * MOST_BYTES_OWED
 
 
 def test_waits_for_many_keys_do_not_take_all_connections(
-    leader: Leader, server: Server, stranger: socket.socket
+    proxy: Proxy, server: Server, stranger: socket.socket
 ) -> None:
     waits = [wire.encoded(Request(Kind.WAIT, (b'/never/%d' % number,))) for number in range(8192)]
     with suppress(OSError):
         stranger.sendall(b''.join(waits))
     assert is_cut(stranger)
-    until(lambda: leader.connections_to(server.port) == 1)
+    until(lambda: proxy.connections_to(server.port) == 1)
 
 
 def test_what_a_store_does_not_take_in_is_not_kept(
-    leader: Leader, server: Server, stranger: socket.socket
+    proxy: Proxy, server: Server, stranger: socket.socket
 ) -> None:
-    leader.connect().set('is', 'reached')
+    proxy.connect().set('is', 'reached')
     server.stand_still()
     told = wire.encoded(Request(Kind.SET, (b'/key',), (bytes(MIB),)))
     assert sent_until_cut(stranger, told, 512) < 256

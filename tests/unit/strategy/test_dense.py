@@ -75,7 +75,7 @@ def test_checkfreq_goes_by_the_slowest_rank() -> None:
 def test_gemini_chooses_as_the_simulator_does(
     rule: str, checkpoint_s: float, mtbf_s: float
 ) -> None:
-    state = OperatorProfile('all', full_bytes=int(1e6 * checkpoint_s), light_bytes=0)
+    state = OperatorProfile('all', full_bytes=int(1e6 * checkpoint_s), weight_bytes=0)
     profile = Profile(FORMAT, 'name', 'source', 1.0, (state,), 1e6, 1e9, replicas=0)
     expected = build('gemini', Options(mtbf_s=mtbf_s, interval_rule=rule), profile).costs
     assert isinstance(expected, Dense)

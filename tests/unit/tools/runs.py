@@ -82,7 +82,7 @@ def localized_run(finished: bool = True) -> list[Event]:
         if rank == 0:
             found.append(event(JobDescribed, 0, 1.0, pid=pid, **JOB))
         back: dict[str, Any] = {
-            'scope': 'localized', 'target': 8, 'stages': [1], 'newcomers': [LOST], 'copied': [],
+            'scope': 'localized', 'target': 8, 'stages': [1], 'replacements': [LOST], 'copied': [],
             'iteration': 8, 'seconds': _SECONDS,
         }  # fmt: skip
         if rank == LOST:

@@ -64,8 +64,8 @@ def test_restarts_are_between_lives() -> None:
 def test_no_line_is_drawn_through_an_outage() -> None:
     log = parse_log(plain_log())
     failure = Failure('stage 0 lost', 0.0, log.iterations[3], log.iterations[4])
-    assert [len(piece) for piece in without_outages(log.lives, [failure])] == [4, 2]
-    assert [len(piece) for piece in without_outages(parse_log(killed_log()).lives, [])] == [4, 3]
+    assert [len(piece) for piece in without_outages(log.attempts, [failure])] == [4, 2]
+    assert [len(piece) for piece in without_outages(parse_log(killed_log()).attempts, [])] == [4, 3]
 
 
 def columns_of(picture: Path, color: tuple[int, int, int]) -> np.ndarray:

@@ -23,7 +23,7 @@ def restored(given: Any) -> Any:
 
 
 def test_what_the_loop_adds_comes_back() -> None:
-    given = {'lr': [0.1], 'epoch': 3, 'at': {7: b'x'}, 'none': None, 'mean': np.float64(0.5)}
+    given = {'lr': [0.1], 'round': 3, 'at': {7: b'x'}, 'none': None, 'mean': np.float64(0.5)}
     assert restored(given) == given
     assert restored((1, 2)) == [1, 2]
 

@@ -40,7 +40,7 @@ def captured(operators: ModuleOperators, slot: int) -> tuple[SlotHeader, np.ndar
         for piece in layout.copies(payload, volatile):
             for target, source in zip(piece.targets, piece.sources, strict=True):
                 target.copy_(source)
-    context = SlotContext(list(layout.full), list(layout.light), b'')
+    context = SlotContext(list(layout.full), list(layout.weights), b'')
     header = SlotHeader(
         version=FORMAT_VERSION, run='', topology='', owner=0, start=0, window=2, slot=slot,
         iteration=slot, plan='', payload_bytes=layout.payload_bytes, records=layout.records,

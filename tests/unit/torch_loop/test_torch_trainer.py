@@ -65,7 +65,7 @@ class Trainer(TorchTrainer):
 
     def everything(self) -> list[bytes]:
         slices = [item for held in self.operators.slices.values() for item in held.full]
-        return [self.small_state.now(), *(item.source.numpy().tobytes() for item in slices)]
+        return [self.auxiliary_state.now(), *(item.source.numpy().tobytes() for item in slices)]
 
 
 def test_an_iteration_computes_reduces_and_updates() -> None:
@@ -75,7 +75,7 @@ def test_an_iteration_computes_reduces_and_updates() -> None:
     assert trainer.iteration == 1
     state, entry = trainer.record(1, skipped=False)
     assert (entry.iteration, entry.grad_norms, entry.loss) == (1, [0.5], trainer.loss)
-    assert state == trainer.small_state.now()
+    assert state == trainer.auxiliary_state.now()
 
 
 def test_a_replay_is_given_what_was_reduced() -> None:
@@ -109,7 +109,7 @@ def test_a_fresh_process_goes_on_with_schedule_and_learning_rate() -> None:
     state, _ = trainer.record(1, skipped=False)
     for item, other in zip(trainer.operators._all(), fresh.operators._all(), strict=True):
         other.source.copy_(item.source)
-    fresh.small_state.restore(state)
+    fresh.auxiliary_state.restore(state)
     assert fresh.optimizer.param_groups[0]['lr'] == 0.05
     assert isinstance(fresh.optimizer.param_groups[0]['betas'], tuple)
     for one in (trainer, fresh):

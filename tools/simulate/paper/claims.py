@@ -70,15 +70,15 @@ def all_claims(fits: Fits) -> list[Claim]:
 def capture_claims() -> Iterator[Claim]:
     """Sizes of slots and windows, and the work that frozen operators save."""
     printed, dense = tables.prose(), memory.DENSE_BYTES
-    slots = memory.slot_bytes(3, dense, memory.LIGHT_BYTES) / dense
+    slots = memory.slot_bytes(3, dense, memory.WEIGHT_BYTES) / dense
     yield judged('fig. 6', 'a frozen operator is smaller by', printed['frozen_operator_reduction'],
-                 1 - memory.LIGHT_BYTES / dense, 0.005, '2 of 12 bytes per parameter')  # fmt: skip
+                 1 - memory.WEIGHT_BYTES / dense, 0.005, '2 of 12 bytes per parameter')  # fmt: skip
     yield judged('fig. 6', 'slots are smaller than a dense capture by (W = 3)',
                  printed['first_slot_reduction'], 1 - float(slots[0]), 0.01,
                  'the first slot; it is the largest one')  # fmt: skip
     yield found('fig. 6', 'mean over the slots of W = 3', 1 - float(slots.mean()), 'as above')
     for window in (3, 5, 6):
-        stored = float(memory.slot_bytes(window, dense, memory.LIGHT_BYTES).sum())
+        stored = float(memory.slot_bytes(window, dense, memory.WEIGHT_BYTES).sum())
         yield found('sec. 3.2', f'a window of {window} over a dense capture, in bytes',
                     stored / dense, '(12 + (W-1)) / 12')  # fmt: skip
     saving = printed['frozen_saving']
@@ -97,8 +97,9 @@ def precision_claims() -> Iterator[Claim]:
         yield judged(_T7, f'bytes of a full capture, {setting.name}', setting.full_bytes,
                      precision.full_bytes, 0.0, f'exact: {_why_beside(precision)}; '
                      f'{wider.full_bytes} with weights of 16 bits')  # fmt: skip
-        yield judged(_T7, f'bytes of a light capture, {setting.name}', setting.light_bytes,
-                     precision.light_bytes, 0.0, f'exact: the weight; {wider.light_bytes} with '
+        yield judged(_T7, f'bytes of a capture of compute weights, {setting.name}',
+        setting.weight_bytes,
+                     precision.weight_bytes, 0.0, f'exact: the weight; {wider.weight_bytes} with '
                      'weights of 16 bits; with delayed scaling every slot has the state of all '
                      'scales besides')  # fmt: skip
 

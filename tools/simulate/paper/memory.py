@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Table 6, the sizes of captures per parameter, and the bandwidths that the windows imply.
 
-A window of W slots with equal operators of A bytes in full and F light stores A + (W-1)/2 F bytes
-per parameter: every operator in full once, and light until then, in half of the slots on average.
+A window of W slots with equal operators of A bytes in full and F weights stores A + (W-1)/2 F bytes
+per parameter: every operator in full once, and weights until then, in half of the slots on average.
 
 Algorithm 1 with equal operators needs W = ceil((A - F) / (b - F)) slots for a budget of b bytes per
 parameter and iteration. So a window implies a range of budgets, and with the parameters and the
@@ -20,7 +20,7 @@ from tools.simulate.paper.cells import Cell, Verdict, judge
 
 DENSE_BYTES = 12
 """fp32 master weight and two moments."""
-LIGHT_BYTES = 2
+WEIGHT_BYTES = 2
 """bf16 compute weight."""
 GENERATIONS = 2
 """One kept window, one under way."""
@@ -31,17 +31,17 @@ COPY_BYTES_PER_S = 25e9
 """Rate to host memory of one A100 (PCIe 4, 25 of nominally 32 GB/s)."""
 
 
-def slot_bytes(window: int, full: float, light: float) -> np.ndarray:
+def slot_bytes(window: int, full: float, weights: float) -> np.ndarray:
     """Bytes per parameter of each slot with equal operators, float64 (window,)."""
     later = np.arange(window - 1, -1, -1)
-    sizes: np.ndarray = (full + light * later) / window
+    sizes: np.ndarray = (full + weights * later) / window
     return sizes
 
 
 def table6_cells() -> Iterator[Cell]:
     """Rows of Table 6, from parameters and windows; totals and percentages from their parts."""
     for row in tables.memory_table():
-        window_bytes = GENERATIONS * float(slot_bytes(row.window, DENSE_BYTES, LIGHT_BYTES).sum())
+        window_bytes = GENERATIONS * float(slot_bytes(row.window, DENSE_BYTES, WEIGHT_BYTES).sum())
         theirs, ours = row.gemini_gb, GENERATIONS * DENSE_BYTES * row.params_e9
         fitted, tolerance = FITTED_GEMINI_BYTES * row.params_e9, RELATIVE_TOLERANCE * theirs
         verdicts = (judge(one, theirs, tolerance) for one in (ours, fitted))
@@ -76,10 +76,10 @@ def implied_bandwidths() -> list[Implied]:
     found = []
     for name, table in tables.ettr_tables().items():
         for setting in table.settings:
-            step = setting.full_bytes - setting.light_bytes
+            step = setting.full_bytes - setting.weight_bytes
             rate = setting.params_e9 * 1e9 / setting.iteration_s
             least, below = (
-                (setting.light_bytes + step / slots) * rate
+                (setting.weight_bytes + step / slots) * rate
                 for slots in (setting.window, setting.window - 1)
             )
             found.append(Implied(name, setting, least, below))
@@ -98,10 +98,10 @@ def best_bandwidth(ranges: list[Implied]) -> tuple[float, int]:
 def window_as_printed(setting: tables.Setting, bandwidth: float) -> int | None:
     """W of Algorithm 1 at a bandwidth for the whole model; None if every window is too short."""
     budget = bandwidth * setting.iteration_s / (setting.params_e9 * 1e9)
-    if budget <= setting.light_bytes:
+    if budget <= setting.weight_bytes:
         return None
-    step = setting.full_bytes - setting.light_bytes
-    return max(1, math.ceil(step / (budget - setting.light_bytes) - 1e-9))
+    step = setting.full_bytes - setting.weight_bytes
+    return max(1, math.ceil(step / (budget - setting.weight_bytes) - 1e-9))
 
 
 def dense_capture_share(table: tables.Table, setting: tables.Setting) -> float:

@@ -38,7 +38,7 @@ class Setting(msgspec.Struct, frozen=True):
     window: int
     full_bytes: int
     """Bytes of master weight and optimizer moments per parameter."""
-    light_bytes: int
+    weight_bytes: int
     """Bytes of a compute weight."""
     systems: dict[str, SystemRows]
 

@@ -310,7 +310,7 @@ def ends_after_a_step_that_failed(directory: Path) -> None:
 def test_what_cut_off_a_step_cannot_be_kept_from_recovery(
     scenario: object, directory: Path
 ) -> None:
-    """Else a survivor would try in vain for ever, and never come to the meeting."""
+    """Else a survivor would try in vain for ever, and never come to the rendezvous."""
     with pytest.raises(Raised, match='ValueError: a bad batch'):
         run(scenario, directory)
 

@@ -73,7 +73,7 @@ def test_neither_does_one_that_fails() -> None:
     assert capture_rng() == before
 
 
-def opened_in_each_epoch(consumed_samples: int) -> Iterator[Any]:
+def opened_in_each_round(consumed_samples: int) -> Iterator[Any]:
     """Of four samples."""
     while True:
         for sample in DataLoader(range(4), sampler=range(consumed_samples % 4, 4)):
@@ -81,7 +81,7 @@ def opened_in_each_epoch(consumed_samples: int) -> Iterator[Any]:
         consumed_samples += 4 - consumed_samples % 4
 
 
-@pytest.mark.parametrize('make', [opened_when_read, opened_in_each_epoch])
+@pytest.mark.parametrize('make', [opened_when_read, opened_in_each_round])
 def test_nor_does_opening_a_loader_in_an_iteration(make: Callable[[int], Iterator[Any]]) -> None:
     data = ReplayableData()
     data.use(make, 0)

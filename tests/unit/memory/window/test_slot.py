@@ -68,9 +68,9 @@ def test_align_up(nbytes: int) -> None:
 NAMES = st.lists(st.text(max_size=20), max_size=5)
 
 
-@given(full=NAMES, light=NAMES, state=st.binary(max_size=100))
-def test_what_is_encoded_is_decoded(full: list[str], light: list[str], state: bytes) -> None:
-    context = SlotContext(full, light, state)
+@given(full=NAMES, weights=NAMES, state=st.binary(max_size=100))
+def test_what_is_encoded_is_decoded(full: list[str], weights: list[str], state: bytes) -> None:
+    context = SlotContext(full, weights, state)
     assert decode_context(msgspec.msgpack.encode(context)) == context
 
 

@@ -37,7 +37,7 @@ def recovered(rank: int, time: float) -> Event:
     replays = rank in STAGE_RANKS[LOST]
     seconds = dict.fromkeys(PHASES, 0.0)
     seconds |= {'convert': 2.0 + rank, 'catch_up': 1.0} if replays else {'unblock': 0.1 + rank}
-    fields: Any = {'scope': 'localized', 'stages': [LOST], 'newcomers': list(STAGE_RANKS[LOST])}
+    fields: Any = {'scope': 'localized', 'stages': [LOST], 'replacements': list(STAGE_RANKS[LOST])}
     fields |= {'target': 28, 'seconds': seconds}
     pid = 100 * replays + rank
     return event(Recovered, rank, time, pid=pid, replayed=10 if replays else 0, **fields)
@@ -126,7 +126,7 @@ def with_field(rank: int, **fields: Any) -> Events:
 @pytest.mark.parametrize(
     ('events', 'complaint'),
     [
-        (with_field(0, newcomers=[0, 1, 2]), r'new processes of ranks \[0, 1, 2\]'),
+        (with_field(0, replacements=[0, 1, 2]), r'new processes of ranks \[0, 1, 2\]'),
         (without(Recovered, 3), 'recoveries by rank'),
         (with_field(0, stages=[0, 1]), r'stages \[0, 1\]'),
         (with_field(0, scope='whole job'), 'whole job, stages'),
@@ -142,10 +142,10 @@ def test_anything_but_a_localized_recovery_is_refused(events: Events, complaint:
         check(events)
 
 
-def test_the_log_of_the_last_rank_goes_on_in_one_life() -> None:
-    lives = [logged((27, 99.0), (28, 99.9)), logged((29, 117.0))]
+def test_the_log_of_the_last_rank_goes_on_in_one_attempt() -> None:
+    attempts = [logged((27, 99.0), (28, 99.9)), logged((29, 117.0))]
     with pytest.raises(LabError, match='not localized'):
-        check(good_events(), RunLog(lives, []))
+        check(good_events(), RunLog(attempts, []))
 
 
 def test_a_job_that_does_not_go_on_is_refused() -> None:

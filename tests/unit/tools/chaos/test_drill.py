@@ -15,7 +15,7 @@ from tools.chaos.verdict import devices, problems, recoveries, replaced, table
 
 def recovered(rank: int, **changes: Any) -> Recovered:
     usual: dict[str, Any] = {
-        'scope': 'localized', 'target': 9, 'stages': [rank], 'newcomers': [1], 'copied': [],
+        'scope': 'localized', 'target': 9, 'stages': [rank], 'replacements': [1], 'copied': [],
         'replayed': 3, 'verified': 4, 'verified_at': 9, 'differing': [],
         'seconds': {'meet': 1.0, 'replay': 0.5},
     }  # fmt: skip

@@ -151,11 +151,11 @@ def test_a_replay_is_not_in_the_log() -> None:
 
 
 def test_the_warm_up_does_not_count() -> None:
-    lives = [*logged((1, 1), (2, 2), (3, 3)).lives, *logged((5, 1), (6, 2)).lives]
-    found = since(RunLog(lives, []), 3)
+    attempts = [*logged((1, 1), (2, 2), (3, 3)).attempts, *logged((5, 1), (6, 2)).attempts]
+    found = since(RunLog(attempts, []), 3)
     assert [item.number for item in found.iterations] == [3, 1, 2]
     assert measuring.repeated(found) == 2, 'these had been trained before'
-    assert not since(RunLog(lives, []), 4).iterations
+    assert not since(RunLog(attempts, []), 4).iterations
 
 
 def test_a_save_is_what_its_iteration_takes_longer() -> None:
@@ -167,7 +167,7 @@ def test_a_save_is_what_its_iteration_takes_longer() -> None:
     course = Course(Path(), Path(), 12, 0, 4, 3, 'auto', 0.0, 0.0, True)
     job = RESTARTED._replace(trained=Trained(logged(*times), SAME, []), strikes=[])
     assert measuring.waited_ms(Keeps.DISK, job, course) == pytest.approx(500 / 3)
-    log = RunLog(job.trained.log.lives, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
+    log = RunLog(job.trained.log.attempts, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
     captured = job._replace(trained=Trained(log, SAME, []))
     assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0
 

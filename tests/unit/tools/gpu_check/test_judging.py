@@ -80,14 +80,14 @@ def measured(cycle: int, rank: int, pid: int, **resources: float) -> Measured:
 
 
 def test_only_growth_within_a_process_is_drift() -> None:
-    lives = [
+    attempts = [
         measured(0, 0, 1),
         measured(1, 0, 1, descriptors=12.0, memory_mib=90.0),  # what libraries keep
         measured(2, 0, 1, descriptors=14.0, memory_mib=90.0),
         measured(0, 1, 2, threads=10.0),
         measured(2, 1, 3, threads=90.0),  # the process that took its place
     ]
-    drift = nccl.worst_drift(lives)
+    drift = nccl.worst_drift(attempts)
     assert drift == {'descriptors': 2.0, 'threads': 0.0, 'memory_mib': 0.0, 'gpu_used_mib': 0.0}
     assert nccl.judge(drift) == [], 'some sockets of NCCL come and go'
     assert nccl.judge({**drift, 'descriptors': 5.0, 'threads': 1.0}) == [
@@ -97,8 +97,8 @@ def test_only_growth_within_a_process_is_drift() -> None:
 
 
 def trained(digest: str = 'a', **fields: Any) -> Trained:
-    lives = [[Iteration(float(n), n, 100.0 if n < 4 else 50.0, 5.0) for n in range(1, 6)]]
-    log = RunLog(lives, [Captured(n, 2, 64, 9.0 if n < 4 else 0.5) for n in range(1, 6)])
+    attempts = [[Iteration(float(n), n, 100.0 if n < 4 else 50.0, 5.0) for n in range(1, 6)]]
+    log = RunLog(attempts, [Captured(n, 2, 64, 9.0 if n < 4 else 0.5) for n in range(1, 6)])
     state = StateDigest(digest, 8, {'0': {'master/w': digest}})
     return Trained(log, state, **{'events': [], 'recovery': None, **fields})
 

@@ -11,26 +11,26 @@ from tools.lab.run_log import Captured, parse_log
 
 def test_a_line_gives_time_number_duration_and_loss() -> None:
     log = parse_log('noise\n' + iteration_line(7, 3.25, 2.5, 350.5, prefix='[rank3]: ') + 'noise\n')
-    assert log.lives == [[((START + timedelta(seconds=3.25)).timestamp(), 7, 350.5, 2.5)]]
+    assert log.attempts == [[((START + timedelta(seconds=3.25)).timestamp(), 7, 350.5, 2.5)]]
 
 
 @pytest.mark.parametrize('interval', [1, 10])
-def test_an_undisturbed_run_has_one_life(interval: int) -> None:
+def test_an_undisturbed_run_has_one_attempt(interval: int) -> None:
     numbers = [interval, 2 * interval, 3 * interval]
     log = parse_log(''.join(iteration_line(n, n, 3.0) for n in numbers))
     assert [item.number for item in log.iterations] == numbers
-    assert len(log.lives) == 1
+    assert len(log.attempts) == 1
 
 
-def test_a_restart_from_memory_begins_a_life_even_where_numbers_go_on() -> None:
+def test_a_restart_from_memory_begins_a_attempt_even_where_numbers_go_on() -> None:
     log = parse_log(iteration_line(3, 1, 3.0) + CONVERTED + iteration_line(4, 9, 3.0))
-    assert [[item.number for item in life] for life in log.lives] == [[3], [4]]
+    assert [[item.number for item in attempt] for attempt in log.attempts] == [[3], [4]]
 
 
 @pytest.mark.parametrize('again', [1, 3])
-def test_a_restart_without_conversion_begins_a_life(again: int) -> None:
+def test_a_restart_without_conversion_begins_an_attempt(again: int) -> None:
     log = parse_log(iteration_line(3, 1, 3.0) + iteration_line(again, 9, 3.0))
-    assert [[item.number for item in life] for life in log.lives] == [[3], [again]]
+    assert [[item.number for item in attempt] for attempt in log.attempts] == [[3], [again]]
 
 
 def test_captured_bytes_belong_to_the_iteration_logged_before() -> None:

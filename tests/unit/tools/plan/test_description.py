@@ -25,8 +25,8 @@ def written(tmp_path):
 def test_operators_keep_their_order(written):
     path = written(
         [
-            {'name': 'b', 'full_bytes': 12, 'light_bytes': 2},
-            {'name': 'a', 'full_bytes': 6, 'light_bytes': 0},
+            {'name': 'b', 'full_bytes': 12, 'weight_bytes': 2},
+            {'name': 'a', 'full_bytes': 6, 'weight_bytes': 0},
         ]
     )
     assert read_operators(path) == [OperatorBytes('b', (12,), (2,)), OperatorBytes('a', (6,), (0,))]
@@ -35,12 +35,12 @@ def test_operators_keep_their_order(written):
 @pytest.mark.parametrize(
     ('content', 'message'),
     [
-        ([{'name': 'a', 'full_bytes': 12}], r'light_bytes.*\$\[0\]'),
-        ([{'name': 'a', 'full_bytes': 'x', 'light_bytes': 1}], r'\$\[0\]\.full_bytes'),
-        ([{'name': 'a', 'full_bytes': 1, 'light_bytes': 1, 'rank': 0}], 'rank'),
-        ([{'name': 'a', 'full_bytes': 1, 'light_bytes': 2}], "'a'.*light <= full"),
-        ([{'name': 'a', 'full_bytes': -1, 'light_bytes': -1}], "'a'.*0 <= light"),
-        ([{'name': 'a', 'full_bytes': 10**20, 'light_bytes': 1}], r'\$\[0\]\.full_bytes'),
+        ([{'name': 'a', 'full_bytes': 12}], r'weight_bytes.*\$\[0\]'),
+        ([{'name': 'a', 'full_bytes': 'x', 'weight_bytes': 1}], r'\$\[0\]\.full_bytes'),
+        ([{'name': 'a', 'full_bytes': 1, 'weight_bytes': 1, 'rank': 0}], 'rank'),
+        ([{'name': 'a', 'full_bytes': 1, 'weight_bytes': 2}], "'a'.*weights <= full"),
+        ([{'name': 'a', 'full_bytes': -1, 'weight_bytes': -1}], "'a'.*0 <= weights"),
+        ([{'name': 'a', 'full_bytes': 10**20, 'weight_bytes': 1}], r'\$\[0\]\.full_bytes'),
         ('[' * 100_000, 'nested too deeply'),
         ('{', 'truncated'),
         ({}, 'array'),
@@ -94,7 +94,7 @@ def test_missing_sections_and_files_are_named(written, tmp_path):
 
 
 def test_yaml_is_read_or_asked_for(written):
-    path = written('- {name: a, full_bytes: 12, light_bytes: 2}\n', 'operators.yaml')
+    path = written('- {name: a, full_bytes: 12, weight_bytes: 2}\n', 'operators.yaml')
     if importlib.util.find_spec('yaml'):
         assert read_operators(path) == [OperatorBytes('a', (12,), (2,))]
     else:

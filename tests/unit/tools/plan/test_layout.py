@@ -60,7 +60,7 @@ def test_micro_batches_come_out_even():
 
 def test_bytes_of_formats():
     precision = Precision()
-    assert (precision.full_bytes, precision.light_bytes, precision.boundary_bytes) == (12, 2, 2)
+    assert (precision.full_bytes, precision.weight_bytes, precision.boundary_bytes) == (12, 2, 2)
     with pytest.raises(FieldError, match='^second_moment: .*int8'):
         Precision(second_moment='int8')
     with pytest.raises(FieldError, match='^compute: .*master'):
@@ -80,9 +80,9 @@ def test_bytes_of_formats():
 )
 def test_bytes_of_the_precisions_of_the_paper(name, with_own_weights, with_bf16_weights):
     own = PRECISIONS[name]
-    assert (own.full_bytes, own.light_bytes) == with_own_weights
+    assert (own.full_bytes, own.weight_bytes) == with_own_weights
     wider = dataclasses.replace(own, compute='bf16')
-    assert (wider.full_bytes, wider.light_bytes) == with_bf16_weights
+    assert (wider.full_bytes, wider.weight_bytes) == with_bf16_weights
 
 
 @pytest.mark.parametrize(

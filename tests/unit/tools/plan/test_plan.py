@@ -47,8 +47,8 @@ def operators(tmp_path):
         path = tmp_path / 'operators.json'
         names = 'abcdefghijklmnopqrstuvwxyz'
         content = [
-            {'name': name, 'full_bytes': full, 'light_bytes': light}
-            for name, (full, light) in zip(names, sizes, strict=False)
+            {'name': name, 'full_bytes': full, 'weight_bytes': weights}
+            for name, (full, weights) in zip(names, sizes, strict=False)
         ]
         path.write_text(json.dumps(content))
         return str(path)
@@ -125,7 +125,7 @@ def test_a_list_is_never_over_budget_and_no_shorter_window_is_within(sizes, budg
         plan.OperatorBytes(str(index), (max(pair),), (min(pair),))
         for index, pair in enumerate(sizes)
     ]
-    tails = [sum(item.light[0] for item in listed[index + 1 :]) for index in range(len(listed))]
+    tails = [sum(item.weights[0] for item in listed[index + 1 :]) for index in range(len(listed))]
     fits = all(item.full[0] + tail <= budget for item, tail in zip(listed, tails, strict=True))
     if not fits:
         with pytest.raises(plan.InfeasiblePlan):
@@ -141,7 +141,7 @@ def _fewest_by_search(listed, budget):
     count = len(listed)
     best = [0] + [count + 1] * count
     for end in range(1, count + 1):
-        tail = sum(item.light[0] for item in listed[end:])
+        tail = sum(item.weights[0] for item in listed[end:])
         for start in range(end):
             if sum(item.full[0] for item in listed[start:end]) + tail <= budget:
                 best[end] = min(best[end], best[start] + 1)
@@ -341,18 +341,18 @@ def test_formats_of_the_state_change_what_is_captured(capsys):
 
     def bytes_of(*flags):
         kind = as_json(capsys, *argv, *flags)['stages'][0]
-        return kind['full_bytes_per_rank'], kind['light_bytes_per_rank']
+        return kind['full_bytes_per_rank'], kind['weight_bytes_per_rank']
 
-    full, light = bytes_of()
+    full, weights = bytes_of()
 
-    def about(of_full, of_light):  # scales come on top, 4 bytes for each tensor of many elements
-        return pytest.approx((full * of_full / 12, light * of_light / 2), rel=1e-5)
+    def about(of_full, of_weights):  # scales come on top, 4 bytes for each tensor of many elements
+        return pytest.approx((full * of_full / 12, weights * of_weights / 2), rel=1e-5)
 
     assert bytes_of('--precision', 'c1') == about(8, 2)
     assert bytes_of('--precision', 'c1')[0] > full * 8 / 12
     assert bytes_of('--precision', 'c4') == about(6, 1)
     assert bytes_of('--precision', 'c4', '--compute', 'bf16') == about(7, 2)
-    assert bytes_of('--second-moment', 'bf16') == (full * 10 / 12, light)
+    assert bytes_of('--second-moment', 'bf16') == (full * 10 / 12, weights)
     precise = (
         '--use-precision-aware-optimizer --main-params-dtype fp16 --exp-avg-dtype fp8 '
         '--exp-avg-sq-dtype fp16'

@@ -63,7 +63,7 @@ def test_a_bucket_ends_with_the_piece_that_fills_it():
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_all_ranks_together_hold_the_model_once(layout):
     assert total_bytes(layout, 'full') == 12 * MODEL.total_parameters
-    assert total_bytes(layout, 'light') == 2 * MODEL.total_parameters
+    assert total_bytes(layout, 'weights') == 2 * MODEL.total_parameters
 
 
 def test_without_the_distributed_optimizer_every_replica_holds_all():
@@ -146,7 +146,7 @@ def test_stages_of_one_kind_hold_equal_bytes():
     assert stage_kind(MODEL, layout, 1) == stage_kind(MODEL, layout, 2)
     assert stage_kind(MODEL, layout, 2) != stage_kind(MODEL, layout, 3)
     sizes = [
-        [(item.full, item.light) for item in operator_sizes(MODEL, layout, Precision(), stage)]
+        [(item.full, item.weights) for item in operator_sizes(MODEL, layout, Precision(), stage)]
         for stage in (1, 2)
     ]
     assert sizes[0] == sizes[1]
@@ -169,8 +169,8 @@ def test_scales_are_counted_for_each_tensor_that_has_them():
     expert, router = found['layer2.expert0'], found['layer2.router']
     elements, gate = 3 * MODEL.hidden_size * MODEL.expert_hidden_size, MODEL.hidden_size * 8
     assert expert.full == (6 * elements + 2 * 4 * (1 + 3),)
-    assert expert.light == (elements + 2 * 4,)
-    assert (router.full, router.light) == ((6 * gate + 4 * 3,), (gate,))
+    assert expert.weights == (elements + 2 * 4,)
+    assert (router.full, router.weights) == ((6 * gate + 4 * 3,), (gate,))
 
 
 def test_state_of_scales_is_that_of_the_matrices_of_a_rank():

@@ -41,7 +41,7 @@ RULES: list[tuple[Any, dict[str, tuple[Any, ...]]]] = [
         'experts': (0,), 'saved': (0, 5), 'selection': ('any',), 'lost_budget': (0.0,),
         'expert_bytes': (1.1,), 'hidden_s': NOTHING,
     }),
-    (OperatorProfile('x', 2, 1), {'full_bytes': (-1, 1.5), 'light_bytes': (-1, 3),
+    (OperatorProfile('x', 2, 1), {'full_bytes': (-1, 1.5), 'weight_bytes': (-1, 3),
                                   'tokens': NOTHING}),
     (Pipeline(4, 2), {'nodes': (0,), 'stages': (0, 3), 'micro_batches': (0,), 'copies': (0, 3)}),
     (Batch(), {'sequence_length': (0,), 'micro_batch_size': (0,), 'global_batch_size': (0,)}),

@@ -86,7 +86,7 @@ def test_gemini_spreads_its_traffic() -> None:
 
 
 def test_moevement_and_ours_plan_windows() -> None:
-    # 200 bytes per iteration; the first slot holds one expert and 61 light bytes of all others.
+    # 200 bytes per iteration; the first slot holds one expert and 61 weight bytes of all others.
     ours = sparse('ours')
     assert ours.overhead_s == 0 and ours.window == 8
     # Algorithm 1 prices slots with mean sizes, and only the first.
@@ -263,7 +263,7 @@ def test_profile_survives_a_file(tmp_path: Path) -> None:
         ('"full_bytes": 40', '"full_bytes": "many"', 'operators'),
         ('"stages": 4', '"stages": 3', 'stages: is 3'),
         ('"name": "expert1"', '"name": "expert0"', "operators: .*'expert0'.*once"),
-        ('"light_bytes": 5', '"light_bytes": 50', 'light_bytes: is 50'),
+        ('"weight_bytes": 5', '"weight_bytes": 50', 'weight_bytes: is 50'),
     ],
 )
 def test_bad_profile_names_file_and_field(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -71,8 +71,8 @@ def test_lines_fit_a_terminal(seconds: float) -> None:
 
 def test_a_rank_that_is_gone_does_not_train() -> None:
     """Others have noticed it, and its new process has written nothing yet."""
-    meeting = event(RecoveryPhase, 0, 10.9, pid=10, iteration=8, phase='meet')
-    doing = stages(History([*until(11.0), meeting]))[1].doing
+    result = event(RecoveryPhase, 0, 10.9, pid=10, iteration=8, phase='meet')
+    doing = stages(History([*until(11.0), result]))[1].doing
     assert doing == {Doing.STARTING: 1, Doing.WAITING: 1}
 
 
@@ -89,11 +89,11 @@ def test_recovering() -> None:
     ('last', 'quiet_s', 'colour', 'said'),
     [
         (22.0, 50.0, '32', 'training, iteration 14 of 18, last event'),
-        (22.0, 100.0, '33', 'NO SIGN OF LIFE for 1 min 41 s; before that: training, iteration 14'),
-        (22.0, 7200.0, '31', 'NO SIGN OF LIFE for 2 h 00 min; before that: training'),
+        (22.0, 100.0, '33', 'NO HEARTBEAT for 1 min 41 s; before that: training, iteration 14'),
+        (22.0, 7200.0, '31', 'NO HEARTBEAT for 2 h 00 min; before that: training'),
         (14.0, 500.0, '33', 'RECOVERING for 8 min 2'),
-        (14.0, 7200.0, '31', 'NO SIGN OF LIFE for 2 h 00 min; before that: RECOVERING for 2 h'),
-        (1.5, 7200.0, '31', 'NO SIGN OF LIFE for 2 h 00 min; before that: starting'),
+        (14.0, 7200.0, '31', 'NO HEARTBEAT for 2 h 00 min; before that: RECOVERING for 2 h'),
+        (1.5, 7200.0, '31', 'NO HEARTBEAT for 2 h 00 min; before that: starting'),
     ],
 )
 def test_a_job_that_writes_nothing(last: float, quiet_s: float, colour: str, said: str) -> None:
@@ -111,7 +111,7 @@ def test_of_long_iterations_an_event_comes_later() -> None:
         for one in until(22)
     ]  # fmt: skip
     assert shown(slow, 500.0).startswith('training, iteration 14')
-    assert shown(slow, 700.0).startswith('NO SIGN OF LIFE')
+    assert shown(slow, 700.0).startswith('NO HEARTBEAT')
 
 
 def test_starting_and_finished() -> None:

@@ -35,7 +35,7 @@ def whole(losses: dict[str, float], totals: dict[str, Any], *others: Any, **more
     add(losses, totals)
 
 
-def test_sums_are_put_back_to_before_the_line_that_was_cut_off() -> None:
+def test_sums_are_roll_back_to_before_the_line_that_was_cut_off() -> None:
     around = SimpleNamespace(post_step=None)
     session: Any = SimpleNamespace(around=around, report=lambda iteration: None)
     trainer = UpstreamTrainer(None, None, None, session, None)  # type: ignore[arg-type]

@@ -227,7 +227,7 @@ _SET_BY_VALIDATION = set(
 class Shade(enum.Enum):
     """Some choice."""
 
-    LIGHT = enum.auto()
+    WEIGHTS = enum.auto()
     DARK = enum.auto()
 
 
@@ -242,7 +242,7 @@ def _scaled(scale: float) -> Any:
     ('one', 'other'),
     [
         (torch.bfloat16, torch.float16),
-        (Shade.LIGHT, Shade.DARK),
+        (Shade.WEIGHTS, Shade.DARK),
         (torch.nn.functional.silu, torch.nn.functional.gelu),
         (
             functools.partial(torch.nn.init.normal_, std=0.1),

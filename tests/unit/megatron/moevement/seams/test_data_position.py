@@ -29,7 +29,7 @@ from megatron.moevement.state import iteration_state  # noqa: E402
 SAMPLES = 14
 MICRO_BATCH = 2
 READ = 20
-"""Micro-batches: nearly three epochs of two data-parallel ranks."""
+"""Micro-batches: nearly three rounds of two data-parallel ranks."""
 
 
 def loader(consumed_samples: int) -> DataLoader:

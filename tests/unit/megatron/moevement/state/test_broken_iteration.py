@@ -26,7 +26,7 @@ def losses() -> Iterator[torch.Tensor]:
     tracker.metrics.clear()
 
 
-def test_buffers_of_all_types_and_metrics_are_put_back(losses: torch.Tensor) -> None:
+def test_buffers_of_all_types_and_metrics_are_roll_back(losses: torch.Tensor) -> None:
     buffers = {
         'bias': torch.tensor([0.5, -0.0]),
         'counts': torch.tensor([7, 8, 9]),
@@ -38,6 +38,6 @@ def test_buffers_of_all_types_and_metrics_are_put_back(losses: torch.Tensor) -> 
         broken.begin()
         for tensor in (*buffers.values(), losses):
             tensor.add_(1)
-        broken.put_back()
+        broken.roll_back()
         assert losses.tolist() == [3.0, 0.0]
         assert all(torch.equal(buffers[name], before[name]) for name in buffers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in fp8 are captured as bytes and scales, light or in full, and come back so."""
+"""Weights in fp8 are captured as bytes and scales, weights or in full, and come back so."""
 
 from typing import NamedTuple
 
@@ -64,9 +64,9 @@ def sizes(parts: tuple[TensorSlice, ...]) -> dict[str, int]:
 @pytest.mark.parametrize('recipe', SCALES)
 def test_a_byte_for_each_element_beside_master_and_moments(recipe: str) -> None:
     count = END - START
-    light = {'weight': count, 'weight_scale': 4 * SCALES[recipe]}
-    assert sizes(rank(recipe, 1).slices.light) == light
-    assert sizes(rank(recipe, 1).slices.full) == light | dict.fromkeys(
+    weights = {'weight': count, 'weight_scale': 4 * SCALES[recipe]}
+    assert sizes(rank(recipe, 1).slices.weights) == weights
+    assert sizes(rank(recipe, 1).slices.full) == weights | dict.fromkeys(
         ('master', 'exp_avg', 'exp_avg_sq'), 4 * count
     )
 
@@ -75,21 +75,23 @@ def test_a_byte_for_each_element_beside_master_and_moments(recipe: str) -> None:
 def test_rank_without_a_shard_has_the_scales(recipe: str) -> None:
     scales = {'weight_scale': 4 * SCALES[recipe]}
     without = rank(recipe, 1, shard=False).slices
-    assert (sizes(without.full), sizes(without.light)) == (scales, scales)
+    assert (sizes(without.full), sizes(without.weights)) == (scales, scales)
 
 
 @pytest.mark.parametrize('recipe', SCALES)
-@pytest.mark.parametrize('slot', [0, 1], ids=['light', 'full'])
+@pytest.mark.parametrize('slot', [0, 1], ids=['weights', 'full'])
 def test_bytes_and_scales_come_back_whatever_the_masters_are(recipe: str, slot: int) -> None:
     trained, fresh = rank(recipe, 3), rank(recipe, 1)
     layout = SlotLayout(WindowPlan(((), ('rest',))), slot, {'rest': trained.slices})
-    parts = trained.slices.full if slot else trained.slices.light
+    parts = trained.slices.full if slot else trained.slices.weights
     contents = {item.part: item.source.clone().view(-1) for item in parts}
     place = stored.raw(fresh.weight).data_ptr()
     fresh.restore(layout.records, contents)
     (state,) = fresh.states.values()
     complete_restore([state], [], frozenset() if slot else frozenset({'w'}), distributed=True)
-    found = {item.part: item.source for item in (fresh.slices.full if slot else fresh.slices.light)}
+    found = {
+        item.part: item.source for item in (fresh.slices.full if slot else fresh.slices.weights)
+    }
     for part, content in contents.items():
         assert torch.equal(found[part].view(-1), content), part
     assert stored.raw(fresh.weight).data_ptr() == place

@@ -61,7 +61,7 @@ def test_the_iterations_of_a_conversion_are_recorded_one_by_one() -> None:
             assert recorder._grad_norm(lambda: -1.0) == norm
             recorder._overflow(lambda name: True, 'dense')
         assert recorder.peek() == GlobalScalars([norm], [False])
-        recorder.put_back(scalars)
+        recorder.roll_back(scalars)
 
 
 def test_tokens_of_a_recorded_iteration_are_read_where_its_graph_leaves_them(

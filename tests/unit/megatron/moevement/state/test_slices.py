@@ -39,7 +39,7 @@ def _scaled(name: str, length: int = 4) -> OperatorSlices:
 def _slot(model: Model, index: int = 0) -> SlotHeader:
     names = list(model)
     layout = SlotLayout(WindowPlan((tuple(names[:1]), tuple(names[1:]))), index, model)
-    context = SlotContext(list(layout.full), list(layout.light), b'')
+    context = SlotContext(list(layout.full), list(layout.weights), b'')
     return SlotHeader(
         version=FORMAT_VERSION,
         run='0' * 16,

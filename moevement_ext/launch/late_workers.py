@@ -13,7 +13,7 @@ from moevement_ext.launch.worker import Worker
 _TO_JOIN_S = 300.0
 
 
-class Newcomers:
+class LateWorkers:
     """Ages of the processes that have not joined yet. One thread uses it."""
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of life, in the store: a counter for some ranks, each of which counts in some of its bits.
+"""Heartbeats in the store: some ranks share a counter, and each counts in some of its bits.
 
 To give a sign is to hear of the other ranks of the counter, in one request; and what ranks of a
-node add at the same time is added together (`store.combining`). So they give their signs at times
-that are the same for all ranks of a counter, by the clock of their node, and others for others.
+node add at the same time is added together (`store.combining`). So they give their heartbeats at
+times that are the same for all ranks of a counter, by the clock of their node, and others for
+others.
 """
 
 import time
@@ -18,41 +19,41 @@ _SPREAD = 0.618
 """The part of a turn between one counter and the next: no two of many fall together."""
 
 
-class Signs:
-    """Those that a rank gives in an epoch. One thread.
+class Heartbeats:
+    """Those that a rank gives in a round. One thread.
 
     Args:
         store: the launcher's.
-        epoch: in which.
+        round: in which.
         rank: which.
     """
 
-    def __init__(self, store: Store, epoch: int, rank: int) -> None:
+    def __init__(self, store: Store, round: int, rank: int) -> None:
         self._store = store
-        self._epoch = epoch
+        self._round = round
         self._rank = rank
-        self._counter = store.add(_key(epoch, rank), 0)
+        self._counter = store.add(_key(round, rank), 0)
 
     def give(self) -> None:
         """One more."""
         step = 1 if _part(self._counter, self._rank) < _MOST else -_MOST  # from the start again
         added = step << _shift(self._rank)
-        self._counter = self._store.add(_key(self._epoch, self._rank), added)
+        self._counter = self._store.add(_key(self._round, self._rank), added)
 
     def heard_of(self, rank: int) -> int:
         """Changes with each sign of a rank; of the same counter, until `give` was called last."""
-        if _key(self._epoch, rank) == _key(self._epoch, self._rank):
+        if _key(self._round, rank) == _key(self._round, self._rank):
             return _part(self._counter, rank)
-        return hear(self._store, self._epoch, rank)
+        return hear(self._store, self._round, rank)
 
 
-def hear(store: Store, epoch: int, rank: int) -> int:
+def hear(store: Store, round: int, rank: int) -> int:
     """Changes with each sign of a rank."""
-    return _part(store.add(_key(epoch, rank), 0), rank)
+    return _part(store.add(_key(round, rank), 0), rank)
 
 
 def turn_of(rank: int, period_s: float) -> tuple[int, float]:
-    """The number of the present one of the turns in which a rank gives signs; seconds of it left.
+    """Number of the present heartbeat period of a rank, and the seconds left of it.
 
     Args:
         rank: which.
@@ -63,8 +64,8 @@ def turn_of(rank: int, period_s: float) -> tuple[int, float]:
     return int(number), period_s - since_s
 
 
-def _key(epoch: int, rank: int) -> str:
-    return f'beat/{epoch}/{rank // _RANKS_OF_A_COUNTER}'
+def _key(round: int, rank: int) -> str:
+    return f'beat/{round}/{rank // _RANKS_OF_A_COUNTER}'
 
 
 def _shift(rank: int) -> int:

@@ -4,16 +4,16 @@
 import pytest
 
 from moevement_ext.events import Event
-from moevement_ext.launch import newcomers
+from moevement_ext.launch import late_workers
 from moevement_ext.launch.launcher_events import WorkerEnded, WorkerLate, WorkerLaunched
 from tests.unit.launch.conftest import Job
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
 
-def lives_that_join(job: Job, *lives: tuple[int, int]) -> None:
+def lives_that_join(job: Job, *attempts: tuple[int, int]) -> None:
     def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) in lives:
+        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) in attempts:
             job.said.set(f'joining/{event.rank}', str(event.pid))
 
     job.on_event = note
@@ -21,7 +21,7 @@ def lives_that_join(job: Job, *lives: tuple[int, int]) -> None:
 
 def test_who_does_not_come_to_join_is_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its peers, which joined long ago, would wait for it until they give the job up."""
-    monkeypatch.setattr(newcomers, '_TO_JOIN_S', 1.0)
+    monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
     lives_that_join(job, (0, 0), (1, 0), (1, 2))
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', '1.1=stop', nodes=2) == 0
@@ -30,7 +30,7 @@ def test_who_does_not_come_to_join_is_replaced(job: Job, monkeypatch: pytest.Mon
 
 
 def test_at_the_start_of_a_job_nobody_is_late(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomers, '_TO_JOIN_S', 0.0)
+    monkeypatch.setattr(late_workers, '_TO_JOIN_S', 0.0)
     looks = []
     launcher = job.supervisor(nodes=2)
     look = launcher._look_into_store

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from moevement_ext.membership.rendezvous import Meeting, Rendezvous, present_epoch
+from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult, present_round
 
 WORLD = 4
 DEADLINE_S = 60.0
@@ -20,7 +20,7 @@ def connect(launcher: TCPStore) -> TCPStore:
     return TCPStore('127.0.0.1', launcher.port, is_master=False, timeout=TIMEOUT)
 
 
-def lives_of(connections: Sequence[TCPStore]) -> list[Rendezvous]:
+def attempts_of(connections: Sequence[TCPStore]) -> list[Rendezvous]:
     """A new process of each rank."""
     return [Rendezvous(store, rank, WORLD) for rank, store in enumerate(connections)]
 
@@ -29,28 +29,28 @@ def report_of(rank: int) -> Callable[[], bytes]:
     return lambda: b'report of %d' % rank
 
 
-def meet_all(lives: Sequence[Rendezvous], after: int | None = None) -> list[Meeting]:
-    """All start at the same moment; the meeting each of them came to."""
-    together = threading.Barrier(len(lives))
+def meet_all(attempts: Sequence[Rendezvous], after: int | None = None) -> list[RendezvousResult]:
+    """All start at the same moment; the result each of them came to."""
+    together = threading.Barrier(len(attempts))
 
-    def life(one: Rendezvous) -> Meeting:
+    def attempt(one: Rendezvous) -> RendezvousResult:
         together.wait()
         return one.meet(report_of(one.rank), TIMEOUT, after)
 
-    with ThreadPoolExecutor(len(lives)) as threads:
-        return list(threads.map(life, lives))
+    with ThreadPoolExecutor(len(attempts)) as threads:
+        return list(threads.map(attempt, attempts))
 
 
-def assert_one_new_epoch(meetings: Sequence[Meeting]) -> int:
-    """All are in the same epoch, and its store has nothing of an earlier one."""
-    [epoch] = {meeting.epoch for meeting in meetings}
-    stores = [meeting.store for meeting in meetings]
+def assert_one_new_round(results: Sequence[RendezvousResult]) -> int:
+    """All are in the same round, and its store has nothing of an earlier one."""
+    [round] = {result.round for result in results}
+    stores = [result.store for result in results]
     assert not stores[0].check(['mark'])
-    stores[0].set('mark', str(epoch))
-    assert {store.get('mark') for store in stores} == {b'%d' % epoch}
-    return epoch
+    stores[0].set('mark', str(round))
+    assert {store.get('mark') for store in stores} == {b'%d' % round}
+    return round
 
 
 def die_waiting(launcher: TCPStore, rank: int) -> None:
     """All that a worker leaves behind that was killed while it waited for the others."""
-    assert Rendezvous(launcher, rank, WORLD)._join(present_epoch(launcher), b'dead', False)
+    assert Rendezvous(launcher, rank, WORLD)._join(present_round(launcher), b'dead', False)

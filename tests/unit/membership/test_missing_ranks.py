@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import absentees, attendance, brought
-from moevement_ext.membership.absentees import Absentees
-from moevement_ext.membership.gates import open_gate
-from moevement_ext.membership.patience import Patience
+from moevement_ext.membership import arrivals, gathered_reports, missing_ranks
+from moevement_ext.membership.barriers import open_barrier
+from moevement_ext.membership.deadline import Deadline
+from moevement_ext.membership.heartbeats import Heartbeats
+from moevement_ext.membership.missing_ranks import MissingRanks
 from moevement_ext.membership.rendezvous import (
     Absent,
     Rendezvous,
     absent,
-    break_epoch,
+    end_round,
     holding_up,
-    present_epoch,
+    present_round,
 )
 from moevement_ext.membership.report import Report, encode
-from moevement_ext.membership.signs import Signs
 from tests.unit.membership.clock import Clock
 from tests.unit.membership.way import Way
 
@@ -39,8 +39,8 @@ def store() -> Iterator[TCPStore]:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     for rank in range(4):
         assert Rendezvous(store, rank, 4)._join(0, report_of(100 + rank), False)
-    open_gate(store, 'met/0')
-    break_epoch(store, present_epoch(store), 'rank 3 died')
+    open_barrier(store, 'met/0')
+    end_round(store, present_round(store), 'rank 3 died')
     yield store
 
 
@@ -52,13 +52,13 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
-    found = Absentees(store.clone, 4, HANG_S, lambda: True)
-    began, signs = time.monotonic(), Signs(store, 0, 1)
+    found = MissingRanks(store.clone, 4, HANG_S, lambda: True)
+    began, heartbeats = time.monotonic(), Heartbeats(store, 0, 1)
     while not store.check(['evict/2', 'evict/3']):
         assert time.monotonic() - began < TIMEOUT.total_seconds()
-        signs.give()
+        heartbeats.give()
         time.sleep(0.01)
     assert time.monotonic() - began > HANG_S
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
@@ -70,15 +70,15 @@ def test_who_was_there_in_an_earlier_launch_is_not_looked_for_in_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its store goes on; in a container the process of this launch has the same id."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     monkeypatch.setenv('MOEVEMENT_LAUNCH', 'second')
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     for rank in range(2):
         assert Rendezvous(store, rank, 2)._join(0, report_of(100 + rank, 'first'), False)
-    open_gate(store, 'met/0')
-    break_epoch(store, present_epoch(store), 'the job was launched again')
+    open_barrier(store, 'met/0')
+    end_round(store, present_round(store), 'the job was launched again')
     assert Rendezvous(store, 0, 2)._join(1, report_of(100, 'second'), False)
-    found = Absentees(store.clone, 2, HANG_S, lambda: True)
+    found = MissingRanks(store.clone, 2, HANG_S, lambda: True)
     store.wait(['launch/first/evict/1'], TIMEOUT)  # which no launcher reads any more
     found.stop()
     assert not store.check(['launch/second/evict/1']) and not store.check(['evict/1'])
@@ -88,15 +88,15 @@ def test_who_stops_in_the_middle_of_joining_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 2 is one of before, rank 3 is new; both have said that they are there, not with what."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     for rank in (0, 1):
         assert Rendezvous(store, rank, 4)._join(1, report_of(200 + rank), False)
-        attendance.sign(store, 'answered/1', rank, 4)
-    store.set('coming/1/3', brought.packed(report_of(203)))
+        arrivals.sign(store, 'answered/1', rank, 4)
+    store.set('coming/1/3', gathered_reports.packed(report_of(203)))
     for rank in (2, 3):
-        attendance.sign(store, 'here/1', rank, 4)
-    open_gate(store, 'full/1')
-    found = Absentees(store.clone, 4, HANG_S, lambda: True)
+        arrivals.sign(store, 'here/1', rank, 4)
+    open_barrier(store, 'full/1')
+    found = MissingRanks(store.clone, 4, HANG_S, lambda: True)
     store.wait(['evict/2', 'evict/3'], TIMEOUT)
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'203')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
@@ -106,8 +106,8 @@ def test_who_stops_in_the_middle_of_joining_is_evicted(
 def test_who_does_not_look_does_not_connect(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks would otherwise have one more connection to one store, in every meeting."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.01)
+    """All ranks would otherwise have one more connection to one store, in every rendezvous."""
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
     asked, connected = threading.Semaphore(0), threading.Event()
     ours = threading.Event()
 
@@ -119,7 +119,7 @@ def test_who_does_not_look_does_not_connect(
         connected.set()
         return store.clone()
 
-    found = Absentees(connect, 1, HANG_S, is_ours)
+    found = MissingRanks(connect, 1, HANG_S, is_ours)
     for _ in range(5):
         assert asked.acquire(timeout=TIMEOUT.total_seconds())
     assert not connected.is_set()
@@ -132,7 +132,7 @@ def test_absent_ranks_are_looked_for_by_another_connection_when_one_is_lost(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And their launcher is asked again, should it not have heard of it."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     way, connected = Way(store.port), threading.Semaphore(0)
 
     def connect() -> TCPStore:
@@ -140,7 +140,7 @@ def test_absent_ranks_are_looked_for_by_another_connection_when_one_is_lost(
         connected.release()
         return made
 
-    found = Absentees(connect, 4, HANG_S, lambda: True)
+    found = MissingRanks(connect, 4, HANG_S, lambda: True)
     for _ in range(2):
         assert connected.acquire(timeout=TIMEOUT.total_seconds())
         way.cut()
@@ -155,9 +155,9 @@ def test_who_stood_still_does_not_count_that_time(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 is late, and stood still for as long as who looks for it."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.01)
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
     clock = Clock()
-    monkeypatch.setattr(absentees, 'time', clock)
+    monkeypatch.setattr(missing_ranks, 'time', clock)
     looks = 0
 
     def is_ours() -> bool:
@@ -172,10 +172,10 @@ def test_who_stood_still_does_not_count_that_time(
             time.sleep(0.001)
 
     assert Rendezvous(store, 0, 2)._join(1, b'', False)
-    found = Absentees(store.clone, 2, 4.0, is_ours)
-    signs = Signs(store, 0, 1)
+    found = MissingRanks(store.clone, 2, 4.0, is_ours)
+    heartbeats = Heartbeats(store, 0, 1)
     for _ in range(3):
-        signs.give()
+        heartbeats.give()
         pass_by(1.0)
         pass_by(1000.0)  # counts for two seconds
     assert not store.check(['evict/1'])
@@ -186,7 +186,7 @@ def test_who_stood_still_does_not_count_that_time(
 
 
 def joined(store: TCPStore, ranks: Collection[int]) -> list[Rendezvous]:
-    """Ranks of the present epoch; the process of rank n is 200 + n."""
+    """Ranks of the present round; the process of rank n is 200 + n."""
     made = [Rendezvous(store.clone(), rank, len(ranks)) for rank in ranks]
     for one in made:
         assert one._join(1, report_of(200 + one.rank), False)
@@ -195,7 +195,7 @@ def joined(store: TCPStore, ranks: Collection[int]) -> list[Rendezvous]:
 
 def answer(members: Sequence[Rendezvous]) -> list[threading.Thread]:
     threads = [
-        threading.Thread(target=one._wait_for_all, args=(1, Patience(TIMEOUT)), daemon=True)
+        threading.Thread(target=one._wait_for_all, args=(1, Deadline(TIMEOUT)), daemon=True)
         for one in members
     ]
     for thread in threads:
@@ -213,12 +213,12 @@ def test_who_has_joined_and_does_not_answer_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 2 has stopped while it waited for the last one; its process is the one that joined."""
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
     wait_for(store, 2)
     began = time.monotonic()
-    found = Absentees(store.clone, 3, HANG_S, lambda: True)
+    found = MissingRanks(store.clone, 3, HANG_S, lambda: True)
     store.wait(['evict/2'], TIMEOUT)
     assert store.get('evict/2') == b'202'
     assert time.monotonic() - began > HANG_S
@@ -233,20 +233,20 @@ def test_who_has_joined_and_does_not_answer_is_evicted(
 def test_who_stops_when_it_packs_what_all_have_brought_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(absentees, 'HEARTBEAT_SECONDS', 0.05)
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     stopped, go_on = threading.Event(), threading.Event()
-    gather = brought.gather
+    gather = gathered_reports.gather
 
     def stop(*args: Any) -> list[bytes]:
         stopped.set()
         go_on.wait()
         return gather(*args)
 
-    monkeypatch.setattr(brought, 'gather', stop)
+    monkeypatch.setattr(gathered_reports, 'gather', stop)
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
     wait_for(store, 2)
-    found = Absentees(store.clone, 3, HANG_S, lambda: True)
+    found = MissingRanks(store.clone, 3, HANG_S, lambda: True)
     waiting += answer([third])
     assert stopped.wait(TIMEOUT.total_seconds())
     store.wait(['evictions'], TIMEOUT)
@@ -258,29 +258,29 @@ def test_who_stops_when_it_packs_what_all_have_brought_is_evicted(
     found.stop()
 
 
-def test_who_has_gone_is_not_looked_for_when_the_epoch_is_over(store: TCPStore) -> None:
+def test_who_has_gone_is_not_looked_for_when_the_round_is_over(store: TCPStore) -> None:
     joined(store, range(3))
     assert [one.rank for one in holding_up(store, 3)] == [0, 1, 2]
-    break_epoch(store, 1, 'rank 1 died')
+    end_round(store, 1, 'rank 1 died')
     assert holding_up(store, 3) == []
 
 
 def test_absent_ranks_are_those_of_the_last_meeting(store: TCPStore) -> None:
-    """Epochs that were broken before all had met are passed over."""
+    """Rounds that were broken before all had met are passed over."""
     assert absent(store, 4) == [Absent(0, rank) for rank in range(4)]
     joined(store, range(4))
     assert absent(store, 4) == []
-    for epoch in (1, 2):
-        break_epoch(store, epoch, 'rank 1 died')
+    for round in (1, 2):
+        end_round(store, round, 'rank 1 died')
     assert absent(store, 4) == [Absent(0, rank) for rank in range(4)]
-    open_gate(store, 'met/3')
-    break_epoch(store, 3, 'rank 1 died')
+    open_barrier(store, 'met/3')
+    end_round(store, 3, 'rank 1 died')
     assert absent(store, 4) == [Absent(3, rank) for rank in range(4)]
 
 
-def test_before_the_first_meeting_nobody_is_absent() -> None:
+def test_before_the_first_rendezvous_nobody_is_absent() -> None:
     """Programs take long to import."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     assert absent(store, 4) == []
-    break_epoch(store, 0, 'rank 1 died')
+    end_round(store, 0, 'rank 1 died')
     assert absent(store, 4) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meets the others in the next epoch, over another connection if that to the store is lost."""
+"""Meets the others in the next round, over another connection if that to the store is lost."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -8,22 +8,22 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store
 
-from moevement_ext.membership.absentees import Absentees
-from moevement_ext.membership.rendezvous import Meeting, Rendezvous
+from moevement_ext.membership.missing_ranks import MissingRanks
+from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult
 from moevement_ext.membership.report import Report, encode
 from moevement_ext.membership.store_loss import StoreLoss
 
 logger = logging.getLogger(__name__)
 
 
-class Meetings:
-    """The meetings of one process; used by one thread at a time.
+class RendezvousRunner:
+    """The rendezvous of one process; used by one thread at a time.
 
     Args:
         rendezvous: where it meets the others.
         loss: connects it to the store.
         timeout: how long to wait for others.
-        hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
+        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Meetings:
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
 
-    def meet(self, report: Callable[[], Report], after: int | None) -> Meeting:
-        """Join the epoch after one, or any.
+    def meet(self, report: Callable[[], Report], after: int | None) -> RendezvousResult:
+        """Join the round after one, or any.
 
-        An epoch in which the connection is lost is over then: whether this rank has been counted
+        A round in which the connection is lost is over then: whether this rank has been counted
         in it cannot be known.
         """
         while True:
@@ -62,7 +62,7 @@ class Meetings:
 
     @contextmanager
     def _looking_for_others(self) -> Iterator[None]:
-        absentees = Absentees(
+        missing_ranks = MissingRanks(
             self._loss.connect,
             self._rendezvous.world_size,
             self._hang_timeout_s,
@@ -71,4 +71,4 @@ class Meetings:
         try:
             yield
         finally:
-            absentees.stop()
+            missing_ranks.stop()

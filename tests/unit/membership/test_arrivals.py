@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from moevement_ext.membership import attendance
+from moevement_ext.membership import arrivals
 
 
 @given(st.integers(1, 130), st.data())
@@ -15,10 +15,10 @@ def test_who_has_not_come_is_missing(world_size: int, data: st.DataObject) -> No
     came = data.draw(st.sets(st.sampled_from(ranks)))
     store = HashStore()
     for rank in came:
-        attendance.sign(store, 'here', rank, world_size)
-    assert attendance.missing(store, 'here', world_size) == sorted(set(ranks) - came)
-    assert attendance.missing(store, 'elsewhere', world_size) == list(ranks)
-    assert {rank for rank in ranks if attendance.has_signed(store, 'here', rank)} == came
+        arrivals.sign(store, 'here', rank, world_size)
+    assert arrivals.missing(store, 'here', world_size) == sorted(set(ranks) - came)
+    assert arrivals.missing(store, 'elsewhere', world_size) == list(ranks)
+    assert {rank for rank in ranks if arrivals.has_signed(store, 'here', rank)} == came
 
 
 @given(st.integers(1, 130).flatmap(lambda world: st.permutations(range(world))))
@@ -30,7 +30,7 @@ def test_one_is_the_last_and_all_but_few_ask_once(order: list[int]) -> None:
             asked.append(key)
             return store.add(key, value)
 
-    found = [attendance.sign(Counted(), 'here', rank, len(order)) for rank in order]
+    found = [arrivals.sign(Counted(), 'here', rank, len(order)) for rank in order]
     assert [one.is_last for one in found] == [False] * (len(order) - 1) + [True]
     counters = -(-len(order) // 16)
     assert len(asked) == len(order) + counters
@@ -43,11 +43,11 @@ def test_of_the_processes_of_a_rank_one_is_the_first(came: list[int], world_size
     for rank in came:
         if came.count(rank) > 7:
             continue
-        arrival = attendance.sign(store, 'here', rank, world_size)
+        arrival = arrivals.sign(store, 'here', rank, world_size)
         assert arrival.is_first == (rank not in seen)
         assert arrival.is_last == (rank not in seen and len(seen) == world_size - 1)
         seen.add(rank)
-        assert attendance.missing(store, 'here', world_size) == sorted(set(range(20)) - seen)
+        assert arrivals.missing(store, 'here', world_size) == sorted(set(range(20)) - seen)
 
 
 @pytest.mark.parametrize('world_size', [1, 31, 32, 33, 256, 511, 512, 16384, 16500])
@@ -56,7 +56,7 @@ def test_some_counters_spread_over_all_ranks_are_chosen(world_size: int) -> None
     chosen = {
         rank // 16
         for rank in range(world_size)
-        if attendance.sign(store, 'here', rank, world_size).is_spread
+        if arrivals.sign(store, 'here', rank, world_size).is_spread
     }
     counters = -(-world_size // 16)
     assert min(counters, 8) <= len(chosen) <= 15

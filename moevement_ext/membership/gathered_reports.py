@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks bring to a meeting, gathered by one of them and handed out to all.
+"""What all ranks bring to a rendezvous, gathered by one of them and handed out to all.
 
 Every rank leaves its own in the store. The last to come reads all, once, and packs them: reports
 have most in common, so that of one little more than its differences is left (of one of some KiB:
@@ -17,7 +17,7 @@ from moevement_ext.membership.node_copy import NodeCopy, digest_of
 
 _COUNT_BYTES = 4
 _LITTLE_BYTES = 4096
-"""Read with the gate, in one request; more is read by one rank of a node for all."""
+"""Read with the barrier, in one request; more is read by one rank of a node for all."""
 _CHUNK_BYTES = 1 << 20
 """A value in the store has a MiB at most. The server refuses above 8."""
 _READ_AT_ONCE = 256
@@ -63,7 +63,7 @@ def unpacked_together(whole: bytes) -> list[bytes]:
 
 
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
-    """Leave everything for all ranks; what is to be behind the gate is returned.
+    """Leave everything for all ranks; what is to be behind the barrier is returned.
 
     That is all of it if it is little, else how many parts there are, and the digest of the whole.
 
@@ -87,7 +87,7 @@ def handed_out(store: Store, key: str, found: bytes, node: NodeCopy | None) -> l
     Args:
         store: the launcher's.
         key: as of `hand_out`.
-        found: behind the gate.
+        found: behind the barrier.
         node: where the ranks of a node read it for each other; None: each for itself.
     """
 

@@ -5,9 +5,9 @@ import pytest
 
 from moevement_ext.events import Event
 from moevement_ext.launch import child
-from moevement_ext.launch.launcher_events import JobFailed, WorkerLaunched, WorkerUndead
+from moevement_ext.launch.launcher_events import JobFailed, WorkerLaunched, WorkerUnkillable
 from moevement_ext.membership.eviction import evict
-from tests.unit.launch.conftest import Job, dies, undead
+from tests.unit.launch.conftest import Job, dies, unkillable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
@@ -24,12 +24,12 @@ def test_a_job_does_not_wait_for_ever_for_the_end_of_a_worker(
 
     job.on_event = others_find_it_hung
     job.finish_when = lambda: False
-    with undead() as hold:
+    with unkillable() as hold:
         assert job.run(nodes=2) == 1
         pid = job.started(1)[0].pid
         (failed,) = (event for event in job.events if isinstance(event, JobFailed))
         assert f'rank 1 (pid {pid}) does not die of SIGKILL' in failed.reason
-        assert WorkerUndead(1, pid) in job.events
+        assert WorkerUnkillable(1, pid) in job.events
         assert dies(job.started(0)[0].pid)
 
 
@@ -44,6 +44,6 @@ def test_all_start_again_only_if_all_die(job: Job, monkeypatch: pytest.MonkeyPat
 
     job.on_event = hold_it
     job.finish_when = lambda: False
-    with undead() as hold:
+    with unkillable() as hold:
         assert job.run('0.0=kill:die', survive=False, nodes=2) == 1
         assert len(job.started()) == 2

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank is heard of by its own signs, which it gives together with its neighbours."""
+"""Each rank is heard of by its own heartbeats, which it gives together with its neighbours."""
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import signs
-from moevement_ext.membership.signs import Signs, hear, turn_of
+from moevement_ext.membership import heartbeats
+from moevement_ext.membership.heartbeats import Heartbeats, hear, turn_of
 
 WORLD = 20
 
@@ -19,14 +19,14 @@ def store() -> TCPStore:
 
 @given(given=st.lists(st.sampled_from([0, 6, 7, 8, 19]), max_size=40), begun=st.integers(0, 127))
 @example(given=[6, 7, 6], begun=127)
-def test_a_rank_is_heard_of_by_its_own_signs_only(
+def test_a_rank_is_heard_of_by_its_own_heartbeats_only(
     store: TCPStore, given: list[int], begun: int
 ) -> None:
     for key in store.list_keys():
         store.delete_key(key)
     for _ in range(begun):  # so that its part is full, sooner or later
-        Signs(store, 3, 6).give()
-    ranks = {rank: Signs(store, 3, rank) for rank in (0, 6, 7, 8, 19)}
+        Heartbeats(store, 3, 6).give()
+    ranks = {rank: Heartbeats(store, 3, rank) for rank in (0, 6, 7, 8, 19)}
     for rank in given:
         before = [hear(store, 3, other) for other in range(WORLD)]
         ranks[rank].give()
@@ -35,10 +35,10 @@ def test_a_rank_is_heard_of_by_its_own_signs_only(
         assert [ranks[rank].heard_of(other) for other in range(WORLD)] == after
 
 
-def test_ranks_of_a_counter_give_their_signs_at_one_time_and_others_at_another(
+def test_ranks_of_a_counter_give_their_heartbeats_at_one_time_and_others_at_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signs.time, 'monotonic', lambda: 1000.0)
+    monkeypatch.setattr(heartbeats.time, 'monotonic', lambda: 1000.0)
     left = [turn_of(rank, 5.0) for rank in range(0, 64)]
     assert [len(set(left[at : at + 8])) for at in range(0, 64, 8)] == [1] * 8
     ends = sorted(left_s for _, left_s in left[::8])

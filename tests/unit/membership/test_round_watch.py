@@ -12,10 +12,10 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import epoch_watch as detect
-from moevement_ext.membership.epoch_watch import EpochWatch
-from moevement_ext.membership.rendezvous import break_epoch, present_epoch, why_broken
-from moevement_ext.membership.signs import Signs, hear
+from moevement_ext.membership import round_watch as detect
+from moevement_ext.membership.heartbeats import Heartbeats, hear
+from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
+from moevement_ext.membership.round_watch import RoundWatch
 from moevement_ext.store.connection_pool import Connections
 from tests.unit.forks import Forked
 from tests.unit.membership.clock import Clock
@@ -46,12 +46,12 @@ def wait_for_end_of_threads() -> None:
 
 
 class Job:
-    """Ranks that watch the present epoch of a real store, and what woke them up."""
+    """Ranks that watch the present round of a real store, and what woke them up."""
 
     def __init__(self) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-        assert present_epoch(self.store) == 0
-        self.watches: list[EpochWatch] = []
+        assert present_round(self.store) == 0
+        self.watches: list[RoundWatch] = []
         self.woken: queue.Queue[tuple[int, str]] = queue.Queue()
 
     def watch(
@@ -59,12 +59,12 @@ class Job:
         rank: int,
         pids: list[int],
         hang_timeout_s: float = NEVER_HUNG_S,
-        epoch: int | None = None,
+        round: int | None = None,
         judges: bool = True,
-    ) -> EpochWatch:
-        watch = EpochWatch(
+    ) -> RoundWatch:
+        watch = RoundWatch(
             Connections(lambda: connect(self.store.port)),
-            present_epoch(self.store) if epoch is None else epoch,
+            present_round(self.store) if round is None else round,
             rank,
             pids,
             hang_timeout_s,
@@ -79,18 +79,18 @@ class Job:
         return self.woken.get(timeout=DEADLINE_S)
 
     def heartbeats(self, rank: int) -> int:
-        return hear(self.store, present_epoch(self.store), rank)
+        return hear(self.store, present_round(self.store), rank)
 
     def end(self) -> None:
-        """Stop all watches and break the epoch, which ends their threads."""
+        """Stop all watches and break the round, which ends their threads."""
         for watch in self.watches:
             watch.stop()
-        break_epoch(self.store, present_epoch(self.store), 'the test is over')
+        end_round(self.store, present_round(self.store), 'the test is over')
         wait_for_end_of_threads()
 
 
 def wait_for_a_sign(store: TCPStore, rank: int) -> None:
-    """Of life, in the first epoch."""
+    """Of attempt, in the first round."""
     deadline = time.monotonic() + DEADLINE_S
     while not hear(store, 0, rank):
         assert time.monotonic() < deadline
@@ -118,42 +118,42 @@ def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, 'SLOWEST_HEARTBEAT_SECONDS', 0.05)
 
 
-def test_everybody_is_woken_up_when_the_epoch_is_broken(
+def test_everybody_is_woken_up_when_the_round_is_broken(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the store: no heartbeat, with which the end is looked for as well, comes in time."""
     monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 2 * DEADLINE_S)
-    for epoch in range(5):
+    for round in range(5):
         watches = [job.watch(rank, [1, 2, 3]) for rank in range(3)]
-        break_epoch(job.store, epoch, f'reason {epoch}')
+        end_round(job.store, round, f'reason {round}')
         woken = sorted(job.next_woken() for _ in watches)
-        assert woken == [(rank, f'reason {epoch}') for rank in range(3)]
+        assert woken == [(rank, f'reason {round}') for rank in range(3)]
         for watch in watches:
-            assert watch.broken.is_set() and watch.reason == f'reason {epoch}'
+            assert watch.broken.is_set() and watch.reason == f'reason {round}'
             watch.stop()
     assert job.woken.empty()
     for thread in threads():
         thread.name = 'sleeps'  # until its next heartbeat
 
 
-def test_an_epoch_that_was_broken_before_wakes_up_too(job: Job) -> None:
-    break_epoch(job.store, 0, 'early')
-    job.watch(0, [100, 101], epoch=0)
+def test_a_round_that_was_broken_before_wakes_up_too(job: Job) -> None:
+    end_round(job.store, 0, 'early')
+    job.watch(0, [100, 101], round=0)
     assert job.next_woken() == (0, 'early')
 
 
 def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
-    """The reason is there, but the number of the next epoch is not."""
+    """The reason is there, but the number of the next round is not."""
     job.watch(0, [1])
     job.store.compare_set('broken/0', '', '12.5 the launcher of node 3 was killed')
     assert job.next_woken() == (0, 'the launcher of node 3 was killed')
-    wait_for_the_next_epoch(job)
+    wait_for_the_next_round(job)
 
 
-def wait_for_the_next_epoch(job: Job) -> None:
+def wait_for_the_next_round(job: Job) -> None:
     """Its number is raised after all are woken up."""
     deadline = time.monotonic() + DEADLINE_S
-    while present_epoch(job.store) == 0:
+    while present_round(job.store) == 0:
         assert time.monotonic() < deadline
 
 
@@ -177,8 +177,8 @@ def test_a_rank_that_stops_its_heartbeat_is_evicted(
     assert job.store.get('evict/1') == b'101'
     assert not job.store.check(['evict/0']) and not job.store.check(['evict/2'])
     assert why_broken(job.store, 0) == reason
-    wait_for_the_next_epoch(job)
-    assert present_epoch(job.store) == 1
+    wait_for_the_next_round(job)
+    assert present_round(job.store) == 1
 
 
 def test_a_rank_that_never_sends_a_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
@@ -217,9 +217,9 @@ def test_a_rank_with_a_heartbeat_is_left_alone_however_slowly(
     job: Job, fast_heartbeats: None, clock: Clock
 ) -> None:
     """For longer than the time after which a silent rank counts as hung."""
-    watch, signs = job.watch(0, [100, 101], hang_timeout_s=2.0), Signs(job.store, 0, 1)
+    watch, heartbeats = job.watch(0, [100, 101], hang_timeout_s=2.0), Heartbeats(job.store, 0, 1)
     for _ in range(4):
-        signs.give()
+        heartbeats.give()
         has_listened(job, watch)
         clock.now += 1.5
         has_listened(job, watch)
@@ -227,7 +227,7 @@ def test_a_rank_with_a_heartbeat_is_left_alone_however_slowly(
     assert job.next_woken() == (0, 'rank 1 has not been heard of for 2 s')
 
 
-def has_listened(job: Job, watch: EpochWatch) -> None:
+def has_listened(job: Job, watch: RoundWatch) -> None:
     """Return when it has, since now: not at each of its heartbeats."""
     heartbeats = job.heartbeats(0)
     while job.heartbeats(0) < heartbeats + 4:
@@ -239,9 +239,9 @@ def test_who_stood_still_does_not_count_that_time(
 ) -> None:
     """As of all ranks of a virtual machine that is moved."""
     watch = job.watch(0, [100, 101], hang_timeout_s=4.0)
-    signs = Signs(job.store, 0, 1)
+    heartbeats = Heartbeats(job.store, 0, 1)
     for _ in range(3):
-        signs.give()
+        heartbeats.give()
         has_listened(job, watch)
         clock.now += 1000.0
         has_listened(job, watch)
@@ -260,7 +260,7 @@ def test_stop_ends_the_heartbeat_and_nothing_is_noticed_any_more(
     wait_for_a_sign(job.store, 0)
     assert len(threads()) == 2
     watch.stop()
-    break_epoch(job.store, 0, 'after the stop')
+    end_round(job.store, 0, 'after the stop')
     wait_for_end_of_threads()
     heartbeats = hear(job.store, 0, 0)
     time.sleep(0.2)
@@ -278,8 +278,8 @@ def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
         order.append('woken')
 
     opened = Connections(lambda: connect(job.store.port))
-    watch = EpochWatch(opened, 0, 0, [100], NEVER_HUNG_S, wake)
-    break_epoch(job.store, 0, 'test')
+    watch = RoundWatch(opened, 0, 0, [100], NEVER_HUNG_S, wake)
+    end_round(job.store, 0, 'test')
     assert waking.wait(DEADLINE_S)
 
     def stop() -> None:
@@ -307,8 +307,8 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
         return TCPStore('127.0.0.1', server.port, is_master=False, timeout=timeout)
 
     server_is_gone = threading.Event()
-    connect(server.port).set('epoch', '0')
-    watch = EpochWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
+    connect(server.port).set('round', '0')
+    watch = RoundWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
     wait_for_a_sign(connect(server.port), 0)
     server_is_gone.set()
     server.close()
@@ -342,7 +342,7 @@ def test_lost_connections_are_made_anew(
     while job.heartbeats(0) < heartbeats + 3:
         assert not watch.broken.wait(0.01)
     assert caplog.text.count(LOST) == 1
-    break_epoch(job.store, 0, 'rank 7 died')
+    end_round(job.store, 0, 'rank 7 died')
     assert job.next_woken() == (0, 'rank 7 died')
 
 
@@ -357,8 +357,8 @@ def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_heartbeat
     woken: queue.Queue[str] = queue.Queue()
     port = job.store.port
     deaf = Connections(lambda: Deaf('127.0.0.1', port, is_master=False))
-    watch = EpochWatch(deaf, 0, 0, [100], NEVER_HUNG_S, woken.put)
-    break_epoch(job.store, 0, 'rank 7 died')
+    watch = RoundWatch(deaf, 0, 0, [100], NEVER_HUNG_S, woken.put)
+    end_round(job.store, 0, 'rank 7 died')
     assert woken.get(timeout=DEADLINE_S / 4) == 'rank 7 died'
     watch.stop()
     for thread in threads():
@@ -369,14 +369,14 @@ def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> 
     watch = job.watch(0, [100])
     watch.conclude('I lost a peer')
     assert watch.broken.is_set() and job.next_woken() == (0, 'I lost a peer')
-    break_epoch(job.store, 0, 'I lost a peer')
+    end_round(job.store, 0, 'I lost a peer')
     watch.stop()
     assert job.woken.empty()
 
 
-def test_signs_of_life_go_on_until_the_rank_has_left(job: Job, fast_heartbeats: None) -> None:
+def test_heartbeats_go_on_until_the_rank_has_left(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100])
-    break_epoch(job.store, 0, 'rank 7 died')
+    end_round(job.store, 0, 'rank 7 died')
     job.next_woken()
     heartbeats = hear(job.store, 0, 0)
     while hear(job.store, 0, 0) < heartbeats + 3:

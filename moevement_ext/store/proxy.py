@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A leader: a store to its clients, which asks the launcher's store for them together.
+"""A proxy: a store to its clients, which asks the launcher's store for them together.
 
-All ranks of a job do the same at the same time, after a failure above all: without leaders the one
-store would be asked by each for the same. A leader understands what torch's clients say (`wire`);
+All ranks of a job do the same at the same time, after a failure above all: without proxies the one
+store would be asked by each for the same. A proxy understands what torch's clients say (`wire`);
 what it does not combine it hands on, and it remembers nothing. When its connection to the store is
-lost, so are those of its clients: none takes what a leader does for what the store has done.
+lost, so are those of its clients: none takes what a proxy does for what the store has done.
 
-Each node has one (`node_leader`), and a large job has some beside the store, which lead those of
+Each node has one (`node_proxy`), and a large job has some beside the store, which lead those of
 the nodes (`branches`).
 """
 
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 _TO_CONNECT_S = 10.0
 _ASKED_EVERY_S = 10.0
 _PAUSE_OF_A_BRANCH_S = 0.01
-"""A few times in a meeting a rank waits for that; else what thousands ask, who come one by one, is
-seldom together."""
+"""A few times in a rendezvous a rank waits for that; else what thousands ask, who come one by one,
+is seldom together."""
 _TO_ANSWER_S = 20.0
 """All ranks of a job ask at the same time when they meet."""
 
 
 class _Store:
-    """The connections of a leader to the store, all made anew when one is lost.
+    """The connections of a proxy to the store, all made anew when one is lost.
 
     Args:
         line: the first.
@@ -56,7 +56,7 @@ class _Store:
         """What the client that asks is to be sent; None: nothing."""
         match request.kind:
             case Kind.PING:
-                return _known(wire.sign_of_life(request))
+                return _known(wire.heartbeat(request))
             case Kind.CANCEL_WAIT:
                 return _known(wire.CANCELLED)
             case Kind.WAIT:
@@ -79,9 +79,9 @@ class _Store:
 
 
 class _Client(asyncio.Protocol):
-    """A connection with a rank, or with a leader, which is answered in the order of its questions.
+    """A connection with a rank, or with a proxy, which is answered in the order of its questions.
 
-    A rank waits for each answer. A leader does not: the ranks that it asks for do.
+    A rank waits for each answer. A proxy does not: the ranks that it asks for do.
 
     Args:
         reach_store: finds the store.
@@ -147,7 +147,7 @@ class _Client(asyncio.Protocol):
                     return
                 self._take(store, request)
         except ValueError as error:  # it does not speak as torch's clients do
-            logger.warning('sparse checkpointing: a client of a leader is cut: %s', error)
+            logger.warning('sparse checkpointing: a client of a proxy is cut: %s', error)
             self.close()
 
     def _take(self, store: _Store, request: Request) -> None:
@@ -197,13 +197,13 @@ def _check_greeting(greeting: Request) -> None:
         raise ValueError(f'it begins with {greeting.number:#x}, as no client of a store does')
 
 
-class Leader:
+class Proxy:
     """Serves on the loop that runs `serve`.
 
     Args:
         host, port: of the launcher's store; it need not be there yet.
         listening: where clients come.
-        is_branch: its clients are leaders; the others ask through one such, if there is one.
+        is_branch: its clients are proxies; the others ask through one such, if there is one.
     """
 
     def __init__(

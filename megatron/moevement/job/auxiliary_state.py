@@ -12,8 +12,8 @@ from megatron.moevement.state.training_state import TrainingState
 _SPARE_BYTES = 4096
 
 
-class MegatronSmallState:
-    """All state except tensors: a `moevement_ext.recover.trainer.SmallState`. Training thread only.
+class MegatronAuxiliaryState:
+    """All state except tensors: a `trainer.AuxiliaryState`. Training thread only.
 
     Args:
         training: model, optimizer and scheduler.
@@ -66,7 +66,7 @@ class MegatronSmallState:
         """Put the process at the start of the iteration after `state`."""
         decoded = iteration_state.decode(state)
         self._training.restore(decoded, self._counters)
-        self._recorder.put_back(decoded.scalars)
+        self._recorder.roll_back(decoded.scalars)
 
     def move_data(self, state: bytes) -> None:
         """Move the training data to the position in `state`."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that neither come to a meeting nor give a sign of life hang; their launcher replaces them.
+"""Ranks that neither come to a rendezvous nor give a heartbeat hang; their launcher replaces them.
 
-A rank that is merely late (it ends a write first) goes on sending heartbeats in the epoch that it
+A rank that is merely late (it ends a write first) goes on sending heartbeats in the round that it
 comes from, and one that is new and sets up joins on a thread of its own (see `membership`). Who has
-joined gives no signs of life while it waits for the last one, but answers when that has come.
+joined gives no heartbeats while it waits for the last one, but answers when that has come.
 """
 
 import logging
@@ -14,36 +14,36 @@ from collections.abc import Callable
 import msgspec
 from torch.distributed import DistError, Store
 
-from moevement_ext.membership.epoch_watch import (
-    HEARTBEAT_SECONDS,
-    MOST_BETWEEN_LOOKS_S,
-    heartbeat_period_s,
-)
 from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.heartbeats import hear
 from moevement_ext.membership.rendezvous import (
     Absent,
     absent,
     brought_to,
     holding_up,
-    mend,
+    repair,
 )
 from moevement_ext.membership.report import Report
-from moevement_ext.membership.signs import hear
+from moevement_ext.membership.round_watch import (
+    HEARTBEAT_SECONDS,
+    MOST_BETWEEN_LOOKS_S,
+    heartbeat_period_s,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class Absentees:
+class MissingRanks:
     """Looks for them from a thread of its own, until stopped, where it is this rank's to do so.
 
-    It looks as often as signs of life come. More often it looks whether whoever began to end the
-    epoch in which ranks meet has died half-way, and ends it then: nobody watches that one yet. A
+    It looks as often as heartbeats come. More often it looks whether whoever began to end the
+    round in which ranks meet has died half-way, and ends it then: nobody watches that one yet. A
     new process looks as well: it may be the only one left that can.
 
     Args:
         connect: opens a connection of its own to the launcher's store, once it is this rank's.
         world_size: number of ranks.
-        hang_timeout_s: seconds without a sign of life after which a rank counts as hung.
+        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
         is_ours: whether this rank is one of those that look; asked each time.
     """
 
@@ -62,7 +62,7 @@ class Absentees:
         self._heard: dict[Absent, int] = {}
         self._silent_s: dict[Absent, float] = {}
         self._stopping = threading.Event()
-        threading.Thread(target=self._run, name='sparse-ckpt-absentees', daemon=True).start()
+        threading.Thread(target=self._run, name='sparse-ckpt-missing-ranks', daemon=True).start()
 
     def stop(self) -> None:
         """All have come."""
@@ -81,7 +81,7 @@ class Absentees:
                 continue
             try:
                 store = store or self._connect()
-                mend(store)
+                repair(store)
                 if since_look_s >= self._between_looks_s:
                     self._look(store, since_look_s)
                     since_look_s = 0.0
@@ -103,13 +103,13 @@ class Absentees:
                 self._silent_s[one] = 0.0
 
     def _gives_a_sign(self, store: Store, one: Absent) -> bool:
-        heard = hear(store, one.epoch, one.rank)
+        heard = hear(store, one.round, one.rank)
         before, self._heard[one] = self._heard.get(one, -1), heard
         return heard != before
 
     def _evict(self, store: Store, one: Absent) -> None:
-        """The process that was seen in that epoch, if its launcher still has it."""
-        brought = brought_to(store, one.epoch, one.rank)
+        """The process that was seen in that round, if its launcher still has it."""
+        brought = brought_to(store, one.round, one.rank)
         if brought is not None:
             report = msgspec.msgpack.decode(brought, type=Report)
             evict(store, one.rank, report.pid, report.launch)

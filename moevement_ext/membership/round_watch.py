@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the epoch on threads of its own, so that no rank waits for a dead one.
+"""Watches the round on threads of its own, so that no rank waits for a dead one.
 
-Three ways to notice a failure, one verdict (the epoch is broken, see `rendezvous`): somebody who
-lost a connection, or the launcher, breaks the epoch; a rank that sends no heartbeat for a while is
+Three ways to notice a failure, one verdict (the round is ended, see `rendezvous`): somebody who
+lost a connection, or the launcher, ends the round; a rank that sends no heartbeat for a while is
 reported by the rank before it, since a stopped process breaks nothing by itself; and a process
 whose training thread is stuck says so itself.
 """
@@ -16,14 +16,14 @@ from datetime import timedelta
 from torch.distributed import DistError, Store
 
 from moevement_ext.membership.eviction import evict
+from moevement_ext.membership.heartbeats import Heartbeats, turn_of
 from moevement_ext.membership.rendezvous import (
     Ending,
-    break_epoch,
+    end_round,
     how_broken,
     is_over,
     see_to_the_end,
 )
-from moevement_ext.membership.signs import Signs, turn_of
 from moevement_ext.store.connection_pool import Connections
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ HEARTBEAT_SECONDS = 0.5
 """Between two looks at the training thread; between two heartbeats at least."""
 SLOWEST_HEARTBEAT_SECONDS = 5.0
 _HEARTBEATS_BEFORE_HUNG = 12
-_TURNS_PER_LOOK_AT_THE_EPOCH = 2
+_TURNS_PER_LOOK_AT_THE_ROUND = 2
 _LONG = timedelta(days=365)
 MOST_BETWEEN_LOOKS_S = 2.0
 """That count as silence of another, beyond the time in which nobody looks: who looks, or all of the
@@ -42,17 +42,17 @@ _JOIN_SECONDS = 5.0
 _LAST_RETRY_SECONDS = 30.0
 
 
-class EpochWatch:
-    """Watches one epoch until it is broken or `stop` is called.
+class RoundWatch:
+    """Watches one round until it is broken or `stop` is called.
 
-    It gives signs of life at once, and until `stop`, even when the epoch is over: this process is
+    It gives heartbeats at once, and until `stop`, even when the round is over: this process is
     on its way. Those of the next rank are missed only after `judge`. The longer a rank may be
     silent, the more seldom it is asked for a sign: all ranks ask one store.
 
     Args:
         connections: with the launcher's store; each of the two threads has its own, and another one
             when it is lost.
-        epoch: the one this process takes part in.
+        round: the one this process takes part in.
         rank: of this process.
         pids: process of each rank, by rank, to tell the launcher which one hangs.
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
@@ -64,18 +64,18 @@ class EpochWatch:
     def __init__(
         self,
         connections: Connections,
-        epoch: int,
+        round: int,
         rank: int,
         pids: Sequence[int],
         hang_timeout_s: float,
         on_broken: Callable[[str], None],
         each_look: Callable[[Store], None] = lambda store: None,
     ) -> None:
-        self.epoch = epoch
+        self.round = round
         self.broken = threading.Event()
         self.reason: str | None = None
         self.announced = 0.0
-        """When the end of the epoch was: seconds since 1970, by the clock of who announced it."""
+        """When the end of the round was: seconds since 1970, by the clock of who announced it."""
         self._connections = connections
         self._rank = rank
         self._pids = pids
@@ -99,7 +99,7 @@ class EpochWatch:
         self._judging.set()
 
     def conclude(self, reason: str, announced: float | None = None) -> None:
-        """The epoch is over, once, whoever learns of it first. Returns when all are woken up.
+        """The round is over, once, whoever learns of it first. Returns when all are woken up.
 
         Args:
             reason: of the end.
@@ -113,17 +113,17 @@ class EpochWatch:
                 self._on_broken(reason)
 
     def wait_until_woken(self) -> None:
-        """Return when all are, if the epoch is over."""
+        """Return when all are, if the round is over."""
         with self._concluding:
             pass
 
     def stop(self) -> None:
-        """What happens to the epoch is no longer noticed. Its threads end with it, on their own."""
+        """What happens to the round is no longer noticed. Its threads end with it, on their own."""
         self._stopping.set()
         self.wait_until_woken()
 
     def join(self) -> None:
-        """Wait until the threads of a watch that was stopped have ended: its epoch must be over."""
+        """Wait until the threads of a watch that was stopped have ended: its round must be over."""
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
 
@@ -152,19 +152,23 @@ class EpochWatch:
             logger.warning('the connection to the store of the launcher was lost: %s', error)
 
     def _wait(self, store: Store) -> None:
-        """The store wakes this thread up when the epoch is broken; nobody polls."""
-        store.wait([f'broken/{self.epoch}'], _LONG)
+        """The store wakes this thread up when the round is ended; nobody polls."""
+        store.wait([f'broken/{self.round}'], _LONG)
         self._conclude_by(store)
 
     def _conclude_by(self, store: Store) -> None:
         # Nothing is known of one that ended long ago, to a process that was away for as long.
-        how = how_broken(store, self.epoch) or Ending(time.time(), 'unknown')
+        how = how_broken(store, self.round) or Ending(time.time(), 'unknown')
         self.conclude(how.reason, how.since)
-        see_to_the_end(store, self.epoch)
+        see_to_the_end(store, self.round)
 
     def _send_heartbeats(self, store: Store) -> None:
-        """Notices the end of the epoch, too, should the other connection be silently lost."""
-        given, given_in, pause_s = Signs(store, self.epoch, self._rank), None, HEARTBEAT_SECONDS
+        """Notices the end of the round, too, should the other connection be silently lost."""
+        given, given_in, pause_s = (
+            Heartbeats(store, self.round, self._rank),
+            None,
+            HEARTBEAT_SECONDS,
+        )
         while not self._stopping.wait(pause_s):
             self._each_look(store)
             turn, left_s = turn_of(self._rank, self._period_s)
@@ -175,7 +179,7 @@ class EpochWatch:
             given.give()
             if self.broken.is_set():
                 continue
-            if turn % _TURNS_PER_LOOK_AT_THE_EPOCH == 0 and is_over(store, self.epoch):
+            if turn % _TURNS_PER_LOOK_AT_THE_ROUND == 0 and is_over(store, self.round):
                 self._conclude_by(store)
             else:
                 self._listen(store, given.heard_of(self._watched))
@@ -194,7 +198,7 @@ class EpochWatch:
         """Report a hung rank; its launcher kills it, so that it is started again."""
         evict(store, self._watched, self._pids[self._watched])
         reason = f'rank {self._watched} has not been heard of for {self._hang_timeout_s:g} s'
-        break_epoch(store, self.epoch, reason)
+        end_round(store, self.round, reason)
 
 
 def heartbeat_period_s(hang_timeout_s: float) -> float:

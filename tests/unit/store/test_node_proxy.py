@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's leader is a store to the ranks of the node; all processes are real."""
+"""A node's proxy is a store to the ranks of the node; all processes are real."""
 
 import socket
 import time
@@ -15,7 +15,7 @@ from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.store import nearest, wire
 from moevement_ext.store.wire import Kind, Request
-from tests.unit.store.processes import WAIT_S, Leader, Server, until
+from tests.unit.store.processes import WAIT_S, Proxy, Server, until
 from tests.unit.store.raw import Raw
 from tests.unit.store.relay import Relay
 
@@ -49,7 +49,7 @@ def answers(store: Store, questions: list[tuple]) -> list[object]:
 
 
 @given(st.lists(QUESTIONS, max_size=12))
-def test_a_leader_answers_as_the_store_does(stores: tuple[Store, Store], asked: list) -> None:
+def test_a_proxy_answers_as_the_store_does(stores: tuple[Store, Store], asked: list) -> None:
     direct, led = stores
     assert answers(led, asked) == answers(direct, asked)
     for store in stores:
@@ -59,11 +59,11 @@ def test_a_leader_answers_as_the_store_does(stores: tuple[Store, Store], asked: 
 
 @pytest.fixture(scope='module')
 def stores() -> Iterator[tuple[Store, Store]]:
-    """Two that are alike, one of them behind a leader."""
+    """Two that are alike, one of them behind a proxy."""
     one, other = Server(), Server()
-    leader = Leader(other.port)
-    yield one.connect(), leader.connect()
-    for process in (leader, one, other):
+    proxy = Proxy(other.port)
+    yield one.connect(), proxy.connect()
+    for process in (proxy, one, other):
         process.close()
 
 
@@ -72,8 +72,8 @@ def together(stores: list[Store], what: Callable[[Store], object]) -> list:
         return list(threads.map(what, stores))
 
 
-def test_each_who_adds_is_told_a_number_of_its_own(leader: Leader, server: Server) -> None:
-    stores = [leader.connect() for _ in range(RANKS)]
+def test_each_who_adds_is_told_a_number_of_its_own(proxy: Proxy, server: Server) -> None:
+    stores = [proxy.connect() for _ in range(RANKS)]
     told = together(stores, lambda store: [store.add('count', 1) for _ in range(200)])
     numbers = [number for one in told for number in one]
     assert sorted(numbers) == list(range(1, 200 * RANKS + 1))
@@ -81,8 +81,8 @@ def test_each_who_adds_is_told_a_number_of_its_own(leader: Leader, server: Serve
     assert server.connect().add('count', 0) == 200 * RANKS
 
 
-def test_one_of_those_who_try_to_be_first_is(leader: Leader) -> None:
-    stores = {str(rank): leader.connect() for rank in range(RANKS)}
+def test_one_of_those_who_try_to_be_first_is(proxy: Proxy) -> None:
+    stores = {str(rank): proxy.connect() for rank in range(RANKS)}
     for attempt in range(50):
         with ThreadPoolExecutor(RANKS) as threads:
             found = threads.map(
@@ -95,8 +95,8 @@ def test_one_of_those_who_try_to_be_first_is(leader: Leader) -> None:
 def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
     """Except for the first request, which finds no other to go with."""
     relay = Relay(server.port)
-    with closing(Leader(relay.port)) as leader, ExitStack() as opened:
-        ranks = [opened.enter_context(closing(Raw(leader.port))) for _ in range(RANKS)]
+    with closing(Proxy(relay.port)) as proxy, ExitStack() as opened:
+        ranks = [opened.enter_context(closing(Raw(proxy.port))) for _ in range(RANKS)]
         ranks[0].add(b'count')
         assert ranks[0].number() == 1
         before = relay.nbytes
@@ -106,53 +106,53 @@ def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
         server.stand_still()
         for rank in ranks:
             rank.add(b'count')
-        opened.enter_context(closing(Raw(leader.port))).pass_by()
+        opened.enter_context(closing(Raw(proxy.port))).pass_by()
         server.go_on()
         assert sorted(rank.number() for rank in ranks) == list(range(3, RANKS + 3))
         assert relay.nbytes - before <= 3 * bytes_of_one
 
 
-def test_all_who_wait_are_woken_up(leader: Leader, server: Server) -> None:
-    stores = [leader.connect() for _ in range(RANKS)]
+def test_all_who_wait_are_woken_up(proxy: Proxy, server: Server) -> None:
+    stores = [proxy.connect() for _ in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as threads:
-        waits = [threads.submit(store.wait, ['gate']) for store in stores]
+        waits = [threads.submit(store.wait, ['barrier']) for store in stores]
         time.sleep(0.2)
         assert not any(one.done() for one in waits)
-        assert leader.connections_to(server.port) <= 2, 'one asks, one waits'
-        server.connect().set('gate', 'open')
+        assert proxy.connections_to(server.port) <= 2, 'one asks, one waits'
+        server.connect().set('barrier', 'open')
         for one in waits:
             one.result(WAIT_S)
-    assert [store.get('gate') for store in stores] == [b'open'] * RANKS
+    assert [store.get('barrier') for store in stores] == [b'open'] * RANKS
 
 
-def test_who_gives_up_waiting_can_ask_on_and_others_wait_on(leader: Leader) -> None:
-    patient, impatient, other = (leader.connect() for _ in range(3))
+def test_who_gives_up_waiting_can_ask_on_and_others_wait_on(proxy: Proxy) -> None:
+    patient, impatient, other = (proxy.connect() for _ in range(3))
     with ThreadPoolExecutor(1) as threads:
-        wait = threads.submit(patient.wait, ['gate'])
+        wait = threads.submit(patient.wait, ['barrier'])
         for _ in range(3):
             with pytest.raises(DistStoreError):
-                impatient.wait(['gate'], timedelta(seconds=0.05))
+                impatient.wait(['barrier'], timedelta(seconds=0.05))
         assert impatient.add('count', 1) == 1
         assert not wait.done()
-        other.set('gate', 'open')
+        other.set('barrier', 'open')
         wait.result(WAIT_S)
-    impatient.wait(['gate'])
+    impatient.wait(['barrier'])
 
 
-def test_who_is_gone_leaves_no_wait_behind(leader: Leader, server: Server) -> None:
-    staying = leader.connect()
-    sock = socket.create_connection(('127.0.0.1', leader.port))
+def test_who_is_gone_leaves_no_wait_behind(proxy: Proxy, server: Server) -> None:
+    staying = proxy.connect()
+    sock = socket.create_connection(('127.0.0.1', proxy.port))
     sock.sendall(b'\x06' + (1).to_bytes(8, 'little') + (4).to_bytes(8, 'little') + b'/key')
-    until(lambda: leader.connections_to(server.port) == 2)
+    until(lambda: proxy.connections_to(server.port) == 2)
     sock.close()
-    until(lambda: leader.connections_to(server.port) == 1)
+    until(lambda: proxy.connections_to(server.port) == 1)
     assert staying.add('count', 1) == 1
 
 
 def test_who_asks_on_before_it_is_answered_is_answered_in_its_order(
-    leader: Leader, server: Server
+    proxy: Proxy, server: Server
 ) -> None:
-    """As leaders do who ask a branch; here in pieces of a few bytes."""
+    """As proxies do who ask a branch; here in pieces of a few bytes."""
     questions = [Request(Kind.VALIDATE, number=wire.MAGIC)]
     for turn in range(50):
         questions += [
@@ -166,7 +166,7 @@ def test_who_asks_on_before_it_is_answered_is_answered_in_its_order(
         for turn in range(50)
     )
     sent = b''.join(map(wire.encoded, questions))
-    with socket.create_connection(('127.0.0.1', leader.port), timeout=WAIT_S) as rank:
+    with socket.create_connection(('127.0.0.1', proxy.port), timeout=WAIT_S) as rank:
         rank.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(0, len(sent), 700):
             rank.sendall(sent[at : at + 700])
@@ -176,17 +176,17 @@ def test_who_asks_on_before_it_is_answered_is_answered_in_its_order(
     assert found == expected
 
 
-def test_strangers_are_cut_off(leader: Leader) -> None:
-    with socket.create_connection(('127.0.0.1', leader.port), WAIT_S) as sock:
+def test_strangers_are_cut_off(proxy: Proxy) -> None:
+    with socket.create_connection(('127.0.0.1', proxy.port), WAIT_S) as sock:
         sock.sendall(b'GET / HTTP/1.1\r\n\r\n' + b'\xff' * 64)
         assert sock.recv(1) == b''
-    assert leader.connect().add('count', 1) == 1
+    assert proxy.connect().add('count', 1) == 1
 
 
 def test_a_store_that_dies_is_lost_to_all_and_another_one_is_found(
-    leader: Leader, server: Server
+    proxy: Proxy, server: Server
 ) -> None:
-    asking, waiting, idle = (leader.connect() for _ in range(3))
+    asking, waiting, idle = (proxy.connect() for _ in range(3))
     asking.add('count', 1)
     with ThreadPoolExecutor(1) as threads:
         wait = threads.submit(waiting.wait, ['never'])
@@ -198,10 +198,10 @@ def test_a_store_that_dies_is_lost_to_all_and_another_one_is_found(
         with pytest.raises(DistError):
             store.add('count', 1)
     with pytest.raises(DistError):
-        leader.connect(0.5).num_keys()
+        proxy.connect(0.5).num_keys()
     another = Server(server.port)
     try:
-        assert leader.connect().add('count', 1) == 1
+        assert proxy.connect().add('count', 1) == 1
         with pytest.raises(DistError):
             idle.add('count', 1)  # nobody takes it for the one that was
     finally:
@@ -209,8 +209,8 @@ def test_a_store_that_dies_is_lost_to_all_and_another_one_is_found(
 
 
 def test_a_store_that_stands_still_is_lost_to_all(server: Server) -> None:
-    leader = Leader(server.port, 0.1, 1.0)
-    idle, asking, waiting = (leader.connect() for _ in range(3))
+    proxy = Proxy(server.port, 0.1, 1.0)
+    idle, asking, waiting = (proxy.connect() for _ in range(3))
     with ThreadPoolExecutor(2) as threads:
         wait = threads.submit(waiting.wait, ['never'])
         server.stand_still()
@@ -221,36 +221,36 @@ def test_a_store_that_stands_still_is_lost_to_all(server: Server) -> None:
     server.go_on()
     with pytest.raises(DistError):
         idle.num_keys()
-    assert leader.connect().num_keys() in (0, 1)
-    leader.close()
+    assert proxy.connect().num_keys() in (0, 1)
+    proxy.close()
 
 
-def test_ranks_use_the_leader_of_their_store(
-    leader: Leader, server: Server, monkeypatch: pytest.MonkeyPatch
+def test_ranks_use_the_proxy_of_their_store(
+    proxy: Proxy, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def port(host: str) -> int:
         return nearest.connect(host, server.port, timedelta(seconds=WAIT_S)).port
 
     assert port('127.0.0.1') == server.port
-    _set(monkeypatch, leader)
-    assert port('127.0.0.1') == leader.port
+    _set(monkeypatch, proxy)
+    assert port('127.0.0.1') == proxy.port
     assert port('localhost') == server.port, 'another store, for all that is known'
 
 
-def test_without_its_leader_a_rank_asks_the_store_itself(
-    leader: Leader,
+def test_without_its_proxy_a_rank_asks_the_store_itself(
+    proxy: Proxy,
     server: Server,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _set(monkeypatch, leader)
+    _set(monkeypatch, proxy)
     monkeypatch.setattr(nearest, '_TO_CONNECT_S', 0.5)
-    leader.close()
+    proxy.close()
     store = nearest.connect('127.0.0.1', server.port, timedelta(seconds=WAIT_S))
     assert store.port == server.port
-    assert 'no leader of this node' in caplog.text
+    assert 'no proxy of this node' in caplog.text
 
 
-def _set(monkeypatch: pytest.MonkeyPatch, leader: Leader) -> None:
-    for name, value in leader.variables.items():
+def _set(monkeypatch: pytest.MonkeyPatch, proxy: Proxy) -> None:
+    for name, value in proxy.variables.items():
         monkeypatch.setenv(name, value)

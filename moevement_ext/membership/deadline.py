@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long others are waited for in a meeting: who is on the way may take its time."""
+"""How long others are waited for in a rendezvous: who is on the way may take its time."""
 
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
-_BETWEEN_SIGNS_S = 30.0
+_BETWEEN_HEARTBEATS_S = 30.0
 """Several heartbeats."""
 
 
-class Patience[One]:
+class Deadline[One]:
     """Ends after a time in which not all that are missing were heard of. One thread.
 
     Args:
-        timeout: that time; signs of life are asked for when it has passed.
-        signs: heartbeats of those that are missing; empty if that is not known.
+        timeout: that time; heartbeats are asked for when it has passed.
+        heartbeats: heartbeats of those that are missing; empty if that is not known.
 
     Attributes:
         until: by `time.monotonic`; look again then.
     """
 
-    def __init__(self, timeout: timedelta, signs: Callable[[], Mapping[One, int]] = dict) -> None:
+    def __init__(
+        self, timeout: timedelta, heartbeats: Callable[[], Mapping[One, int]] = dict
+    ) -> None:
         self._timeout_s = timeout.total_seconds()
-        self._signs = signs
+        self._heartbeats = heartbeats
         self._heard: Mapping[One, int] | None = None
         self._ends = self.until = time.monotonic() + self._timeout_s
 
@@ -31,12 +33,12 @@ class Patience[One]:
         now = time.monotonic()
         if now < self.until:
             return False
-        before, self._heard = self._heard, self._signs()
+        before, self._heard = self._heard, self._heartbeats()
         if before is None and self._heard:  # they have one more chance to be heard
-            self._ends = now + _BETWEEN_SIGNS_S
+            self._ends = now + _BETWEEN_HEARTBEATS_S
         elif before is not None and _all_rose(before, self._heard):
             self._ends = now + self._timeout_s
-        self.until = min(now + _BETWEEN_SIGNS_S, self._ends)
+        self.until = min(now + _BETWEEN_HEARTBEATS_S, self._ends)
         return now >= self._ends
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leader of a node: its ranks reach the launcher's store through it, and ask together.
+"""The proxy of a node: its ranks reach the launcher's store through it, and ask together.
 
 It lives in the agent of the node, not in a worker: torch connects with the interpreter's lock held,
 so a client in the same process would wait for ever.
@@ -10,16 +10,16 @@ import socket
 import threading
 from contextlib import suppress
 
-from moevement_ext.store.leader import Leader
+from moevement_ext.store.proxy import Proxy
 
-VARIABLE = 'MOEVEMENT_NODE_LEADER'
-"""In the environment of workers: the address of the store, and the port of the leader."""
+VARIABLE = 'MOEVEMENT_NODE_PROXY'
+"""In the environment of workers: the address of the store, and the port of the proxy."""
 _HERE = '127.0.0.1'
 _BACKLOG = 1024
 _TO_END_S = 10.0
 
 
-class NodeLeader:
+class NodeProxy:
     """Serves on a thread of its own, on this host only, until closed. Any thread.
 
     Args:
@@ -39,10 +39,10 @@ class NodeLeader:
         self.store = host, port
         self.port = int(listening.getsockname()[1])
         self.variables = {VARIABLE: f'{host} {port} {self.port}'}
-        self._leader = Leader(host, port, listening)
+        self._proxy = Proxy(host, port, listening)
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-leader', daemon=True)
+        self._thread = threading.Thread(target=self._run, name='sparse-ckpt-proxy', daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -53,4 +53,4 @@ class NodeLeader:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._leader.serve(self._ended))
+            runner.run(self._proxy.serve(self._ended))

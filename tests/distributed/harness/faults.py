@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long job that is struck many times, one failure after the other, in place of a job for each.
 
-What a strike spoils is seen where it was made: each recovery compares what it replayed with what
+What a fault spoils is seen where it was made: each recovery compares what it replayed with what
 had been captured (`Recovered.verified`, `differing`), and the final states of all ranks are
-compared with those of a run that nothing happened to. When something is wrong, each strike is made
+compared with those of a run that nothing happened to. When something is wrong, each fault is made
 again in a job of its own, and the report says which are wrong alone.
 """
 
@@ -28,13 +28,13 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Strike:
+class Fault:
     """One failure: the death of a worker, of several, or of more while that is recovered from.
 
     Attributes:
         name: what is special about it.
         deaths: `<rank>:<iteration>:<phase>`, separated by commas. Those of one rank are in the
-            order in which it dies; which of its lives each ends is counted, over all strikes.
+            order in which it dies; which of its attempts each ends is counted, over all faults.
         verified: newer captures are left to compare the replay of a victim with. They are if two
             iterations were committed since the newest window.
         also: ranks that end by themselves then, and are replaced.
@@ -46,41 +46,41 @@ class Strike:
     also: tuple[int, ...] = ()
 
 
-def fail_at(strikes: Iterable[Strike]) -> str:
-    """`MOEVEMENT_FAIL_AT` for strikes in the order in which they are made."""
-    lives: Counter[int] = Counter()
+def fail_at(faults: Iterable[Fault]) -> str:
+    """`MOEVEMENT_FAIL_AT` for faults in the order in which they are made."""
+    attempts: Counter[int] = Counter()
     numbered = []
-    for strike in strikes:
-        for death in strike.deaths.split(','):
+    for fault in faults:
+        for death in fault.deaths.split(','):
             rank = _victim(death)
-            numbered.append(f'{death}:{lives[rank]}')
-            lives[rank] += 1
-        lives.update(strike.also)
+            numbered.append(f'{death}:{attempts[rank]}')
+            attempts[rank] += 1
+        attempts.update(fault.also)
     return ','.join(numbered)
 
 
-def deaths(strikes: Iterable[Strike]) -> Counter[int]:
+def deaths(faults: Iterable[Fault]) -> Counter[int]:
     """How often each rank dies."""
     found: Counter[int] = Counter()
-    for strike in strikes:
-        found.update(map(_victim, strike.deaths.split(',')))
-        found.update(strike.also)
+    for fault in faults:
+        found.update(map(_victim, fault.deaths.split(',')))
+        found.update(fault.also)
     return found
 
 
-def strike_all(
+def fault_all(
     make: Callable[[], Cluster],
-    strikes: Sequence[Strike],
+    faults: Sequence[Fault],
     expected: dict,
     meanwhile: Callable[[Cluster], 'InTurn'] | None = None,
     lost_at: str = '',
     **survive: Any,
 ) -> Cluster:
-    """A job that has survived all strikes, with the bits of `expected` and nothing wrong at any.
+    """A job that has survived all faults, with the bits of `expected` and nothing wrong at any.
 
     Args:
-        make: makes the job, and one for each strike if something is wrong.
-        strikes: in the order in which they are made.
+        make: makes the job, and one for each fault if something is wrong.
+        faults: in the order in which they are made.
         expected: digest of a run that nothing happened to.
         meanwhile: makes what else a test does to the long job.
         lost_at: the whole job is lost there first, and started again.
@@ -88,32 +88,32 @@ def strike_all(
     """
     job = make()
     in_turn = meanwhile(job) if meanwhile else None
-    found = struck(job, strikes, expected, lost_at, strike=in_turn, **survive)
+    found = struck(job, faults, expected, lost_at, fault=in_turn, **survive)
     assert found or in_turn is None or in_turn.done
     if found:
-        lines = ['of all strikes in one job:', *found]
-        for strike in strikes:
-            alone = struck(make(), [strike], expected, lost_at, **survive)
-            lines += [f'alone, {strike.name}: {"; ".join(alone) or "nothing is wrong"}']
+        lines = ['of all faults in one job:', *found]
+        for fault in faults:
+            alone = struck(make(), [fault], expected, lost_at, **survive)
+            lines += [f'alone, {fault.name}: {"; ".join(alone) or "nothing is wrong"}']
         pytest.fail('\n'.join(lines), pytrace=False)
     return job
 
 
 def struck(
-    job: Cluster, strikes: Sequence[Strike], expected: dict, lost_at: str = '', **survive: Any
+    job: Cluster, faults: Sequence[Fault], expected: dict, lost_at: str = '', **survive: Any
 ) -> list[str]:
     """Everything that is wrong with a job after it was struck; it has ended."""
     if lost_at:
         assert -9 in job.run(fail_at=lost_at, mutation=survive.get('mutation'))
-    before = job.lives
+    before = job.attempts
     try:
         mutation = ','.join(filter(None, [survive.pop('mutation', None), SEALED]))
-        restarts = job.survive(fail_at=fail_at(strikes), mutation=mutation, **survive)
+        restarts = job.survive(fail_at=fail_at(faults), mutation=mutation, **survive)
     except (RuntimeError, TimeoutError) as error:
-        return [f'{error}', *wrong_recoveries(job, strikes, before)]
-    found = list(wrong_recoveries(job, strikes, before))
-    if restarts != deaths(strikes):
-        found.append(f'restarts: {restarts}, not {dict(deaths(strikes))}')
+        return [f'{error}', *wrong_recoveries(job, faults, before)]
+    found = list(wrong_recoveries(job, faults, before))
+    if restarts != deaths(faults):
+        found.append(f'restarts: {restarts}, not {dict(deaths(faults))}')
     differing = differences(expected, read_digest(job))
     if differing:
         found.append(f'{len(differing)} differ: {differing[:_SHOWN]}')
@@ -122,15 +122,15 @@ def struck(
     return found
 
 
-def wrong_recoveries(job: Cluster, strikes: Sequence[Strike], before: int) -> Iterator[str]:
-    """What the events of a job say of its recoveries that they should not, by strike."""
+def wrong_recoveries(job: Cluster, faults: Sequence[Fault], before: int) -> Iterator[str]:
+    """What the events of a job say of its recoveries that they should not, by fault."""
     ranks = range(job.ranks)
-    lives = Counter(dict.fromkeys(ranks, before))  # of earlier launches
+    attempts = Counter(dict.fromkeys(ranks, before))  # of earlier launches
     started = [job.events_of(WorkerStarted, rank) for rank in ranks]
     together = {event.pid for events in started for event in events[before : before + 1]}
-    for strike in strikes:
-        lives += deaths([strike])
-        yield from (f'{strike.name}: {text}' for text in _wrong(job, strike, lives))
+    for fault in faults:
+        attempts += deaths([fault])
+        yield from (f'{fault.name}: {text}' for text in _wrong(job, fault, attempts))
     verified = 0
     for rank in ranks:
         for event in job.events_of(Recovered, rank):
@@ -146,25 +146,25 @@ def wrong_recoveries(job: Cluster, strikes: Sequence[Strike], before: int) -> It
         yield f'the whole job: {NOTHING}'
 
 
-def _successors(job: Cluster, strike: Strike, lives: Mapping[int, int]) -> dict[int, int]:
-    """Process that has taken the place of each victim of a strike for good, if there is one."""
-    started = {rank: job.events_of(WorkerStarted, rank) for rank in deaths([strike])}
+def _successors(job: Cluster, fault: Fault, attempts: Mapping[int, int]) -> dict[int, int]:
+    """Process that has taken the place of each victim of a fault for good, if there is one."""
+    started = {rank: job.events_of(WorkerStarted, rank) for rank in deaths([fault])}
     return {
-        rank: events[lives[rank]].pid
+        rank: events[attempts[rank]].pid
         for rank, events in started.items()
-        if len(events) > lives[rank]
+        if len(events) > attempts[rank]
     }
 
 
-def _wrong(job: Cluster, strike: Strike, lives: Mapping[int, int]) -> Iterator[str]:
-    successors, verified = _successors(job, strike, lives), 0
-    for rank in deaths([strike]):
+def _wrong(job: Cluster, fault: Fault, attempts: Mapping[int, int]) -> Iterator[str]:
+    successors, verified = _successors(job, fault, attempts), 0
+    for rank in deaths([fault]):
         recovered = [e for e in job.events_of(Recovered, rank) if e.pid == successors.get(rank)]
         if recovered:
             verified += recovered[0].verified
         else:
-            yield f'rank {rank} has not come back in its life {lives[rank]}'
-    if strike.verified and not verified:
+            yield f'rank {rank} has not come back in its attempt {attempts[rank]}'
+    if fault.verified and not verified:
         yield NOTHING
 
 
@@ -173,7 +173,7 @@ def _victim(death: str) -> int:
 
 
 class InTurn:
-    """For `Cluster.survive(strike=...)`: what a test does to a job, one thing after the other.
+    """For `Cluster.survive(fault=...)`: what a test does to a job, one thing after the other.
 
     Args:
         steps: called with the workers and what starts one; yields conditions, and goes on when the

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks wait at a barrier: a key of the store that wakes all of them up when it is there.
+
+Who waits asks nothing meanwhile. A barrier is opened by whoever comes last, or shut by whoever ends
+the round, and what it is first it remains: nobody passes one at which another was turned away. A
+store wakes up only who waits for a certain key, so the barriers of a round have names that all
+know.
+"""
+
+import time
+from datetime import timedelta
+
+from torch.distributed import DistStoreError, Store
+
+from moevement_ext.store.peek import peek
+
+_OPEN = b'open'
+_SHUT = b'shut'
+_LONGEST_WAIT_S = 60.0
+"""Who was to shut the barrier may have died before; torch writes a warning after each such wait."""
+_SHORTEST_WAIT_S = 0.01
+
+
+def open_barrier(store: Store, barrier: str, behind: bytes = b'') -> None:
+    """Let all pass, unless it is shut.
+
+    Args:
+        store: the launcher's.
+        barrier: its name.
+        behind: what everybody finds who passes.
+    """
+    store.compare_set(barrier, '', _OPEN + behind)  # type: ignore[arg-type]
+
+
+def close_barrier(store: Store, barrier: str) -> None:
+    """Turn all away, unless it is open."""
+    store.compare_set(barrier, '', _SHUT)  # type: ignore[arg-type]
+
+
+def has_moved(store: Store, barrier: str, deadline: float) -> bool:
+    """Wait until a barrier is opened or shut; False if neither has happened for a while.
+
+    Args:
+        store: no other thread can use this connection meanwhile.
+        barrier: its name.
+        deadline: by `time.monotonic`; False then, too.
+    """
+    left_s = min(max(deadline - time.monotonic(), _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
+    try:
+        store.wait([barrier], timedelta(seconds=left_s))
+    except DistStoreError:
+        return False
+    return True
+
+
+def behind(store: Store, barrier: str) -> bytes | None:
+    """What is behind a barrier that has moved; None if it is shut, or its round is forgotten."""
+    found = peek(store, barrier)
+    return found[len(_OPEN) :] if found is not None and is_open(found) else None
+
+
+def is_open(found: bytes) -> bool:
+    """True if that is the value of a barrier that all may pass."""
+    return found.startswith(_OPEN)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a barrier is first it remains, and who waits at one asks nothing."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import Store, TCPStore
+
+from moevement_ext.membership.barriers import behind, close_barrier, has_moved, open_barrier
+
+TIMEOUT = timedelta(seconds=60)
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    yield TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def soon() -> float:
+    return time.monotonic() + TIMEOUT.total_seconds()
+
+
+def wait_at(store: Store, barrier: str) -> bytes | None:
+    assert has_moved(store, barrier, soon())
+    return behind(store, barrier)
+
+
+def test_what_a_barrier_is_first_it_remains(store: TCPStore) -> None:
+    open_barrier(store, 'a', b'content')
+    close_barrier(store, 'a')
+    close_barrier(store, 'b')
+    open_barrier(store, 'b')
+    assert wait_at(store, 'a') == b'content'
+    assert wait_at(store, 'b') is None
+
+
+def test_all_who_wait_at_a_barrier_go_the_same_way(store: TCPStore) -> None:
+    """Somebody opens it while somebody shuts it."""
+    connections = [store.clone() for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for turn in range(20):
+            barrier = f'barrier {turn}'
+            waiting = [threads.submit(wait_at, one, barrier) for one in connections[:2]]
+            threads.submit(open_barrier, connections[2], barrier)
+            threads.submit(close_barrier, connections[3], barrier)
+            assert len({future.result() for future in waiting}) == 1
+
+
+def test_a_barrier_of_a_round_that_is_forgotten_is_shut_and_stays_forgotten(
+    store: TCPStore,
+) -> None:
+    """Who was stopped for long comes to look behind it."""
+    open_barrier(store, 'barrier')
+    store.delete_key('barrier')
+    assert behind(store, 'barrier') is None
+    assert not store.check(['barrier'])
+
+
+def test_who_waited_for_long_enough_is_told_nothing(store: TCPStore) -> None:
+    assert not has_moved(store, 'barrier', time.monotonic() + 0.1)
+    open_barrier(store, 'barrier')
+    assert has_moved(store, 'barrier', time.monotonic()), 'the connection is still of use'
+
+
+def test_connections_are_made_while_a_thread_waits(store: TCPStore) -> None:
+    """Others of the process clone the one that it waits on, to end a wait that it is in."""
+    connection = store.clone()
+    passed: list[bytes | None] = []
+    waiting = threading.Thread(target=lambda: passed.append(wait_at(connection, 'barrier')))
+    waiting.start()
+    waiting.join(0.2)  # it is in the wait by then
+    open_barrier(connection.clone(), 'barrier')
+    waiting.join(TIMEOUT.total_seconds() / 2)
+    assert passed == [b'']
