@@ -29,7 +29,7 @@ class RankArrival(NamedTuple):
     is_last: bool
     """It is the last of all ranks."""
     is_spread: bool
-    """It heartbeats one of at most fifteen counters, which are spread over all."""
+    """It counts in one of at most fifteen counters, which are spread over all."""
 
 
 def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:

@@ -90,7 +90,7 @@ class OperatorBytes(msgspec.Struct, frozen=True):
         for rank, (full, weights) in enumerate(zip(self.full, self.weights, strict=True)):
             if not 0 <= weights <= full:
                 raise InvalidOperators(
-                    f'operator {self.name!r} has {full} bytes in full and {weights} weights on '
+                    f'operator {self.name!r} has {full} bytes in full and {weights} of weights on '
                     'rank '
                     f'{rank}; 0 <= weights <= full must hold'
                 )

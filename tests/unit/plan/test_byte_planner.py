@@ -257,7 +257,7 @@ def test_budgets_far_apart_are_weights_like_others():
 
 
 def test_operator_sizes_are_checked():
-    with pytest.raises(InvalidOperators, match="'a'.*3 weights on rank 1"):
+    with pytest.raises(InvalidOperators, match="'a'.*3 of weights on rank 1"):
         OperatorBytes('a', (2, 2), (1, 3))
     with pytest.raises(InvalidOperators, match='2 ranks but weight sizes for 1'):
         OperatorBytes('a', (2, 2), (1,))
