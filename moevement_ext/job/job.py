@@ -477,13 +477,13 @@ class Job:
         Windows that an export has read stay.
         """
         remove = remove and not reads_memory()
-        self.rank.events.emit(Finished(removed=remove))
         if self._device_watch is not None:
             self._device_watch.close()
-        if self._observer is not None:
-            self._observer.close()
         if self.protection is not None:
             self.protection.close(remove, keep_disk=is_export())
+        self.rank.events.emit(Finished(removed=remove))  # last: its threads have emitted all
+        if self._observer is not None:
+            self._observer.close()
         if self._disk is not None:
             self._disk.close()
         if self._guard is not None:
