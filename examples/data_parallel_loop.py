@@ -90,7 +90,7 @@ def main() -> None:
         def loop() -> None:  # called again after a failure of other ranks
             while job.iteration < last:
                 loss = job.step()
-                if dist.get_rank() == 0:
+                if dist.get_rank() == dist.get_world_size() - 1:  # as Megatron does
                     print(f' iteration {job.iteration}/{last} | lm loss: {loss:.6E} |', flush=True)
 
         job.train(loop)
