@@ -122,7 +122,8 @@ class Template:
         try:
             text = json.dumps({request: value}).encode() + b'\n'
             sent = socket.send_fds(self._socket, [text], list(descriptors))
-            self._socket.sendall(text[sent:])  # an order may be larger than the socket's buffer
+            if sent < len(text):  # an order may be larger than the socket's buffer
+                self._socket.sendall(text[sent:])  # not of nothing: a new worker has closed its end
         except OSError as error:
             raise self._lost(f': {error}') from error
 
