@@ -12,7 +12,7 @@ from moevement_ext.protect.parting import part
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.trainer import Trainer
-from moevement_ext.relayout.found import NOTHING, Candidate, find, shelf_of
+from moevement_ext.relayout.found import NOTHING, Candidate, find, require_parts, shelf_of
 from moevement_ext.relayout.picking_up import PickingUp
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -45,6 +45,16 @@ class OtherLayouts:
             return -1
         self._elsewhere = find(self._rank, self._shelf, dense_iteration, last_iteration)
         return self._elsewhere.dense_at
+
+    def require_parts(self, own: whole_job.Predecessor) -> None:
+        """Refuse to start over while parts of newer windows are missing, as `found.require_parts`.
+
+        Args:
+            own: windows of this layout.
+        """
+        newest = max((window.dense_at for window in own.candidates), default=-1)
+        if not self._rank.config.forget:
+            require_parts(self._elsewhere, newest)
 
     def keep_until_replaced(self, memory: HostMemory, disk: DiskWindows | None) -> None:
         """Free them once all ranks have a window of their own; on disk, two of them there."""

@@ -75,6 +75,8 @@ class Elsewhere:
     candidates: list[Candidate]
     runs: list[str]
     """Directories on this node that are worthless once all ranks have a window of their own."""
+    torn: list[Candidate] = field(default_factory=list)
+    """If there are no candidates: windows of which some owners' parts are missing."""
 
     @property
     def dense_at(self) -> int:
@@ -110,7 +112,6 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
         last_iteration: at which training ends, None if that is not known yet.
 
     Raises:
-        PartsMissing: of newer windows some parts are missing, and none is whole.
         StoreInUseError: a live job has another layout of the run.
     """
     stock = _take_stock(rank, shelf)
@@ -123,9 +124,25 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
     ]
     whole = [one for one in everything if one.complete]
     _say_refused(rank, sorted({reason for stock in stocks for reason in stock.refused}))
-    if everything and not whole and not rank.config.forget:
-        raise PartsMissing(_missing(everything))
-    return Elsewhere(whole, stock.runs)
+    return Elsewhere(whole, stock.runs, [] if whole else everything)
+
+
+def require_parts(elsewhere: Elsewhere, own: int) -> None:
+    """Refuse to start over while parts of windows are missing.
+
+    Windows that this layout has itself and that are as new are better: what is torn is left of a
+    layout that it has replaced, when all processes died while the nodes freed its windows.
+
+    Args:
+        elsewhere: as found.
+        own: iteration of the newest dense state in windows of this layout, -1 if there is none.
+
+    Raises:
+        PartsMissing: the torn windows are newer.
+    """
+    newer = [one for one in elsewhere.torn if one.window.dense_at > own]
+    if newer:
+        raise PartsMissing(_missing(newer))
 
 
 def _say_refused(rank: Rank, refused: Sequence[str]) -> None:

@@ -224,6 +224,24 @@ def test_a_job_does_not_start_over_while_parts_are_missing(
 
 
 @pytest.mark.thorough
+def test_what_is_left_of_a_layout_that_was_replaced_does_not_matter(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """All processes die when some nodes have freed its windows already, and others not yet."""
+    was, now = CASES['EP 4 to EP 2']
+    job = killed(cluster, was, tmp_path / 'dense', *ONE, '--sparse-ckpt-replicas', '0')
+    (old,) = job.memory.parent.glob(f'{job.name}.*')
+    left = shutil.copytree(old / 'node0', tmp_path / 'left')
+    after = again(job, cluster, now, *ONE)
+    assert -9 in after.run(fail_at='0:12:forward')
+    shutil.copytree(left, old / 'node0', dirs_exist_ok=True)
+    last = again(job, cluster, now, *ONE)
+    last.finish(timeout_s=300.0)
+    assert after.events_of(Relaid) and not last.events_of(Relaid)
+    assert left_over(job) == []
+
+
+@pytest.mark.thorough
 @pytest.mark.mutation
 def test_a_broken_way_into_another_layout_is_noticed(
     cluster: Callable[..., Cluster], tmp_path: Path
