@@ -85,8 +85,8 @@ _PRINTED = re.compile(
     + '|'.join(map(re.escape, sorted(_NAMES, key=len, reverse=True)))
     + r')(?!\.?\w)'
 )
+# The name that was called, once the command runs.
 _running: list[str] = []
-"""The name that was called, once the command runs."""
 
 
 def called() -> str | None:

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Pieces of work that count: some windows, so that it follows the machine and is no chance.
 _NEWEST = 32
-"""Pieces of work that count: some windows, so that it follows the machine and is no chance."""
 
 
 class CpuCost:

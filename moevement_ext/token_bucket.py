@@ -25,8 +25,8 @@ class TokenBucket:
         self._wait = wait
         self._burst = burst
         self._clock = clock
+        # Time at which the rate covers all taken bytes.
         self._paid_at = -float('inf')
-        """Time at which the rate covers all taken bytes."""
         self.held_up = 0
         """Number of waits."""
 

@@ -93,8 +93,8 @@ class SlurmStarter:
         self._met = False
         self._gathered = False
         self._reserve: messages.Reserve | None = None
+        # Hot spares on each node that trains.
         self._spares = 0
-        """Hot spares on each node that trains."""
 
     def open(self, port: int) -> None:
         """Prepare for workers that use the store at `port`; the first call starts all agents."""

@@ -18,8 +18,8 @@ class LateWorkers:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, float]] = {}
+        # Process ids, by rank, that have joined or were killed.
         self._settled: dict[int, int] = {}
-        """Process ids, by rank, that have joined or were killed."""
 
     def late(self, store: Store, living: Sequence[Worker]) -> list[Worker]:
         """Return the workers to kill, each once, for which the other ranks wait in vain.

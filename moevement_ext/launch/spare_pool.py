@@ -38,8 +38,8 @@ class SparePool:
         self._loop = loop
         self._report = report
         self._wanted = 0
+        # It is known that a spare cannot fork.
         self._each_is_one = False
-        """It is known that a spare cannot fork."""
         self._importing: list[Template] = []
         self._ready: list[Template] = []
 

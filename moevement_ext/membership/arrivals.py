@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has come, in the store: a counter for some ranks, each of which counts in some of its bits.
+"""Arrivals in the store: some ranks share a counter, and each counts in some of its bits.
 
-Ranks of a node that come together can add theirs together (`store.combining`). Who fills a counter
-counts it, for all of its ranks: so that all have come costs each rank one request. A rank has bits
-for several processes: of those that say that they are it, one is the first.
+Ranks of a node that arrive at the same time add theirs in one request (`store.combining`). The rank
+that fills a counter counts the counter, so the arrival of all ranks costs each rank one request.
+Several processes may claim the same rank; its bits tell which of them was the first.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from torch.distributed import Store
 from moevement_ext.store.peek import peek
 
 _RANKS_OF_A_COUNTER = 16
+# Those of one rank: for seven processes, each of which ends what the rank has come to.
 _BITS = 3
-"""Those of one rank: for seven processes, each of which ends what the rank has come to."""
 _MOST = (1 << _BITS) - 1
 _SPREAD = 8
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks wait at a barrier: a key of the store that wakes all of them up when it is there.
 
-Who waits asks nothing meanwhile. A barrier is opened by whoever comes last, or shut by whoever ends
-the round, and what it is first it remains: nobody passes one at which another was turned away. A
-store wakes up only who waits for a certain key, so the barriers of a round have names that all
-know.
+A waiting rank sends no requests. The last rank to arrive opens the barrier, or the process that
+ends the round closes it, and the first of the two is final: no rank passes a barrier that has
+turned another one away. A store wakes up only ranks that wait for a key by its name, so all ranks
+know the names of a round's barriers.
 """
 
 import time
@@ -16,8 +16,8 @@ from moevement_ext.store.peek import peek
 
 _OPEN = b'open'
 _SHUT = b'shut'
+# The process that was to close the barrier may have died. Torch logs a warning after each wait.
 _LONGEST_WAIT_S = 60.0
-"""Who was to shut the barrier may have died before; torch writes a warning after each such wait."""
 _SHORTEST_WAIT_S = 0.01
 
 
@@ -27,7 +27,7 @@ def open_barrier(store: Store, barrier: str, behind: bytes = b'') -> None:
     Args:
         store: the launcher's.
         barrier: its name.
-        behind: what everybody finds who passes.
+        behind: value that every passing rank reads.
     """
     store.compare_set(barrier, '', _OPEN + behind)  # type: ignore[arg-type]
 

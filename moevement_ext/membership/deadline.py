@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long others are waited for in a rendezvous: who is on the way may take its time."""
+"""Deadline of a rendezvous, extended while missing ranks still send heartbeats."""
 
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
+# Several heartbeats.
 _BETWEEN_HEARTBEATS_S = 30.0
-"""Several heartbeats."""
 
 
 class Deadline[One]:
@@ -29,7 +29,7 @@ class Deadline[One]:
         self._ends = self.until = time.monotonic() + self._timeout_s
 
     def is_over(self) -> bool:
-        """Nobody is waited for any longer."""
+        """True once no rank is waited for any longer."""
         now = time.monotonic()
         if now < self.until:
             return False

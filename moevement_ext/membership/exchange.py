@@ -9,8 +9,8 @@ from torch.distributed import Store, all_gather_object, broadcast_object_list
 from moevement_ext.membership import packing
 
 _COUNT_BYTES = 4
+# A value in the store has a MiB at most; its server refuses more than 8.
 _CHUNK_BYTES = (1 << 20) - _COUNT_BYTES
-"""A value in the store has a MiB at most; its server refuses more than 8."""
 
 
 class Exchange:
@@ -49,7 +49,7 @@ class Exchange:
             group: of those ranks in that order; None: all.
         """
         if self.joining:
-            assert self._archive is not None  # else nobody could join
+            assert self._archive is not None  # else no process could join
             return _left_by(self._archive, name, ranks)
         if self._archive is not None:
             leave(self._archive, name, torch.distributed.get_rank(), own)
@@ -80,13 +80,13 @@ class Exchange:
 
 
 def leave(store: Store, name: str, rank: int, own: bytes) -> None:
-    """Have what a rank gave in the store, for who joins.
+    """Leave what a rank gave in the store, for processes that join later.
 
     Compressed, as names of operators repeat; the first chunk says how many there are.
     """
     packed = packing.packed(own)
     chunks = [packed[at : at + _CHUNK_BYTES] for at in range(0, len(packed), _CHUNK_BYTES)]
-    for index in reversed(range(len(chunks))):  # whoever sees the first can have the others
+    for index in reversed(range(len(chunks))):  # the first chunk is there last
         count = len(chunks).to_bytes(_COUNT_BYTES) if index == 0 else b''
         store.set(_key(name, rank, index), count + chunks[index])  # type: ignore[arg-type]
 

@@ -45,7 +45,7 @@ def tell_cause(store: Store, restarts: int, rank: int, pid: int, how: str) -> No
 
 
 def told_cause(store: Store, restarts: int) -> End | None:
-    """Why all workers were started for the `restarts`-th time again; None if nobody said."""
+    """Why all workers were started for the `restarts`-th time again; None if no process said."""
     found = _decoded(store, _CAUSE, f'{restarts} ')
     return found if restarts else None  # a first start has none; an outside store may remember
 

@@ -16,10 +16,10 @@ from moevement_ext.membership import packing
 from moevement_ext.membership.node_copy import NodeCopy, digest_of
 
 _COUNT_BYTES = 4
+# Read with the barrier, in one request; more is read by one rank of a node for all.
 _LITTLE_BYTES = 4096
-"""Read with the barrier, in one request; more is read by one rank of a node for all."""
+# A value in the store has a MiB at most. The server refuses above 8.
 _CHUNK_BYTES = 1 << 20
-"""A value in the store has a MiB at most. The server refuses above 8."""
 _READ_AT_ONCE = 256
 
 

@@ -2,8 +2,8 @@
 """Notices workers that hang in a job whose failures restart all of its workers.
 
 As in a round of `Membership` every process gives heartbeats, listens for those of the next one
-and looks at its own training thread. But nobody is woken up: whoever waits for the hung worker is
-started again with it.
+and looks at its own training thread. But no rank is woken up: a rank that waits for the hung worker
+is started again with it.
 """
 
 import threading

@@ -12,11 +12,11 @@ import time
 from torch.distributed import Store
 
 _RANKS_OF_A_COUNTER = 8
+# Those of one rank; all of a counter are fewer than 63, so that it is never negative.
 _BITS = 7
-"""Those of one rank; all of a counter are fewer than 63, so that it is never negative."""
 _MOST = (1 << _BITS) - 1
+# The part of a turn between one counter and the next: no two of many fall together.
 _SPREAD = 0.618
-"""The part of a turn between one counter and the next: no two of many fall together."""
 
 
 class Heartbeats:

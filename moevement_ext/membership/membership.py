@@ -2,11 +2,11 @@
 """This process among all ranks of the job: the present round, how it ends, and the next one.
 
 A process goes through rounds (see `rendezvous`): it *meets* the others, sets up or recovers,
-trains, and *leaves* when the round is ended. Who does that:
+trains, and *leaves* when the round ends. Which thread does that:
 
 - *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds
   its model. When its round is broken it joins the next one from a thread of its own, with the
-  report it came with: it has nothing else yet, and captures nothing. So nobody takes it for hung.
+  report it came with: it has nothing else yet, and captures nothing. So it does not count as hung.
   The training thread finds the newest rendezvous when it calls `settle`, and that one only: those
   between came to nothing, since all others wait for the new process before they train.
 - *From `settle` on* the training thread alone leaves and meets. It is told by what it waits for:
@@ -14,8 +14,8 @@ trains, and *leaves* when the round is ended. Who does that:
 - While it replays it can leave that to another thread (see `beside`), and go on.
 - A training thread that is stuck, in a wait that was ended or by itself, cannot leave. Another
   thread ends the process, with a status of its own (`EXIT_STUCK`), and its launcher replaces it.
-- One that waits for others for the time that a collective is allowed ends the round: somebody
-  hangs who gives heartbeats, or the network does. Nobody need be lost by that.
+- A training thread that waits for longer than a collective may take ends the round: a rank hangs
+  although it sends heartbeats, or the network does. No process need be lost by that.
 - Heartbeats go on until the training thread has left: a late rank does not count as hung.
 """
 
@@ -59,8 +59,8 @@ logger = logging.getLogger(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
+# After which the end of all waits is not waited for: a GPU may never let go of its.
 _UNBLOCK_SECONDS = 30.0
-"""After which the end of all waits is not waited for: a GPU may never let go of its."""
 
 
 class Membership:
@@ -97,8 +97,8 @@ class Membership:
         self._wake: Callable[[], None] = lambda: None
         self._in_use: list[Store] = []
         self._closed = threading.Event()
+        # Held by the thread that joins the next round in place of the training thread.
         self._setting_up = threading.Lock()
-        """Held by the thread that joins the next round in place of the training thread."""
         self._settled = False
         self._beside: Beside | None = None
         self._lost: SparseCheckpointError | None = None
@@ -128,7 +128,7 @@ class Membership:
             survived = any(report.survivor for report in reports)
             if survived or not any(report.midway for report in reports):
                 return result
-            end_round(self._store, result.round, 'nobody is left to join')
+            end_round(self._store, result.round, 'no rank with state is left to join')
 
     @property
     def store(self) -> Store:
@@ -169,7 +169,7 @@ class Membership:
 
         Raises:
             FencedOut: this process has been replaced meanwhile.
-            SparseCheckpointError: somebody did not come in time.
+            SparseCheckpointError: a rank did not come in time.
         """
         with self._setting_up:
             self._settled = True
@@ -177,7 +177,7 @@ class Membership:
             raise self._lost
 
     def watch(self, distributed_backend: str, wake: Callable[[], None]) -> None:
-        """Have waits of this process end when a round does, and report who hangs.
+        """End waits of this process when the round ends, and report ranks that hang.
 
         Training thread. Called when process groups exist: by then all have set up, but for new
         processes.
@@ -195,7 +195,7 @@ class Membership:
             self._unblock()
 
     def leave(self, reason: str) -> None:
-        """Announce a failure in the present round, unless somebody has, and unblock this process.
+        """Announce a failure in the present round, if none is, and unblock this process.
 
         Ends the process if its GPU is lost: a report would promise a state that is gone.
 
@@ -242,7 +242,7 @@ class Membership:
         Raises:
             FencedOut: this process has been replaced, or the job begun anew.
             StoreLost: the store is, not a connection only.
-            SparseCheckpointError: somebody did not come in time.
+            SparseCheckpointError: a rank did not come in time.
         """
         if self._lost is not None:
             raise self._lost
@@ -303,7 +303,7 @@ class Membership:
         self.leave(reason)
 
     def barrier(self, name: str) -> None:
-        """Wait for all ranks of the round: for who is busy as long as it is heard of.
+        """Wait for all ranks of the round; for a busy one as long as it sends heartbeats.
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
@@ -371,8 +371,8 @@ class Membership:
 
     def _take(self, result: RendezvousResult) -> None:
         """The training thread, or the thread that joins in its place, is in the next round."""
+        # Set when it is to leave.
         self._interrupted = threading.Event()
-        """Set when it is to leave."""
         self.taken, self.reports = result, decode_all(result.reports)
         self._arrive(result, self.reports)
 
@@ -425,7 +425,7 @@ class Membership:
                 self._lost = error
                 return
         if not any(report.survivor for report in self.reports):
-            logger.warning('sparse checkpointing: nobody is left to join; this process ends')
+            logger.warning('sparse checkpointing: no rank with state is left; this process ends')
             end_at_once(EXIT_WHOLE_JOB)
 
     def _meet_beside(self, beside: Beside) -> None:
@@ -488,7 +488,7 @@ class Membership:
     def _without_store(self) -> None:
         """On the thread that looked for it: wake this rank up should others have left already.
 
-        Nobody can announce any more that they have. What this rank waited before the store was
+        No rank can announce any more that they have. What this rank waited before the store was
         lost does not count, nor before the newest iteration: they had not left then.
         """
         self._standstill.got_on_to = None

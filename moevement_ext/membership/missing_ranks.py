@@ -2,8 +2,8 @@
 """Ranks that neither come to a rendezvous nor give a heartbeat hang; their launcher replaces them.
 
 A rank that is merely late (it ends a write first) goes on sending heartbeats in the round that it
-comes from, and one that is new and sets up joins on a thread of its own (see `membership`). Who has
-joined gives no heartbeats while it waits for the last one, but answers when that has come.
+comes from, and one that is new and sets up joins on a thread of its own (see `membership`). A rank
+that has joined sends no heartbeats while it waits for the last one, but answers when that has come.
 """
 
 import logging
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class MissingRanks:
-    """Looks for them from a thread of its own, until stopped, where it is this rank's to do so.
+    """Background thread that detects missing ranks; looks only on elected ranks.
 
-    It looks as often as heartbeats come. More often it looks whether whoever began to end the
-    round in which ranks meet has died half-way, and ends it then: nobody watches that one yet. A
-    new process looks as well: it may be the only one left that can.
+    It looks as often as heartbeats come. More often it looks whether a process died while it ended
+    the round in which ranks meet, and then completes that: no other thread watches that round yet.
+    A new process looks as well: it may be the only one left that can.
 
     Args:
         connect: opens a connection of its own to the launcher's store, once it is this rank's.

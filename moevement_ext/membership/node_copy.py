@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all ranks of a node read in the store, one of them reads there, for the others.
 
-It leaves a copy in the memory of the node, under the digest of what it is. Nobody depends on
-another: who waits for the one that reads for too long, or cannot use the copy, asks the store.
+It leaves a copy in the memory of the node, under the digest of what it is. No rank depends
+on another: one that has waited for the copy for too long, or cannot use it, asks the store.
 """
 
 import fcntl

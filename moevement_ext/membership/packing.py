@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks leave for each other in the store, compressed.
 
-Whoever reaches the store can put there a few KiB that would unpack to all the memory of a node, or
-of all nodes: so it is said how much may come out.
+Any process that reaches the store can put there a few KiB that would unpack to all the memory of a
+node, or of all nodes: so it is said how much may come out.
 """
 
 import zlib

@@ -46,7 +46,7 @@ def furthest_behind(store: Store, round: int, world_size: int) -> int | None:
     """The rank that has committed less than all others; None if there is not exactly one."""
     keys = [_key(round, rank) for rank in range(world_size)]
     if not store.check(keys):
-        return None  # somebody has not trained yet
+        return None  # a rank has not trained yet
     committed = [int(found) for found in store.multi_get(keys)]
     least = min(committed)
     return committed.index(least) if committed.count(least) == 1 and world_size > 1 else None

@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 
 BARRIERS = ('ready', 'replayed', 'trained', 'over')
 """Names that a barrier can have, once in a round."""
+# Deleting keys earlier would delay a recovery, in which a large job sends many requests.
 _END_OF_A_RECOVERY = 'replayed'
-"""What is forgotten earlier holds up who recovers: a large job asks the store for much, then."""
 _FIRST_LOOKERS = 3
 _OTHER_LOOKERS = 8
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
@@ -66,7 +66,7 @@ _OF_AN_ATTEMPT = re.compile(r'job/[0-9a-f]+/(\d+)/.*')
 
 
 class RoundEnded(SparseCheckpointError):
-    """A failure was announced; everybody moves on to the next round."""
+    """A failure was announced; all ranks move on to the next round."""
 
 
 class FencedOut(SparseCheckpointError):
@@ -98,7 +98,7 @@ def present_round(store: Store) -> int:
 
 
 def end_round(store: Store, round: int, reason: str) -> bool:
-    """End `round`, once; anybody can do what is left after a kill half-way. True: nobody had."""
+    """End `round`, once; any process completes it after a kill. True if this call began it."""
     if is_over(store, round):
         return False
     announced = f'{time.time():.6f} {reason or "unknown"}'
@@ -116,13 +116,13 @@ def _finish_breaking(store: Store, round: int) -> None:
 
 
 def see_to_the_end(store: Store, round: int) -> None:
-    """Have a round end that somebody has begun to end, and is likely to be done with soon.
+    """Complete the end of a round that another process has begun to end, if it does not.
 
     All ranks learn of it in the first of several steps; they do not all take the others.
     """
     pause_s = _FIRST_PAUSE_S
     while not is_over(store, round):
-        if pause_s > _LAST_PAUSE_S:  # whoever began has died half-way
+        if pause_s > _LAST_PAUSE_S:  # the process that began has died half-way
             _finish_breaking(store, round)
             return
         time.sleep(pause_s)
@@ -130,7 +130,7 @@ def see_to_the_end(store: Store, round: int) -> None:
 
 
 def repair(store: Store) -> None:
-    """End the present round if whoever began to has died half-way."""
+    """End the present round if the process that began to has died half-way."""
     round = present_round(store)
     if is_broken(store, round):
         see_to_the_end(store, round)
@@ -150,12 +150,12 @@ class Ending(NamedTuple):
     """How a round ended."""
 
     since: float
-    """When that was announced: seconds since 1970, by the clock of who did."""
+    """Time of the announcement: seconds since 1970, by the announcing process's clock."""
     reason: str
 
 
 def is_broken(store: Store, round: int) -> bool:
-    """True once somebody has begun to end a round; may be asked while it lasts."""
+    """True once a process has begun to end a round; may be asked while it lasts."""
     return store.check([_broken(round)])
 
 
@@ -175,7 +175,7 @@ def why_broken(store: Store, round: int) -> str | None:
 
 
 def is_over(store: Store, round: int) -> bool:
-    """True if everybody moves on, or has moved on, to a later one; one request."""
+    """True if all ranks move on, or have moved on, to a later one; one request."""
     return present_round(store) > round
 
 
@@ -197,7 +197,7 @@ def absent(store: Store, world_size: int) -> list[Absent]:
 def _last_met_before(store: Store, round: int) -> int | None:
     while round > 0:
         round -= 1
-        barrier = peek(store, _met(round))  # nobody waits there any more
+        barrier = peek(store, _met(round))  # no rank waits there any more
         if barrier is None:
             return None
         if is_open(barrier):
@@ -253,7 +253,7 @@ class Rendezvous:
         self._joined: set[int] = set()
         self._signed: set[str] = set()
         self.looks_for_others = False
-        """This rank is one of the few that look who does not come. Any thread."""
+        """This rank is one of the few that look for missing ranks. Any thread."""
         self._forgetting: threading.Thread | None = None
 
     def predecessor_took_part(self) -> bool:
@@ -305,7 +305,7 @@ class Rendezvous:
         Args:
             result: of the round.
             name: of the barrier.
-            timeout: None: all are watched, and who does not come ends the round.
+            timeout: None: all are watched, and a rank that does not come ends the round.
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
@@ -331,7 +331,7 @@ class Rendezvous:
     def _join(self, round: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""
         left = gathered_reports.packed(report)
-        if not survivor:  # nobody would know which process this is, should it stop in between
+        if not survivor:  # no rank would know which process this is, should it stop in between
             self.store.set(_coming(round, self.rank), left)  # type: ignore[arg-type]
         self._joined.add(round)  # also if the answer is lost
         arrival = arrivals.sign(self.store, _here(round), self.rank, self.world_size)
@@ -402,7 +402,7 @@ class Rendezvous:
             self._forgetting.join(_FINISH_SECONDS)
 
     def _forget_before(self, store: Store, round: int) -> None:
-        """Delete the keys of rounds that nobody looks at any more, on a thread of its own.
+        """Delete the keys of rounds that no rank reads any more, on a thread of its own.
 
         All have met, so that none waits in an earlier round; threads that watched the last one may
         not have ended yet.

@@ -39,7 +39,7 @@ def replace_this_process(
 def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Iterator[None]:
     """End this process if what is done within, to end the waits of a round, takes longer.
 
-    Nobody else could tell: it gives heartbeats, and waits for itself.
+    No other rank could tell: it sends heartbeats, and waits for itself.
 
     Args:
         limit_s: seconds.

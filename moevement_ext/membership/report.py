@@ -72,8 +72,8 @@ def encode(report: Report) -> bytes:
     return msgspec.msgpack.encode(report)
 
 
+# Large, and the same of many ranks: in a large job a million windows, in all.
 _REPEATED = ('windows', 'ledger')
-"""Large, and the same of many ranks: in a large job a million windows, in all."""
 _FIELDS = {field.name: field.type for field in msgspec.structs.fields(Report)}
 _AsItCame = msgspec.defstruct(
     '_AsItCame',

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches the round on threads of its own, so that no rank waits for a dead one.
 
-Three ways to notice a failure, one verdict (the round is ended, see `rendezvous`): somebody who
+Three ways to notice a failure, one verdict (the round is ended, see `rendezvous`): a rank that
 lost a connection, or the launcher, ends the round; a rank that sends no heartbeat for a while is
 reported by the rank before it, since a stopped process breaks nothing by itself; and a process
 whose training thread is stuck says so itself.
@@ -35,8 +35,8 @@ _HEARTBEATS_BEFORE_HUNG = 12
 _TURNS_PER_LOOK_AT_THE_ROUND = 2
 _LONG = timedelta(days=365)
 MOST_BETWEEN_LOOKS_S = 2.0
-"""That count as silence of another, beyond the time in which nobody looks: who looks, or all of the
-machine, may have stood still."""
+"""Longest time between two looks that counts as silence of the other rank: this process, or its
+whole machine, may have stood still."""
 _FIRST_RETRY_SECONDS = 0.5
 _JOIN_SECONDS = 5.0
 _LAST_RETRY_SECONDS = 30.0
@@ -56,8 +56,8 @@ class RoundWatch:
         rank: of this process.
         pids: process of each rank, by rank, to tell the launcher which one hangs.
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
-        on_broken: called once, with the reason: wake up whoever waits. On a watching thread, or on
-            that of `conclude`.
+        on_broken: called once, with the reason; wakes up waiting threads. On a watching thread, or
+            on that of `conclude`.
         each_look: called twice a second on the heartbeat thread, with its connection.
     """
 
@@ -75,7 +75,7 @@ class RoundWatch:
         self.broken = threading.Event()
         self.reason: str | None = None
         self.announced = 0.0
-        """When the end of the round was: seconds since 1970, by the clock of who announced it."""
+        """When the end of the round was: seconds since 1970, by the announcing process's clock."""
         self._connections = connections
         self._rank = rank
         self._pids = pids
@@ -99,7 +99,7 @@ class RoundWatch:
         self._judging.set()
 
     def conclude(self, reason: str, announced: float | None = None) -> None:
-        """The round is over, once, whoever learns of it first. Returns when all are woken up.
+        """Conclude the round, once, on any thread. Returns when all waiting threads are woken up.
 
         Args:
             reason: of the end.
@@ -152,7 +152,7 @@ class RoundWatch:
             logger.warning('the connection to the store of the launcher was lost: %s', error)
 
     def _wait(self, store: Store) -> None:
-        """The store wakes this thread up when the round is ended; nobody polls."""
+        """The store wakes this thread up when the round is ended; there is no polling."""
         store.wait([f'broken/{self.round}'], _LONG)
         self._conclude_by(store)
 

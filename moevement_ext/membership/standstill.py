@@ -18,10 +18,10 @@ from moevement_ext.membership.rendezvous import end_round
 from moevement_ext.membership.replacing import replace_this_process
 from moevement_ext.membership.training_thread import Look, TrainingThread
 
+# After which a thread is never going to leave a wait that was ended; it takes a quarter second.
 _OUT_OF_WAITS_SECONDS = 5.0
-"""After which a thread is never going to leave a wait that was ended; it takes a quarter second."""
+# The same with a GPU, which first computes a thousand kernels that were queued before.
 _OUT_OF_QUEUE_SECONDS = 30.0
-"""The same with a GPU, which first computes a thousand kernels that were queued before."""
 
 
 class Present(NamedTuple):

@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 _ATTEMPT = 'attempt'
 _TO_CONNECT_S = 15.0
+# All ranks ask at the same time when they meet.
 _LEAST_TO_ANSWER_S = 10.0
-"""All ranks ask at the same time when they meet."""
 _PAUSE_S = 0.2
+# Beyond the time that an answer may take: all of this process may have been stopped, too.
 _MOST_A_LOOK_S = 2.0
-"""Beyond the time that an answer may take: all of this process may have been stopped, too."""
 
 
 class StoreLost(SparseCheckpointError):
@@ -147,5 +147,5 @@ class StoreLoss:
 
 
 def _attempt_of(store: Store) -> str:
-    """Whoever asks first names it."""
+    """The first caller names it."""
     return bytes(store.compare_set(_ATTEMPT, '', secrets.token_hex(8))).decode()

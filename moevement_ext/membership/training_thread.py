@@ -2,9 +2,9 @@
 """Notices a training thread that stands still, looked at from another thread.
 
 A process whose training thread is stuck (in a data loader, in a write to a dead file server) still
-gives heartbeats; all others wait for it in their collectives. Who waits for others is not at
-fault, so each process judges itself: what of its stack is not Python's standard library, innermost,
-says whether it waits inside a process group, or in the engine, or is stuck by itself.
+gives heartbeats; all others wait for it in their collectives. A rank that waits for others is not
+at fault, so each process judges itself: what of its stack is not Python's standard library,
+innermost, says whether it waits inside a process group, or in the engine, or is stuck by itself.
 
 A dense checkpoint can take longer than any thread may stand still, and be written by other threads,
 or processes: as long as this process or its children read or write, the thread is not stuck.
@@ -29,22 +29,22 @@ from moevement_ext.memory.cuda_driver import driver
 
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0
+# Share of the time between two looks.
 _COMPUTES = 0.05
-"""Share of the time between two looks."""
+# Each second; less is what a process says of itself, in its log or to the one beside it.
 _MOVES_BYTES = 2**16
-"""Each second; less is what a process says of itself, in its log or to the one beside it."""
 _COUNTS = re.compile(r'^(?:[rw]char|read_bytes|write_bytes): (\d+)$', re.MULTILINE)
 _LIBRARY = sysconfig.get_path('stdlib')
 _PACKAGES = sysconfig.get_path('purelib')
 _ROOT = Path(__file__).parents[2]
+# Files and directories of code that waits for other ranks, or for a GPU that does; loaders that
+# hang on purpose do not.
 _WAITING_FOR_OTHERS = (
     torch.distributed.distributed_c10d.__file__,
     str(Path(torch.cuda.__file__).parent),
     str(_ROOT / 'moevement_ext'),
     str(_ROOT / 'megatron' / 'moevement'),
 )
-"""Files and directories of code that waits for other ranks, or for a GPU that does; loaders that
-hang on purpose do not."""
 
 
 class Look(NamedTuple):
@@ -115,7 +115,7 @@ class TrainingThread:
         return before is not None and self._bytes - before > _MOVES_BYTES * between_s
 
     def moved(self) -> None:
-        """It got on since the last look, as its program says. Called by who looks."""
+        """Record progress that the training loop reports. Called from the monitor thread."""
         self._place = []
 
     def stack(self) -> str:
@@ -173,7 +173,7 @@ def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
     """The thread may wait for the GPU, and that for collectives.
 
     torch would hold the GIL while it asks, and the driver may not answer as long as the thread
-    waits in it: nobody could end that wait then.
+    waits in it: no thread could end that wait then.
 
     Args:
         stream: of the thread that is looked at; the one that looks is on GPU 0 until it is told.

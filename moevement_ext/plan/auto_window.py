@@ -57,11 +57,11 @@ class AutoWindow:
 
     def __init__(self, shortest: Callable[[Measured], int | None], longest: int) -> None:
         self._shortest = shortest
+        # Less, once a rank has found that others have taken its space.
         self._longest = longest
-        """Less, once a rank has found that others have taken its space."""
         self._window = 0
+        # Measurements in windows of the current length.
         self._seen: deque[Measured] = deque(maxlen=CONFIRMED)
-        """Measurements in windows of the current length."""
         self._warned = False
 
     def __call__(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> int:

@@ -77,8 +77,8 @@ class PersistenceTracker:
         self._counted: list[WindowName] | None = None  # as in the store; None: not read yet
         self._awaited: WindowName | None = None
         self._reported_at = 0.0
+        # Seconds from this rank's report of a window to persistence, for the newest windows.
         self._took_s: deque[float] = deque([0.0], _REMEMBERED)
-        """Seconds from this rank's report of a window to persistence, for the newest windows."""
         self._agreed = NOTHING_AGREED
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-tracker', daemon=True)

@@ -92,8 +92,8 @@ class Planner:
         self._exchange = rank.exchange
         self.is_first = rank.number == place.members[0]
         gathered = rank.exchange.among('operators', encoded, place.members, place.group)
+        # Operators by rank of the stage; empty if another rank plans it.
         self._members: list[RankOperators] = []
-        """Operators by rank of the stage; empty if another rank plans it."""
         if self.is_first or rank.exchange.joining:
             self._members = [msgspec.msgpack.decode(item, type=RankOperators) for item in gathered]
         summary = RankSummary(
@@ -107,8 +107,8 @@ class Planner:
             msgspec.msgpack.decode(item, type=RankSummary)
             for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
         ]
+        # Needs of windows, by stage and length.
         self._needs: list[list[Need]] = []
-        """Needs of windows, by stage and length."""
 
     @property
     def stage_of(self) -> list[int]:

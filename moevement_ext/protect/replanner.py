@@ -55,17 +55,17 @@ class Replanner:
         self._rank = rank
         self._world_size = world_size
         self._version = present.version
+        # On rank 0: the plan to compare the next one with; without shares until they are read.
         self._present = PlanParameters(
             present.version, present.origin, present.plan.window, {}, present.idle
         )
-        """On rank 0: the plan to compare the next one with; without shares until they are read."""
         self._decide = decide
         self._next_plan = next_plan
         self._adopt = adopt
         self._changed = threading.Condition()
         self._observed: WindowLoad | None = None
+        # On rank 0: the newest windows, with counts in the store.
         self._counted: deque[int] = deque()
-        """On rank 0: the newest windows, with counts in the store."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-replan', daemon=True)
         self._thread.start()

@@ -65,8 +65,8 @@ class Outage:
         self._since: float | None = None
         self._reason = ''
         self._before: Sequence[Report] = []
+        # Node and process that died, by rank.
         self._gone: dict[int, tuple[str, int]] = {}
-        """Node and process that died, by rank."""
         self._replay_s = 0.0
         self._unsaid: Summary | None = None
 

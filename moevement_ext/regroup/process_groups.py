@@ -150,8 +150,8 @@ class ProcessGroups:
         self._groups: dict[ProcessGroup, _Group] = {}
         self._open: list[_Open] = []
         self._unblocked = False
+        # Names of groups that were connected when `unblock` ended them.
         self._in_use: set[str] = set()
-        """Names of groups that were connected when `unblock` ended them."""
         # Below: for the training thread. A reference, as torch keeps only the C++ part of a store
         # that is a Python object.
         self._tried: Store | None = None

@@ -15,8 +15,8 @@ from moevement_ext.replicate.shelf_client import ShelfClient
 
 logger = logging.getLogger(__name__)
 
+# Ranges of one request.
 _MAX_RANGES = 4096
-"""Ranges of one request."""
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 Place = tuple[Portion, memoryview]

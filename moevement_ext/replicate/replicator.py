@@ -115,13 +115,13 @@ class Replicator:
         self._jobs: deque[_Job] = deque()
         self._reports: deque[str] = deque(maxlen=16)
         self._agreed = Agreed()
+        # Bytes and seconds of the newest windows, oldest first; replaced, never modified.
         self._sent: dict[WindowName, tuple[int, float]] = {}
-        """Bytes and seconds of the newest windows, oldest first; replaced, never modified."""
         self.limit: float | None = None
         self.spreads = False
         self.hurries: Callable[[], bool] = lambda: False
+        # Slots of the previous window, and the bytes/s that would have spread them.
         self._spread: tuple[int, float | None] = (0, None)
-        """Slots of the previous window, and the bytes/s that would have spread them."""
         self._stopping = threading.Event()
         self._bucket = TokenBucket(self._stopping.wait, CHUNK_BYTES)
         self._changed = threading.Condition()

@@ -3,8 +3,8 @@
 
 torch waits for an answer as long as there is a connection: for ever if the process is stopped, a
 quarter of an hour if the machine is gone (checked against torch 2.15). So the store is asked every
-now and then, and when it does not answer, all connections of this process with it are cut: whoever
-waits in one has an error at once, as if the store had died.
+now and then, and when it does not answer, all connections of this process with it are cut: a thread
+that waits in one has an error at once, as if the store had died.
 """
 
 import os
@@ -67,7 +67,7 @@ class AnswerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody asks any more; one that is waiting for an answer is left behind."""
+        """Stop; a thread that still waits for an answer is left behind."""
         self._closed.set()
         self._thread.join(_TO_END_S)
 

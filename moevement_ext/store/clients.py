@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is connected with a proxy, of whom it knows nothing: a store asks nobody for a name.
+"""Connected clients of a proxy. They are anonymous: the store's protocol has no names.
 
 So each gets a bounded part of the process that it is in, which starts workers, too.
 """

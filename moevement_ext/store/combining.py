@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a node ask the launcher's store together. On the thread of a proxy only.
 
-Who asks what another one has asked waits until that is answered, and all who wait then ask at once:
-so a node asks seldom when the store is slow, and nobody is told what was true before he asked.
+Duplicate requests wait for the one in flight, and then go out as one batched request. So a node
+sends few requests when the store is slow, and no client gets an answer from before it asked.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from moevement_ext.store.clients import room
 from moevement_ext.store.line import Line
 from moevement_ext.store.wire import Kind, Request
 
+# Kinds that, asked twice in a row, give the same answer, or one that follows from it.
 _TOGETHER = {Kind.ADD, Kind.COMPARE_SET, Kind.GET, Kind.CHECK, Kind.NUM_KEYS, Kind.MULTI_GET}
-"""Kinds that, asked twice in a row, give the same answer, or one that follows from it."""
 _Group = tuple[Kind, tuple[bytes, ...], tuple[bytes, ...]]
 _Asked = tuple[Request, Future[bytes]]
 
@@ -34,8 +34,8 @@ class Questions:
         self._line = line
         self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
+        # Also of each group that is asked now, what is asked next.
         self._next: dict[_Group, list[_Asked]] = {}
-        """Also of each group that is asked now, what is asked next."""
 
     def ask(self, request: Request) -> Future[bytes]:
         """What the store answers.
@@ -65,7 +65,7 @@ class Questions:
         error = found.exception()
         answers = [] if error else _apart([request for request, _ in asked], found.result())
         for number, (_, answer) in enumerate(asked):
-            if answer.done():  # who asked has left
+            if answer.done():  # the client has left
                 continue
             if error:
                 answer.set_exception(error)
@@ -86,7 +86,7 @@ class _Wait(NamedTuple):
 
 
 class Waits:
-    """Those for keys that are still to come: each has a line, for all who wait for the same.
+    """Waits for keys that are still to come; one line serves all that wait for the same keys.
 
     Args:
         connect: opens a line.
@@ -99,7 +99,7 @@ class Waits:
         self._most = room(4)  # each has a connection of its own
 
     def wait(self, keys: tuple[bytes, ...]) -> Future[bytes]:
-        """What the store says when the keys are there; cancelled by who does not wait any more.
+        """What the store says when the keys are there; cancelled by clients that stop waiting.
 
         Raises:
             OSError: where it is awaited: the connection is lost.
@@ -129,9 +129,9 @@ class Waits:
             line = self._idle.pop() if self._idle else await self._connect()
             await line.ask(Request(Kind.WAIT, keys))
         except (OSError, asyncio.CancelledError) as error:
-            if line is not None:  # if nobody waits: cheaper than to make the store forget it
+            if line is not None:  # if no client waits: cheaper than to make the store forget it
                 line.close()
-            self._end(keys, waiters, ConnectionError(f'nobody waits there any more: {error!r}'))
+            self._end(keys, waiters, ConnectionError(f'no client waits there any more: {error!r}'))
         else:
             self._idle.append(line)
             self._end(keys, waiters, None)
@@ -139,7 +139,7 @@ class Waits:
     def _end(
         self, keys: tuple[bytes, ...], waiters: dict[Future[bytes], None], error: Exception | None
     ) -> None:
-        """Tell all who wait; who comes from now on asks anew."""
+        """Answer all waiting clients; later ones send a new request."""
         found = self._waiting.get(keys)
         if found is not None and found.waiters is waiters:
             del self._waiting[keys]

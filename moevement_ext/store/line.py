@@ -75,7 +75,7 @@ class Line(asyncio.Protocol):
         return answer
 
     def close(self) -> None:
-        """Whoever still waits for an answer has an error."""
+        """Fail all requests that still wait for an answer."""
         self._is_over = True
         self._transport.close()
         self._fail_all()

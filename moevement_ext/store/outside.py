@@ -24,7 +24,7 @@ def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) 
         timeout: for all ranks to come.
 
     Raises:
-        ConfigurationError: nobody serves there, or for another run.
+        ConfigurationError: no store is served there, or one for another run.
     """
     if config.store is None:
         return
@@ -47,7 +47,7 @@ def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
     """A connection to the store, which may still be about to come.
 
     Raises:
-        ConfigurationError: nobody serves there.
+        ConfigurationError: no store is served there.
     """
     limit_s = timeout.total_seconds()
     try:

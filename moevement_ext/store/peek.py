@@ -3,8 +3,8 @@
 
 from torch.distributed import Store
 
+# No value of ours.
 _NEVER = '\0'
-"""No value of ours."""
 
 
 def peek(store: Store, key: str) -> bytes | None:

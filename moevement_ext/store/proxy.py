@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 _TO_CONNECT_S = 10.0
 _ASKED_EVERY_S = 10.0
+# Batching delay. Without it, requests that arrive one by one from thousands of ranks would rarely
+# be coalesced; a rank waits for it a few times in a rendezvous.
 _PAUSE_OF_A_BRANCH_S = 0.01
-"""A few times in a rendezvous a rank waits for that; else what thousands ask, who come one by one,
-is seldom together."""
+# All ranks of a job ask at the same time when they meet.
 _TO_ANSWER_S = 20.0
-"""All ranks of a job ask at the same time when they meet."""
 
 
 class _Store:
@@ -97,8 +97,8 @@ class _Client(asyncio.Protocol):
         self._clients = clients
         self._received = Incoming()
         self._store: _Store | None = None
+        # Answers to come, in their order.
         self._owed: deque[Future[bytes]] = deque()
-        """Answers to come, in their order."""
 
     def connection_made(self, transport: BaseTransport) -> None:
         """By the loop."""
@@ -273,7 +273,7 @@ class Proxy:
             return await Line.open(self._host, port, self._cut)
 
     def _cut(self) -> None:
-        """Nobody goes on as if the store had been there all the time."""
+        """No client goes on as if the store had been there all the time."""
         store, self._store = self._store, None
         if store is not None:
             store.close()

@@ -17,12 +17,12 @@ from torch.distributed import TCPStore
 from moevement_ext.config import ConfigurationError
 from moevement_ext.store import branches
 
+# All ranks come at the same time.
 _BACKLOG = 16384
-"""All ranks come at the same time."""
 _PR_SET_PDEATHSIG = 1
 _ENDS = (signal.SIGTERM, signal.SIGINT)
+# Before another process is tried in the place of one that died at once.
 _PAUSE_S = 1.0
-"""Before another process is tried in the place of one that died at once."""
 
 
 def allow_many_connections() -> None:
@@ -55,7 +55,7 @@ def listen(host: str, port: int) -> socket.socket:
 def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> None:
     """Have a process serve, and another one when it dies; returns after SIGTERM or SIGINT.
 
-    Who connects meanwhile waits. Called by a process without other threads.
+    Clients that connect meanwhile wait. Called by a process without other threads.
 
     Args:
         listening: where.
@@ -115,5 +115,5 @@ def _serve(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> 
 
 
 def _say(what: str) -> None:
-    with suppress(OSError):  # a full disk, or a reader that is gone: no reason to serve nobody
+    with suppress(OSError):  # a full disk, or a reader that is gone: no reason to stop serving
         print(f'[store] {what}', flush=True)

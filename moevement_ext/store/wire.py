@@ -15,8 +15,8 @@ import msgspec
 
 MAGIC = 0x3C85F7CE
 ARRIVED, CANCELLED = b'\0', b'\1'
+# In a key or value; torch's server takes no more either.
 _MOST_BYTES = 8 << 20
-"""In a key or value; torch's server takes no more either."""
 _MOST_KEYS, _MOST_KEYS_ASKED = 1 << 20, 1 << 16
 MOST_BYTES_ASKED = 16 << 20
 """In all keys and values of one question."""
@@ -43,14 +43,14 @@ class Kind(IntEnum):
 
 
 UNANSWERED = {Kind.VALIDATE, Kind.SET, Kind.APPEND, Kind.MULTI_SET}
+# What is sent besides keys and values, and how.
 _NUMBER = {Kind.VALIDATE: '<I', Kind.PING: '<I', Kind.ADD: '<q'}
-"""What is sent besides keys and values, and how."""
+# Kinds that say how many keys they have.
 _KEYS = {Kind.CHECK, Kind.WAIT, Kind.MULTI_GET, Kind.MULTI_SET}
-"""Kinds that say how many keys they have."""
 _VALUES_OF_A_KEY = {Kind.SET: 1, Kind.APPEND: 1, Kind.COMPARE_SET: 2, Kind.MULTI_SET: 1}
 _ONE_KEY = {Kind.SET, Kind.COMPARE_SET, Kind.GET, Kind.ADD, Kind.DELETE_KEY, Kind.APPEND}
+# With which an answer begins; of others, eight.
 _HEAD_BYTES = {Kind.CHECK: 1, Kind.WAIT: 1, Kind.PING: 4}
-"""With which an answer begins; of others, eight."""
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +61,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     values: tuple[bytes, ...] = ()
     """Those that belong to the first key, to the second, and so on."""
     number: int = 0
-    """What is added, or proves that somebody answers."""
+    """What is added, or proves that the store answers."""
 
 
 type Reading[T] = Generator[int, bytes, T]
@@ -189,7 +189,7 @@ def text(value: bytes) -> bytes:
 
 
 def shares(numbers: Sequence[int], result: int) -> list[int]:
-    """What each would have been answered who adds a number, one after the other.
+    """The answer that each client would have got, had they added one after the other.
 
     Args:
         numbers: that were added together.

@@ -24,8 +24,8 @@ class DenseCycles(ABC):
 
     def __init__(self, fixed: int | None) -> None:
         self._fixed = fixed
+        # Intervals demanded in cycles of the present one, the newest ones.
         self._seen: list[int] = []
-        """Intervals demanded in cycles of the present one, the newest ones."""
         self._period = 0
 
     @abstractmethod

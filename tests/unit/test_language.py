@@ -12,25 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ADAPTER: tuple[str, ...] = ('megatron/moevement', 'examples', 'pretrain_gpt.py')
-ENGINE: tuple[str, ...] = (
-    'moevement_ext/launch',
-    'moevement_ext/memory',
-    'moevement_ext/capture',
-    'moevement_ext/job',
-    'moevement_ext/metrics',
-    'moevement_ext/devices',
-    'moevement_ext/process',
-    'moevement_ext/plan',
-    'moevement_ext/regroup',
-    'moevement_ext/protect',
-    'moevement_ext/replicate',
-    'moevement_ext/recover',
-    'moevement_ext/config.py',
-    'moevement_ext/errors.py',
-    'moevement_ext/events.py',
-    'moevement_ext/faults.py',
-    'moevement_ext/token_bucket.py',
-)
+ENGINE: tuple[str, ...] = ('moevement_ext',)
 TOOLS: tuple[str, ...] = ('tools', 'scripts')
 
 # A process is a rank, a worker, a launcher, a holder: each has a noun.
