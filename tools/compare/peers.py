@@ -325,13 +325,13 @@ def measure(args: argparse.Namespace, console: Console) -> PeerReport:
     output = args.output.resolve() / 'peers'
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    runs = PeerRuns(prepare_text(args.output.resolve() / 'data'), output)
+    bench = PeerRuns(prepare_text(args.output.resolve() / 'data'), output)
     found: dict[str, list[PeerFigures]] = {name: [] for name in args.rows}
     cannot = dict(CANNOT)
     for number in range(1, args.rounds + 1):
         for name, row in args.rows.items():
             try:
-                one = runs.run(number, name, row)
+                one = bench.run(number, name, row)
             except LabError as error:
                 if name in (PLAIN, PLAIN_DATA):
                     raise
