@@ -207,7 +207,9 @@ def test_more_failures_in_recoveries(
     )
     for (rank, target), times in WENT_ON.items():
         recovered = [e for e in job.events_of(Recovered, rank) if e.target == target]
-        assert [event.went_on for event in recovered] == [times], (rank, target)
+        (went_on,) = (event.went_on for event in recovered)
+        # More, if a survivor takes the death for two failures: it sees the connection end first.
+        assert went_on >= times and bool(went_on) == bool(times), (rank, target)
         (back,) = {event.pid for event in recovered}
         began = [event for event in job.events_of(RecoveryStarted, rank) if event.pid == back]
         assert len(began) == (1 if times else 2), (rank, target)
