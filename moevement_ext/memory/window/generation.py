@@ -3,7 +3,6 @@
 
 import enum
 import logging
-from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.memory.window.file import WindowFile
@@ -20,6 +19,8 @@ class FileState(enum.Enum):
     WRITING = 'writing'
     UNJUDGED = 'unjudged'
     COMMITTED = 'committed'
+    CUT_OFF = 'cut off'
+    """Left incomplete by an earlier process: free, and compared with until it is reused."""
 
 
 BEING_FILLED = FileState.WRITING, FileState.UNJUDGED
@@ -48,15 +49,6 @@ class Generation:
         """Start of the window in the file; -1 if there is none."""
         name = self.file.name
         return -1 if name is None else name.start
-
-
-def left_in(path: Path) -> list[SlotHeader]:
-    """Headers of the slots that an earlier process sealed in a window it did not complete."""
-    try:
-        return readable_headers(WindowFile.open(path))
-    except RefusedWindow as refusal:
-        logger.warning('not compared with: %s', refusal)
-        return []
 
 
 def readable_headers(file: WindowFile) -> list[SlotHeader]:

@@ -25,7 +25,6 @@ from moevement_ext.memory.window.generation import (
     FileSize,
     FileState,
     Generation,
-    left_in,
     readable_headers,
     require_complete,
 )
@@ -85,7 +84,6 @@ class OwnerWindows:
         self._lock = threading.Lock()
         self._committed = threading.Condition(self._lock)
         self._generations: list[Generation] = []
-        self._cut_off: list[SlotHeader] = []
         self._adopt()
         self._allocate()
 
@@ -128,7 +126,7 @@ class OwnerWindows:
                 return None
             chosen.file.make_room(room := max(room, self._room))
             # The rename comes first: a file named window-* is never written (invariant I3).
-            chosen.file.rename(path)
+            self._rename(chosen.file, path)
             self._fit(chosen.file, room)
             chosen.state = FileState.UNJUDGED if unjudged else FileState.WRITING
             chosen.file.begin(name)
@@ -158,7 +156,8 @@ class OwnerWindows:
             HostMemoryError: there is no room for the file.
         """
         with self._lock:
-            file = WindowFile.create(self.path / writing_name(name), nbytes)
+            self._free_cut_off(path := self.path / writing_name(name))
+            file = WindowFile.create(path, nbytes)
             pin_like(self._generations[0].file, file)
             self._generations.append(Generation(file, self._next_index(), FileState.WRITING))
             file.begin(name)
@@ -168,7 +167,7 @@ class OwnerWindows:
         """Make this window a regular one, once its recovery is accepted."""
         with self._lock:
             generation = self._being_filled(file)
-            file.rename(self.path / writing_name(file.required_name()))
+            self._rename(file, self.path / writing_name(file.required_name()))
             generation.state = FileState.WRITING
 
     def commit(self, file: WindowFile) -> None:
@@ -281,10 +280,10 @@ class OwnerWindows:
         is reused.
         """
         with self._lock:
-            of_value = (FileState.WRITING, FileState.COMMITTED)
+            of_value = (FileState.WRITING, FileState.COMMITTED, FileState.CUT_OFF)
             files = [g.file for g in self._generations if g.state in of_value]
             headers = [header for file in files for header in readable_headers(file)]
-            return [h for h in (*headers, *self._cut_off) if h.start > start]
+            return [header for header in headers if header.start > start]
 
     def file(self, name: WindowName) -> WindowFile | None:
         """Mapped file of a committed window, None if there is none."""
@@ -310,7 +309,8 @@ class OwnerWindows:
     def _find(self, name: WindowName) -> Generation | None:
         """The generation with this window, complete or being written."""
         for generation in self._generations:
-            if generation.state is not FileState.FREE and generation.file.name == name:
+            worthless = generation.state in (FileState.FREE, FileState.CUT_OFF)
+            if not worthless and generation.file.name == name:
                 return generation
         return None
 
@@ -340,6 +340,7 @@ class OwnerWindows:
     def _recyclable(self) -> list[Generation]:
         """The files that may be overwritten, in order of preference."""
         free = [g for g in self._generations if g.state is FileState.FREE]
+        free += [g for g in self._generations if g.state is FileState.CUT_OFF]
         committed = (g for g in self._generations if g.state is FileState.COMMITTED)
         oldest = sorted(committed, key=lambda generation: generation.start)
         return [*free, *(g for g in oldest if not self._is_needed(g) and not g.held)]
@@ -348,7 +349,7 @@ class OwnerWindows:
         """Bring files without a needed window to the size in force, before their turn comes."""
         for generation in filter(self._fits, self._recyclable()):
             larger = generation.file.room > self._room
-            if larger and generation.state is FileState.COMMITTED:
+            if larger and generation.state is not FileState.FREE:
                 self._free(generation)  # a file named window-* loses nothing
             self._fit(generation.file, self._room)
 
@@ -381,6 +382,17 @@ class OwnerWindows:
             self._forget_removed(generation)
             return
         generation.state = FileState.FREE
+
+    def _rename(self, file: WindowFile, path: Path) -> None:
+        """Rename the file of a window that an earlier process may have begun in another one."""
+        if file.path != path:
+            self._free_cut_off(path)
+            file.rename(path)
+
+    def _free_cut_off(self, path: Path) -> None:
+        for generation in list(self._generations):
+            if generation.state is FileState.CUT_OFF and generation.file.path == path:
+                self._free(generation)
 
     def _replace_removed(self) -> None:
         """Recreate removed files, except files of windows that may still be needed.
@@ -418,8 +430,6 @@ class OwnerWindows:
                 continue
             self._generations.append(Generation(file, self._next_index(), FileState.COMMITTED))
         for path in sorted(self.path.glob('*.window')):
-            if path.name.startswith('writing-'):
-                self._cut_off += left_in(path)
             if path.name.startswith(('free-', 'writing-', 'unjudged-')):
                 self._adopt_free(path)
 
@@ -432,15 +442,30 @@ class OwnerWindows:
         if not right_size or len(self._fitting()) >= self._wanted:
             path.unlink()
             return
-        index = self._next_index()
         try:
+            if path.name.startswith('writing-') and self._adopt_cut_off(path):
+                return
             file = WindowFile.adopt(path, self.capacity_bytes, self._room)
         except private.ForeignFileError as error:
             logger.warning('not adopted, but removed: %s', error)
             path.unlink()
             return
+        index = self._next_index()
         file.rename(self.path / free_name(index))
         self._generations.append(Generation(file, index, FileState.FREE))
+
+    def _adopt_cut_off(self, path: Path) -> bool:
+        """False if nothing in it can be read.
+
+        The file keeps its name: if this process dies soon, the next one compares with it, too.
+        """
+        try:
+            file = WindowFile.open(path, writable=True, room=self._room)
+        except RefusedWindow as refusal:
+            logger.warning('not compared with: %s', refusal)
+            return False
+        self._generations.append(Generation(file, self._next_index(), FileState.CUT_OFF))
+        return True
 
     def _allocate(self) -> None:
         while len(self._fitting()) < self._wanted:

@@ -165,7 +165,7 @@ def test_no_space_names_the_ranks(store: NodeStore) -> None:
 # Restart
 
 
-def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
+def test_restart_keeps_committed_and_recycles_the_rest(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 0)
     unfinished = windows.begin(named(3))
@@ -176,7 +176,7 @@ def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
 
     second = restart(store)
     adopted = OwnerWindows(second, 0, 0, capacity())
-    assert [name.split('-')[0] for name in file_names(adopted)] == ['free', 'window']
+    assert [name.split('-')[0] for name in file_names(adopted)] == ['window', 'writing']
     assert {path.stat().st_ino for path in adopted.path.iterdir()} == inodes, 'no new memory'
     assert digest(adopted.committed()[0].path) == before
     adopted_file = adopted.file(named(0))
@@ -184,6 +184,66 @@ def test_restart_keeps_committed_and_frees_the_rest(store: NodeStore) -> None:
     commit(adopted, 3)
     assert starts(adopted) == [3, 0]
     second.close()
+
+
+def captured_after(windows: OwnerWindows, start: int) -> list[tuple[int, int]]:
+    return [(header.start, header.slot) for header in windows.headers_after(start)]
+
+
+def test_captures_of_a_window_that_was_cut_off_outlive_more_than_one_process(
+    store: NodeStore,
+) -> None:
+    """A process that takes the place of another one may die before it has compared anything."""
+    windows = OwnerWindows(store, 0, 0, capacity())
+    commit(windows, 0)
+    unfinished = windows.begin(named(3))
+    assert unfinished is not None
+    write_slot(unfinished, 0)
+    for _ in range(3):
+        store = restart(store)
+        windows = OwnerWindows(store, 0, 0, capacity())
+        assert captured_after(windows, 0) == [(3, 0)]
+
+    windows.persisted(named(0))
+    unjudged = windows.begin(named(2), unjudged=True)
+    assert unjudged is not None and captured_after(windows, 0) == []
+    store.close()
+
+
+@pytest.mark.parametrize('unjudged', [False, True])
+def test_a_window_that_was_cut_off_is_captured_again_in_another_file(
+    unjudged: bool, store: NodeStore
+) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
+    unfinished = windows.begin(named(3))
+    assert unfinished is not None
+    write_slot(unfinished, 0)
+    store = restart(store)
+    windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
+    file = windows.begin(named(3), unjudged)
+    assert file is not None
+    write_window(file)
+    if unjudged:
+        windows.judged(file)
+    windows.commit(file)
+    first, second, third = file_names(windows)
+    assert first.startswith('free-') and second.startswith('free-')
+    assert third == 'window-3-plan1.window'
+    assert captured_after(windows, 0) == [(3, slot) for slot in range(3)]
+    store.close()
+
+
+def test_captures_of_a_past_that_did_not_happen_are_compared_with_nothing(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    unfinished = windows.begin(named(3))
+    assert unfinished is not None
+    write_slot(unfinished, 0)
+    store = restart(store)
+    windows = OwnerWindows(store, 0, 0, capacity())
+    windows.discard_after(0)
+    assert captured_after(windows, 0) == []
+    assert not [name for name in file_names(windows) if not name.startswith('free-')]
+    store.close()
 
 
 def test_adopted_windows_may_be_needed(store: NodeStore) -> None:
