@@ -44,7 +44,6 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity, WindowName
-from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import host_memory
 from moevement_ext.strategy.choice import only_source
@@ -265,20 +264,20 @@ class Process:
         deadline = time.monotonic() + _PERSISTED_S
         while self.job.persisted < due and time.monotonic() < deadline:
             self.raise_if_dead()
-            protected = self.protected
-            unjudged = protected and protected.protection and protected.protection.unjudged
-            if self.membership.broken or unjudged:  # nothing is persisted before that is judged
+            if self.membership.broken or (self.protected and _comes_later(self.protected, due)):
                 return
-            if protected and protected.protection and _given_up(protected.protection, due):
-                return  # which a busy machine does that holds a slot up
             time.sleep(0.002)
 
 
-def _given_up(protection: Protection, due: int) -> bool:
-    """True if the window whose first iteration is `due`, or soon after, will not be persisted."""
-    windows = protection.memory.windows
+def _comes_later(job: Job, due: int) -> bool:
+    """True if the window that begins at `due`, or soon after, is not persisted before a step."""
+    if job._mode.recovery.pending():  # a dead one may have reported it not, and the next step does
+        return True
+    assert job.protection is not None
+    windows = job.protection.memory.windows
     names = (WindowName(start, '') for start in range(due, due + WINDOW))
-    return any(windows.is_given_up(name) for name in names)
+    # A busy machine that holds a slot up gives a window up; a recovery is to be judged before.
+    return job.protection.unjudged or any(windows.is_given_up(name) for name in names)
 
 
 class ThreadedJob:
