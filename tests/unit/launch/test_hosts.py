@@ -14,7 +14,7 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch import child, messages, remote
+from moevement_ext.launch import child, messages, node, remote
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     JobFailed,
@@ -185,8 +185,11 @@ def test_a_host_that_takes_a_seat_keeps_what_other_nodes_have(job: SlurmJob) -> 
 
 
 @pytest.mark.parametrize('comes', ['before', 'after'])
-def test_a_spare_host_reserves_what_the_largest_seat_keeps(job: SlurmJob, comes: str) -> None:
+def test_a_spare_host_reserves_what_the_largest_seat_keeps(
+    job: SlurmJob, comes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether it is there when the ranks have said what they keep, or comes later."""
+    monkeypatch.setattr(node, '_FIRST_PAUSE_S', 0.1)
     kept = [[1], [2, 3], [7], [1]]  # pages of the files of each rank; two ranks a seat
     found: list[list[int]] = []
     with tmpfs_directory() as root:
