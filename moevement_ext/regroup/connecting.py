@@ -40,7 +40,7 @@ def in_time[B](connect: Callable[[], B], timeout: timedelta, interrupted: Callab
             backend, error = connected.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             if interrupted():
-                raise RuntimeError('a backend was interrupted while it was connected') from None
+                raise RuntimeError('another failure was announced meanwhile') from None
             if time.monotonic() > deadline:
                 raise RuntimeError('a backend did not connect in time') from None
             continue
