@@ -197,8 +197,15 @@ class HostMemory:
             HostMemoryError, OSError: other files have taken the space.
         """
         if self.log is not None:
-            needed = self._log_bytes(self.members[self.rank], min(window, self._longest_window))
-            self.log.grow(needed)
+            self.log.grow(self._own_log_bytes(window))
+
+    def give_back_log(self, window: int) -> None:
+        """Have the log give back what only longer windows need. Any thread."""
+        if self.log is not None:
+            self.log.shrink(self._own_log_bytes(window))
+
+    def _own_log_bytes(self, window: int) -> int:
+        return self._log_bytes(self.members[self.rank], min(window, self._longest_window))
 
     def make_room_for(self, window: int) -> None:
         """Reserve for windows of this length, within the memory plan: own ones and replicas.
