@@ -10,6 +10,7 @@ import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import device as device_module
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
@@ -414,6 +415,7 @@ def pin_with(monkeypatch: pytest.MonkeyPatch, failing: str) -> list[str]:
             raise HostMemoryError(f'{file.path.name}: CUDA cannot pin it')
         pinned.append(file.path.name)
 
+    monkeypatch.setattr(device_module, 'bind_thread', lambda device: None)
     monkeypatch.setattr(host_memory, 'pin', pin)
     return pinned
 
@@ -432,8 +434,9 @@ def test_own_windows_are_pinned_for_a_gpu_when_they_are_reserved(
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
     pinned = pin_with(monkeypatch, failing='none')
-    memory = reserve(shm, torch.device(device))
-    assert pinned == [file.path.name for file in memory.windows.files() if device == 'cuda']
+    memory = reserve(shm, torch.device(device, 0))
+    names = [file.path.name for file in memory.windows.files() if device == 'cuda']
+    assert sorted(pinned) == names
     memory.close(remove=True)
 
 
@@ -444,7 +447,7 @@ def test_memory_that_cannot_be_pinned_is_not_reserved(
     monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
     pinned = pin_with(monkeypatch, failing='free-1')
     with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
-        reserve(shm, torch.device('cuda'))
+        reserve(shm, torch.device('cuda', 0))
     assert len(pinned) == 1
     assert not list(shm.rglob('*.window')), 'its space is given back'
 
