@@ -2,6 +2,7 @@
 """The engine's own threads and streams on the device of this rank."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -35,6 +36,19 @@ def bind_thread(device: torch.device) -> None:
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+
+def threads_beside(device: torch.device) -> ThreadPoolExecutor:
+    """Threads on a device, beside the set-up on the training thread, which calls this.
+
+    Args:
+        device: as `with_index` takes it.
+    """
+    return ThreadPoolExecutor(
+        thread_name_prefix='sparse-ckpt-set-up',
+        initializer=bind_thread,
+        initargs=(with_index(device),),
+    )
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:

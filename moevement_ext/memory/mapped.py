@@ -112,6 +112,23 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
         os.close(fd)
 
 
+def map_first(path: Path, nbytes: int) -> mmap.mmap:
+    """Map the first bytes of a file for writing; they have pages.
+
+    Raises:
+        HostMemoryError: the file is not this user's own.
+        OSError: the file cannot be opened or mapped.
+        ValueError: it is smaller.
+    """
+    fd = private.open_file(path, os.O_RDWR)
+    try:
+        mapped = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    reserve_range(np.frombuffer(mapped, np.uint8), path, 0, nbytes)
+    return mapped
+
+
 def reserve_range(array: Bytes, path: Path, begin: int, end: int) -> None:
     """Reserve the pages of a part of a mapped file, and fill the page tables. Any thread.
 

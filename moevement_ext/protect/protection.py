@@ -219,8 +219,7 @@ class Protection:
             until: iteration at which the recovery ends.
             of_all: all stages roll back together.
         """
-        # The recovery logs all its iterations, besides those of a window captured after it.
-        self._room.in_log(until - back_to.start + 1)
+        self._room.for_recovery(back_to.start, until)
         if self._rank.config.verify == STOP:
             self.windows.begin_trial(Trial(back_to, until, of_all))
 
@@ -303,7 +302,7 @@ class Protection:
         counts = self._strategy.counts_tokens
         self._counter.counting = counts and schedule.slot(iteration) == 0
         if self._position == 0:
-            self._room.in_force = schedule.plan.window
+            self._room.begins(iteration, schedule.plan.window)
             self._shorten_log(iteration, schedule.plan.window)
         self._waited_before = self.checkpointer.waited_s
         self._step_began = time.perf_counter()
@@ -390,7 +389,7 @@ class Protection:
             self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
             self.memory.log.drop_until(window.start)
-        self._room.settle()
+        self._room.settle(window.start)
         if self._disk is not None:
             self._disk.persisted(window)
         if self._former_places:

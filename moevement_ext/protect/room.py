@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps as much host memory reserved as the windows in force need, within the memory plan."""
 
+import threading
 from collections.abc import Callable
 
 from moevement_ext.errors import HostMemoryError
@@ -15,7 +16,7 @@ class WindowRoom:
         on_degraded: called with a reason when there is no room.
 
     Attributes:
-        in_force: W of the window that is captured now. Set by the training thread.
+        in_force: W of the window that is captured now.
         limit: the longest W that there was room for, once there was none for a longer one.
     """
 
@@ -24,6 +25,15 @@ class WindowRoom:
         self._on_degraded = on_degraded
         self._next = self.in_force = memory.window
         self.limit: int | None = None
+        # All windows that start before it, or at it, may be longer or their recovery may last.
+        self._unlike = -1
+        self._log = threading.Lock()
+
+    def begins(self, start: int, window: int) -> None:
+        """A window with the state after iteration `start` is captured now. Training thread."""
+        if window != self.in_force:
+            self._unlike = start - 1
+        self.in_force = window
 
     def before(self, window: int) -> None:
         """Make room before windows of this length come into force. Any thread but training's.
@@ -41,15 +51,37 @@ class WindowRoom:
             self.limit = self._memory.window
             self._on_degraded(f'there is no room for windows of {window}: {error}')
 
+    def for_recovery(self, start: int, until: int) -> None:
+        """Make room in the log for a recovery, before it begins. Training thread.
+
+        Args:
+            start: of the window that it goes back to.
+            until: iteration at which it ends.
+        """
+        with self._log:
+            self._unlike = max(self._unlike, start)
+        self.in_log(until - start + 1)
+
     def in_log(self, window: int) -> None:
         """Enlarge the log; on failure localized recovery is impossible for a while. Any thread."""
-        try:
-            self._memory.make_room_in_log(window)
-        except (HostMemoryError, OSError) as error:
-            self._on_degraded(f'the log has no room for windows of {window}: {error}')
+        with self._log:
+            try:
+                self._memory.make_room_in_log(window)
+            except (HostMemoryError, OSError) as error:
+                self._on_degraded(f'the log has no room for windows of {window}: {error}')
 
-    def settle(self) -> None:
-        """Give back what only longer windows needed. Tracker's thread, when one is persisted."""
+    def settle(self, start: int) -> None:
+        """Give back what only longer windows needed. Tracker's thread.
+
+        The log holds what comes after the persisted window, so that one must be as short as those
+        to come.
+
+        Args:
+            start: of the window that is persisted now.
+        """
         window = max(self.in_force, self._next)
         if window < self._memory.window:
             self._memory.make_room_for(window)
+        with self._log:
+            if start > self._unlike:
+                self._memory.give_back_log(max(self.in_force, self._next))

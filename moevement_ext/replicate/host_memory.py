@@ -18,6 +18,7 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan, gib
 from moevement_ext.memory.cgroup import cores_left
+from moevement_ext.memory.device import threads_beside
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
@@ -164,19 +165,39 @@ class HostMemory:
         config: SparseCheckpointConfig,
         on_degraded: Callable[[str], None],
     ) -> None:
-        rank = self.rank
         present = self._sized_for(self.window)
-        size = FileSize(own.capacity_bytes, present[rank].capacity_bytes)
-        self.windows = OwnerWindows(self.store, rank, rank, size, holdable=self._to_disk)
-        if device.type == 'cuda':
-            for file in self.windows.files():
-                pin(file, file.room)
-        self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
-        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
+        size = FileSize(own.capacity_bytes, present[self.rank].capacity_bytes)
+        self.windows = OwnerWindows(self.store, self.rank, self.rank, size, holdable=self._to_disk)
+        pinned = self.windows.files() if device.type == 'cuda' else []
+        with threads_beside(device) as beside:  # what takes seconds for some GB
+            begun = [beside.submit(pin, file, file.room) for file in pinned]
+            begun.append(beside.submit(self._open_log, own, device, config, on_degraded))
+            self._serve(own, config, present)
+        for done in begun:
+            done.result()
+        if self.log is not None:
+            self.server.serve_log(self.log)
+        self._make_room_for(self.window)
+
+    def _open_log(
+        self,
+        own: Member,
+        device: torch.device,
+        config: SparseCheckpointConfig,
+        on_degraded: Callable[[str], None],
+    ) -> None:
         log_bytes = self._log_bytes(own, self.window)
         if log_bytes:
-            path = self.store.holder_path(rank) / 'upstream-log'
+            path = self.store.holder_path(self.rank) / 'upstream-log'
             self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
+
+    def _serve(
+        self, own: Member, config: SparseCheckpointConfig, present: Sequence[Member]
+    ) -> None:
+        """Reserve what is held for others, and serve it."""
+        rank = self.rank
+        self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
+        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
         hosts = Counter(member.host for member in self.members)
         self.cores = cores_left() / hosts[own.host]
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
@@ -186,9 +207,6 @@ class HostMemory:
         self.server = ReplicaServer(
             self.store, rank, hosted, self._secret, (host, 0), keeping=keeping
         )
-        if self.log is not None:
-            self.server.serve_log(self.log)
-        self._make_room_for(self.window)
 
     def make_room_in_log(self, window: int) -> None:
         """Enlarge the log for windows of this length, within the memory plan. Any thread.
@@ -197,8 +215,15 @@ class HostMemory:
             HostMemoryError, OSError: other files have taken the space.
         """
         if self.log is not None:
-            needed = self._log_bytes(self.members[self.rank], min(window, self._longest_window))
-            self.log.grow(needed)
+            self.log.grow(self._own_log_bytes(window))
+
+    def give_back_log(self, window: int) -> None:
+        """Have the log give back what only longer windows need. Any thread."""
+        if self.log is not None:
+            self.log.shrink(self._own_log_bytes(window))
+
+    def _own_log_bytes(self, window: int) -> int:
+        return self._log_bytes(self.members[self.rank], min(window, self._longest_window))
 
     def make_room_for(self, window: int) -> None:
         """Reserve for windows of this length, within the memory plan: own ones and replicas.

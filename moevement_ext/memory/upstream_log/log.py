@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 
@@ -29,10 +28,9 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import gib
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
 from moevement_ext.memory.dtypes import dtype_name
-from moevement_ext.memory.mapped import map_anew
-from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
 from moevement_ext.memory.upstream_log.ring import Ring
+from moevement_ext.memory.upstream_log.ring_map import RingMap
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,11 @@ class _Completion(NamedTuple):
     record: _Record
     source: torch.Tensor
     arrive: Callable[[], object]
-    """Returns when the bytes are in the ring."""
+    """Returns when the bytes are in the ring; keeps the map that they are copied to."""
+
+
+class _Shrunk(NamedTuple):
+    """The ring has become smaller. What was appended before comes before this."""
 
 
 class UpstreamLog:
@@ -92,12 +94,11 @@ class UpstreamLog:
         self.path = path
         if capacity_bytes < 1:
             raise ValueError(f'an upstream log of {capacity_bytes} bytes keeps nothing')
-        self.array = np.frombuffer(map_anew(path, capacity_bytes), np.uint8)
         self._device = with_index(device)
         self._cuda = device.type == 'cuda'
-        self._bytes = torch.from_numpy(self.array)
+        self._map = RingMap.of_size(path, capacity_bytes, self._cuda)
+        self.array = self._map.array
         if self._cuda:
-            pin(self)
             self._stream = side_stream(self._device)
             self._computed = torch.cuda.Event()
         self._max_wait_s = max_wait_s
@@ -111,12 +112,9 @@ class UpstreamLog:
         self._waited_in_vain = False
         self._forgetting = False
         self._closed = False
-        self._growing = threading.Lock()
-        self._former: list[
-            np.ndarray
-        ] = []  # earlier maps of the same pages; copies may still use them
+        self._resizing = threading.Lock()
         self._changed = threading.Condition()
-        self._jobs: queue.Queue[_Completion | None] = queue.Queue()
+        self._jobs: queue.Queue[_Completion | _Shrunk | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name='upstream-log', daemon=True)
         self._thread.start()
 
@@ -183,22 +181,24 @@ class UpstreamLog:
         Raises:
             HostMemoryError: there is no room, or CUDA cannot pin the ring; the log does not change.
         """
-        with self._growing:
-            if capacity_bytes <= self._ring.capacity:
-                return
-            former = self.array
-            self.array = np.frombuffer(map_anew(self.path, capacity_bytes), np.uint8)
-            try:
-                if self._cuda:
-                    pin(self)
-            except HostMemoryError:
-                self.array = former
-                raise
+        with self._resizing:
             with self._changed:
-                self._former.append(former)
-                self._bytes = torch.from_numpy(self.array)
-                self._ring.capacity = capacity_bytes
-                self._changed.notify_all()
+                if capacity_bytes <= self._ring.capacity:
+                    self._ring.limit = max(self._ring.limit, capacity_bytes)
+                    return
+            larger = RingMap.of_size(self.path, capacity_bytes, self._cuda)
+            with self._changed:
+                self._use(larger)
+                self._ring.resize(capacity_bytes)
+
+    def shrink(self, capacity_bytes: int) -> None:
+        """Be no larger than this size once no record lies behind it. Any thread.
+
+        Records stay, and as many fit as into a ring of this size. The worker thread gives the pages
+        back, when training has appended the first record after that.
+        """
+        with self._changed:
+            self._ring.limit = min(capacity_bytes, self._ring.capacity)
 
     # Reading
 
@@ -226,11 +226,24 @@ class UpstreamLog:
         while (record := self._await_record(key, expires - time.monotonic())) is not None:
             # Readers do not block training: a record that is still in the index after the copy was
             # not overwritten during the copy.
-            data = self.array[record.span].tobytes()
+            data = self._copied(record)
             with self._changed:
                 if self._records.get(key) is record and record.logged is not None:
                     return record.logged, data
         return None
+
+    def _copied(self, record: _Record) -> bytes:
+        """The bytes at the record's place, whatever they are now."""
+        with self._changed:
+            array, used = self.array, self._map
+            used.readers += 1
+        try:
+            return array[record.span].tobytes()
+        finally:
+            with self._changed:
+                used.readers -= 1
+                if used is not self._map:
+                    self._changed.notify_all()
 
     def drain(self) -> None:
         """Wait until all appended records are complete and their tensors are released."""
@@ -287,6 +300,8 @@ class UpstreamLog:
             self._paused = False
             first = self._first
             record = self._place(key, source)
+            if self._ring.shrink():  # on this thread: all copies begun are in the queue
+                self._jobs.put(_Shrunk())
             forgotten = self._first != first
             said = self._forgetting  # report once per regular drop
             self._forgetting = said or forgotten
@@ -324,7 +339,8 @@ class UpstreamLog:
 
     def _begin_copy(self, source: torch.Tensor, span: slice) -> Callable[[], object]:
         """Begin the copy; the returned function completes it on the worker thread."""
-        target = self._bytes[span].view(source.dtype).view(source.shape)
+        mapped = self._map
+        target = mapped.bytes[span].view(source.dtype).view(source.shape)
         if not self._cuda:
             return partial(target.copy_, source)
         # The worker keeps the source until the event is done, so the allocator cannot reuse its
@@ -335,7 +351,7 @@ class UpstreamLog:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             copied.record()
-        return copied.synchronize
+        return partial(_arrived, copied, mapped)
 
     # On the worker thread
 
@@ -352,6 +368,10 @@ class UpstreamLog:
         Returning frees the source tensor; on a GPU, checksums may lag far behind the sends.
         """
         job = self._jobs.get()
+        while isinstance(job, _Shrunk):
+            self._give_back()
+            self._jobs.task_done()
+            job = self._jobs.get()
         if job is None:
             return None
         try:
@@ -371,7 +391,28 @@ class UpstreamLog:
             record.logged = logged
             self._changed.notify_all()
 
+    def _give_back(self) -> None:
+        """Give back what the ring has no use for; all that was copied there has arrived."""
+        with self._resizing:
+            former, capacity = self._map, self._ring.capacity
+            if capacity >= former.array.size:
+                return  # it has grown again
+            try:
+                smaller = former.first(capacity)
+            except (HostMemoryError, OSError, ValueError) as error:  # only space is lost (I6)
+                logger.warning('%s keeps its pages: %s', self._description, error)
+                return
+            with self._changed:
+                self._use(smaller)
+                self._changed.wait_for(lambda: not former.readers)
+            former.give_back(capacity)
+
     # On any thread
+
+    def _use(self, mapped: RingMap) -> None:
+        """Use another map of the same pages, with the lock; the former goes with its last copy."""
+        self._map, self.array = mapped, mapped.array
+        self._changed.notify_all()
 
     def _give_up(self, record: _Record, error: Exception) -> None:
         """Drop a failed record, so that no reader waits for it."""
@@ -429,3 +470,8 @@ class UpstreamLog:
             self._on_degraded(reason)
         except Exception:  # neither training nor the worker may end because a callback fails
             logger.exception('%s', reason)
+
+
+def _arrived(copied: torch.cuda.Event, mapped: RingMap) -> None:
+    """Wait for a copy; its pages stay registered until then, with their map."""
+    copied.synchronize()

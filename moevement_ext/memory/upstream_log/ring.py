@@ -20,12 +20,16 @@ class Ring:
     empty, so the ring is empty exactly when there is no region.
 
     Args:
-        capacity: size of the ring in bytes. It may grow at any time; the new space is used once
-            the newest region lies behind the oldest.
+        capacity: size of the ring in bytes.
+
+    Attributes:
+        capacity: size of the ring in bytes.
+        limit: size that it is to have: while it is smaller than `capacity`, regions lie behind it
+            only if there is no room before it.
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = self.limit = capacity
         self._regions: deque[_Region] = deque()  # oldest first
 
     def allocate(self, nbytes: int) -> int | None:
@@ -51,15 +55,36 @@ class Ring:
         """Free the region allocated last."""
         self._regions.pop()
 
+    def resize(self, capacity: int) -> None:
+        """Be larger; new space is used once the newest region lies behind the oldest."""
+        self.capacity = self.limit = capacity
+
+    def shrink(self) -> bool:
+        """Be as large as `limit` from now on, unless that is no change, or a region lies behind it.
+
+        Returns:
+            True if the ring is smaller now.
+        """
+        if self.limit >= self.capacity:
+            return False
+        if self._regions:
+            oldest, newest = self._regions[0], self._regions[-1]
+            if newest.start < oldest.start or newest.end > self.limit:
+                return False  # if it has wrapped, the last before the end is to come
+        self.capacity = self.limit
+        return True
+
     def _place(self, size: int) -> int | None:
         if not self._regions:
             return 0 if size <= self.capacity else None
         oldest, newest = self._regions[0], self._regions[-1]
         if newest.start < oldest.start:  # wrapped: the space between them is free
             return newest.end if newest.end + size <= oldest.start else None
-        if newest.end + size <= self.capacity:
+        if newest.end + size <= self.limit:
             return newest.end
-        return 0 if size <= oldest.start else None
+        if size <= oldest.start:
+            return 0
+        return newest.end if newest.end + size <= self.capacity else None
 
 
 def region_bytes(nbytes: int) -> int:

@@ -12,6 +12,7 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
+from moevement_ext.memory.upstream_log.ring_map import RingMap
 from moevement_ext.memory.window import file as file_module
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generation import FileSize
@@ -132,6 +133,26 @@ def test_what_is_pinned_follows_the_room_of_a_file(monkeypatch: pytest.MonkeyPat
         windows.make_room(short)
         assert released == [(used.array.ctypes.data, 2)], 'the device writes to none of them'
         assert runtime.registered == [(used.array.ctypes.data, in_pages(short))]
+
+
+def test_a_map_of_a_log_is_registered_as_long_as_a_copy_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log goes on in a smaller one meanwhile."""
+    runtime = Runtime(0)
+    use(runtime, monkeypatch)
+    former = RingMap.of_size(tmp_path / 'log', 8 * mmap.PAGESIZE, pinned=True)
+    smaller = former.first(2 * mmap.PAGESIZE)
+    sizes = [size // mmap.PAGESIZE for _, size in runtime.registered]
+    assert sizes == [8, 2] and runtime.registered[1][0] == smaller.array.ctypes.data
+    pointer = former.array.ctypes.data
+    under_way = [former]
+    del former
+    gc.collect()
+    assert not runtime.unregistered
+    under_way.clear()
+    gc.collect()
+    assert runtime.unregistered == [pointer]
 
 
 def commit_short(windows: OwnerWindows, start: int) -> None:

@@ -24,6 +24,9 @@ class Memory:
     def make_room_in_log(self, window: int) -> None:
         self.log = max(self.log, window)
 
+    def give_back_log(self, window: int) -> None:
+        self.log = min(self.log, window)
+
 
 def room_in(memory: Memory) -> tuple[WindowRoom, list[str]]:
     said: list[str] = []
@@ -35,14 +38,14 @@ def test_room_comes_with_a_longer_plan_and_goes_when_only_shorter_ones_are_in_fo
     room, said = room_in(memory)
     room.before(4)
     assert (memory.window, memory.log) == (4, 4)
-    room.settle()
+    room.settle(0)
     assert memory.window == 4, 'windows of 4 come'
-    room.in_force = 4
+    room.begins(2, 4)
     room.before(1)
-    room.settle()
+    room.settle(2)
     assert memory.window == 4, 'windows of 4 are still captured'
-    room.in_force = 1
-    room.settle()
+    room.begins(6, 1)
+    room.settle(2)
     assert memory.window == 1 and said == [] and room.limit is None
 
 
@@ -52,5 +55,31 @@ def test_a_rank_without_room_says_up_to_which_length_it_has() -> None:
     room.before(5)
     assert memory.window == room.limit == 2 and memory.log == 5
     assert said == ['there is no room for windows of 5: others have taken the space']
-    room.settle()
+    room.settle(0)
     assert memory.window == 2
+
+
+def test_the_log_is_shorter_once_a_short_window_is_persisted() -> None:
+    """What comes after a long one is kept until that."""
+    memory = Memory(window=4, most=8)
+    room, _ = room_in(memory)
+    room.before(4)
+    room.begins(8, 4)
+    room.before(1)
+    room.begins(12, 1)
+    room.settle(8)
+    assert (memory.window, memory.log) == (1, 4)
+    room.settle(12)
+    assert memory.log == 1
+
+
+def test_the_log_has_room_for_a_recovery_until_what_it_captures_is_persisted() -> None:
+    memory = Memory(window=2, most=8)
+    room, _ = room_in(memory)
+    room.before(2)
+    room.for_recovery(6, 10)
+    assert memory.log == 5
+    room.settle(6)
+    assert memory.log == 5, 'such as one that comes late'
+    room.settle(8)
+    assert memory.log == 2

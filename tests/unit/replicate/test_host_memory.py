@@ -10,6 +10,7 @@ import torch
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import device as device_module
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.record import Direction, LogKey
@@ -266,30 +267,6 @@ def test_the_log_of_a_rank_is_in_the_budget_and_served_to_others(job: Job) -> No
     assert torch.equal(torch.frombuffer(found[1], dtype=torch.float32), sent)
 
 
-def test_the_log_is_for_the_window_in_force_and_grows_with_it(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to the longest, for which the plan has room from the start."""
-    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
-    config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_window=4)
-    share = Share(identity_of(0), capacity(), LOGGED, longest_window=3, window=1)
-    member = msgspec.msgpack.encode(Member('node-a', capacity(), LOGGED, 'host', SECRET))
-    memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: [member], SECRET)
-    try:
-        assert memory.log is not None
-        iteration = LOGGED.iteration_bytes
-        longest = memory.plan.by_kind()['log_ring']
-        sizes = [memory.log.array.size]
-        for window in (2, 1, 3, 4):
-            memory.make_room_in_log(window)
-            sizes.append(memory.log.array.size)
-        steps = [0, 2 * iteration, 2 * iteration, 4 * iteration, 4 * iteration]
-        assert sizes == [LOG_BYTES + step for step in steps] and sizes[-1] == longest
-        assert 'windows: up to 3 iterations, as 4 do not fit' in memory.describe()
-    finally:
-        memory.close(remove=True)
-
-
 def test_no_log_is_kept_where_none_is_asked_for(job: Job, shm: Path) -> None:
     first, second = job.ranks
     assert second.log is None
@@ -438,6 +415,7 @@ def pin_with(monkeypatch: pytest.MonkeyPatch, failing: str) -> list[str]:
             raise HostMemoryError(f'{file.path.name}: CUDA cannot pin it')
         pinned.append(file.path.name)
 
+    monkeypatch.setattr(device_module, 'bind_thread', lambda device: None)
     monkeypatch.setattr(host_memory, 'pin', pin)
     return pinned
 
@@ -456,8 +434,9 @@ def test_own_windows_are_pinned_for_a_gpu_when_they_are_reserved(
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
     pinned = pin_with(monkeypatch, failing='none')
-    memory = reserve(shm, torch.device(device))
-    assert pinned == [file.path.name for file in memory.windows.files() if device == 'cuda']
+    memory = reserve(shm, torch.device(device, 0))
+    names = [file.path.name for file in memory.windows.files() if device == 'cuda']
+    assert sorted(pinned) == names
     memory.close(remove=True)
 
 
@@ -468,7 +447,7 @@ def test_memory_that_cannot_be_pinned_is_not_reserved(
     monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
     pinned = pin_with(monkeypatch, failing='free-1')
     with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
-        reserve(shm, torch.device('cuda'))
+        reserve(shm, torch.device('cuda', 0))
     assert len(pinned) == 1
     assert not list(shm.rglob('*.window')), 'its space is given back'
 

@@ -11,13 +11,16 @@ import torch
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import in_pages
-from moevement_ext.memory.sizing import NOTHING_LOGGED
+from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member
 from moevement_ext.replicate.share import Share
 from tests.unit.memory.samples import SECRET, capacity, identity_of, tmpfs_directory
 
 CPU = torch.device('cpu')
+LOGGED = Logged(2**15, 2**14)
+LOG_BYTES = 2**16 + 2**14
 
 
 @pytest.fixture
@@ -54,6 +57,35 @@ def test_files_have_pages_for_the_window_in_force_and_get_more_within_the_plan(
             memory.make_room_for(2)
         assert [path.stat().st_blocks * 512 for path in files] == [in_pages(capacity(1))] * 4
         assert memory.window == 1
+    finally:
+        memory.close(remove=True)
+
+
+def test_the_log_is_for_the_window_in_force_and_follows_it(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the longest, for which the plan has room from the start."""
+    monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
+    config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_window=4)
+    share = Share(identity_of(0), capacity(), LOGGED, longest_window=3, window=1)
+    member = msgspec.msgpack.encode(Member('node-a', capacity(), LOGGED, 'host', SECRET))
+    memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: [member], SECRET)
+    try:
+        assert memory.log is not None
+        iteration = LOGGED.iteration_bytes
+        longest = memory.plan.by_kind()['log_ring']
+        sizes = [memory.log.array.size]
+        for window in (2, 1, 3, 4):
+            memory.make_room_in_log(window)
+            sizes.append(memory.log.array.size)
+        steps = [0, 2 * iteration, 2 * iteration, 4 * iteration, 4 * iteration]
+        assert sizes == [LOG_BYTES + step for step in steps] and sizes[-1] == longest
+        assert 'windows: up to 3 iterations, as 4 do not fit' in memory.describe()
+        memory.give_back_log(1)
+        memory.log.append(1, Direction.DOWN, torch.zeros(8))
+        memory.log.drain()
+        assert memory.log.array.size == LOG_BYTES
+        assert memory.by_kind()['log_ring'] == in_pages(LOG_BYTES)
     finally:
         memory.close(remove=True)
 

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log that is made larger in training loses nothing, wherever in its ring it stands."""
+"""A log that changes its size in training loses nothing, wherever in its ring it stands."""
 
+import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.upstream_log import log as log_module
+from moevement_ext.memory.upstream_log import ring_map as map_module
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.memory.upstream_log.logs import DOWN, REGION, Reports, opened, region, value
+from tests.unit.memory.upstream_log.logs import (
+    DEADLINE_S,
+    DOWN,
+    REGION,
+    Reports,
+    opened,
+    region,
+    value,
+)
 
 REGIONS = 4
 
@@ -57,7 +67,7 @@ def test_a_copy_under_way_arrives(shm: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(torch.from_numpy(log.array[:REGION]), region(7).view(torch.uint8))
 
 
-def test_a_log_never_shrinks(shm: Path) -> None:
+def test_what_grows_does_not_shrink(shm: Path) -> None:
     with opened(shm / 'log', Reports(), REGIONS) as log:
         log.grow(REGION)
         assert log.array.size == REGIONS * REGION == (shm / 'log').stat().st_size
@@ -71,10 +81,111 @@ def test_where_there_is_no_room_it_stays_as_it_is(
 
     with opened(shm / 'log', Reports(), REGIONS) as log:
         fill(log, range(REGIONS))
-        monkeypatch.setattr(log_module, 'map_anew', full)
+        monkeypatch.setattr(map_module, 'map_anew', full)
         with pytest.raises(HostMemoryError, match='no room'):
             log.grow(2 * REGIONS * REGION)
         assert [value(log, iteration, DOWN, 0) for iteration in range(REGIONS)] == [0, 1, 2, 3]
         log.drop_until(0)
         fill(log, range(REGIONS, REGIONS + 1))
         assert value(log, REGIONS, DOWN, 0) == REGIONS
+
+
+# Smaller
+
+LARGE = 64
+"""Pages of a log that shrinks; a record takes one."""
+
+
+def page(value: int) -> torch.Tensor:
+    return torch.full((mmap.PAGESIZE // 8,), value, dtype=torch.int64)
+
+
+@contextmanager
+def large(path: Path, reports: Reports) -> Iterator[UpstreamLog]:
+    with opened(path, reports, LARGE * mmap.PAGESIZE // REGION) as log:
+        yield log
+
+
+def pages(path: Path) -> int:
+    return path.stat().st_blocks * 512 // mmap.PAGESIZE
+
+
+def test_a_shorter_log_gives_its_pages_back_and_keeps_its_records(shm: Path) -> None:
+    """Once nothing that is needed lies behind its new end."""
+    reports = Reports()
+    with large(shm / 'log', reports) as log:
+        for iteration in range(50):
+            log.append(iteration, DOWN, page(iteration))
+        log.drop_until(45)
+        log.shrink(8 * mmap.PAGESIZE)
+        log.append(50, DOWN, page(50))
+        log.drain()
+        assert pages(shm / 'log') == LARGE, 'four of the records lie behind it'
+        log.drop_until(49)
+        for iteration in range(51, 200):
+            log.append(iteration, DOWN, page(iteration))
+            log.drain()
+            held = range(max(50, iteration - 6), iteration + 1)
+            assert [value(log, number, DOWN, 0) for number in held] == list(held)
+            log.drop_until(iteration - 6)
+        assert pages(shm / 'log') == 8 == log.array.size // mmap.PAGESIZE
+        assert reports.count() == 0, 'nothing was forgotten'
+
+
+def test_a_log_that_has_shrunk_grows_again(shm: Path) -> None:
+    reports = Reports()
+    with large(shm / 'log', reports) as log:
+        log.shrink(4 * mmap.PAGESIZE)
+        for iteration in range(4):
+            log.append(iteration, DOWN, page(iteration))
+        log.drain()
+        assert pages(shm / 'log') == 4
+        log.grow(16 * mmap.PAGESIZE)
+        assert pages(shm / 'log') == 16
+        for iteration in range(4, 16):
+            log.append(iteration, DOWN, page(iteration))
+        assert [value(log, iteration, DOWN, 0) for iteration in range(16)] == list(range(16))
+        assert reports.count() == 0
+
+
+def test_a_log_that_is_to_grow_meanwhile_stays_as_large(shm: Path) -> None:
+    with large(shm / 'log', Reports()) as log:
+        log.shrink(4 * mmap.PAGESIZE)
+        log.grow(8 * mmap.PAGESIZE)
+        for iteration in range(8):
+            log.append(iteration, DOWN, page(iteration))
+        assert [value(log, iteration, DOWN, 0) for iteration in range(8)] == list(range(8))
+        assert pages(shm / 'log') == 8
+
+
+def test_pages_wait_for_their_reader(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would find zeros there, in pages that nothing gives back."""
+    with large(shm / 'log', Reports()) as log:
+        for iteration in range(8):
+            log.append(iteration, DOWN, page(iteration))
+        log.drain()
+        former = log._map
+        former.readers += 1
+        log.drop_until(7)
+        log.shrink(4 * mmap.PAGESIZE)
+        log.append(8, DOWN, page(8))
+        with log._changed:
+            assert log._changed.wait_for(lambda: log._map is not former, DEADLINE_S)
+        assert pages(shm / 'log') == LARGE
+        with log._changed:
+            former.readers -= 1
+            log._changed.notify_all()
+        log.drain()
+        assert pages(shm / 'log') == 4
+
+
+def test_a_log_whose_file_is_gone_keeps_its_pages(
+    shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with large(shm / 'log', Reports()) as log:
+        (shm / 'log').unlink()
+        log.shrink(4 * mmap.PAGESIZE)
+        for iteration in range(4):
+            log.append(iteration, DOWN, page(iteration))
+        assert [value(log, iteration, DOWN, 0) for iteration in range(4)] == list(range(4))
+    assert 'keeps its pages' in caplog.text

@@ -43,8 +43,24 @@ def test_more_than_everything_never_fits() -> None:
     assert ring.allocate(2 * ALIGNMENT) == 0
 
 
+def test_a_ring_shrinks_once_nothing_lies_behind_its_new_end() -> None:
+    ring = Ring(8 * ALIGNMENT)
+    for _ in range(5):
+        ring.allocate(ALIGNMENT)
+    ring.limit = 4 * ALIGNMENT
+    assert ring.allocate(1) == 320, 'before the new end all is taken'
+    ring.free_oldest()
+    assert ring.allocate(1) == 0, 'not at 384'
+    for _ in range(5):
+        assert not ring.shrink()
+        ring.free_oldest()
+    assert ring.shrink() and ring.capacity == 4 * ALIGNMENT
+    assert not ring.shrink(), 'it has'
+    assert [ring.allocate(ALIGNMENT) for _ in range(4)] == [64, 128, 192, None]
+
+
 steps = st.lists(
-    st.one_of(st.integers(0, CAPACITY + ALIGNMENT), st.sampled_from(['oldest', 'newest'])),
+    st.one_of(st.integers(0, CAPACITY + ALIGNMENT), st.sampled_from(['oldest', 'newest', 'less'])),
     max_size=60,
 )
 
@@ -54,15 +70,17 @@ def test_live_regions_never_overlap(steps: list[int | str]) -> None:
     ring = Ring(CAPACITY)
     live: deque[range] = deque()
     for step in steps:
-        if isinstance(step, int):
+        if step == 'less':
+            ring.limit = max(ring.limit - ALIGNMENT, ALIGNMENT)
+        elif isinstance(step, int):
             fits = ring.fits(step)
             start = ring.allocate(step)
             assert fits == (start is not None)
             if start is None:
-                assert live or region_bytes(step) > CAPACITY, 'an empty ring is all there is'
+                assert live or region_bytes(step) > ring.capacity, 'an empty ring is all there is'
                 continue
             new = range(start, start + max(step, 1))
-            assert start % ALIGNMENT == 0 and 0 <= start and new.stop <= CAPACITY
+            assert start % ALIGNMENT == 0 and 0 <= start and new.stop <= ring.capacity
             assert all(new.stop <= old.start or old.stop <= new.start for old in live)
             live.append(new)
         elif live and step == 'oldest':
@@ -71,3 +89,5 @@ def test_live_regions_never_overlap(steps: list[int | str]) -> None:
         elif live:
             ring.free_newest()
             live.pop()
+        if ring.shrink():
+            assert all(old.stop <= ring.capacity for old in live)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps of the file of an upstream log, one after another as its ring changes its size."""
+
+import mmap
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+
+from moevement_ext.memory.mapped import map_anew, map_first, release_range
+from moevement_ext.memory.pinning import pin
+
+
+class RingMap:
+    """The first bytes of the file. Whatever copies to them, or reads them, keeps this object.
+
+    Args:
+        path: the file.
+        mapped: its first bytes, with pages.
+        pinned: register the pages with CUDA for the lifetime of the object; the caller's current
+            device must be set (`bind_thread`).
+
+    Attributes:
+        path: the file.
+        array: uint8 view over the whole map.
+        bytes: the same, as a tensor.
+        readers: number of threads that read here; with the lock of the log.
+
+    Raises:
+        HostMemoryError: CUDA cannot pin the pages.
+    """
+
+    def __init__(self, path: Path, mapped: mmap.mmap, pinned: bool) -> None:
+        self.path = path
+        self.array = np.frombuffer(mapped, np.uint8)
+        self.bytes = torch.from_numpy(self.array)
+        self.readers = 0
+        self._pinned = pinned
+        if pinned:
+            pin(self)
+
+    @classmethod
+    def of_size(cls, path: Path, nbytes: int, pinned: bool) -> Self:
+        """Give the file this size; its content stays as far as it goes.
+
+        Raises:
+            HostMemoryError: there is no room, the file is not this user's own, or CUDA cannot pin.
+        """
+        return cls(path, map_anew(path, nbytes), pinned)
+
+    def first(self, nbytes: int) -> Self:
+        """Map fewer bytes of the same file.
+
+        Raises:
+            HostMemoryError: CUDA cannot pin them.
+            OSError, ValueError: the file was removed, or cut.
+        """
+        return type(self)(self.path, map_first(self.path, nbytes), self._pinned)
+
+    def give_back(self, first: int) -> None:
+        """Give back the pages from byte `first` on, which nothing is to read or to write again."""
+        release_range(self.array, first, self.array.size)
