@@ -58,7 +58,7 @@ if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, 
 
     from megatron.moevement.arguments import add_arguments
     from megatron.moevement.facts import UpstreamArguments
-    from megatron.moevement.job import layout_choice
+    from megatron.moevement.job import layout_choice, layout_memory
     from megatron.moevement.job.unsupported import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
     from megatron.moevement.seams import dataset_helpers, dense_tier, fp8_masters, quiet, warming
@@ -215,6 +215,17 @@ def warm_up(flags: Sequence[str]) -> None:
         warming.warm_up()
 
 
+def _flags_of_layout(flags: Sequence[str], ranks: int) -> list[str]:
+    """Flags to add, so that the layout fits; see `layout_choice.fitted`."""
+
+    def too_little(flags: Sequence[str]) -> str | None:
+        return layout_memory.too_little(
+            flags, ranks, layout_memory.NodeCapacity.here(), _add_arguments
+        )
+
+    return layout_choice.fitted(flags, ranks, too_little)
+
+
 def main() -> None:
     """Parse the command line and train."""
     set_startup_timestamps(program_start=starting.PROGRAM_START, main_entry=time.time())
@@ -223,7 +234,7 @@ def main() -> None:
         warming.install()
         dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
     with user_errors.in_one_line():
-        sys.argv += layout_choice.fitted(sys.argv[1:], int(os.environ.get('WORLD_SIZE', '1')))
+        sys.argv += _flags_of_layout(sys.argv[1:], int(os.environ.get('WORLD_SIZE', '1')))
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)

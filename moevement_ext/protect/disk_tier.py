@@ -82,6 +82,7 @@ class DiskTier:
         self._newest = max((window.name.start for window in disk.stored()), default=-1)
         self._back_to: int | None = None  # later windows must be set aside
         self._rollbacks: deque[tuple[int, threading.Event]] = deque()
+        self._last: WindowName | None = None  # nothing else is worth a copy
         self._stopping = False
         if settings.complete is not None:
             statistics.on_disk = settings.complete.start
@@ -96,6 +97,22 @@ class DiskTier:
         with self._changed:
             self._offered = window
             self._changed.notify()
+
+    def keep_last(self, window: WindowName, timeout_s: float) -> bool:
+        """Copy the persisted window with which a job ends: at once, at full speed. Training thread.
+
+        Returns:
+            True once all ranks have it on disk; False if they do not in time.
+        """
+
+        def complete() -> bool:
+            return bool(self._complete) and self._complete[-1].start >= window.start
+
+        with self._changed:
+            if not complete():
+                self._last = self._offered = window
+                self._changed.notify()
+            return self._changed.wait_for(complete, timeout_s)
 
     def agreed(self, agreed: Agreed) -> None:
         """Note the ranks' agreement about windows on disk. Tracker's thread."""
@@ -165,7 +182,8 @@ class DiskTier:
         offered = self._offered
         if offered is None or self._pending is not None or offered == self._tried:
             return None
-        least = self._complete[-1].start + self._settings.every if self._complete else 0
+        every = 0 if offered == self._last else self._settings.every
+        least = self._complete[-1].start + every if self._complete else 0
         if offered.start < least or self._agreed.is_given_up(offered.start):
             return None
         return offered
@@ -232,6 +250,8 @@ class DiskTier:
             self._statistics.events.emit(WindowOnDisk(start=newest.start, plan=newest.plan))
             if len(self._complete) == KEPT:
                 self._disk.prune(self._complete)
+            with self._changed:
+                self._changed.notify_all()  # the training thread may wait for it
 
     def _copy(self, window: WindowName) -> None:
         self._tracker.give_up(
@@ -270,6 +290,7 @@ class DiskTier:
                 or bool(self._rollbacks)
                 or self._agreed.is_given_up(window.start)
                 or not self._windows.is_held(file)
+                or self._last not in (None, window)
             )
 
         def wait(seconds: float) -> bool:
@@ -279,7 +300,8 @@ class DiskTier:
         bucket = TokenBucket(wait)
 
         def advance(nbytes: int) -> None:
-            if bucket.take(nbytes, self._settings.bytes_per_s):
+            rate = None if window == self._last else self._settings.bytes_per_s
+            if bucket.take(nbytes, rate):
                 raise _CopyEnds
 
         return advance

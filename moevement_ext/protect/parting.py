@@ -44,7 +44,8 @@ def part(
         state: auxiliary state after them.
 
     Returns:
-        True if all ranks and the holders of their replicas have it.
+        True if all ranks and the holders of their replicas have it, with `--sparse-ckpt-disk` all
+        disks, too.
 
     Raises:
         HostMemoryError: there is no room for it.
@@ -82,7 +83,8 @@ def part(
         raise
     protection.windows.sealed(file, header)
     wait_s = _WAIT_S + layout.payload_bytes / MIN_BYTES_PER_SECOND
-    return protection.windows.wait_until_persisted(name, wait_s)
+    persisted = protection.windows.wait_until_persisted(name, wait_s)
+    return persisted and protection.keep_last(name, wait_s)
 
 
 def _file(windows: OwnerWindows, name: WindowName, header: SlotHeader) -> WindowFile:

@@ -367,6 +367,10 @@ class Protection:
         """True if the current window lacks slots. Training thread."""
         return self.checkpointer.window_under_way
 
+    def keep_last(self, window: WindowName, timeout_s: float) -> bool:
+        """Have the last window, which is persisted, on disk, too; see `DiskTier.keep_last`."""
+        return self._disk is None or self._disk.keep_last(window, timeout_s)
+
     def drain(self) -> None:
         """Wait until all captures are sealed, at the end of training."""
         self.checkpointer.drain()

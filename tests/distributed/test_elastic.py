@@ -266,8 +266,9 @@ def test_a_broken_way_into_another_layout_is_noticed(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize('on_disk', [False, True], ids=['in memory', 'on disk'])
 def test_a_planned_end_leaves_all_of_the_state_in_one_slot(
-    cluster: Callable[..., Cluster], tmp_path: Path
+    on_disk: bool, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """With windows of three iterations; nothing is computed again, and the bits are exact."""
     was, now = CASES['EP 4 to EP 2']
@@ -276,14 +277,18 @@ def test_a_planned_end_leaves_all_of_the_state_in_one_slot(
     saving.append('--dist-ckpt-optim-fully-reshardable')
     first = cluster(*MODEL, *was.flags(), *saving, '--exit-interval', '7', sparse=False)
     first.finish(timeout_s=300.0)
-    ending = [*MODEL, *was.flags(), *RESTART, *THREE, '--exit-interval', '7']
-    job = cluster(*ending)
+    kept = [*THREE, '--sparse-ckpt-disk', str(tmp_path / 'disk')] if on_disk else THREE
+    (tmp_path / 'disk').mkdir()
+    job = cluster(*MODEL, *was.flags(), *RESTART, *kept, '--exit-interval', '7')
     job.finish(timeout_s=300.0)
-    after = again(job, cluster, now, *THREE)
+    if on_disk:
+        for memory in job.memory.parent.glob(f'{job.name}.*'):
+            shutil.rmtree(memory)
+    after = again(job, cluster, now, *kept)
     after.finish(timeout_s=300.0)
     assert (relaid(after).start, relaid(after).dense_at) == (7, 7)
     assert 'equal up to rounding' not in after.output(0)
-    assert left_over(job) == []
+    assert left_over(job) == [*(tmp_path / 'disk').iterdir()] == []
     found = differing(read_digest(after), plain(cluster, now, dense, 7))
     assert found <= {('1', 'rng/expert-parallel-rng')}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several layouts a start takes, by the number of its ranks.
+"""Which of several layouts a start takes, by the number of its ranks and their memory.
 
 `--sparse-ckpt-elastic-layouts` is decided from the command line, before upstream parses it: what
 is chosen is appended as flags, of which the last counts.
@@ -8,7 +8,7 @@ Checked against megatron-core 0.19.2.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moevement_ext.config import ConfigurationError
@@ -69,12 +69,16 @@ class LayoutSizes:
         return None
 
 
-def fitted(arguments: Sequence[str], ranks: int) -> list[str]:
+def fitted(
+    arguments: Sequence[str], ranks: int, too_little: Callable[[Sequence[str]], str | None]
+) -> list[str]:
     """Flags to append to a command line, so that its layout fits; none if it does already.
 
     Args:
         arguments: the command line.
         ranks: the number that the launcher has started.
+        too_little: says of a command line with the flags of a layout for which there is too little
+            memory (`layout_memory`); called of those that fit the number of ranks.
 
     Raises:
         ConfigurationError: no layout fits; the message says why, for each.
@@ -82,13 +86,18 @@ def fitted(arguments: Sequence[str], ranks: int) -> list[str]:
     own, fallbacks = _of(arguments)
     if not fallbacks:
         return []
-    layouts = [own, *(_changed(own, text) for text in fallbacks.split(';') if text)]
-    misfits = [layout.misfit(ranks) for layout in layouts]
-    for number, misfit in enumerate(misfits):
+    reasons = []
+    for text in ('', *filter(None, fallbacks.split(';'))):
+        layout = _changed(own, text) if text else own
+        flags = _flags(layout) if text else []
+        misfit = layout.misfit(ranks) or too_little([*arguments, *flags])
         if misfit is None:
-            return [] if number == 0 else _flags(layouts[number])
-    reasons = (f'{layout}: {why}' for layout, why in zip(layouts, misfits, strict=True))
-    raise ConfigurationError(f'{FLAG}: no layout fits {ranks} ranks: {"; ".join(reasons)}.')
+            return flags
+        reasons.append(f'{layout}: {misfit}')
+    raise ConfigurationError(
+        f'{FLAG}: no layout fits {ranks} ranks, all of which must have a place: '
+        f'{"; ".join(reasons)}. List one that does, or start another number of ranks.'
+    )
 
 
 def _changed(own: LayoutSizes, text: str) -> LayoutSizes:

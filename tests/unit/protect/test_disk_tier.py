@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -196,6 +197,47 @@ def test_as_many_iterations_as_asked_for_lie_between_windows(make: Callable[...,
         if start in (0, 9, 18):
             job.wait_for(start)
     assert rank.on_disk() == [0, 9, 18]
+
+
+def kept_last(job: Job, start: int) -> list[bool]:
+    with ThreadPoolExecutor() as threads:
+        calls = [
+            threads.submit(rank.tier.keep_last, named(start), DEADLINE_S) for rank in job.ranks
+        ]
+        return [call.result() for call in calls]
+
+
+def test_the_last_window_is_copied_at_once_whatever_the_rate(make: Callable[..., Job]) -> None:
+    """The copy of another one, which would take hours, ends for it."""
+    job = make(1.0, 1.0)
+    job.persist(0)
+    wait_for(lambda: all(rank.tier._pending is not None for rank in job.ranks))
+    job.persist(3)
+    assert kept_last(job, 3) == [True, True]
+    assert [rank.starts() for rank in job.ranks] == [[3], [3]]
+
+
+def test_the_last_window_is_copied_whatever_the_interval(make: Callable[..., Job]) -> None:
+    job = make(FAST, FAST)
+    for rank in job.ranks:
+        rank.tier._settings = rank.settings._replace(every=7)
+    job.persist(0)
+    job.wait_for(0)
+    job.persist(3)
+    assert kept_last(job, 3) == [True, True]
+    assert kept_last(job, 0) == [True, True]  # an older state than that of window 3
+    assert [rank.starts() for rank in job.ranks] == [[3, 0], [3, 0]]
+
+
+def test_a_disk_that_stands_still_does_not_keep_a_job_from_its_end(
+    make: Callable[..., Job],
+) -> None:
+    job = make(FAST)
+    (rank,) = job.ranks
+    rank.disk.moving.clear()
+    job.persist(0)
+    assert not rank.tier.keep_last(named(0), 0.1)
+    rank.disk.moving.set()
 
 
 def test_a_window_that_one_rank_cannot_copy_is_given_up_by_all(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first layout that fits the number of ranks is taken; if none does, it is said of each why."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from megatron.moevement.job.layout_choice import FLAG, fitted
@@ -12,14 +14,18 @@ FLAGS = (
 ).split()
 
 
+def enough(flags: Sequence[str]) -> str | None:
+    return None
+
+
 def sizes(ranks: int, layouts: str, *more: str) -> dict[str, int]:
-    added = fitted([*FLAGS, *more, FLAG, layouts], ranks)
+    added = fitted([*FLAGS, *more, FLAG, layouts], ranks, enough)
     return dict(zip(added[::2], map(int, added[1::2]), strict=True))
 
 
 def test_flags_that_fit_stay() -> None:
     assert sizes(4, 'ep=4') == sizes(8, 'ep=4') == {}
-    assert fitted(FLAGS, 3) == []  # nothing is chosen without the flag
+    assert fitted(FLAGS, 3, enough) == []  # nothing is chosen without the flag
 
 
 def test_the_first_that_fits_is_taken() -> None:

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that a layout takes at least, of a device and of a node, before anything is allocated.
+
+Parameters are counted by upstream's own arithmetic, windows by that of `memory.sizing`. Activations
+are not counted, nor windows of more than one iteration, which `auto` makes only if there is room.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from megatron.training.arguments import parse_args
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+from moevement_ext.memory.budget import GIB, gib
+from moevement_ext.memory.sizing import rank_memory, window_file_bytes
+
+AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+_WEIGHT_AND_GRADIENT_BYTES = 6
+_ALL_BYTES = 18  # with masters and two moments
+
+
+class NodeCapacity(NamedTuple):
+    """What this node has. Nodes are taken to be alike: all ranks must choose the same layout."""
+
+    ranks: int
+    """Number of the job's ranks on this node."""
+    device_bytes: int | None
+    """Memory of a device; None: the job runs on the CPU."""
+
+    @classmethod
+    def here(cls) -> 'NodeCapacity':
+        """This node, by the launcher's variables."""
+        device = None
+        if torch.cuda.is_available():
+            place = int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()
+            device = torch.cuda.get_device_properties(place).total_memory
+        return cls(int(os.environ.get('LOCAL_WORLD_SIZE', '1')), device)
+
+
+def too_little(
+    arguments: Sequence[str], ranks: int, node: NodeCapacity, add_arguments: AddArguments
+) -> str | None:
+    """Why a layout has too little memory, with the bytes; None if it may have enough.
+
+    Args:
+        arguments: the command line with the flags of the layout.
+        ranks: of the job.
+        node: this node.
+        add_arguments: adds the flags of this project to upstream's parser.
+    """
+    args = _parsed(arguments, add_arguments)
+    if None in (args.num_layers, args.hidden_size, args.num_attention_heads):
+        return None  # upstream refuses it, or has them from elsewhere
+    device, state = _bytes_of_rank(args, ranks)
+    if node.device_bytes is not None and device > node.device_bytes:
+        return (
+            f'weights, gradients and optimizer state take {gib(device)} of a device, which has '
+            f'{gib(node.device_bytes)}'
+        )
+    file = window_file_bytes(state, 1)
+    nodes = -(-ranks // node.ranks)
+    replicas = [file] * min(args.sparse_ckpt_replicas, nodes - 1)
+    needed = node.ranks * rank_memory(file, replicas, 0, bool(args.sparse_ckpt_disk)).total
+    available, where = _host_memory(args)
+    if needed > available:
+        return (
+            f'windows of one iteration take {gib(needed)} of the host memory of a node; '
+            f'{where} {gib(available)}'
+        )
+    return None
+
+
+def _bytes_of_rank(args: argparse.Namespace, ranks: int) -> tuple[int, int]:
+    """Bytes on the device of the fullest rank, and those of them that its windows have."""
+    _complete(args, ranks)
+    total = compute_weight_and_optimizer_memory(args)
+    sharded, args.use_distributed_optimizer = args.use_distributed_optimizer, False
+    parameters = compute_weight_and_optimizer_memory(args) / _ALL_BYTES
+    args.use_distributed_optimizer = sharded
+    return int(total), int(total - _WEIGHT_AND_GRADIENT_BYTES * parameters)
+
+
+def _complete(args: argparse.Namespace, ranks: int) -> None:
+    """Set what upstream's checks would derive; each instance shards the optimizer by itself."""
+    instances = args.num_distributed_optimizer_instances
+    stage = args.pipeline_model_parallel_size * args.context_parallel_size
+    args.world_size = ranks // instances
+    args.data_parallel_size = max(args.world_size // (args.tensor_model_parallel_size * stage), 1)
+    args.expert_tensor_parallel_size = (
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    )
+    args.kv_channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    if args.ffn_hidden_size is None:
+        wide = 4 * args.hidden_size
+        args.ffn_hidden_size = int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide
+    args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    unit = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-(args.vocab_size or 0) // unit) * unit
+
+
+def _host_memory(args: argparse.Namespace) -> tuple[int, str]:
+    """Bytes for windows on a node, and what limits them."""
+    if args.sparse_ckpt_host_memory_gb is not None:
+        return int(args.sparse_ckpt_host_memory_gb * GIB), '--sparse-ckpt-host-memory-gb gives'
+    directory = Path(args.sparse_ckpt_dir)
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).total, f'{directory} has'
+
+
+def _parsed(arguments: Sequence[str], add_arguments: AddArguments) -> argparse.Namespace:
+    """Parse a command line as upstream does, which takes it from `sys.argv`."""
+    given = sys.argv
+    sys.argv = [given[0], *arguments]
+    try:
+        args: argparse.Namespace = parse_args(add_arguments)
+        return args
+    finally:
+        sys.argv = given
