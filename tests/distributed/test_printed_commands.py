@@ -22,6 +22,7 @@ from tests.unit.printed_commands import printed
 from tests.unit.tools.runs import localized_run, write
 from tests.unit.tools.samples import CONVERTED, iteration_line, slot_line
 from tools.lab import models
+from tools.simulate import run_profile
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
@@ -38,7 +39,9 @@ RUNS = {
     rf'{_PYTHON}tools\.check ': r'protected: yes; localized: yes: a failure is recovered on the .*',
     rf'{_PYTHON}tools\.compare --quick': r'.*',
     rf'{_PYTHON}tools\.compare_digests ': r'equal: 1 digests of 1 ranks after iteration 4',
-    rf'{_PYTHON}tools\.plan ': rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
+    rf'{_PYTHON}tools\.plan .*--to-layout': r'Moves: .*',
+    rf'{_PYTHON}tools\.plan (?!.*--to-layout)':
+        rf'{_TABLE}|{_JSON}|Not part of a plan: .*|Warning: .*|--.*\.|',
     rf'{_PYTHON}tools\.placement ': _TABLE,
     rf'{_PYTHON}tools\.plot_run ': r'run\.png',
     rf'{_PYTHON}tools\.prepare_data (?!.*GPT2)': r'flags for the trainer: --data-path .*',
@@ -151,7 +154,7 @@ def _write_inputs(folder: Path) -> None:
     write(folder / 'runs' / 'events', localized_run())
     (folder / 'EVENTS').symlink_to('runs/events')
     assets = folder / 'docs' / 'assets'
-    (folder / 'run.json').write_bytes((assets / 'simulate-profile.json').read_bytes())
+    run_profile.main([str(folder / 'runs' / 'events'), '-o', str(folder / 'run.json')])
     for name in ('failures.csv', 'FILE'):
         (folder / name).write_bytes((assets / 'simulate-trace.csv').read_bytes())
     for name in ('A', 'B', 'a.json', 'b.json'):

@@ -86,6 +86,22 @@ def test_failures_that_come_faster_than_a_replay_do_not_hold_it_up(fault_free: E
     assert went_on(job) == {len(steps): 1, 0: 1}
 
 
+def test_neighbours_lost_in_turn_hold_each_other_up_for_as_long_as_that_lasts(
+    fault_free: Expected,
+) -> None:
+    """Each new process is lost with all that it had replayed, which the other one then waits for.
+
+    Then both come back together, from the window that they had in the first place.
+    """
+    turns = [Fault(replays, Phase.CONVERT, kills=1 - replays) for replays in 3 * [0, 1]]
+    job = train_through([LOST, *turns], fault_free)
+    last = [event for event in job.recovered if event.replayed]
+    assert sorted(job.began)[-2:] == [1, 1] and job.began.count(2) == 0
+    assert {event.target for event in last} == {FIRST}
+    assert set(went_on(job)) == {0}
+    assert any(event.verified for event in last)
+
+
 def test_a_stage_that_went_on_is_what_the_next_failure_finds(fault_free: Expected) -> None:
     """Its log and its windows are complete: a neighbour is lost next, and it itself."""
     after = [Fault(1, Phase.FORWARD, FIRST + 5), Fault(0, Phase.FORWARD, FIRST + 10)]

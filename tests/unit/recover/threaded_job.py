@@ -161,6 +161,7 @@ class Process:
         self.groups.unblock()
         if self.membership is not None:
             self.membership._watch.stop()
+            self.membership._wake()  # it may wait for one that waits for its end
         _raise_in(self.thread, Died)
 
     def await_rendezvous_after(self, round: int) -> None:
@@ -307,8 +308,7 @@ class ThreadedJob:
         self.directory = directory
         self.max_wait_s = max_wait_s
         self.most_errors = most_errors
-        self.errors: list[tuple[int, BaseException]] = []
-        """With the rank."""
+        self.errors: list[tuple[int, BaseException]] = []  # with the rank
         self.iterations = iterations
         self.schedule = deque(schedule)
         self.expected = expected
