@@ -24,7 +24,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
-from moevement_ext.plan.windows import budgets
+from moevement_ext.plan.windows import budgets, checkpoint_s
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.disk_tier import GIGA, DiskSettings, DiskTier
 from moevement_ext.protect.lifecycle import WindowLifecycle
@@ -334,7 +334,13 @@ class Protection:
                 capacity,
                 self._cpu_bytes_per_s(),
                 self._statistics.waited_s(),
-                self._checkpoint_s(),
+                checkpoint_s(
+                    self._statistics.slot_bytes,
+                    self.checkpointer.copy_bytes_per_s(),
+                    self.windows.send_bytes_per_s(),
+                    self.windows.holders,
+                    self._rank.config.network_bytes_per_s,
+                ),
                 self._statistics.persist_s,
                 self._room.limit,
             )
@@ -466,14 +472,6 @@ class Protection:
             cpu_bytes_per_s=seen.cpu_bytes_per_s,
         )
         return self.planner.shortest_window(carried, self._longest)
-
-    def _checkpoint_s(self) -> float | None:
-        """See `WindowLoad`; for checkpoints of one slot."""
-        nbytes, copies = self._statistics.slot_bytes, self.windows.holders
-        copied, sent = self.checkpointer.copy_bytes_per_s(), self.windows.send_bytes_per_s()
-        if copied is None or (copies and sent is None):
-            return None
-        return nbytes / copied + (copies * nbytes / sent if sent else 0.0)
 
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""
