@@ -31,25 +31,38 @@ ORDERS = (POPULARITY, SOFT, DECAYED, CAPACITY, FIXED)
 MOEVEMENT = 'moevement'
 GEMINI = 'gemini'
 CHECKFREQ = 'checkfreq'
-STRATEGIES = (MOEVEMENT, GEMINI, CHECKFREQ)
+MOC = 'moc'
+STRATEGIES = (MOEVEMENT, GEMINI, CHECKFREQ, MOC)
+LOSSY = (MOC,)
+"""Strategies that recover without some updates of experts."""
+DYNAMIC = 'dynamic'
+SEQUENTIAL = 'sequential'
+LOAD = 'load'
+EXPERT_CHOICES = (SEQUENTIAL, LOAD)
 YOUNG = 'young'
 DALY = 'daly'
 ORACLE = 'oracle'
 INTERVAL_RULES = (YOUNG, DALY, ORACLE)
 _OF_WINDOWS = 'window max_window cpu_share order freeze reorder_fraction reorder_change log_lag'
 _OF_REPLICAS = 'replicas verify_replicas network_gb_per_s topology'
+_OF_EXPERTS = 'experts expert_choice lost_share'
+_OF_LAYOUTS = 'elastic elastic_layouts elastic_exact'
 # Fields that say nothing to a strategy.
 _WITHOUT_USE = {
-    MOEVEMENT: 'interval mtbf overhead_bound'.split(),
-    GEMINI: [*_OF_WINDOWS.split(), 'overhead_bound'],
-    CHECKFREQ: [*_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'disk_every', 'mtbf'],
-}
+    MOEVEMENT: ['interval', 'mtbf', 'overhead_bound', *_OF_EXPERTS.split()],
+    GEMINI: [*_OF_WINDOWS.split(), 'overhead_bound', *_OF_EXPERTS.split()],
+    CHECKFREQ: [
+        *_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'disk_every', 'mtbf', *_OF_EXPERTS.split()
+    ],
+    MOC: [*_OF_WINDOWS.split(), *_OF_LAYOUTS.split(), 'overhead_bound', 'mtbf'],
+}  # fmt: skip
 _DENSE = {'window': 1, 'max_window': 1, 'order': FIXED}
 # Values that a strategy gives to fields that are left at their defaults.
 _SETTLED: dict[str, dict[str, Any]] = {
     MOEVEMENT: {'recovery': LOCALIZED},
     GEMINI: {**_DENSE, 'recovery': GLOBAL},
     CHECKFREQ: {**_DENSE, 'recovery': GLOBAL, 'replicas': 0, 'disk_every': 1},
+    MOC: {**_DENSE, 'recovery': GLOBAL},
 }
 LONGEST_WINDOW = 10_000
 """Iterations; more than the slots of any window file."""
@@ -65,14 +78,23 @@ class SparseCheckpointConfig:
 
     strategy: str = MOEVEMENT
     """'moevement': a slice of the state in every iteration; 'gemini': all of it every `interval`
-    iterations, in memory; 'checkfreq': the same, on disk."""
+    iterations, in memory; 'checkfreq': the same, on disk; 'moc': as 'gemini', but some experts of
+    each layer only, so that a recovery loses updates of the others."""
     interval: int | str = AUTO
-    """Iterations from one checkpoint of the whole state to the next. 'auto': gemini: 1; checkfreq:
-    the fewest within `overhead_bound`. 'young', 'daly', 'oracle': gemini, the best for `mtbf`."""
+    """Iterations from one checkpoint to the next. 'auto': gemini, moc: 1; checkfreq: the fewest
+    within `overhead_bound`. 'young', 'daly', 'oracle': gemini, the best for `mtbf`."""
     mtbf: float | None = None
     """Mean seconds between failures of the job, for these three."""
     overhead_bound: float = 0.03
     """Share of training time that checkpoints of 'checkfreq' may take."""
+    experts: int | str = 1
+    """Experts of each layer in a checkpoint of 'moc'; 'dynamic': 1, which doubles when
+    `lost_share` is reached."""
+    expert_choice: str = SEQUENTIAL
+    """Experts of a checkpoint: 'sequential': in turn; 'load': those with most tokens since their
+    copy, by the shares of the tokens."""
+    lost_share: float = 0.0375
+    """Share of the tokens of the training, lost by recoveries, at which 'dynamic' doubles."""
     window: int | str = AUTO
     """Iterations per window, or 'auto': the fewest that the links carry and the cores spare."""
     max_window: int = 8
@@ -235,6 +257,7 @@ class SparseCheckpointConfig:
             if getattr(self, name) == defaults[name]:
                 object.__setattr__(self, name, value)
         self._check_interval(flag)
+        self._check_experts(flag)
 
     def _check_interval(self, flag: str) -> None:
         rules = INTERVAL_RULES if self.strategy == GEMINI else ()
@@ -259,6 +282,27 @@ class SparseCheckpointConfig:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk must be given with {flag}, which recovers from disk only.'
             )
+
+    def _check_experts(self, flag: str) -> None:
+        if isinstance(self.experts, str):
+            _one_of('--sparse-ckpt-experts', self.experts, 'a whole number', DYNAMIC)
+        else:
+            _at_least('--sparse-ckpt-experts', self.experts, 1)
+        _one_of('--sparse-ckpt-expert-choice', self.expert_choice, *EXPERT_CHOICES)
+        if not 0 < self.lost_share < 1:
+            raise ConfigurationError(
+                f'--sparse-ckpt-lost-share {self.lost_share:g} must be above 0 and below 1.'
+            )
+        if self.lossy and self.verify == STOP:
+            raise ConfigurationError(
+                f'--sparse-ckpt-verify {STOP} must be {REPORT} or {OFF} with {flag}, whose '
+                'recoveries lose updates of experts: every one would stop.'
+            )
+
+    @property
+    def lossy(self) -> bool:
+        """True if a recovery may lose updates of experts."""
+        return self.strategy in LOSSY
 
     def _check_elastic(self) -> None:
         _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)

@@ -6,13 +6,10 @@ write their events, of `launch/launcher_events.py`, to a separate file.
 """
 
 import enum
-import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +17,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from moevement_ext.errors import UserError
+from moevement_ext.event_file import EventFile
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +39,7 @@ class EventName(enum.StrEnum):
     RECOVERY_STARTED = 'recovery_started'
     RELAID = 'relaid'
     RECOVERED = 'recovered'
+    TOKENS_LOST = 'tokens_lost'
     NEXT_TIER = 'next_tier'
     DEVICE_PROBLEM = 'device_problem'
     FINISHED = 'finished'
@@ -290,6 +289,27 @@ class Recovered(Event, frozen=True, kw_only=True):
         return {self.scope if isinstance(self.scope, str) else 'whole-job': 1}
 
 
+class TokensLost(Event, frozen=True, kw_only=True):
+    """A recovery of a lossy strategy: updates of experts that this rank's state lacks from here.
+
+    Tokens are those of this rank's micro-batches, once for each expert that they were routed to;
+    the sum over all ranks is that of the job.
+    """
+
+    name = EventName.TOKENS_LOST
+
+    start: int
+    """Iteration that all ranks went back to."""
+    versions: dict[str, int]
+    """Iteration of the state of each expert of the stage, at most `start`."""
+    tokens: float
+    """Tokens that experts have learned from in vain, in this recovery."""
+    lost: float
+    """In all recoveries so far, of this recovery's past."""
+    share: float
+    """`lost` as a share of all tokens of the training (PLT)."""
+
+
 class NextTier(Event, frozen=True, kw_only=True):
     """A recovery drops one way and tries the next."""
 
@@ -355,99 +375,6 @@ def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
         **event.own_fields(),
     }
     return msgspec.json.encode(line) + b'\n'
-
-
-# Beginning of every line.
-_BEGINS = b'{"time":'
-# Bytes read at once to find the end of the last whole line.
-_TAIL = 1 << 16
-
-
-def _to_append(path: Path) -> FileIO:
-    """Open a file for appending after its last complete line.
-
-    A line that SIGKILL, a full file system or a power loss has cut off would merge with the first
-    new line, and neither would be readable.
-
-    Raises:
-        OSError: the file cannot be opened, or is no event file that this user may change.
-    """
-    file = FileIO(str(path), 'a+', opener=_open_own)
-    if file.seekable():
-        size = file.seek(0, os.SEEK_END)
-        end, whole = size, 0
-        while end and not whole:
-            begin = max(end - _TAIL, 0)
-            newline = os.pread(file.fileno(), end - begin, begin).rfind(b'\n')
-            whole = 0 if newline < 0 else begin + newline + 1
-            end = begin
-        if whole < size:
-            _check_cut_off(file, whole)
-            file.truncate(whole)
-    return file
-
-
-def _open_own(path: str, flags: int) -> int:
-    """Open without following links, which another user may have placed."""
-    mode = 0o666
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW, mode)
-    except OSError as error:
-        if error.errno != errno.ELOOP or os.lstat(path).st_uid not in (0, os.geteuid()):
-            raise
-    return os.open(path, flags, mode)
-
-
-def _check_cut_off(file: FileIO, begin: int) -> None:
-    """Check that the cut-off bytes are part of an event, or zeros after a power loss."""
-    found = os.pread(file.fileno(), len(_BEGINS), begin)
-    if not (_BEGINS.startswith(found) or found.startswith(b'\0')):
-        file.close()
-        raise FileExistsError(errno.EEXIST, 'it holds something else than events', str(file.name))
-
-
-class EventFile:
-    """Appends one JSON object per line; a written line survives the death of the process.
-
-    The next process that opens the file removes a line that a death cut off. Safe to call from any
-    thread. If the file system refuses a line (full, gone), a warning ends the file; training
-    continues.
-
-    Args:
-        path: the file; its directory is created if necessary.
-
-    Raises:
-        OSError: the file is not writable.
-    """
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
-        self._file: FileIO | None = _to_append(path)
-
-    def append(self, line: bytes) -> None:
-        """Write a line of `encode`."""
-        with self._lock:
-            if self._file is not None:
-                self._write(self._file, line)
-
-    def close(self) -> None:
-        """Close the file; later lines are dropped."""
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-
-    def _write(self, file: FileIO, line: bytes) -> None:
-        try:
-            if file.write(line) == len(line):  # one system call; SIGKILL may interrupt it
-                return
-            problem = 'the last line is cut off; is the file system full?'
-        except OSError as error:
-            problem = str(error)
-        logger.warning('no more events are written to %s: %s', file.name, problem)
-        file.close()
-        self._file = None
 
 
 class EventLog:

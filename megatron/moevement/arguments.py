@@ -10,6 +10,8 @@ from typing import NoReturn
 from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import (
     AUTO,
+    DYNAMIC,
+    EXPERT_CHOICES,
     GLOBAL,
     GPU,
     INTERVAL_RULES,
@@ -42,6 +44,16 @@ def _number_or_rule(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f'{text!r} must be {known}') from None
 
 
+def _number_or_dynamic(text: str) -> int | str:
+    if text == DYNAMIC:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        known = f'a whole number or "{DYNAMIC}"'
+        raise argparse.ArgumentTypeError(f'{text!r} must be {known}') from None
+
+
 def _window(text: str) -> int | str:
     if text == AUTO:
         return text
@@ -67,14 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='moevement: a slice of the state in every iteration, into host memory, with replicas; '
         'gemini: all of the state every --sparse-ckpt-interval iterations, with replicas; '
         'checkfreq: the same without replicas, then to --sparse-ckpt-disk, which alone it '
-        'recovers from. Flags without use for the strategy are refused.',
+        'recovers from; moc: as gemini, but with --sparse-ckpt-experts experts of each layer, the '
+        'others as of an earlier checkpoint, so that a recovery loses updates of experts. Flags '
+        'without use for the strategy are refused.',
     )
     group.add_argument(
         '--sparse-ckpt-interval',
         type=_number_or_rule,
         default=_DEFAULTS.interval,
         metavar='N',
-        help='gemini, checkfreq: iterations from one checkpoint to the next. "auto": gemini: 1; '
+        help='gemini, checkfreq, moc: iterations from one checkpoint to the next. "auto": 1; '
         'checkfreq: the fewest, as measured, within --sparse-ckpt-overhead-bound and the rate of '
         'the disk. "young", "daly", "oracle": gemini, the best for --sparse-ckpt-mtbf by that '
         'formula, or by trying all.',
@@ -92,6 +106,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=_DEFAULTS.overhead_bound,
         metavar='SHARE',
         help='checkfreq: share of the training time for which checkpoints may hold it up.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-experts',
+        type=_number_or_dynamic,
+        default=_DEFAULTS.experts,
+        metavar='K',
+        help='moc: experts of each MoE layer in a checkpoint, or "dynamic": 1, doubled whenever '
+        'recoveries have lost --sparse-ckpt-lost-share of the tokens at the present number.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-expert-choice',
+        choices=EXPERT_CHOICES,
+        default=_DEFAULTS.expert_choice,
+        help='moc: which experts. sequential: in turn; load: those with most tokens since their '
+        'copy, by their shares of the tokens.',
+    )
+    group.add_argument(
+        '--sparse-ckpt-lost-share',
+        type=float,
+        default=_DEFAULTS.lost_share,
+        metavar='SHARE',
+        help='moc, with "dynamic" experts: share of all tokens of the training.',
     )
     group.add_argument(
         '--sparse-ckpt-window',

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places of the captured tensors inside a slot; computed once per plan, not per iteration."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +141,7 @@ class SlotLayout:
             ),
             *(item for held in operators.values() for item in held.always),
         ]
+        self._always = sum(len(held.always) for held in operators.values())
         self.records: list[Record] = []
         offset = 0
         for item in self._slices:
@@ -150,7 +151,15 @@ class SlotLayout:
         # By volatility, then by address; views keep the map alive, so its address is not reused.
         self._places: dict[bool, dict[int, list[Piece]]] = {True: {}, False: {}}
 
-    def copies(self, payload: Bytes, volatile: bool) -> list[Piece]:
+    def left_out(self, operators: Collection[str]) -> list[Record]:
+        """Records that `copies` leaves to be taken from an earlier window."""
+        return [self.records[index] for index in self._left_out(operators)]
+
+    def _left_out(self, operators: Collection[str]) -> list[int]:
+        ends = len(self.records) - self._always
+        return [index for index in range(ends) if self.records[index].operator in operators]
+
+    def copies(self, payload: Bytes, volatile: bool, without: Collection[str] = ()) -> list[Piece]:
         """Copies of the volatile or of the stable slices into the payload of a slot.
 
         Views are created once per place of a payload, since a few thousand views take longer than
@@ -159,7 +168,11 @@ class SlotLayout:
         Args:
             payload: uint8, shape [payload_bytes], in a mapped file.
             volatile: selects volatile or stable slices.
+            without: operators of which nothing is copied but what every slot has.
         """
+        if without:
+            left_out = set(self._left_out(without))
+            return in_pieces(self._views(torch.from_numpy(payload), volatile, left_out))
         places, address = self._places[volatile], payload.ctypes.data
         if address not in places:
             if len(places) == _PLACES_KEPT:
@@ -167,9 +180,12 @@ class SlotLayout:
             places[address] = in_pieces(self._views(torch.from_numpy(payload), volatile))
         return places[address]
 
-    def _views(self, payload: torch.Tensor, volatile: bool) -> Iterator[Copy]:
-        for record, item in zip(self.records, self._slices, strict=True):
-            if item.volatile is volatile and item.nbytes:
+    def _views(
+        self, payload: torch.Tensor, volatile: bool, left_out: Collection[int] = ()
+    ) -> Iterator[Copy]:
+        pairs = zip(self.records, self._slices, strict=True)
+        for index, (record, item) in enumerate(pairs):
+            if item.volatile is volatile and item.nbytes and index not in left_out:
                 place = payload[record.offset : record.offset + record.nbytes]
                 yield Copy(place.view(item.source.dtype), item.source)
 

@@ -38,7 +38,7 @@ from moevement_ext.job.loop_entry import LoopEntry
 from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.job.successors import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.unprotected_mode import UnprotectedMode
-from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
+from moevement_ext.job.whole_job_mode import Restart, WholeJobMode, tokens_lost
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -372,6 +372,7 @@ class Job:
         if self.protection is None:
             return UnprotectedMode(self.trainer)
         store = own_store(self.membership, self.rank)
+        self.protection.last_iteration = self.trainer.last_iteration
         if self.membership is not None and self.joining:
             in_force = handovers(self.membership.reports)[0].plan
             self.protection.start(
@@ -390,6 +391,7 @@ class Job:
             until = self._restart.catches_up_to
             self.protection.begin_trial(conversion.window, until, of_all=True)
             self.protection.windows.replicate_again(conversion.window, conversion.file())
+            self._restart.tokens_lost = tokens_lost(self.rank, self.protection, conversion)
         else:
             self.protection.forget_the_past()
         return self._protected(self.protection)

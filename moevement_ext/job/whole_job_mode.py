@@ -49,11 +49,21 @@ class Restart:
     """Ledger entries of the recomputed iterations, to verify the recovery."""
     seconds: dict[str, float]
     """Duration of each phase on this rank."""
+    tokens_lost: float | None = None
+    """Those of all ranks; see `Verified`."""
 
     @property
     def catches_up_to(self) -> int:
         """The newest iteration committed earlier, or the last iteration of the window."""
         return max(self.predecessor.committed, self.conversion.last.iteration)
+
+
+def tokens_lost(rank: Rank, protection: Protection, conversion: Conversion) -> float | None:
+    """Tokens that experts of all ranks learned from in vain; collective with a lossy strategy."""
+    lost = protection.lose_tokens(conversion.file())
+    if lost is None:
+        return None
+    return sum(float(item) for item in rank.exchange('tokens-lost', repr(lost).encode()))
 
 
 class WholeJobMode:
@@ -89,6 +99,7 @@ class WholeJobMode:
             self._verification = Verification(
                 restart.captured, trainer.operators.slices, restart.recorded
             )
+            self._verification.tokens_lost = restart.tokens_lost
 
     def train(self, run: Callable[[], Any]) -> Any:
         """Run the training loop from the window's dense iteration."""

@@ -70,6 +70,12 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Seconds of the newest copy to disk; None before the first."""
     room: int | None = None
     """Longest W that this rank has host memory for; None: that of all ranks."""
+    lost: float = 0.0
+    """Tokens that experts have learned from in vain, of this rank and in all recoveries."""
+    expected: float = 0.0
+    """Tokens of this rank in all of the training, once for each expert that one goes to."""
+    experts: int = 0
+    """Experts of a layer, of which a lossy strategy copies some."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
@@ -82,6 +88,10 @@ class PlanParameters(msgspec.Struct, frozen=True):
     """Popularity by expert operator; see `plan.popularity`."""
     idle: int = 0
     """Iterations without a capture after each window."""
+    experts: int = 0
+    """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
+    lost: float = 0.0
+    """Share of tokens that was lost before `experts` came into force."""
 
     @property
     def period(self) -> int:
@@ -114,7 +124,7 @@ def decide_plan(
         fraction: fraction of the experts that must have changed.
     """
     shares = popularity(loads, present.shares)
-    reorder = bool(shares) and _moved(present.shares, shares, change, fraction)
+    reorder = bool(shares) and moved(present.shares, shares, change, fraction)
     window = present.window if auto_window is None else auto_window(present, loads)
     if not reorder and window == present.window:
         return None
@@ -126,9 +136,10 @@ def decide_plan(
     )
 
 
-def _moved(
+def moved(
     old: Mapping[str, float], new: Mapping[str, float], change: float, fraction: float
 ) -> bool:
+    """True if enough experts have another share; as of `decide_plan`."""
     names = sorted(new)
     before = np.array([old.get(name, 0.0) for name in names])
     after = np.array([new[name] for name in names])

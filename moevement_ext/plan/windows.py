@@ -124,6 +124,24 @@ def held_to(link: float | None, share: float, limit: float | None) -> float | No
     return limit if link is None else min(link, limit)
 
 
+def checkpoint_s(
+    nbytes: int, copied: float | None, sent: float | None, copies: int, limit: float | None
+) -> float | None:
+    """Seconds of a copy to host memory and to all holders, one after the other; None: unknown.
+
+    Args:
+        nbytes: of a checkpoint of one slot.
+        copied: rate of copies to host memory in bytes/s; None before the first.
+        sent: send rate in bytes/s; None before the first that nothing held up.
+        copies: number of holders of replicas.
+        limit: as of `held_to`; it holds sends up, so that no other rate may be known.
+    """
+    rate = held_to(sent, 1.0, limit)
+    if copied is None or (copies and rate is None):
+        return None
+    return nbytes / copied + (copies * nbytes / rate if rate else 0.0)
+
+
 def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float | None:
     """Rate in bytes/s that sends all slots but the last before the last slot is captured.
 

@@ -7,6 +7,7 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -15,13 +16,18 @@ from moevement_ext import faults
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import OperatorSlices, SlotLayout
 from moevement_ext.faults import Phase
+from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.strategy.cycle import Cycle
+
+if TYPE_CHECKING:  # jobs of other strategies do not import it
+    from moevement_ext.protect.expert_ledger import Checkpoint, ExpertLedger
 
 
 @dataclass(eq=False)
@@ -34,6 +40,8 @@ class _Writing:
     started: int = 0
     unsealed: int = 0
     given_up: bool = False
+    partial: 'Checkpoint | None' = None
+    """What a lossy strategy takes."""
 
     @property
     def complete(self) -> bool:
@@ -54,6 +62,7 @@ class SparseCheckpointer:
         device: of the training state.
         lifecycle: that of this rank's windows.
         schedule: the plan to begin with.
+        experts: of a lossy strategy.
 
     Attributes:
         waited_s: seconds that updates have waited for copies.
@@ -66,11 +75,14 @@ class SparseCheckpointer:
         device: torch.device,
         lifecycle: WindowLifecycle,
         schedule: Cycle,
+        experts: 'ExpertLedger | None' = None,
     ) -> None:
         self._identity = identity
         self._settings = settings.encode(identity.settings)
         self._operators = operators
         self._lifecycle = lifecycle
+        self._experts = experts
+        self._before: WindowName | None = None
         self.waited_s = 0.0
         self._copier = Copier(device)
         self._lock = threading.Lock()
@@ -126,10 +138,7 @@ class SparseCheckpointer:
         if slot is None:
             return
         if slot == 0:
-            name = WindowName(iteration, self._schedule.digest)
-            length = self._schedule.plan.window
-            file = self._lifecycle.open(name, length)
-            self._window = None if file is None else _Writing(file, name, length)
+            self._window = self._open(iteration)
         window = self._window
         if window is None or window.given_up:
             return
@@ -155,6 +164,7 @@ class SparseCheckpointer:
         Windows of an earlier plan are not captured again. Training thread.
         """
         self._captured = start
+        self._before = None
         self._lifecycle.give_up(range(start + 1, self._schedule.origin))
 
     def before_update(self) -> None:
@@ -206,6 +216,32 @@ class SparseCheckpointer:
             # Ranks that learned of the plan in time have windows that this rank lacks.
             self._lifecycle.give_up(range(self._schedule.origin, iteration))
 
+    def _open(self, iteration: int) -> _Writing | None:
+        partial = None
+        name = WindowName(iteration, self._schedule.digest)
+        length = self._schedule.plan.window
+        if self._experts is not None:
+            partial = self._choose(iteration, self._experts)
+            if partial is None:
+                return None
+            self._before = name = partial.name
+        file = self._lifecycle.open(name, length)
+        return None if file is None else _Writing(file, name, length, partial=partial)
+
+    def _choose(self, iteration: int, experts: 'ExpertLedger') -> 'Checkpoint | None':
+        """What a lossy checkpoint takes; None: nothing, as there is nothing to complete it with."""
+        settled, persisted = self._lifecycle.newest_persisted(self._before)
+        if not settled:
+            self._lifecycle.skip(iteration)
+            return None
+        base = experts.base(persisted)
+        try:
+            return experts.checkpoint(self._schedule, iteration, base, self._lifecycle.kept(base))
+        except (ValueError, RefusedWindow) as error:
+            self._lifecycle.give_up([iteration])
+            self.statistics.degraded(f'window {iteration}: {error}')
+            return None
+
     def _give_up(self, window: _Writing) -> None:
         """Drop a window that no rank relies on; its file is reused once its seals have run."""
         with self._lock:
@@ -223,7 +259,10 @@ class SparseCheckpointer:
     def _capture(self, window: _Writing, slot: int, iteration: int, state: bytes) -> None:
         layout = self._layouts[slot]
         payload = window.file.reserve_slot(slot, layout.payload_bytes)
-        context = SlotContext(list(layout.full), list(layout.weights), state)
+        partial = window.partial
+        older = partial.older if partial else frozenset()
+        copies = partial.copies if partial else None
+        context = SlotContext(list(layout.full), list(layout.weights), state, copies)
         header = SlotHeader(
             version=FORMAT_VERSION,
             run=self._identity.run,
@@ -233,31 +272,36 @@ class SparseCheckpointer:
             window=self._schedule.plan.window,
             slot=slot,
             iteration=iteration,
-            plan=self._schedule.digest,
+            plan=window.name.plan,
             payload_bytes=layout.payload_bytes,
             records=layout.records,
             context=msgspec.msgpack.encode(context),
             settings=b'' if slot else self._settings,
             placed=self._identity.placed,
         )
-        self.statistics.slot_bytes = layout.payload_bytes
-        self.statistics.captured_bytes += layout.payload_bytes
+        copied = layout.payload_bytes - (partial.older_bytes(layout) if partial else 0)
+        self.statistics.slot_bytes = copied
+        self.statistics.captured_bytes += copied
         with self._lock:
             window.unsealed += 1
             window.started += 1
         try:
             self._copier.start(
-                layout.copies(payload, volatile=True),
-                lambda: layout.copies(payload, volatile=False),
-                seal=lambda: self._seal(window, header),
+                layout.copies(payload, True, older),
+                lambda: layout.copies(payload, False, older),
+                seal=lambda: self._seal(window, header, layout, payload),
                 on_error=lambda error: self._ended(window, error),
             )
         except Exception as error:
             self._ended(window, error)
 
-    def _seal(self, window: _Writing, header: SlotHeader) -> None:
+    def _seal(
+        self, window: _Writing, header: SlotHeader, layout: SlotLayout, payload: Bytes
+    ) -> None:
         """Seal a slot after all its copies. Sealing thread."""
         faults.point(Phase.SEAL)
+        if window.partial is not None and not window.given_up:
+            window.partial.take_older(layout, payload)
         self.statistics.copy_bytes_per_s = self._copier.bytes_per_s()
         if not window.given_up:
             self._lifecycle.sealed(window.file, header)

@@ -13,9 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+from torch.distributed import PrefixStore, Store
+
 from moevement_ext.events import WindowOnDisk
+from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import KEPT, DiskWindows
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.file import WindowFile
@@ -23,6 +27,7 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
+from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.token_bucket import TokenBucket
 
 GIGA = 1e9
@@ -305,3 +310,33 @@ class DiskTier:
                 raise _CopyEnds
 
         return advance
+
+
+def disk_tier(
+    rank: Rank,
+    memory: HostMemory,
+    store: Store,
+    complete: WindowName | None,
+    statistics: CaptureStatistics,
+) -> DiskTier | None:
+    """The disk tier of a job with `--sparse-ckpt-disk`; None without.
+
+    Args:
+        rank: the rank.
+        memory: its windows.
+        store: for this start of the job, the same on all ranks.
+        complete: the newest window that all ranks have on disk.
+        statistics: records failures.
+    """
+    if memory.disk is None:
+        return None
+    config = rank.config
+    counts = PrefixStore('disk', store.clone())
+    return DiskTier(
+        memory.disk,
+        memory.windows,
+        rank.identity,
+        DiskSettings(config.disk_every, config.disk_gb_per_s * GIGA, complete),
+        partial(PersistenceTracker, counts, rank.number, rank.world_size),
+        statistics,
+    )

@@ -139,12 +139,33 @@ class WindowLifecycle:
             return None
         self._stalled = file is None
         if file is None:
-            self.statistics.skipped_windows += 1
-            self.statistics.degraded(
-                f'window {name.start} is skipped: the one before is not persisted on every rank'
-            )
-            self.give_up([name.start])
+            self.skip(name.start)
         return file
+
+    def skip(self, start: int) -> None:
+        """Go without a window, as the one before is not persisted in time."""
+        self.statistics.skipped_windows += 1
+        self.statistics.degraded(
+            f'window {start} is skipped: the one before is not persisted on every rank'
+        )
+        self.give_up([start])
+
+    def newest_persisted(self, before: WindowName | None) -> tuple[bool, WindowName | None]:
+        """The newest persisted window, once it is settled whether `before` is; waits like `open`.
+
+        Returns:
+            False if that is not settled in time; and the window, None if there is none.
+        """
+        windows = self._windows
+        settled = before is None or self._wait_for(
+            lambda: windows.is_persisted(before) or windows.is_given_up(before) or None
+        )
+        self._stalled = not settled
+        return bool(settled), windows.newest_persisted
+
+    def kept(self, name: WindowName | None) -> WindowFile | None:
+        """The file of a complete window of this rank; None if it is gone."""
+        return None if name is None else self._windows.file(name)
 
     def give_up(self, starts: Iterable[int]) -> None:
         """Report to all ranks that this rank lacks the windows with these starts. Any thread.
@@ -175,13 +196,16 @@ class WindowLifecycle:
         return True
 
     def _wait_for_file(self, name: WindowName) -> WindowFile | None:
+        return self._wait_for(lambda: self._windows.begin(name))
+
+    def _wait_for[T](self, attempt: Callable[[], T | None]) -> T | None:
         timeout_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
         deadline = time.perf_counter() + timeout_s
         while True:
             self._freed.clear()
-            file = self._windows.begin(name)
-            if file is not None:
-                return file
+            found = attempt()
+            if found is not None:
+                return found
             while not self._freed.is_set():
                 remaining = deadline - time.perf_counter()
                 if remaining <= 0 or self.in_vain():

@@ -153,6 +153,7 @@ class Planner:
         table = self._table(shares)
         everything = [[rank.operators for rank in self._ranks], window, sorted(shares.items())]
         everything += [parameters.idle] if parameters.idle else []
+        everything += [parameters.experts] if parameters.experts else []
         return StagePlan(
             parameters.version,
             parameters.origin,
@@ -160,6 +161,7 @@ class Planner:
             xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything)),
             {name: shares[name] for name in table.names if name in shares},
             parameters.idle,
+            parameters.experts,
         )
 
     def announced_plan(self, version: int, store: Store) -> StagePlan:

@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
-from moevement_ext.events import Protected
+from moevement_ext.config import AUTO, OFF, SOFT, STOP
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
@@ -24,9 +23,10 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
-from moevement_ext.plan.windows import budgets
+from moevement_ext.plan.windows import budgets, checkpoint_s
+from moevement_ext.protect.announcing import protected_event
 from moevement_ext.protect.checkpointer import SparseCheckpointer
-from moevement_ext.protect.disk_tier import GIGA, DiskSettings, DiskTier
+from moevement_ext.protect.disk_tier import DiskTier, disk_tier
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.planner import Planner
@@ -37,8 +37,11 @@ from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.share import Share, TwinShare
-from moevement_ext.strategy.choice import strategy_of
+from moevement_ext.strategy.choice import lossy_strategy, strategy_of
 from moevement_ext.strategy.cycle import Cycle
+
+if TYPE_CHECKING:  # jobs of other strategies do not import it
+    from moevement_ext.protect.expert_ledger import ExpertLedger
 
 
 class Protection:
@@ -80,6 +83,11 @@ class Protection:
         self._waited_before = 0.0
         self._started = self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
+        self.last_iteration = 0  # at which training ends; for a lossy strategy
+        self._experts: ExpertLedger | None = None
+        if rank.config.lossy:
+            self._experts = self._expert_ledger()
+            context_bytes += self._experts.context_bytes
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
         longest = longest_window(rank, Sizes(capacity, stub, planner.family), logged)
@@ -144,7 +152,7 @@ class Protection:
         self._former_places = forget_former_places
         rank, memory = self._rank, self.memory
         self._room.before(present.plan.window)
-        self._disk = self._disk_tier(store, on_disk)
+        self._disk = disk_tier(rank, memory, store, on_disk, self._statistics)
         self._reached = memory.peer_addresses()
         self.windows = WindowLifecycle(
             rank.number,
@@ -163,6 +171,7 @@ class Protection:
             self._operators.device,
             self.windows,
             present.schedule(),
+            self._experts,
         )
         self._replanner = Replanner(
             store.clone(),
@@ -174,7 +183,10 @@ class Protection:
             self._adopt,
         )
         self._started = True
-        rank.events.emit(self._description())
+        cycle, held = present.schedule(), self._operators
+        rank.events.emit(
+            protected_event(rank, self.planner, held, memory, len(self._reached), cycle)
+        )
 
     def captured_after(self, start: int) -> list[SlotHeader]:
         """Headers of newer slots, which verify a recovery from the window at `start`, if wanted.
@@ -202,12 +214,29 @@ class Protection:
         if self.memory.log is not None:
             self.memory.log.rewind(iteration)
 
-    def roll_back(self, name: WindowName, file: WindowFile) -> None:
-        """Continue from this window, which is protected already; later ones are captured again."""
+    def roll_back(self, name: WindowName, file: WindowFile) -> float | None:
+        """Continue from this window, which is protected already; later ones are captured again.
+
+        Returns:
+            As of `lose_tokens`.
+        """
         self._withdraw_on_disk(name)
         self.windows.go_back_to(name)
         self.checkpointer.roll_back(name.start)
         self.windows.replicate_again(name, file)
+        return self.lose_tokens(file)
+
+    def lose_tokens(self, file: WindowFile) -> float | None:
+        """Note that the state is that of this window, which may have older states of experts.
+
+        Returns:
+            Tokens of this rank that experts have learned from in vain; None: no strategy for that.
+        """
+        if self._experts is None:
+            return None
+        lost = self._experts.go_back(file.header(0), self.last_iteration)
+        self._rank.events.emit(lost)
+        return lost.tokens
 
     def begin_trial(self, back_to: WindowName, until: int, of_all: bool) -> None:
         """Begin a recovery that is judged at iteration `until`; with `stop` it may be refused.
@@ -299,8 +328,11 @@ class Protection:
         self.checkpointer.begin(iteration, state)
         schedule = self.checkpointer.schedule
         self._position = schedule.position(iteration)
-        counts = self._strategy.counts_tokens
-        self._counter.counting = counts and schedule.slot(iteration) == 0
+        if self._experts is None:
+            counts = self._strategy.counts_tokens
+            self._counter.counting = counts and schedule.slot(iteration) == 0
+        else:
+            self._experts.begins()
         if self._position == 0:
             self._room.begins(iteration, schedule.plan.window)
             self._shorten_log(iteration, schedule.plan.window)
@@ -319,7 +351,9 @@ class Protection:
         self._seconds.append(seconds - (self.checkpointer.waited_s - self._waited_before))
         if not replayed:
             self._statistics.training_s += seconds
-        if self._counter.counting:
+        if self._experts is not None:
+            self._experts.ends()
+        elif self._counter.counting:
             self._counted = (self._counter.take(), self._counter.take_capacity())
             self._counter.counting = False
         if self._position == schedule.period - 1:
@@ -333,10 +367,18 @@ class Protection:
                 capacity,
                 self._cpu_bytes_per_s(),
                 self._statistics.waited_s(),
-                self._checkpoint_s(),
+                checkpoint_s(
+                    self._statistics.slot_bytes,
+                    self.checkpointer.copy_bytes_per_s(),
+                    self.windows.send_bytes_per_s(),
+                    self.windows.holders,
+                    self._rank.config.network_bytes_per_s,
+                ),
                 self._statistics.persist_s,
                 self._room.limit,
             )
+            if self._experts is not None:
+                load = self._experts.load(load, self.last_iteration, self._strategy.counts_tokens)
             self._seconds.clear()
             self._windows_seen += 1
             if self._windows_seen > 1:  # the first window contains warm-up
@@ -417,45 +459,18 @@ class Protection:
         if trial.is_over_before(iteration, window):
             log.drop_until(iteration)
 
-    def _disk_tier(
-        self, store: torch.distributed.Store, complete: WindowName | None
-    ) -> DiskTier | None:
-        rank, memory = self._rank, self.memory
-        if memory.disk is None:
-            return None
-        config = rank.config
-        counts = torch.distributed.PrefixStore('disk', store.clone())
-        return DiskTier(
-            memory.disk,
-            memory.windows,
-            rank.identity,
-            DiskSettings(config.disk_every, config.disk_gb_per_s * GIGA, complete),
-            partial(PersistenceTracker, counts, rank.number, rank.world_size),
-            self._statistics,
-        )
+    def _expert_ledger(self) -> 'ExpertLedger':
+        from moevement_ext.protect.expert_ledger import LOSSY_LINE, ExpertLedger
+
+        own = [name for name, kind in self._operators.kinds.items() if kind == 'expert']
+        strategy = self._rank.config.strategy
+        if self._rank.number == 0 and not self._rank.exchange.joining:
+            print(LOSSY_LINE.format(strategy=strategy), flush=True)
+        return ExpertLedger(self._counter, lossy_strategy(self._rank.config), own)
 
     def _withdraw_on_disk(self, window: WindowName) -> None:
         if self._disk is not None:
             self._disk.withdraw_after(window)
-
-    def _description(self) -> Protected:
-        rank, planner = self._rank, self.planner
-        return Protected(
-            node=node_name(),
-            stage=planner.place.stage,
-            world_size=rank.world_size,
-            copies=1 + len(planner.place.replicas),
-            replicas=len(self._reached),
-            window=self.checkpointer.schedule.plan.window,
-            host_memory=self.memory.by_kind(),
-            operators={
-                name: (held.full_bytes, held.weight_bytes)
-                for name, held in self._operators.slices.items()
-            },
-            experts=[name for name, kind in self._operators.kinds.items() if kind == 'expert'],
-            strategy=UNSET if rank.config.strategy == MOEVEMENT else rank.config.strategy,
-            interval=self.checkpointer.schedule.interval,
-        )
 
     def _shortest_window(self, seen: Measured) -> int | None:
         """The fewest slots that all ranks' links and cores carry at these rates."""
@@ -469,14 +484,6 @@ class Protection:
             cpu_bytes_per_s=seen.cpu_bytes_per_s,
         )
         return self.planner.shortest_window(carried, self._longest)
-
-    def _checkpoint_s(self) -> float | None:
-        """See `WindowLoad`; for checkpoints of one slot."""
-        nbytes, copies = self._statistics.slot_bytes, self.windows.holders
-        copied, sent = self.checkpointer.copy_bytes_per_s(), self.windows.send_bytes_per_s()
-        if copied is None or (copies and sent is None):
-            return None
-        return nbytes / copied + (copies * nbytes / sent if sent else 0.0)
 
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""

@@ -57,7 +57,12 @@ class Replanner:
         self._version = present.version
         # On rank 0: the plan to compare the next one with; without shares until they are read.
         self._present = PlanParameters(
-            present.version, present.origin, present.plan.window, {}, present.idle
+            present.version,
+            present.origin,
+            present.plan.window,
+            {},
+            present.idle,
+            present.experts,
         )
         self._decide = decide
         self._next_plan = next_plan

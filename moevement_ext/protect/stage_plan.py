@@ -35,10 +35,13 @@ class StagePlan(msgspec.Struct, frozen=True):
     """Share of the layer's tokens, by expert operator of the stage."""
     idle: int = 0
     """Iterations without a capture after each window."""
+    experts: int = 0
+    """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
 
     def schedule(self) -> Cycle:
         """The plan in the form of the checkpointer."""
-        return Cycle(self.origin, self.plan, self.digest, self.version, self.idle)
+        plan = (self.origin, self.plan, self.digest, self.version, self.idle)
+        return Cycle(*plan, self.experts, self.shares)
 
     def event(self, operators: Collection[str]) -> Replanned:
         """The event of a rank with these operators that takes the plan over."""

@@ -73,6 +73,7 @@ class StageReplay:
         raise_if_broken: Callable[[], None],
     ) -> None:
         self._rank = rank
+        self._lossy = rank.config.lossy
         self._trainer = trainer
         self._protection = protection
         self._enters = enters
@@ -161,7 +162,9 @@ class StageReplay:
         return Verification(
             self._protection.captured_after(start),
             self._trainer.operators.slices,
-            [msgspec.structs.replace(entry, grad_norms=[]) for entry in recorded],
+            recorded
+            if self._lossy
+            else [msgspec.structs.replace(entry, grad_norms=[]) for entry in recorded],
         )
 
     def _replay(
@@ -181,7 +184,8 @@ class StageReplay:
             conversion.run(trainer, self.verification)
             position.reached(conversion.last)
             self.verification.check(conversion.last.iteration)
-            self._protection.roll_back(conversion.window, conversion.file())
+            lost = self._protection.roll_back(conversion.window, conversion.file())
+            self.verification.tokens_lost = lost
             self.convert_s = time.perf_counter() - began - self.fetch_s
             self._enters('catch-up')
             self._catch_up(conversion.last.iteration, target, iterate)
@@ -200,7 +204,8 @@ class StageReplay:
                 faults.at_iteration(iteration + 1)
                 faults.point(Phase.CATCH_UP)
                 entry = self._entry(iteration + 1)
-                with self._trainer.reduced(entry):
+                # What other experts reduce is not what was recorded.
+                with nullcontext() if self._lossy else self._trainer.reduced(entry):
                     iterate(iteration)
                 self._trainer.auxiliary_state.count(entry.iteration, entry.consumed_samples)
 

@@ -55,7 +55,8 @@ class Summary:
     @property
     def is_exact(self) -> bool:
         """Nothing is lost, and nothing was found to differ."""
-        return self.lost == 0 and not (self.verified and self.verified.differing)
+        verified = self.verified
+        return self.lost == 0 and not (verified and (verified.differing or verified.tokens_lost))
 
     def line(self, now: float) -> str:
         """For the log, in the grammar of Megatron's lines.
@@ -77,6 +78,8 @@ class Summary:
         ]
         if self.verified is not None:
             fields.append(str(self.verified))
+            if self.verified.tokens_lost is not None:
+                fields.append(f'tokens lost: {self.verified.tokens_lost:.0f}')
         if self.spares:
             fields.append(f'spares left: {self.spares}')
         return ' sparse ckpt | ' + ' | '.join(fields) + ' |'
@@ -94,11 +97,13 @@ def deaths(gone: Iterable[Gone]) -> str:
 
 def together(verified: Sequence[Verified]) -> Verified:
     """What several ranks found, as one."""
+    lost = [one.tokens_lost for one in verified if one.tokens_lost is not None]
     return Verified(
         sum(one.verified for one in verified),
         max((one.verified_at for one in verified), default=-1),
         tuple(sorted({name for one in verified for name in one.differing})),
         max((one.iterations for one in verified), default=0),
+        sum(lost) if lost else None,
     )
 
 

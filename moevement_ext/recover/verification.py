@@ -27,7 +27,7 @@ from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.config import STOP
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.slot import Record, SlotHeader
+from moevement_ext.memory.window.slot import Record, SlotHeader, older_experts
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class Verified(NamedTuple):
     the iteration that first showed it."""
     iterations: int = 0
     """Iterations of which a scalar was compared."""
+    tokens_lost: float | None = None
+    """Tokens that experts have learned from in vain; None: the strategy loses none."""
 
     def __str__(self) -> str:
         compared = []
@@ -80,6 +82,9 @@ class Verification:
         operators: what this rank captures of each operator.
         recorded: what the ledger had of the iterations before they are replayed; without the norms
             where the replay is given them.
+
+    Attributes:
+        tokens_lost: as of `Verified`.
     """
 
     def __init__(
@@ -96,11 +101,17 @@ class Verification:
         self._expected: dict[int, dict[_Key, int]] = {}
         for header in captured:
             checksums = self._expected.setdefault(header.iteration, {})
-            checksums.update((_key_of_record(item), item.checksum) for item in header.records)
+            older = older_experts(header)
+            checksums.update(
+                (_key_of_record(item), item.checksum)
+                for item in header.records
+                if item.operator not in older
+            )
         self._recorded = {entry.iteration: entry for entry in recorded if entry.judges}
         self._scalars_of: set[int] = set()
         self._compared: set[str] = set()
         self._iteration = -1
+        self.tokens_lost: float | None = None
         self._differing: dict[str, int] = {}
 
     @classmethod
@@ -171,7 +182,11 @@ class Verification:
         """What was found so far."""
         names = [f'{name} from iteration {first}' for name, first in self._differing.items()]
         return Verified(
-            len(self._compared), self._iteration, tuple(sorted(names)), len(self._scalars_of)
+            len(self._compared),
+            self._iteration,
+            tuple(sorted(names)),
+            len(self._scalars_of),
+            self.tokens_lost,
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the strategy that a job is configured for.
+"""LossyStrategy the strategy that a job is configured for.
 
 The modules of other strategies are imported by jobs that use them only.
 """
@@ -12,7 +12,7 @@ from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, SparseCheckpointConfig
 from moevement_ext.memory.disk import directory_of
 from moevement_ext.plan.auto_window import AutoWindow, Measured
 from moevement_ext.strategy.moevement import MoEvement
-from moevement_ext.strategy.strategy import Strategy
+from moevement_ext.strategy.strategy import LossyStrategy, Strategy
 
 
 def disk_only(config: SparseCheckpointConfig) -> bool:
@@ -26,6 +26,14 @@ def only_source(config: SparseCheckpointConfig, run_id: str, rank: int) -> Path 
         return None
     assert config.disk is not None  # a rule of `config`
     return directory_of(Path(config.disk), run_id, rank)
+
+
+def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
+    """The strategy of a job, if that is a lossy one."""
+    from moevement_ext.strategy.moc import Moc
+
+    interval = 1 if isinstance(config.interval, str) else config.interval
+    return Moc(interval, config.experts, config.expert_choice, config.lost_share)
 
 
 def strategy_of(
@@ -48,5 +56,7 @@ def strategy_of(
 
         fixed = None if isinstance(interval, str) else interval
         return CheckFreq(fixed, config.overhead_bound)
+    if config.lossy:
+        return lossy_strategy(config)
     auto = AutoWindow(shortest, longest) if config.window == AUTO else None
     return MoEvement(config.order, longest, auto, config.reorder_change, config.reorder_fraction)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cycle: the iterations from one checkpoint to the next, on one pipeline stage."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
@@ -26,6 +27,10 @@ class Cycle(NamedTuple):
     version: int = 0
     idle: int = 0
     """Iterations without a capture after each window."""
+    experts: int = 0
+    """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
+    shares: Mapping[str, float] | None = None
+    """Share of the layer's tokens by expert of the stage, as far as it is known."""
 
     @property
     def period(self) -> int:

@@ -6,10 +6,11 @@ the measurements of all ranks. What a failure may be recovered from is in `choic
 same for all strategies: captures, windows, replicas, disk and recovery.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.strategy.cycle import Cycle
 
 
 class Strategy(Protocol):
@@ -27,4 +28,20 @@ class Strategy(Protocol):
         Args:
             present: the plan in force in the observed cycle.
             loads: measurements of every rank in that cycle.
+        """
+
+
+class LossyStrategy(Strategy, Protocol):
+    """One whose checkpoints have some experts as of an earlier checkpoint."""
+
+    def choose(
+        self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
+    ) -> Collection[str]:
+        """Experts that a checkpoint takes. All ranks of a stage choose the same, without a word.
+
+        Args:
+            layers: all experts of each layer of the stage.
+            cycle: the plan in force.
+            iteration: whose state the checkpoint has.
+            ages: iterations since the state that the newest copy has, by expert.
         """

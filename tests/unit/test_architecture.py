@@ -17,7 +17,7 @@ PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrai
 MAX_CONSTRUCTOR_ARGUMENTS = 7
 
 ENGINE_FLOORS = (
-    {'command', 'errors'},
+    {'command', 'errors', 'event_file'},
     {'config', 'events'},
     {'faults', 'token_bucket', 'cpu_cost'},
     {'devices', 'process', 'plan', 'memory', 'regroup'},

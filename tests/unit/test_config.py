@@ -134,6 +134,7 @@ RULE = {'strategy': 'gemini', 'interval': 'daly', 'mtbf': 600.0}
     [
         ({}, ('localized', 'auto', 2, 100)),
         ({'strategy': 'gemini'}, ('global', 1, 2, 100)),
+        ({'strategy': 'moc', 'experts': 'dynamic'}, ('global', 1, 2, 100)),
         ({'strategy': 'gemini', 'recovery': 'whole-job'}, ('whole-job', 1, 2, 100)),
         (DISK, ('global', 1, 0, 1)),
     ],
@@ -147,7 +148,7 @@ def test_a_strategy_settles_what_is_left_open(given: dict[str, Any], settled: An
 @pytest.mark.parametrize(
     ('given', 'said'),
     [
-        ({'strategy': 'copy'}, "strategy 'copy' must be moevement, gemini or checkfreq"),
+        ({'strategy': 'copy'}, "strategy 'copy' must be moevement, gemini, checkfreq or moc"),
         ({**DISK, 'window': 4}, 'window 4 has no use with --sparse-ckpt-strategy checkfreq'),
         ({**DISK, 'replicas': 1}, 'replicas 1 has no use with --sparse-ckpt-strategy checkfreq'),
         ({**DISK, 'disk_every': 7}, 'disk-every 7 has no use'),
@@ -162,6 +163,14 @@ def test_a_strategy_settles_what_is_left_open(given: dict[str, Any], settled: An
         ({'strategy': 'gemini', 'interval': 0}, 'interval 0 must be at least 1'),
         ({**DISK, 'interval': 'daly'}, "interval 'daly' must be a whole number or auto"),
         ({**DISK, 'overhead_bound': 0.0}, r'overhead-bound 0 must be in \(0, 1\]'),
+        ({'strategy': 'gemini', 'experts': 2}, 'experts 2 has no use with --sparse-ckpt-strategy'),
+        ({'lost_share': 0.5}, 'lost-share 0.5 has no use with --sparse-ckpt-strategy moevement'),
+        ({'strategy': 'moc', 'elastic': 'restart'}, 'elastic restart has no use'),
+        ({'strategy': 'moc', 'experts': 0}, 'experts 0 must be at least 1'),
+        ({'strategy': 'moc', 'experts': 'all'}, "experts 'all' must be a whole number or dynamic"),
+        ({'strategy': 'moc', 'expert_choice': 'soft'}, "'soft' must be sequential or load"),
+        ({'strategy': 'moc', 'lost_share': 1.0}, 'lost-share 1 must be above 0 and below 1'),
+        ({'strategy': 'moc', 'verify': 'stop'}, 'verify stop must be report or off .* would stop'),
     ],
 )
 def test_a_flag_without_use_for_the_strategy_is_refused(given: dict[str, Any], said: str) -> None:

@@ -90,7 +90,9 @@ class MegatronLoop:
 
     def enter(self, others: Sequence[bytes]) -> None:
         """Prepare upstream's loop to start from its counters."""
-        self._operations.base = decode_handover(others[0]).operations
+        known = [decode_handover(item) for item in others]
+        self._operations.base = known[0].operations
+        self._post_step.take_over([item.progress for item in known])
         self._count_operations()
         config = get_model_config(self._training.model[0])
         upstream.fill_first_step_caches(self._training.optimizer, config)

@@ -126,6 +126,14 @@ class PostStep:
         """
         self._exits_made = iteration
 
+    def take_over(self, survivors: Sequence[PostStepProgress]) -> None:
+        """Know what the survivors know: all of them may be lost before this recovery ends."""
+        self._evaluated = all(survivor.evaluated for survivor in survivors)
+        self._saved = all(survivor.saved for survivor in survivors)
+        self._exits_made = max(survivor.exits_made for survivor in survivors)
+        self._valid_before = max(survivor.valid_before for survivor in survivors)
+        self._valid_told = max(survivor.valid_now for survivor in survivors)
+
     def catch_up(
         self,
         iteration: int,
@@ -141,16 +149,10 @@ class PostStep:
             data: moves the validation data.
             grows: the next iteration has more micro-batches; upstream saves before it.
         """
-        self._evaluated = all(survivor.evaluated for survivor in survivors)
-        self._saved = all(survivor.saved for survivor in survivors) and not (
-            grows and self._facts.save
-        )
-        self._exits_made = max(survivor.exits_made for survivor in survivors)
-        self._valid_before = max(survivor.valid_before for survivor in survivors)
+        self.take_over(survivors)
+        self._saved = self._saved and not (grows and self._facts.save)
         self._counters.consumed_valid_samples = (
-            max(survivor.valid_now for survivor in survivors)
-            if self._evaluated
-            else self._valid_before
+            self._valid_told if self._evaluated else self._valid_before
         )
         self._valid_told = 0
         data.move_validation(self._counters.consumed_valid_samples)

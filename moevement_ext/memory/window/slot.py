@@ -139,7 +139,45 @@ def frame_bytes_bound(header: SlotHeader) -> int:
     return _CHECKSUM.size + len(_ENCODER.encode(header)) + 8 * (len(header.records) + 7)
 
 
-class SlotContext(msgspec.Struct, frozen=True):
+class ExpertCopy(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot has of one expert, where it has some as of an earlier one.
+
+    Tokens are those of this rank's micro-batches that were routed to the expert.
+    """
+
+    version: Count
+    """Iteration of the state in the slot."""
+    learned: float
+    """Tokens whose updates that state has, or that were lost before."""
+    routed: float
+    """Tokens by the iteration of the slot."""
+
+
+class ExpertCopies(msgspec.Struct, frozen=True):
+    """What a slot has of all experts of the stage, on every rank of it."""
+
+    experts: dict[str, ExpertCopy]
+    since: Count
+    """Iteration from which on tokens were counted."""
+    lost: float
+    """Tokens that experts had learned from in vain before, in earlier recoveries."""
+
+    @property
+    def routed(self) -> float:
+        """Tokens of all experts by the iteration of the slot."""
+        return sum(copy.routed for copy in self.experts.values())
+
+    @property
+    def unsaved(self) -> float:
+        """Tokens that are lost by a recovery from this slot."""
+        return sum(copy.routed - copy.learned for copy in self.experts.values())
+
+    def older_than(self, iteration: int) -> frozenset[str]:
+        """Experts whose state is of an earlier iteration."""
+        return frozenset(name for name, copy in self.experts.items() if copy.version < iteration)
+
+
+class SlotContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """Operators in a slot, on every rank of the stage, and the auxiliary state.
 
     The records alone do not show this, as a rank may hold no bytes of an operator of its peers.
@@ -151,6 +189,14 @@ class SlotContext(msgspec.Struct, frozen=True):
     """Operators captured as compute weights, still frozen."""
     state: bytes
     """Encoded RNG, scheduler, scaler and data position, opaque to the engine."""
+    copies: ExpertCopies | None = None
+    """What a lossy strategy notes of experts."""
+
+
+def older_experts(header: SlotHeader) -> frozenset[str]:
+    """Experts that a slot of a lossy strategy has as of an earlier iteration."""
+    copies = decode_context(header.context).copies if header.context else None
+    return frozenset() if copies is None else copies.older_than(header.iteration)
 
 
 def decode_context(encoded: bytes) -> SlotContext:

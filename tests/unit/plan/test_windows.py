@@ -14,6 +14,7 @@ from moevement_ext.plan.windows import (
     Budgets,
     Need,
     budgets,
+    checkpoint_s,
     needs,
     shortest,
     spread,
@@ -169,3 +170,22 @@ def test_what_cannot_be_spread() -> None:
 def test_rates_must_be_positive(rate: float) -> None:
     with pytest.raises(ValueError, match='must be positive'):
         budgets(1.0, 1e9, rate, 2)
+
+
+@pytest.mark.parametrize(
+    ('copied', 'sent', 'copies', 'limit', 'seconds'),
+    [
+        (None, 4.0, 2, None, None),
+        (10.0, None, 2, None, None),
+        (10.0, None, 0, None, 2.0),
+        (10.0, 4.0, 2, None, 12.0),
+        (10.0, None, 2, 5.0, 10.0),
+        (10.0, 4.0, 2, 5.0, 12.0),
+        (10.0, 40.0, 2, 5.0, 10.0),
+    ],
+)
+def test_a_checkpoint_takes_its_copy_and_its_sends(
+    copied: float | None, sent: float | None, copies: int, limit: float | None, seconds: float
+) -> None:
+    """A limit that holds all sends up leaves no other rate to measure."""
+    assert checkpoint_s(20, copied, sent, copies, limit) == seconds

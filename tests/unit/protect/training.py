@@ -19,6 +19,7 @@ from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.protect.checkpointer import SparseCheckpointer
+from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.strategy.cycle import Cycle
@@ -51,6 +52,7 @@ class Training:
         max_wait_s: float = DEADLINE_S,
         device: torch.device = CPU,
         elements: int = 100,
+        experts: ExpertLedger | None = None,
     ) -> None:
         self._stopping = False
         self._device, self._elements = device, elements
@@ -77,7 +79,12 @@ class Training:
             max_wait_s,
         )
         self.checkpointer = SparseCheckpointer(
-            RankIdentity(RUN, TOPOLOGY, RANK), operators, device, self.lifecycle, schedule
+            RankIdentity(RUN, TOPOLOGY, RANK),
+            operators,
+            device,
+            self.lifecycle,
+            schedule,
+            experts,
         )
 
     def _tracker(self, agreed: Callable[[Agreed], None]) -> 'Training':

@@ -170,6 +170,21 @@ def test_a_second_failure_finds_what_was_evaluated_before_the_first() -> None:
         assert rank.post_step.progress().valid_now == BEFORE + EVALUATED
 
 
+@pytest.mark.parametrize(
+    ('survivors', 'expected'),
+    [([BOTH, EVALUATION], EVALUATED_BY_ALL + SAVE), ([BOTH, NOTHING], EVALUATE + SAVE)],
+)
+def test_a_new_process_knows_enough_if_all_others_are_lost_before_the_recovery_ends(
+    survivors: list[PostStepProgress], expected: list[tuple[Any, ...]]
+) -> None:
+    """The state that it has loaded meanwhile may be of several evaluations ago."""
+    new = Rank(ALL_DUE, consumed=0)
+    new.post_step.take_over(survivors)
+    new.counters.consumed_valid_samples = BEFORE - 2 * EVALUATED
+    new.catch_up([new.post_step.progress()])
+    assert new.calls == expected
+
+
 @each('interval, start', list(itertools.product([None, 3, OTHER], [None, 6, 7])))
 @each('do_valid', [0, 1])
 def test_evaluations_are_due_where_upstream_has_them(

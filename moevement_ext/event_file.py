@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file that lines are appended to, and survive the death of the process."""
+
+import errno
+import logging
+import os
+import threading
+from io import FileIO
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# Beginning of every line.
+_BEGINS = b'{"time":'
+# Bytes read at once to find the end of the last whole line.
+_TAIL = 1 << 16
+
+
+def _to_append(path: Path) -> FileIO:
+    """Open a file for appending after its last complete line.
+
+    A line that SIGKILL, a full file system or a power loss has cut off would merge with the first
+    new line, and neither would be readable.
+
+    Raises:
+        OSError: the file cannot be opened, or is no event file that this user may change.
+    """
+    file = FileIO(str(path), 'a+', opener=_open_own)
+    if file.seekable():
+        size = file.seek(0, os.SEEK_END)
+        end, whole = size, 0
+        while end and not whole:
+            begin = max(end - _TAIL, 0)
+            newline = os.pread(file.fileno(), end - begin, begin).rfind(b'\n')
+            whole = 0 if newline < 0 else begin + newline + 1
+            end = begin
+        if whole < size:
+            _check_cut_off(file, whole)
+            file.truncate(whole)
+    return file
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open without following links, which another user may have placed."""
+    mode = 0o666
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP or os.lstat(path).st_uid not in (0, os.geteuid()):
+            raise
+    return os.open(path, flags, mode)
+
+
+def _check_cut_off(file: FileIO, begin: int) -> None:
+    """Check that the cut-off bytes are part of an event, or zeros after a power loss."""
+    found = os.pread(file.fileno(), len(_BEGINS), begin)
+    if not (_BEGINS.startswith(found) or found.startswith(b'\0')):
+        file.close()
+        raise FileExistsError(errno.EEXIST, 'it holds something else than events', str(file.name))
+
+
+class EventFile:
+    """Appends one JSON object per line; a written line survives the death of the process.
+
+    The next process that opens the file removes a line that a death cut off. Safe to call from any
+    thread. If the file system refuses a line (full, gone), a warning ends the file; training
+    continues.
+
+    Args:
+        path: the file; its directory is created if necessary.
+
+    Raises:
+        OSError: the file is not writable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._file: FileIO | None = _to_append(path)
+
+    def append(self, line: bytes) -> None:
+        """Write a line of `encode`."""
+        with self._lock:
+            if self._file is not None:
+                self._write(self._file, line)
+
+    def close(self) -> None:
+        """Close the file; later lines are dropped."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write(self, file: FileIO, line: bytes) -> None:
+        try:
+            if file.write(line) == len(line):  # one system call; SIGKILL may interrupt it
+                return
+            problem = 'the last line is cut off; is the file system full?'
+        except OSError as error:
+            problem = str(error)
+        logger.warning('no more events are written to %s: %s', file.name, problem)
+        file.close()
+        self._file = None

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The event of a process that begins to capture."""
+
+from msgspec import UNSET
+
+from moevement_ext.capture.operators import Operators
+from moevement_ext.config import MOEVEMENT, node_name
+from moevement_ext.events import Protected
+from moevement_ext.membership.rank import Rank
+from moevement_ext.protect.planner import Planner
+from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.strategy.cycle import Cycle
+
+
+def protected_event(
+    rank: Rank,
+    planner: Planner,
+    operators: Operators,
+    memory: HostMemory,
+    replicas: int,
+    cycle: Cycle,
+) -> Protected:
+    """Place of a rank in the job, and its memory; see the fields of the event.
+
+    Args:
+        rank: the rank.
+        planner: of its stage.
+        operators: what it captures.
+        memory: what it keeps in host memory.
+        replicas: holders of its windows that are reached.
+        cycle: the plan in force.
+    """
+    return Protected(
+        node=node_name(),
+        stage=planner.place.stage,
+        world_size=rank.world_size,
+        copies=1 + len(planner.place.replicas),
+        replicas=replicas,
+        window=cycle.plan.window,
+        host_memory=memory.by_kind(),
+        operators={
+            name: (held.full_bytes, held.weight_bytes) for name, held in operators.slices.items()
+        },
+        experts=[name for name, kind in operators.kinds.items() if kind == 'expert'],
+        strategy=UNSET if rank.config.strategy == MOEVEMENT else rank.config.strategy,
+        interval=cycle.interval,
+    )

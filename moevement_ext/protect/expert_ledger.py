@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a lossy strategy knows of the experts: tokens that they learned from, and their copies.
+
+A checkpoint has all experts, some of them as of the checkpoint before (its *base*), whose bytes are
+copied. Versions and tokens travel in the window, so a rank that comes back to one, or joins, goes
+on counting there. The base is part of a window's name: copies of different versions never count as
+one window. A window that is captured again after a recovery has another name than before, since
+its experts have learned less.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from moevement_ext.capture.layout import SlotLayout
+from moevement_ext.config import ConfigurationError
+from moevement_ext.events import TokensLost
+from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.window.checks import damaged
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import (
+    ExpertCopies,
+    ExpertCopy,
+    Record,
+    SlotHeader,
+    align_up,
+    decode_context,
+)
+from moevement_ext.plan.replanning import TokenCounter, WindowLoad
+from moevement_ext.strategy.cycle import Cycle
+from moevement_ext.strategy.strategy import LossyStrategy
+
+LOSSY_LINE = (
+    ' sparse ckpt | strategy {strategy} is lossy: a recovery loses what experts have learned since '
+    'their newest copy, and says how many tokens that were |'
+)
+"""Said at the start of a job."""
+# Of an expert in a context, beside its name: three numbers and their frame.
+_BYTES_OF_COPY = 36
+
+
+class Checkpoint(NamedTuple):
+    """What one checkpoint takes of the experts."""
+
+    name: WindowName
+    copies: ExpertCopies
+    older: frozenset[str]
+    """Operators that are as of an earlier checkpoint."""
+    base: WindowFile | None
+    """The checkpoint before, which has them."""
+
+    def older_bytes(self, layout: SlotLayout) -> int:
+        """Bytes of a slot that are not copied from the state."""
+        return sum(align_up(record.nbytes) for record in layout.left_out(self.older))
+
+    def take_older(self, layout: SlotLayout, payload: Bytes) -> None:
+        """Copy what is left out from the checkpoint before. Sealing thread.
+
+        Args:
+            layout: of the slot.
+            payload: of the slot.
+
+        Raises:
+            RefusedWindow: the bytes there are not those that were captured.
+        """
+        if self.base is None or not self.older:
+            return
+        content = self.base.payload(0)
+        known = {_key(record): record for record in self.base.header(0).records}
+        for record in layout.left_out(self.older):
+            source = known[_key(record)]
+            part = payload[record.offset : record.offset + record.nbytes]
+            part[:] = content[source.offset : source.offset + source.nbytes]
+            if xxhash.xxh3_64_intdigest(memoryview(part)) != source.checksum:
+                raise damaged(self.base.path, 0, source)
+
+
+class ExpertLedger:
+    """The ledger of one rank. Training thread only.
+
+    Args:
+        counter: of the tokens by expert; counts all iterations.
+        strategy: chooses the experts.
+        own: expert operators of this rank.
+
+    Raises:
+        ConfigurationError: there are no experts, or fewer than K in a layer.
+    """
+
+    def __init__(
+        self, counter: TokenCounter, strategy: LossyStrategy, own: Collection[str]
+    ) -> None:
+        self._counter = counter
+        self._strategy = strategy
+        self._routed = dict.fromkeys(counter.take(), 0.0)
+        layers: dict[str, list[str]] = {}
+        for name in self._routed:
+            layers.setdefault(name.rpartition('.')[0], []).append(name)
+        self._layers = list(layers.values())
+        self._since: int | None = None
+        self._lost = 0.0
+        self._of_cycle: dict[str, float] = {}
+        # Tokens when the newest recovery went back to a window, and which.
+        self._restored: dict[str, float] = {}
+        self._from: WindowName | None = None
+        self._check(own, strategy.first().experts)
+
+    def _check(self, own: Collection[str], most: int) -> None:
+        if unknown := sorted(set(own) - self._routed.keys()):
+            raise ConfigurationError(
+                f'--sparse-ckpt-strategy: the tokens of {unknown[0]} are not counted: take a '
+                'strategy that copies all experts, such as gemini.'
+            )
+        if most > min(map(len, self._layers), default=most):
+            raise ConfigurationError(
+                f'--sparse-ckpt-experts {most} must be at most the number of experts of a layer, '
+                f'{min(map(len, self._layers))}.'
+            )
+
+    @property
+    def context_bytes(self) -> int:
+        """Room that a slot needs for what is noted of all experts."""
+        return sum(len(name) + _BYTES_OF_COPY for name in self._routed) + _BYTES_OF_COPY
+
+    def load(self, measured: WindowLoad, last: int, by_expert: bool) -> WindowLoad:
+        """The measurements of a cycle, with what concerns experts.
+
+        Args:
+            measured: all others.
+            last: iteration at which training ends.
+            by_expert: also tokens of each.
+        """
+        tokens, self._of_cycle = self._of_cycle, {}
+        return msgspec.structs.replace(
+            measured,
+            tokens=tokens if by_expert else {},
+            lost=self._lost,
+            expected=self._expected(measured.start, last),
+            experts=max(map(len, self._layers), default=0),
+        )
+
+    def _expected(self, iteration: int, last: int) -> float:
+        """Tokens of all of the training, by those until now."""
+        counted = iteration - (self._since or 0)
+        return sum(self._routed.values()) / counted * last if counted > 0 else 0.0
+
+    def begins(self) -> None:
+        """An iteration begins; what was counted of one that was cut off does not count."""
+        self._counter.counting = True
+        self._counter.take()
+
+    def ends(self) -> None:
+        """An iteration is committed. Waits for the device."""
+        self._counter.counting = False
+        for name, count in self._counter.take().items():
+            self._routed[name] += count
+            self._of_cycle[name] = self._of_cycle.get(name, 0.0) + count
+
+    def base(self, persisted: WindowName | None) -> WindowName | None:
+        """The window to take older copies from: the newest that all ranks have.
+
+        Args:
+            persisted: the newest that is known to be persisted.
+        """
+        known = [name for name in (persisted, self._from) if name is not None]
+        return max(known, key=lambda name: name.start, default=None)
+
+    def checkpoint(
+        self, cycle: Cycle, iteration: int, base: WindowName | None, file: WindowFile | None
+    ) -> Checkpoint:
+        """What the checkpoint of `iteration` takes.
+
+        Args:
+            cycle: the plan in force.
+            iteration: number of committed iterations.
+            base: the window before; None: all experts are copied.
+            file: it, in memory.
+
+        Raises:
+            ValueError: the window before is gone.
+        """
+        if self._since is None:
+            self._since = iteration
+        before: dict[str, ExpertCopy] = {}
+        if base is not None:
+            if file is None:
+                raise ValueError(
+                    f'window {base}, which has the experts that are not copied, is gone'
+                )
+            before = _copies(file.header(0)).experts
+        ages = {name: iteration - copy.version for name, copy in before.items()}
+        chosen = set(self._routed)
+        if before and cycle.experts:
+            chosen = set(self._strategy.choose(self._layers, cycle, iteration, ages))
+        experts = {
+            name: ExpertCopy(iteration, routed, routed)
+            if name in chosen
+            else self._as_before(name, before[name])
+            for name, routed in self._routed.items()
+        }
+        copies = ExpertCopies(experts, self._since, self._lost)
+        name = WindowName(iteration, self._digest(cycle, base))
+        return Checkpoint(name, copies, copies.older_than(iteration), file)
+
+    def _as_before(self, name: str, copy: ExpertCopy) -> ExpertCopy:
+        learned = max(copy.learned, self._restored.get(name, 0.0))
+        return ExpertCopy(copy.version, learned, self._routed[name])
+
+    def _digest(self, cycle: Cycle, base: WindowName | None) -> str:
+        parts = [cycle.digest, base, base is not None and base == self._from]
+        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))
+
+    def go_back(self, header: SlotHeader, last: int) -> TokensLost:
+        """The state is that of this window: count on from there.
+
+        Args:
+            header: of its slot.
+            last: iteration at which training ends.
+
+        Returns:
+            What is lost by that.
+        """
+        copies = _copies(header)
+        self._routed = {name: copy.routed for name, copy in copies.experts.items()}
+        self._restored = dict(self._routed)
+        self._since, self._from = copies.since, header.name
+        self._lost = copies.lost + copies.unsaved
+        expected = self._expected(header.iteration, last)
+        return TokensLost(
+            start=header.iteration,
+            versions={name: copy.version for name, copy in copies.experts.items()},
+            tokens=copies.unsaved,
+            lost=self._lost,
+            share=self._lost / expected if expected else 0.0,
+        )
+
+
+def _key(record: Record) -> tuple[str, str, str, int, int]:
+    return record.operator, record.tensor, record.part, record.start, record.end
+
+
+def _copies(header: SlotHeader) -> ExpertCopies:
+    copies = decode_context(header.context).copies
+    if copies is None:
+        raise ValueError(f'window {header.name} says nothing of its experts')
+    return copies

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints with some experts as of the one before: bytes, versions, tokens."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moevement_ext.config import SEQUENTIAL, ConfigurationError
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.memory.window.slot import ExpertCopies, SlotHeader, decode_context
+from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.protect.expert_ledger import ExpertLedger
+from moevement_ext.strategy.cycle import Cycle
+from moevement_ext.strategy.moc import Moc
+from tests.unit.memory.samples import PLAN, tmpfs_directory
+from tests.unit.protect.training import NAMES, Training, verified
+
+EXPERTS = NAMES[:2]
+INTERVAL = 2
+LAST = 20
+CYCLE = Cycle(0, WindowPlan((NAMES,)), PLAN, idle=INTERVAL - 1, experts=1)
+
+pytestmark = pytest.mark.timed
+
+
+class Tokens:
+    """Counts what `route` is told, while it counts."""
+
+    soft = False
+
+    def __init__(self) -> None:
+        self.counting = False
+        self._counts = dict.fromkeys(EXPERTS, 0.0)
+
+    def route(self, iteration: int) -> None:
+        """Tokens of the iteration after `iteration`, other ones for each expert."""
+        if self.counting:
+            for name, count in routed_in(iteration).items():
+                self._counts[name] += count
+
+    def take(self) -> dict[str, float]:
+        counts, self._counts = self._counts, dict.fromkeys(EXPERTS, 0.0)
+        return counts
+
+    def take_capacity(self) -> None:
+        return None
+
+
+def routed_in(iteration: int) -> Counter[str]:
+    return Counter({'expert0': 3 + iteration, 'expert1': 50})
+
+
+def routed_by(iteration: int, since: int = 0) -> Counter[str]:
+    """The recount."""
+    return sum((routed_in(past) for past in range(since, iteration)), Counter())
+
+
+class Lossy:
+    """A rank that trains with `Moc`, an iteration at a time."""
+
+    def __init__(self, shm: Path, experts: int) -> None:
+        self.tokens = Tokens()
+        self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts, SEQUENTIAL, 0.1), EXPERTS)
+        cycle = CYCLE._replace(experts=experts)
+        self.training = Training(shm, cycle, experts=self.ledger)
+
+    def run_until(self, iteration: int) -> None:
+        training = self.training
+        while training.iteration < iteration:
+            at = training.iteration
+            self.ledger.begins()
+            self.tokens.route(at)
+            training.run_until(at + 1)
+            self.ledger.ends()
+
+    def starts(self) -> list[int]:
+        return [name.start for name in self.training.heard]
+
+    def newest(self) -> tuple[SlotHeader, ExpertCopies, dict[tuple[str, str], float]]:
+        """The newest window: its header, what it says, and the value of each tensor in it."""
+        name = self.training.heard[-1]
+        file, (header,) = verified(self.training, name.start, name.plan)
+        payload = torch.from_numpy(file.payload(0).copy())
+        values = {}
+        for record in header.records:
+            stored = payload[record.offset : record.offset + record.nbytes]
+            (value,) = set(stored.view(getattr(torch, record.dtype)).tolist())
+            values[record.operator, record.part] = value
+        copies = decode_context(header.context).copies
+        assert copies is not None
+        return header, copies, values
+
+
+@pytest.fixture
+def lossy() -> Iterator[Callable[[int], Lossy]]:
+    made: list[Lossy] = []
+
+    def make(experts: int) -> Lossy:
+        directory = shm / f'{len(made)}'
+        directory.mkdir()
+        made.append(Lossy(directory, experts))
+        return made[-1]
+
+    with tmpfs_directory() as shm:
+        yield make
+        for one in made:
+            one.training.stop()
+
+
+def versions(copies: ExpertCopies) -> dict[str, int]:
+    return {name: copy.version for name, copy in copies.experts.items()}
+
+
+def test_each_copy_is_of_the_version_that_is_named(lossy: Callable[[int], Lossy]) -> None:
+    """Sequential: the turn of checkpoint c is that of expert c mod 2; the first has all."""
+    job = lossy(1)
+    expected = {0: (0, 0), 2: (0, 2), 4: (4, 2), 6: (4, 6), 8: (8, 6)}
+    for start, named in expected.items():
+        job.run_until(start + 1)
+        header, copies, values = job.newest()
+        assert tuple(versions(copies).values()) == named
+        assert header.iteration == start
+        for part in ('master', 'exp_avg'):
+            assert [values[name, part] for name in NAMES] == [*named, start]
+        assert values['router', 'buffer'] == start
+        for name, version in versions(copies).items():
+            copy = copies.experts[name]
+            assert copy.routed == routed_by(start)[name]
+            assert copy.learned == routed_by(version)[name]
+    assert job.starts() == [*expected]
+    assert job.training.checkpointer.statistics.failures == 0
+
+
+def test_all_experts_are_all_of_the_state(lossy: Callable[[int], Lossy]) -> None:
+    job = lossy(2)
+    job.run_until(7)
+    _, copies, values = job.newest()
+    assert set(values.values()) == {6}
+    assert copies.unsaved == 0
+    assert job.ledger.go_back(job.newest()[0], LAST).tokens == 0
+
+
+def test_only_new_copies_are_copied_from_the_state(lossy: Callable[[int], Lossy]) -> None:
+    some, every = lossy(1), lossy(2)
+    bytes_of = []
+    for job in (some, every):
+        job.run_until(5)
+        bytes_of.append(job.training.checkpointer.statistics.slot_bytes)
+        job.training.stop()
+    one_expert = 2 * 448  # master and moment, 100 elements, aligned
+    assert bytes_of[1] - bytes_of[0] == one_expert
+
+
+def test_what_is_lost_is_the_recount(lossy: Callable[[int], Lossy]) -> None:
+    job = lossy(1)
+    job.run_until(8)
+    header, _, _ = job.newest()
+    assert header.iteration == 6
+    lost = job.ledger.go_back(header, LAST)
+    gone = (routed_by(6) - routed_by(4))['expert0']
+    assert lost.versions == {'expert0': 4, 'expert1': 6}
+    assert (lost.start, lost.tokens, lost.lost) == (6, gone, gone)
+    assert lost.share == pytest.approx(gone / (sum(routed_by(6).values()) / 6 * LAST))
+    again = job.ledger.go_back(header, LAST)
+    assert again == lost, 'the iterations between did not happen'
+
+
+def test_after_a_recovery_it_counts_on_from_there(lossy: Callable[[int], Lossy]) -> None:
+    """What was lost once is not lost again, and the newer past of an expert is none of it."""
+    job = lossy(1)
+    job.run_until(8)
+    header, _, _ = job.newest()
+    name = header.name
+    first = job.ledger.go_back(header, LAST)
+    training = job.training
+    training.checkpointer.stop_capturing()
+    training.lifecycle.go_back_to(name)
+    training.checkpointer.roll_back(6)
+    training.iteration = 6
+    before = [window for window in training.heard if window.start > 6]
+    job.run_until(11)
+    header, copies, _ = job.newest()
+    assert header.iteration == 10 and header.name not in before
+    assert versions(copies) == {'expert0': 8, 'expert1': 10}
+    for expert, copy in copies.experts.items():
+        assert copy.routed == routed_by(10)[expert]
+    second = job.ledger.go_back(header, LAST)
+    gone = (routed_by(10) - routed_by(8))['expert0']
+    assert (second.tokens, second.lost) == (gone, first.tokens + gone)
+
+
+def test_a_second_failure_before_the_next_copy_loses_what_came_between(
+    lossy: Callable[[int], Lossy],
+) -> None:
+    job = lossy(1)
+    job.run_until(7)
+    header, _, _ = job.newest()
+    assert versions(decode_context(header.context).copies)['expert0'] == 4
+    job.ledger.go_back(header, LAST)
+    checkpoint = job.ledger.checkpoint(
+        CYCLE._replace(origin=1), 7, header.name, job.training.windows.file(header.name)
+    )
+    assert {n: c.version for n, c in checkpoint.copies.experts.items()} == {
+        'expert0': 4,
+        'expert1': 7,
+    }
+    assert checkpoint.copies.experts['expert0'].learned == routed_by(6)['expert0']
+
+
+def test_a_base_that_is_damaged_is_not_passed_on(lossy: Callable[[int], Lossy]) -> None:
+    """Its bytes would get a right checksum in the next window."""
+    job = lossy(1)
+    job.run_until(4)
+    file = job.training.windows.file(job.training.heard[-1])
+    assert file is not None
+    file.payload(0)[:] ^= 1
+    job.run_until(6)
+    assert job.starts() == [0, 2]
+    assert job.training.checkpointer.statistics.failures == 1
+
+
+def test_names_tell_bases_and_pasts_apart(lossy: Callable[[int], Lossy]) -> None:
+    job = lossy(1)
+    job.run_until(1)
+    (base,) = job.training.heard
+    file = job.training.windows.file(base)
+    assert file is not None
+    without = job.ledger.checkpoint(CYCLE, 2, None, None)
+    upon = job.ledger.checkpoint(CYCLE, 2, base, file)
+    job.ledger.go_back(file.header(0), LAST)
+    restored = job.ledger.checkpoint(CYCLE, 2, base, file)
+    assert len({without.name, upon.name, restored.name}) == 3
+    assert job.ledger.base(None) == job.ledger.base(base) == base
+    newer = WindowName(4, PLAN)
+    assert job.ledger.base(newer) == newer
+    with pytest.raises(ValueError, match=f'{base}, which has the experts .* is gone'):
+        job.ledger.checkpoint(CYCLE, 2, base, None)
+
+
+def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Lossy]) -> None:
+    job = lossy(1)
+    job.run_until(1)
+    job.ledger.begins()
+    job.tokens.route(1)
+    job.run_until(3)
+    _, copies, _ = job.newest()
+    assert {name: copy.routed for name, copy in copies.experts.items()} == routed_by(2)
+
+
+def test_more_experts_than_there_are_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r'experts 3 must be at most .* a layer, 2\.'):
+        ExpertLedger(Tokens(), Moc(1, 3, SEQUENTIAL, 0.1), EXPERTS)
+
+
+def test_experts_whose_tokens_are_not_counted_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match='tokens of expert9 are not counted'):
+        ExpertLedger(Tokens(), Moc(1, 1, SEQUENTIAL, 0.1), ['expert9'])

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strategy that copies some experts: all stages go back, and some experts further.
+
+Processes are threads (`threaded_job`), and train a fake; what a recovery loads, loses and trains
+again is compared with a recount.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import pytest
+
+from moevement_ext.config import DYNAMIC, MOC, SparseCheckpointConfig
+from moevement_ext.events import Event, Recovered, Replanned, TokensLost
+from moevement_ext.faults import Phase
+from moevement_ext.protect.expert_ledger import ExpertLedger
+from moevement_ext.protect.stage_plan import StagePlan
+from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.recover import threaded_job
+from tests.unit.recover.fake_groups import FakeGroups
+from tests.unit.recover.fake_trainer import FakeOperators, FakeTrainer
+from tests.unit.recover.threaded_job import STAGES, Expected, Fault, Process, ThreadedJob, install
+from tests.unit.replicate.peers import wait_for
+
+EXPERTS = 4
+INTERVAL = 4
+STRUCK = 27
+"""Its newest checkpoint is of 24, the seventh, in which the turn is that of expert 2."""
+ITERATIONS = 30
+
+pytestmark = [
+    pytest.mark.timed,
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
+Launch = Callable[..., 'Lived']
+
+
+class Tokens:
+    """Of a layer of experts; a cut-off iteration has counted some already."""
+
+    soft = False
+
+    def __init__(self, names: list[str]) -> None:
+        self.counting = False
+        self._names = names
+        self._counts: dict[str, float] = {}
+
+    def route(self, iteration: int) -> None:
+        """Before anything else in an iteration."""
+        if self.counting:
+            self._counts = dict(zip(self._names, routed_in(iteration), strict=True))
+
+    def take(self) -> dict[str, float]:
+        counts, self._counts = self._counts, {}
+        return {name: counts.get(name, 0.0) for name in self._names}
+
+    def take_capacity(self) -> None:
+        return None
+
+
+def routed_in(iteration: int) -> list[float]:
+    """Tokens of each expert of a stage in the iteration after `iteration`."""
+    return [float(index + 1 + iteration % 3) for index in range(EXPERTS)]
+
+
+def routed(index: int, first: int, end: int) -> float:
+    """The recount: of one expert in some iterations."""
+    return sum(routed_in(iteration)[index] for iteration in range(first, end))
+
+
+class ExpertTrainer(FakeTrainer):
+    """With experts, beside one operator that is none."""
+
+    def __init__(self, rank: int, groups: FakeGroups) -> None:
+        experts = [f'{rank}.layer.expert{index}' for index in range(EXPERTS)]
+        super().__init__([*experts, f'{rank}.rest'], rank, STAGES, groups)
+        self.operators.kinds |= dict.fromkeys(experts, 'expert')
+        self.tokens = Tokens(experts)
+
+    def iterate(self, iteration: int) -> None:
+        self.tokens.route(iteration)
+        super().iterate(iteration)
+
+
+class Lived:
+    """A job that trained through its faults, and all its events."""
+
+    def __init__(self, job: ThreadedJob, events: list[Event]) -> None:
+        self.job = job
+        self.lost = [event for event in events if isinstance(event, TokensLost)]
+        self.recovered = [event for event in events if isinstance(event, Recovered)]
+        self.replanned = [event for event in events if isinstance(event, Replanned)]
+
+
+@pytest.fixture(scope='module', autouse=True)
+def threads_are_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch)
+        yield
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Train with a strategy of some settings."""
+    events: list[Event] = []
+    note = Process._note
+
+    def noted(process: Process, event: Event) -> None:
+        events.append(event)
+        note(process, event)
+
+    monkeypatch.setattr(Process, '_note', noted)
+    monkeypatch.setattr(threaded_job, '_PERSISTED_S', 1.0)
+
+    def live(schedule: list[Fault], expected: Expected | None = None, **chosen: Any) -> Lived:
+        def config(window: int, replicas: int, log_lag: float, **given: Any) -> Any:
+            return SparseCheckpointConfig(strategy=MOC, interval=INTERVAL, **chosen, **given)
+
+        monkeypatch.setattr(threaded_job, 'SparseCheckpointConfig', config)
+        events.clear()
+        with tmpfs_directory() as directory:
+            job = ThreadedJob(directory, ITERATIONS, schedule, expected, trainer=ExpertTrainer)
+            job.run()
+        assert not job.schedule and job.restarts == 0
+        return Lived(job, [*events])
+
+    return live
+
+
+def test_all_experts_in_each_checkpoint_are_exact(launch: Launch) -> None:
+    expected = launch([], experts=EXPERTS).job.states
+    lived = launch([Fault(1, Phase.FORWARD, STRUCK)], expected, experts=EXPERTS)
+    assert {event.tokens for event in lived.lost} == {0}
+    assert not any(event.differing for event in lived.recovered)
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """State of each operator as a recovery loads it."""
+    masters: dict[str, bytes] = {}
+    load = FakeOperators.load
+
+    def kept(operators: FakeOperators, *slot: Any) -> None:
+        load(operators, *slot)
+        masters.update({name: it.numpy().tobytes() for name, it in operators.master.items()})
+
+    monkeypatch.setattr(FakeOperators, 'load', kept)
+    return masters
+
+
+def test_experts_are_of_the_versions_that_are_named(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn of checkpoint c is that of expert c mod N; what they learned since is lost."""
+    before = launch([], experts=1).job.states
+    masters = loaded(monkeypatch)
+    lived = launch([Fault(1, Phase.FORWARD, STRUCK)], experts=1)
+    versions = [16, 20, 24, 12]
+    assert len(lived.lost) == STAGES
+    for event in lived.lost:
+        assert event.start == 24
+        assert [*event.versions.values()] == versions
+        gone = sum(routed(index, version, 24) for index, version in enumerate(versions))
+        assert event.tokens == event.lost == gone
+        all_tokens = sum(routed(index, 0, 24) for index in range(EXPERTS)) / 24 * ITERATIONS
+        assert event.share == pytest.approx(gone / all_tokens)
+        rank = int(next(iter(event.versions)).partition('.')[0])
+        for name, version in [*event.versions.items(), (f'{rank}.rest', 24)]:
+            states, *_ = before[rank, version]
+            assert masters[name] == states[name]
+    assert {event.scope for event in lived.recovered} == {'global'}
+    last = [event for event in lived.recovered if event.replayed]
+    assert any('loss' in name for event in last for name in event.differing), 'it is shown'
+
+
+def test_a_second_failure_is_counted_from_the_first(launch: Launch) -> None:
+    """Expert 3 is lost twice, and what it learned between is the second loss."""
+    faults = [Fault(1, Phase.FORWARD, 19), Fault(0, Phase.FORWARD, STRUCK, node_lost=True)]
+    lived = launch(faults, experts=1)
+    first, second = ([event for event in lived.lost if event.start == start] for start in (16, 24))
+    assert len(first) == len(second) == STAGES
+    for before, after in zip(first, second, strict=True):
+        assert [*before.versions.values()] == [16, 4, 8, 12]
+        assert before.tokens == sum(
+            routed(index, version, 16) for index, version in enumerate([16, 4, 8, 12])
+        )
+        assert [*after.versions.values()] == [16, 20, 24, 12]
+        gone = [routed(0, 16, 24), routed(1, 20, 24), 0, routed(3, 16, 24)]
+        assert after.tokens == sum(gone)
+        assert after.lost == before.tokens + after.tokens
+
+
+def test_a_death_in_the_recovery_loses_no_more(launch: Launch) -> None:
+    faults = [Fault(1, Phase.FORWARD, STRUCK), Fault(0, Phase.CATCH_UP, STRUCK - 2)]
+    lived = launch(faults, experts=1)
+    assert len({(event.start, event.tokens, event.lost) for event in lived.lost}) == 1
+
+
+def test_the_lost_tokens_of_all_ranks_are_summed_up(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lived = launch([Fault(1, Phase.FORWARD, STRUCK)], experts=1)
+    total = sum(event.tokens for event in lived.lost)
+    assert f'tokens lost: {total:.0f} |' in capfd.readouterr().out
+
+
+def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
+    """And no more than that, as it was at one expert."""
+    faults = [Fault(1, Phase.FORWARD, 11)]
+    note, adopt = ThreadedJob.note, StagePlan.event
+    adopted: list[int] = []
+
+    def noted(plan: StagePlan, operators: Collection[str]) -> Replanned:
+        adopted.append(plan.experts)
+        return adopt(plan, operators)
+
+    def awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
+        note(job, rank, trainer)
+        if trainer.iteration == ITERATIONS - 1:
+            wait_for(lambda: len(adopted) >= STAGES)
+
+    with pytest.MonkeyPatch.context() as waiting:
+        waiting.setattr(ThreadedJob, 'note', awaited)
+        waiting.setattr(StagePlan, 'event', noted)
+        lived = launch(faults, experts=DYNAMIC, lost_share=0.05)
+    assert max(event.share for event in lived.lost) > 0.05
+    kept = launch(faults, experts=DYNAMIC, lost_share=0.9)
+    assert max(event.share for event in kept.lost) < 0.9
+    assert set(adopted) == {2}
+    assert kept.replanned == []
+
+
+@pytest.mark.parametrize('forgotten', ['go_back', 'older'])
+def test_a_step_that_is_left_out_is_noticed(
+    forgotten: str, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_back = ExpertLedger.go_back
+
+    def not_rewound(ledger: ExpertLedger, *given: Any) -> TokensLost:
+        before = dict(ledger._routed)
+        lost = go_back(ledger, *given)
+        ledger._routed = before
+        return lost
+
+    if forgotten == 'go_back':
+        monkeypatch.setattr(ExpertLedger, 'go_back', not_rewound)
+        with pytest.raises(AssertionError):
+            test_a_second_failure_is_counted_from_the_first(launch)
+    else:
+        checkpoint = ExpertLedger.checkpoint
+
+        def newer(*given: Any) -> Any:
+            return checkpoint(*given)._replace(older=frozenset())
+
+        monkeypatch.setattr(ExpertLedger, 'checkpoint', newer)
+        with pytest.raises(AssertionError):
+            test_experts_are_of_the_versions_that_are_named(launch, monkeypatch)
