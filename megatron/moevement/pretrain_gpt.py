@@ -58,10 +58,17 @@ if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, 
 
     from megatron.moevement.arguments import add_arguments
     from megatron.moevement.facts import UpstreamArguments
-    from megatron.moevement.job import layout_choice, layout_memory
+    from megatron.moevement.job import layout_choice
     from megatron.moevement.job.unsupported import refuse_unsupported
     from megatron.moevement.program import run_with_sparse_checkpointing
-    from megatron.moevement.seams import dataset_helpers, dense_tier, fp8_masters, quiet, warming
+    from megatron.moevement.seams import (
+        dataset_helpers,
+        dense_tier,
+        fp8_masters,
+        layout_memory,
+        quiet,
+        warming,
+    )
     from moevement_ext import faults
 
     dataset_helpers.use_compiled()

@@ -83,7 +83,7 @@ class Protection:
         self._waited_before = 0.0
         self._started = self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
-        self.last_iteration = 0  # at which training ends; for a lossy strategy
+        self.last_iteration = 0  # of training; for a lossy strategy
         self._experts: ExpertLedger | None = None
         if rank.config.lossy:
             self._experts = self._expert_ledger()
@@ -99,9 +99,8 @@ class Protection:
         self._longest = longest
         self._device = with_index(operators.device)
         self._disk: DiskTier | None = None
-        twin = TwinShare(
-            planner.family, stub(longest), planner.slot_bytes(window), planner.own_parts
-        )
+        slots, own = planner.slot_bytes(window), planner.own_parts
+        twin = TwinShare(planner.family, stub(longest), slots, own)
         lengths = window_lengths(longest) if rank.config.window == AUTO else []
         sizes = [(capacity(length), stub(length)) for length in lengths]
         share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
@@ -183,10 +182,8 @@ class Protection:
             self._adopt,
         )
         self._started = True
-        cycle, held = present.schedule(), self._operators
-        rank.events.emit(
-            protected_event(rank, self.planner, held, memory, len(self._reached), cycle)
-        )
+        cycle, held, reached = present.schedule(), self._operators, len(self._reached)
+        rank.events.emit(protected_event(rank, self.planner, held, memory, reached, cycle))
 
     def captured_after(self, start: int) -> list[SlotHeader]:
         """Headers of newer slots, which verify a recovery from the window at `start`, if wanted.
@@ -463,10 +460,10 @@ class Protection:
         from moevement_ext.protect.expert_ledger import LOSSY_LINE, ExpertLedger
 
         own = [name for name, kind in self._operators.kinds.items() if kind == 'expert']
-        strategy = self._rank.config.strategy
+        config = self._rank.config
         if self._rank.number == 0 and not self._rank.exchange.joining:
-            print(LOSSY_LINE.format(strategy=strategy), flush=True)
-        return ExpertLedger(self._counter, lossy_strategy(self._rank.config), own)
+            print(LOSSY_LINE.format(strategy=config.strategy), flush=True)
+        return ExpertLedger(self._counter, lossy_strategy(config), own)
 
     def _withdraw_on_disk(self, window: WindowName) -> None:
         if self._disk is not None:

@@ -67,20 +67,14 @@ class Phase:
 def phases(thorough: bool) -> list[Phase]:
     """All sessions of pytest, in their order."""
     # Timed cases wait for most of their time, so many go at a time.
-    many, few = str(min(12, max(4, 3 * _CPUS))), str(max(2, _CPUS))
+    many, few, two = str(min(12, max(4, 3 * _CPUS))), str(max(2, _CPUS)), str(min(2, _CPUS))
     unit = ('tests/unit', 'tests/fuzz')
     train = ('tests/distributed',)
     found = [
         Phase('timed', unit, ('-m', 'timed', '-n', many, '--dist', 'worksteal'), 'timed', True),
         Phase('unit', unit, ('-m', 'not timed', '-n', few, '--dist', 'loadfile')),
-        Phase(
-            'train',
-            train,
-            (
-                '-m',
-                'not launcher',
-            ),
-        ),
+        # A job waits for a third of its time: for a death to be noticed, for processes to start.
+        Phase('train', train, ('-m', 'not launcher', '-n', two, '--dist', 'worksteal')),
         Phase('launchers', train, ('-m', 'launcher'), 'launcher'),
     ]
     if thorough:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.job.layout_choice import FLAG, fitted
-from megatron.moevement.job.layout_memory import NodeCapacity, too_little
+from megatron.moevement.seams.layout_memory import NodeCapacity, too_little
 from moevement_ext.config import ConfigurationError
 from moevement_ext.memory.budget import GIB
 from tools.plan.flags import parse_megatron_flags
