@@ -250,8 +250,10 @@ COPIES = (
 
 def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..., dict]) -> None:
     """Without the distributed optimizer a data-parallel peer holds the same state."""
+    # The log is full until the window after a copy is persisted: that is not worth a wait.
+    soon = ['--sparse-ckpt-max-wait', '0.1']
     job = fault_all(
-        lambda: cluster(*PEERS, '--sparse-ckpt-window', '3', *SETTLED),
+        lambda: cluster(*PEERS, '--sparse-ckpt-window', '3', *SETTLED, *soon),
         COPIES,
         reference(*PEERS),
         wipe=[1],
