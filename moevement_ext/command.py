@@ -64,6 +64,9 @@ PROGRAMS = {
     ),
     'bench-precision': Subcommand('tools.bench.precision', 'the same for narrow formats'),
     'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),
+    'bench-spare-node': Subcommand(
+        'tools.bench.spare_node', 'how soon a job goes on that lost a node'
+    ),
     'bench-regroup': Subcommand(
         'tools.bench.regroup', 'how soon process groups are connected again'
     ),

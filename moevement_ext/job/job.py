@@ -43,6 +43,7 @@ from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.mapped import forget_prepared_maps
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
@@ -180,6 +181,7 @@ class Job:
         if reserving is not None:
             reserving.wait()
         self._protect(required=self.joining or found)
+        forget_prepared_maps()
         if not self.joining and self.protection is not None:
             leave_for_successors(self.rank, self.membership, self.protection.memory.store)
         if predecessor is not None and found:
@@ -313,7 +315,9 @@ class Job:
             run: the loop; it calls `step` for every iteration.
         """
         check_limits(self.rank, self.protection, self.joining)
-        if self.membership is None:
+        if self.membership is not None:
+            self.membership.have_met()
+        else:
             self._guard = guarded(self.rank)
         if watchdog.under_torchrun():
             says = self.rank.number == 0  # one line per job, not per rank

@@ -150,9 +150,10 @@ def _meet(
             config.hang_timeout,
             report,
             stuck_timeout_s=config.stuck_timeout,
+            beside=True,
         )
         _take_part(membership, identity, config)
-        return membership, membership.store
+        return membership, None if membership.joining else membership.store
     if config.recovery != WHOLE_JOB and identity.rank == 0:
         logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
     result = Rendezvous(launcher, identity.rank, world_size).meet(lambda: b'', timeout)

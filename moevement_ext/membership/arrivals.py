@@ -53,6 +53,11 @@ def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:
     return RankArrival(is_first, order, is_last, is_spread)
 
 
+def place_in(round: int, rank: int) -> str:
+    """Key of what a rank brings to a round."""
+    return f'join/{round}/{rank}'
+
+
 def has_signed(store: Store, name: str, rank: int) -> bool:
     """True if a process has said that this rank has come."""
     found = peek(store, _counter(name, rank // _RANKS_OF_A_COUNTER))

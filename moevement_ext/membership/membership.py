@@ -5,10 +5,10 @@ A process goes through rounds (see `rendezvous`): it *meets* the others, sets up
 trains, and *leaves* when the round ends. Which thread does that:
 
 - *Setting up*, before `settle`, a new process of a running job cannot be interrupted: it builds
-  its model. When its round is broken it joins the next one from a thread of its own, with the
-  report it came with: it has nothing else yet, and captures nothing. So it does not count as hung.
-  The training thread finds the newest rendezvous when it calls `settle`, and that one only: those
-  between came to nothing, since all others wait for the new process before they train.
+  its model. A thread of its own joins for it, the first round (`have_met`) and others when that is
+  broken, with the report it came with: it has nothing else yet, and captures nothing. So it does
+  not count as hung. The training thread finds the newest rendezvous when it calls `settle`, and
+  that one only: the others came to nothing, as all wait for the new process before they train.
 - *From `settle` on* the training thread alone leaves and meets. It is told by what it waits for:
   process groups, stores and barriers raise. What it is busy with (a write, a loader) is waited for.
 - While it replays it can leave that to another thread (see `beside`), and go on.
@@ -46,21 +46,20 @@ from moevement_ext.membership.rendezvous import (
 from moevement_ext.membership.rendezvous_runner import RendezvousRunner
 from moevement_ext.membership.replacing import ends_within, replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
+from moevement_ext.membership.round_groups import RoundGroups
 from moevement_ext.membership.round_watch import HEARTBEAT_SECONDS, RoundWatch
 from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
+from moevement_ext.membership.welcome import waiting_survivor
 from moevement_ext.process.leaving import end_at_once
-from moevement_ext.regroup.interruptible_store import InterruptibleStore
-from moevement_ext.regroup.process_groups import ProcessGroups, connect_timeout
 from moevement_ext.store.connection_pool import Connections
 
 logger = logging.getLogger(__name__)
 
 _UPDATE_GRACE_SECONDS = 1.0
 _CLOSING = timedelta(seconds=20)
-# After which the end of all waits is not waited for: a GPU may never let go of its.
-_UNBLOCK_SECONDS = 30.0
+_UNBLOCK_SECONDS = 30.0  # not waited for longer: a GPU may never let go of its waits
 
 
 class Membership:
@@ -73,6 +72,8 @@ class Membership:
         report: what this process brings to the first rendezvous, and to others while it sets up.
         stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
             others, or one that joins in its set-up; 0: for ever.
+        beside: if a survivor waits, meet beside the set-up: construction waits for no other, and
+            `reports` are that survivor's before `have_met`.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Membership:
         hang_timeout_s: float,
         report: Callable[[], Report],
         stuck_timeout_s: float = 0.0,
+        beside: bool = False,
     ) -> None:
         self._rendezvous = rendezvous
         self._store = store = rendezvous.store
@@ -90,15 +92,13 @@ class Membership:
         self._watching = Connections(self._loss.connect)
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
-        self._groups: ProcessGroups | None = None
+        self._groups = RoundGroups(rendezvous.world_size, timeout)
         self.joining = self._at_barrier = self.ended_round = False
         self._unblocked_at: float | None = None
         self._standstill = Standstill(rendezvous.rank, timeout.total_seconds(), stuck_timeout_s)
         self._wake: Callable[[], None] = lambda: None
-        self._in_use: list[Store] = []
         self._closed = threading.Event()
-        # Held by the thread that joins the next round in place of the training thread.
-        self._setting_up = threading.Lock()
+        self._setting_up = threading.Lock()  # of what joins in place of the training thread
         self._settled = False
         self._beside: Beside | None = None
         self._lost: SparseCheckpointError | None = None
@@ -111,24 +111,20 @@ class Membership:
         self.not_updating.set()
         self._rendezvous.predecessor_took_part()
         self._brought = report()
+        self._interrupted = threading.Event()
+        self._first: threading.Thread | None = None
+        waiting = waiting_survivor(rendezvous) if beside else None
         with self._setting_up:
-            self._take(self._meet_first())
-            self.origin = max(
-                [report.origin for report in self.reports if report.survivor] or [NOWHERE]
-            )
-            self.joining = self.origin != NOWHERE
-            if not self.joining:
-                self.origin = self._result.round
-
-    def _meet_first(self) -> RendezvousResult:
-        """Meet, again if all are new but some were set up to join others, and end now."""
-        while True:
-            result = self._runner.meet(lambda: self._brought, None)
-            reports = decode_all(result.reports)
-            survived = any(report.survivor for report in reports)
-            if survived or not any(report.midway for report in reports):
-                return result
-            end_round(self._store, result.round, 'no rank with state is left to join')
+            if waiting is None:
+                self._take(self._runner.meet_first(self._brought))
+            else:
+                self.reports = [waiting]
+        self.origin = max([one.origin for one in self.reports if one.survivor] or [NOWHERE])
+        self.joining = self.origin != NOWHERE
+        if not self.joining:
+            self.origin = self._result.round
+        if waiting is not None:
+            self._first = self._join(partial(self._join_beside, None))
 
     @property
     def store(self) -> Store:
@@ -161,6 +157,11 @@ class Membership:
         except (DistError, StoreLost):
             return False
 
+    def have_met(self) -> None:
+        """Wait until all have met, where they meet beside the set-up. Training thread."""
+        if self._first is not None:
+            self._first.join()
+
     def settle(self) -> None:
         """The set-up is over; `reports` and `store` are those of the newest rendezvous.
 
@@ -171,6 +172,7 @@ class Membership:
             FencedOut: this process has been replaced meanwhile.
             SparseCheckpointError: a rank did not come in time.
         """
+        self.have_met()
         with self._setting_up:
             self._settled = True
         if self._lost is not None:
@@ -189,8 +191,7 @@ class Membership:
         self._wake = wake
         self._standstill.thread = TrainingThread()
         self._watch.judge()
-        if self._groups is None:
-            self._groups = ProcessGroups(distributed_backend)
+        self._groups.make(distributed_backend)
         if self.broken:
             self._unblock()
 
@@ -203,8 +204,7 @@ class Membership:
         announced: by the launcher, which saw a worker die, or by another rank; `ended_round` that
         it was by this call.
         """
-        if self._groups is not None:
-            self._groups.end_calls()
+        self._groups.end_calls()
         round, self.ended_round = self._result.round, False
         while not self._announced(round, reason):
             pass
@@ -298,9 +298,11 @@ class Membership:
 
     def refuse(self, reason: str) -> None:
         """In its set-up, this process must not take part: the others hear why. It is to end."""
+        self.have_met()
         with self._setting_up:
             self._settled = True  # it joins no other round
-        self.leave(reason)
+        if self._lost is None:
+            self.leave(reason)
 
     def barrier(self, name: str) -> None:
         """Wait for all ranks of the round; for a busy one as long as it sends heartbeats.
@@ -321,14 +323,9 @@ class Membership:
         Raises:
             RoundEnded: a failure was announced meanwhile.
         """
-        assert self._groups is not None
         self._raise_if_broken()
-        timeout = min(self._timeout, connect_timeout(self._rendezvous.world_size))
-        prefix = PrefixStore(f'groups/{"all" if members is None else min(members)}', self.store)
-        store = InterruptibleStore(prefix, self._interrupted, timeout)
-        self._in_use = [*self._in_use[-1:], store]  # the groups clean up in the one before
         try:
-            self._groups.renew(store, members, timeout, kept)
+            self._groups.renew(self.store, members, kept, self._interrupted)
         finally:
             if self.broken:
                 self._groups.unblock()
@@ -336,18 +333,16 @@ class Membership:
 
     def synchronize(self) -> None:
         """Wait for what is queued on the GPU; see then whether the round is `broken`."""
-        if self._groups is not None:
-            self._groups.synchronize()
+        self._groups.synchronize()
 
     @property
     def waits_returned(self) -> bool:
         """Collectives of this round may have been ended without an error, with any result."""
-        return self._groups is not None and self._groups.waits_returned
+        return self._groups.waits_returned
 
     def silence(self) -> None:
         """Let all collectives complete at once, without effect, until groups are connected."""
-        if self._groups is not None:  # those of a new process are silent from the start
-            self._groups.renew(self.store, (), self._timeout)
+        self._groups.silence(self.store)
 
     def close(self) -> None:
         """The job is over on all ranks. Then no thread waits in the launcher's store any more.
@@ -397,8 +392,13 @@ class Membership:
         if beside is None:
             self._interrupt()
         if beside is not None or not self._settled:
-            join = self._join_next if beside is None else partial(self._meet_beside, beside)
-            threading.Thread(target=join, name='sparse-ckpt-join', daemon=True).start()
+            next_one = partial(self._join_beside, self._result.round)
+            self._join(next_one if beside is None else partial(self._meet_beside, beside))
+
+    def _join(self, join: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=join, name='sparse-ckpt-join', daemon=True)
+        thread.start()
+        return thread
 
     def _interrupt(self) -> None:
         """End all waits of the training thread, which is to leave. Any thread."""
@@ -409,18 +409,18 @@ class Membership:
         self._unblocked_at = time.monotonic()
 
     def _unblock(self) -> None:
-        if self._groups is not None:
-            self._groups.unblock()
+        self._groups.unblock()
         self._wake()
 
-    def _join_next(self) -> None:
-        """While the training thread sets up: the next round, with the same report."""
+    def _join_beside(self, after: int | None) -> None:
+        """While the training thread sets up: meet the others, with the report it came with."""
         with self._setting_up:
             if self._settled or not self.joining or self._lost is not None:
                 return
             midway = msgspec.structs.replace(self._brought, midway=True)
             try:
-                self._take(self._meet_next(lambda: midway))
+                self._take(self._meet_next(lambda: midway, after))
+                self._see_that_it_is_the_same_job(self.reports)
             except SparseCheckpointError as error:  # raised by `settle`
                 self._lost = error
                 return
@@ -436,7 +436,7 @@ class Membership:
             goes_on, watch, before = False, self._watch, self._reports
             detect_s = max(time.time() - watch.announced, 0.0)
             try:
-                result = self._meet_next(beside.report)
+                result = self._meet_next(beside.report, self._result.round)
                 reports = decode_all(result.reports)
                 self._arrive(result, reports)
                 self._see_that_it_is_the_same_job(reports)
@@ -455,12 +455,13 @@ class Membership:
                     self._end_beside(beside)
                     self._interrupt()
 
-    def _meet_next(self, report: Callable[[], Report]) -> RendezvousResult:
+    def _meet_next(self, report: Callable[[], Report], after: int | None) -> RendezvousResult:
         """In the place of the training thread, over a connection of its own."""
-        self._watch.stop()
-        logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
+        if after is not None:
+            self._watch.stop()
+            logger.warning('sparse checkpointing: joining again: %s', self._watch.reason)
         self._runner.reconnect()
-        return self._runner.meet(report, self._result.round)
+        return self._runner.meet(report, after)
 
     def _look_at_training_thread(self, store: Store) -> None:
         """On the heartbeat thread."""
@@ -477,7 +478,7 @@ class Membership:
     def _check_device(self) -> None:
         """End this process if its GPU is of no more use to it."""
         thread, rank = self._standstill.thread, self._rendezvous.rank
-        if self._groups is None or thread is None:
+        if thread is None:
             return
         try:
             self._groups.check_device()

@@ -34,7 +34,7 @@ from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership import arrivals, gathered_reports
-from moevement_ext.membership.arrivals import RankArrival
+from moevement_ext.membership.arrivals import RankArrival, place_in
 from moevement_ext.membership.barriers import (
     behind,
     close_barrier,
@@ -224,7 +224,7 @@ def brought_to(store: Store, round: int, rank: int) -> bytes | None:
 
     If it has stopped in the middle of joining: what it came with, or brought to the last one.
     """
-    found = peek(store, _place(round, rank)) or peek(store, _coming(round, rank))
+    found = peek(store, place_in(round, rank)) or peek(store, _coming(round, rank))
     if found is not None:
         return gathered_reports.unpacked(found)
     before = _last_met_before(store, round)
@@ -340,7 +340,7 @@ class Rendezvous:
                 raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
             self._joined.discard(round)
             return False
-        self.store.set(_place(round, self.rank), left)  # type: ignore[arg-type]
+        self.store.set(place_in(round, self.rank), left)  # type: ignore[arg-type]
         self.looks_for_others = self._is_to_look(round, arrival)
         if arrival.is_last:
             open_barrier(self.store, _full(round))
@@ -364,7 +364,7 @@ class Rendezvous:
         answer = arrivals.sign(self.store, _answered(round), self.rank, self.world_size)
         if answer.is_last:
             self.store.set(_gathers(round), str(self.rank))
-            places = [_place(round, rank) for rank in range(self.world_size)]
+            places = [place_in(round, rank) for rank in range(self.world_size)]
             everything = gathered_reports.gather(self.store, places)
             left = gathered_reports.hand_out(self.store, _reports(round), everything)
             open_barrier(self.store, _met(round), left)
@@ -429,10 +429,6 @@ class Rendezvous:
             f'Ranks {missing[:8] or "that had joined"} did not come in time. See the log of their '
             'node; --distributed-timeout-minutes sets the time.'
         )
-
-
-def _place(round: int, rank: int) -> str:
-    return f'join/{round}/{rank}'
 
 
 def _coming(round: int, rank: int) -> str:

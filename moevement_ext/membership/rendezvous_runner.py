@@ -9,8 +9,8 @@ from datetime import timedelta
 from torch.distributed import DistError, Store
 
 from moevement_ext.membership.missing_ranks import MissingRanks
-from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult
-from moevement_ext.membership.report import Report, encode
+from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult, end_round
+from moevement_ext.membership.report import Report, decode_all, encode
 from moevement_ext.membership.store_loss import StoreLoss
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,16 @@ class RendezvousRunner:
             self.reconnect()
             joined = self._rendezvous.newest_joined
             after = after if joined is None else joined
+
+    def meet_first(self, brought: Report) -> RendezvousResult:
+        """Join any round; again if all are new, but some were set up to join others and end now."""
+        while True:
+            result = self.meet(lambda: brought, None)
+            reports = decode_all(result.reports)
+            survived = any(report.survivor for report in reports)
+            if survived or not any(report.midway for report in reports):
+                return result
+            end_round(self._rendezvous.store, result.round, 'no rank with state is left to join')
 
     def reconnect(self) -> Store:
         """Another connection, by which the others are met from now on.

@@ -30,6 +30,11 @@ Bytes = npt.NDArray[np.uint8]
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
+# Of `st_blocks`.
+_BLOCK_BYTES = 512
+# Maps made in advance, by device and number of their file.
+_prepared: dict[tuple[int, int], mmap.mmap] = {}
+
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 9, 14, 23
 # The kernel holds up `mmap` calls of other threads while it fills a range.
 _STEP_BYTES = 64 * 2**20
@@ -103,13 +108,49 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
             return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         found = os.fstat(fd)
         wanted = found.st_size if reserved is None else min(reserved, found.st_size)
-        if found.st_blocks * 512 < found.st_size:  # else there are none
+        if found.st_blocks * _BLOCK_BYTES < found.st_size:  # else there are none
             _check_free(fd, wanted, path)
-        mapped = mmap.mmap(fd, 0)
+        mapped = _map(fd, found.st_size)
         reserve_range(np.frombuffer(mapped, np.uint8), path, 0, wanted)
         return mapped
     finally:
         os.close(fd)
+
+
+def prepare_map(path: Path, nbytes: int, reserved: int) -> None:
+    """Do what `map_anew` does in advance: it then takes the map, page tables and all. Any thread.
+
+    Raises:
+        HostMemoryError: as of `map_anew`.
+    """
+    _keep(path, map_anew(path, nbytes, reserved))
+
+
+def prepare_map_of_existing(path: Path) -> None:
+    """The same for `map_existing`, for writing; nothing is reserved. Any thread.
+
+    Raises:
+        HostMemoryError, OSError, ValueError: as of `map_existing`.
+    """
+    status = path.stat()
+    _keep(path, map_existing(path, writable=True, reserved=status.st_blocks * _BLOCK_BYTES))
+
+
+def forget_prepared_maps() -> None:
+    """Unmap what was prepared and not taken."""
+    _prepared.clear()
+
+
+def _keep(path: Path, mapped: mmap.mmap) -> None:
+    status = path.stat()
+    _prepared[status.st_dev, status.st_ino] = mapped
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    """Map a file of that size for writing, or take the map that was prepared of it."""
+    status = os.fstat(fd)
+    mapped = _prepared.pop((status.st_dev, status.st_ino), None)
+    return mapped if mapped is not None and len(mapped) == nbytes else mmap.mmap(fd, nbytes)
 
 
 def map_first(path: Path, nbytes: int) -> mmap.mmap:
@@ -204,7 +245,7 @@ def _reserved(fd: int, nbytes: int, path: Path, reserved: int | None) -> mmap.mm
         if error.errno not in _NO_SPACE:
             raise
         raise _no_space(path, nbytes, free_bytes(path.parent)) from error
-    mapped = mmap.mmap(fd, nbytes)
+    mapped = _map(fd, nbytes)
     array = np.frombuffer(mapped, np.uint8)
     reserve_range(array, path, 0, wanted)
     release_range(array, wanted, nbytes)  # of an earlier use
@@ -223,7 +264,7 @@ def _reserve(fd: int, nbytes: int, path: Path) -> None:
 
 def _check_free(fd: int, nbytes: int, path: Path) -> None:
     free = free_bytes(path.parent)
-    if nbytes - os.fstat(fd).st_blocks * 512 > free:
+    if nbytes - os.fstat(fd).st_blocks * _BLOCK_BYTES > free:
         raise _no_space(path, nbytes, free)
 
 

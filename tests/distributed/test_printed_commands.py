@@ -103,6 +103,7 @@ _SHORTER = {
     'tools.bench.overhead': '--rounds 1 --iterations 8 --warm-up 2',
     'tools.bench.host_memory': '--iterations 8 --windows 1',
     'tools.bench.recovery': '--rounds 1',
+    'tools.bench.spare_node': '--rounds 1 --gib 0.1',
     'tools.bench.precision': '--iterations 20',
     'tools.compare': '--rows none,localized --iterations 32 --interval 4',
     'tools.drill': '--first 6 --second 12 --iterations 16',

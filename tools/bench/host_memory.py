@@ -45,6 +45,8 @@ _PLAIN = 'none'
 _TRIES = 5
 _ALONE = '--pipeline-model-parallel-size 1 --expert-model-parallel-size 1'.split()
 MIB = 2**20
+LOG = 'log'
+"""Kind of the files with what stages have sent."""
 
 
 class Account(msgspec.Struct, frozen=True):
@@ -88,7 +90,7 @@ def _kind(path: Path) -> str:
         owner, holder = path.parent.name, path.parent.parent.name
         whose = 'own' if owner == holder else 'replica'
         return f'{whose} {"whole" if path.name.startswith("window-") else "next"}'
-    return {'upstream-log': 'log', 'ledger': 'ledger'}.get(path.name, 'beside')
+    return {'upstream-log': LOG, 'ledger': 'ledger'}.get(path.name, 'beside')
 
 
 def private_bytes(pid: int) -> Counter[str]:

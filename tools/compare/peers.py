@@ -29,6 +29,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from tools.bench.host_memory import LOG, files_by_kind
 from tools.compare import peer_program, peer_rows, running
 from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
 from tools.lab import four_ranks
@@ -47,8 +48,8 @@ _PROG = 'python -m tools.compare peers'
 _BEGINS = re.compile(re.escape(peer_program.BEGINS) + r'(\d+)')
 _FIRST, _KILL_AFTER, _ITERATIONS, _VICTIM = 4, 12, 40, 1
 COLUMNS = (
-    'iteration', 'CPU', 'training thread', 'tmpfs MB', 'memory MB', 'back s', 'start', 'again',
-    'bits', 'load',
+    'iteration', 'CPU', 'training thread', 'tmpfs MB', 'logs MB', 'memory MB', 'back s', 'start',
+    'again', 'bits', 'load',
 )  # fmt: skip
 
 
@@ -62,6 +63,8 @@ class PeerFigures(msgspec.Struct, frozen=True):
     cpu_training: float
     """The same of the training threads alone."""
     tmpfs_mb: float
+    """Pages of files in the tmpfs, without logs of what stages send."""
+    logs_mb: float
     memory_mb: float
     """Anonymous memory of all processes beyond that of plain Megatron."""
     back_s: float | None
@@ -106,7 +109,7 @@ class _Ran:
 
     def __init__(self) -> None:
         self.samples: list[Spent] = []
-        self.memory = self.tmpfs = 0
+        self.memory = self.tmpfs = self.logs = 0
         self.killed: float | None = None
         self.load = os.getloadavg()[0]
 
@@ -116,7 +119,9 @@ class _Ran:
             _wait(job, number)
             self.samples.append(spent([pid for pid in job.pids() if pid]))
         self.memory = memory_bytes([pid for pid in job.pids() if pid])
-        self.tmpfs = sum(path.stat().st_size for path in _files(memory))
+        kinds = files_by_kind(memory)
+        self.logs = kinds.pop(LOG, 0)
+        self.tmpfs = sum(kinds.values())
         self.killed = job.send([_VICTIM], signal.SIGKILL) if kill else None
         return self.killed or self.samples[-1].time
 
@@ -141,10 +146,6 @@ def _began_alike(job: Job) -> None:
                 shown = ' and '.join(steps[-RANKS:])
                 raise LabError(f'after the kill its ranks begin at steps {shown}, and train on')
             return
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob('*') if path.is_file()]
 
 
 class PeerRuns:
@@ -215,6 +216,7 @@ def compared(
         cpu=mine.total_s / other.total_s,
         cpu_training=mine.training_s / other.training_s,
         tmpfs_mb=ran.tmpfs / 1e6,
+        logs_mb=ran.logs / 1e6,
         memory_mb=(ran.memory - beside.memory) / 1e6,
         back_s=back,
         start_s=start,
@@ -235,7 +237,10 @@ def _pace_s(log: RunLog) -> float:
 
 def over_rounds(row: PeerRow, runs: Sequence[PeerFigures]) -> PeerResult:
     """Figures over all rounds; ratios were taken within each."""
-    names = ('ratio', 'cpu', 'cpu_training', 'tmpfs_mb', 'memory_mb', 'back_s', 'start_s', 'load')
+    names = (
+        'ratio', 'cpu', 'cpu_training', 'tmpfs_mb', 'logs_mb', 'memory_mb', 'back_s', 'start_s',
+        'load',
+    )  # fmt: skip
     figures = {
         name: Spread.of(known)
         for name in names
@@ -256,6 +261,7 @@ def cells(row: PeerResult) -> list[str]:
         found['cpu'].text(),
         found['cpu_training'].text(),
         found['tmpfs_mb'].text(1),
+        found['logs_mb'].text(1) if 'logs_mb' in found else '-',
         found['memory_mb'].text(0),
         found['back_s'].text(1) if killed else '-',
         found['start_s'].text(1) if killed else '-',

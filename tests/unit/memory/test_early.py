@@ -6,18 +6,23 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import budget, early, reserved_pages
+from moevement_ext.memory import budget, early, mapped, reserved_pages
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
 from moevement_ext.memory.early import EarlyReservation, KeptFile, kept_by
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
+from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_window
 
+CPU = torch.device('cpu')
 NBYTES = 1 << 20
 OWNERS = (2, 0)
 """Rank 2 keeps its own windows, and replicas of rank 0."""
@@ -27,6 +32,7 @@ OWNERS = (2, 0)
 def root() -> Iterator[Path]:
     with tmpfs_directory() as path:
         yield path
+    mapped.forget_prepared_maps()
 
 
 def on(root: Path, node: str) -> NodeStore:
@@ -113,7 +119,7 @@ def test_after_an_error_nothing_is_left(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when other ranks of the node, which look for room at the same time, take it."""
-    monkeypatch.setattr(early, 'map_anew', full_at_the_second())
+    monkeypatch.setattr(early, 'prepare_map', full_at_the_second())
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     assert whole(on(root, 'spare')) == {}
     monkeypatch.undo()
@@ -125,7 +131,7 @@ def test_a_process_that_dies_while_it_reserves_costs_its_successor_nothing(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (pid := os.fork()) == 0:
-        early.map_anew = die
+        early.prepare_map = die
         EarlyReservation(on(root, 'spare'), 2, files).wait()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -140,6 +146,64 @@ def test_a_process_that_dies_while_it_reserves_costs_its_successor_nothing(
 def test_a_list_that_leads_elsewhere_is_not_followed(root: Path, directory: str) -> None:
     EarlyReservation(on(root, 'spare'), 2, [KeptFile(directory, NBYTES, NBYTES)]).wait()
     assert not any(file.suffix == '.window' for file in root.rglob('*'))
+
+
+# ---- maps
+
+
+def addresses() -> set[int]:
+    """Of the maps that were made in advance."""
+    maps = mapped._prepared.values()
+    return {int(np.frombuffer(one, np.uint8).ctypes.data) for one in maps}
+
+
+def maps_of(windows: OwnerWindows) -> set[int]:
+    return {int(file.array.ctypes.data) for file in windows.files()}
+
+
+def test_the_set_up_takes_over_the_maps(root: Path, files: list[KeptFile]) -> None:
+    EarlyReservation(on(root, 'spare'), 2, files).wait()
+    made = addresses()
+    assert len(made) == 5
+    spare = on(root, 'spare')
+    taken = [OwnerWindows(spare, 2, owner, NBYTES) for owner in OWNERS]
+    log = UpstreamLog(spare.holder_path(2) / 'upstream-log', NBYTES, CPU, 0.0, pytest.fail)
+    try:
+        found = set().union(*map(maps_of, taken)) | {int(log.array.ctypes.data)}
+        assert found == made and not addresses()
+    finally:
+        log.close()
+
+
+def test_files_that_are_there_are_mapped_as_they_are(root: Path) -> None:
+    """On the node of the lost process, with what it had captured, and without further pages."""
+    store = on(root, 'same')
+    size = FileSize(NBYTES, capacity())
+    before = OwnerWindows(store, 2, 2, size)
+    file = before.begin(named(0))
+    assert file is not None
+    write_window(file)
+    before.commit(file)
+    pages = {path.stat().st_ino: path.stat().st_blocks for path in store.owner_path(2, 2).iterdir()}
+    store.close()
+    EarlyReservation(on(root, 'same'), 2, [KeptFile('2', NBYTES, NBYTES)]).wait()
+    made = addresses()
+    now = [path.stat() for path in store.owner_path(2, 2).iterdir()]
+    assert {status.st_ino: status.st_blocks for status in now} == pages
+    after = OwnerWindows(on(root, 'same'), 2, 2, size)
+    assert maps_of(after) == made and len(made) == 2
+    found = after.file(named(0))
+    assert found is not None
+    found.verify_payloads(found.headers())
+
+
+def test_a_map_of_another_size_is_left(root: Path) -> None:
+    """The set-up is in charge of sizes."""
+    EarlyReservation(on(root, 'spare'), 2, [KeptFile('2', NBYTES, NBYTES)]).wait()
+    made = addresses()
+    windows = OwnerWindows(on(root, 'spare'), 2, 2, 2 * NBYTES)
+    assert not maps_of(windows) & made
+    assert {file.array.size for file in windows.files()} == {2 * NBYTES}
 
 
 # ---- a node that has reserved pages in advance

@@ -80,7 +80,7 @@ def test_work_of_threads_and_children_is_apart_from_training() -> None:
 def ran(total_s: float, training_s: float, memory: int, killed: float | None) -> peers._Ran:
     one = peers._Ran()
     one.samples = [Spent(4.0, 1.0, 1.0), Spent(12.0, 1.0 + total_s, 1.0 + training_s)]
-    one.memory, one.tmpfs, one.killed = memory, 3_000_000, killed
+    one.memory, one.tmpfs, one.logs, one.killed = memory, 3_000_000, 1_000_000, killed
     return one
 
 
@@ -98,7 +98,7 @@ def test_figures_are_those_beside_plain_megatron() -> None:
                      [0.0, 27.5])  # fmt: skip
     assert (found.ratio, found.cpu, found.cpu_training) == (2.0, 2.0, 1.25)
     assert (found.back_s, found.start_s, found.again) == (6.5, 3.0, 1)
-    assert (found.tmpfs_mb, found.memory_mb) == (3.0, 5.0)
+    assert (found.tmpfs_mb, found.logs_mb, found.memory_mb) == (3.0, 1.0, 5.0)
     assert found.different
     with pytest.raises(LabError, match='never got beyond iteration 12'):
         compared(ran(4, 2, 0, 24.5), Trained(logged(*times, (30.0, 12)), SAME, []),

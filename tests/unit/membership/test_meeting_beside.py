@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A new process meets the others beside its set-up, once a survivor waits for it."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.membership import arrivals, gathered_reports, membership
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import (
+    Rendezvous,
+    end_round,
+    present_round,
+    why_broken,
+)
+from moevement_ext.membership.report import Report, encode
+
+pytestmark = pytest.mark.timed
+
+TIMEOUT = timedelta(seconds=60)
+LIMIT_S = TIMEOUT.total_seconds()
+HANG_S = 30.0
+WORLD = 3
+
+
+class Job:
+    """Members that are threads; the last rank is lost, and a process comes in its place."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+        self.threads = threads
+        self.members: list[Membership] = []
+
+    def start(self, rank: int, beside: bool = True) -> 'Future[Membership]':
+        return self.threads.submit(self._start, rank, beside)
+
+    def _start(self, rank: int, beside: bool) -> Membership:
+        store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
+        brought = Report(survivor=False, node='a', pid=1, windows=[])
+        met = Rendezvous(store, rank, WORLD)
+        member = Membership(met, TIMEOUT, HANG_S, lambda: brought, beside=beside)
+        self.members.append(member)
+        return member
+
+    def move_on(self, member: Membership) -> 'Future[list[Report]]':
+        def leave_and_meet() -> list[Report]:
+            member.leave('another rank died')
+            return member.meet(lambda: survivor(member))
+
+        return self.threads.submit(leave_and_meet)
+
+    def waits(self, rank: int, round: int) -> None:
+        self.store.wait([arrivals.place_in(round, rank)], TIMEOUT)
+
+
+def survivor(member: Membership) -> Report:
+    return Report(
+        survivor=True, node='a', pid=2, windows=[], origin=member.origin, details=b'handed over'
+    )
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    monkeypatch.setattr(membership, '_CLOSING', timedelta(seconds=0.1))  # they close one by one
+    with ThreadPoolExecutor(WORLD + 2) as threads:
+        made = Job(threads)
+        yield made
+        for member in made.members:
+            member.have_met()
+            if member._lost is None:
+                member.close()
+        end_round(made.store, present_round(made.store), 'the test is over')
+
+
+@pytest.fixture
+def survivors(job: Job) -> list[Membership]:
+    """Of three that have begun together; the last one is lost."""
+    members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
+    for member in members:
+        assert not member.joining
+        member.settle()
+    members[2].close()
+    end_round(job.store, 0, 'rank 2 died')
+    return members[:2]
+
+
+def test_it_sets_up_while_others_still_come(job: Job, survivors: list[Membership]) -> None:
+    """With what the one that waits has brought; and finds what ranks have left for it."""
+    survivors[1].archive.set('exchange/plan/1/0', 'of the start')
+    first = job.move_on(survivors[0])
+    job.waits(0, 1)
+    new = job.start(2).result(LIMIT_S)
+    assert new.joining and [report.details for report in new.reports] == [b'handed over']
+    assert new.archive.get('exchange/plan/1/0') == b'of the start'
+    job.waits(2, 1)  # it has come, on its other thread
+    second = job.move_on(survivors[1])
+    new.have_met()
+    new.settle()
+    assert [report.survivor for report in new.reports] == [True, True, False]
+    assert first.result(LIMIT_S) == second.result(LIMIT_S) == new.reports
+    assert {member.taken.round for member in (new, *survivors)} == {1}
+
+
+def test_where_no_survivor_waits_it_does(job: Job, survivors: list[Membership]) -> None:
+    coming = job.start(2)
+    job.waits(2, 1)
+    for moving in [job.move_on(member) for member in survivors]:
+        assert len(moving.result(LIMIT_S)) == WORLD
+    assert len(coming.result(LIMIT_S).reports) == WORLD
+
+
+def test_all_that_are_new_begin_together(job: Job, survivors: list[Membership]) -> None:
+    """None has anything to hand over, also where one has come before."""
+    for member in survivors:
+        member.close()
+    again = [job.start(rank) for rank in range(WORLD)]
+    assert [future.result(LIMIT_S).joining for future in again] == [False] * WORLD
+
+
+def test_another_failure_meanwhile_makes_it_join_again(
+    job: Job, survivors: list[Membership]
+) -> None:
+    job.move_on(survivors[0]).add_done_callback(lambda done: done.exception())
+    job.waits(0, 1)
+    new = job.start(2).result(LIMIT_S)
+    job.waits(2, 1)
+    end_round(job.store, 1, 'rank 1 died')
+    second = job.move_on(survivors[1])
+    assert len(second.result(LIMIT_S)) == WORLD
+    new.settle()
+    assert new.taken.round == 2 and [report.midway for report in new.reports][2]
+
+
+def test_without_a_survivor_in_the_end_it_ends(
+    job: Job, survivors: list[Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot begin with the others, as it sets up to join some."""
+    ended: list[int] = []
+    monkeypatch.setattr(membership, 'end_at_once', ended.append)
+    brought = gathered_reports.packed(encode(survivor(survivors[0])))
+    arrivals.sign(job.store, 'here/1', 0, WORLD)
+    job.store.set(arrivals.place_in(1, 0), brought)  # type: ignore[arg-type]
+    for member in survivors:
+        member.close()
+    new = job.start(2).result(LIMIT_S)
+    assert new.joining
+    job.waits(2, 1)
+    end_round(job.store, 1, 'rank 0 died')
+    others = [job.start(rank) for rank in range(2)]
+    new.have_met()
+    assert ended == [EXIT_WHOLE_JOB]
+    job.start(2).result(LIMIT_S)  # the others wait for it
+    assert [future.result(LIMIT_S).joining for future in others] == [False, False]
+
+
+def test_one_that_must_not_take_part_says_so_once_all_have_met(
+    job: Job, survivors: list[Membership]
+) -> None:
+    first = job.move_on(survivors[0])
+    job.waits(0, 1)
+    new = job.start(2).result(LIMIT_S)
+    refusing = threading.Thread(target=new.refuse, args=('it is launched otherwise',))
+    refusing.start()
+    second = job.move_on(survivors[1])
+    assert len(first.result(LIMIT_S)) == len(second.result(LIMIT_S)) == WORLD
+    refusing.join(LIMIT_S)
+    assert why_broken(job.store, 1) == 'it is launched otherwise'

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures how soon a job trains again that lost a node and goes on on a spare one.
+
+    python -m tools.bench.spare_node --rounds 3 --json spare-node.json
+
+The launcher for Slurm runs its agents on this machine, for hosts that are but names: two train a
+pipeline stage each, a third one is spare. Each rank keeps about `--gib` of host memory, most of it
+for its log. The agent of the first host is lost with its worker and its memory. Two ways take
+turns: the spare node has reserved what a rank keeps, as it does; or it has not, and the new worker
+must. Seconds count from the loss to the first new iteration.
+
+Exit status: 0 done, 1 states differ from those of plain Megatron, 2 a run failed.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from moevement_ext.events import Event, Protected, WorkerStarted
+from moevement_ext.launch.hosts import SlurmStarter
+from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launcher_events import line_of
+from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
+from moevement_ext.launch.loop import FdLoop
+from moevement_ext.launch.steps import AGENT, Step
+from moevement_ext.launch.supervisor import Supervisor
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
+from tools.bench import model
+from tools.lab.arguments import Parser
+from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
+from tools.lab.errors import LabError
+from tools.lab.evidence import kind_of, read_events
+from tools.lab.figures import Spread
+from tools.lab.hardware import Hardware
+from tools.lab.job import memory_directory
+from tools.lab.launch import Launch
+from tools.lab.models import prepare_text
+from tools.lab.run_log import parse_log
+from tools.lab.trained import DIGEST, train
+
+_HOSTS = ('a', 'b', 'c')
+_STAGES = 2
+_VICTIM = 0
+_KILL_AFTER, _ITERATIONS = 8, 11
+IN_ADVANCE, LATER = 'reserved in advance', 'reserved after the loss'
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """One job that lost a node."""
+
+    seconds: float
+    """From the loss to the first new iteration."""
+    set_up_s: float
+    """Seconds until the new worker has its model and its host memory."""
+    kept: int
+    """Bytes that a rank keeps in host memory."""
+    in_advance: int
+    """Bytes that lay ready on the spare node when the other was lost."""
+    different: list[str]
+    """Kinds of state that differ from plain Megatron at the end."""
+
+
+class SpareNodeReport(msgspec.Struct, frozen=True):
+    """Results of both ways, by round."""
+
+    hardware: Hardware
+    rounds: dict[str, list[Loss]]
+
+    @property
+    def exact(self) -> bool:
+        """True if all ended in the bits of plain Megatron."""
+        return not any(one.different for runs in self.rounds.values() for one in runs)
+
+
+class _Starter(SlurmStarter):
+    """Notes the loss of a node, and what the spare one has then.
+
+    Args:
+        reserves: the spare node reserves host memory.
+        config: of the job.
+        loop: as of `SlurmStarter`.
+        report: as of `SlurmStarter`.
+    """
+
+    def __init__(
+        self,
+        reserves: bool,
+        config: LaunchConfig,
+        loop: FdLoop,
+        report: Callable[[Event], None],
+    ) -> None:
+        super().__init__(_HOSTS, _begin_agent, config, loop, report)
+        self._reserves = reserves
+        self.kept = self.in_advance = 0
+        self.lost_at: float | None = None
+
+    def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
+        """Reserve on the spare node, or do not."""
+        self.kept = max(map(sum, files))
+        if self._reserves:
+            super().reserve(memory, files)
+
+    def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
+        """Lose a node."""
+        self.in_advance = ReservedPages(memory(_HOSTS[-1])).nbytes()
+        self.lost_at = time.time()
+        return super().lose_node(node, memory)
+
+
+def _begin_agent(host: str, address: Address) -> Step:
+    environment = {**os.environ, ADDRESS_VARIABLE: str(address), 'SLURMD_NODENAME': host}
+    return Step([sys.executable, *AGENT], environment)
+
+
+def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) -> Loss:
+    """Run a job that loses its first node.
+
+    Raises:
+        LabError: the job failed, or did not come back.
+    """
+    events = folder / 'events'
+    flags = [*launch.program()[1:], '--sparse-ckpt-events', str(events)]
+    config = LaunchConfig(
+        launch.program()[0],
+        (*flags, '--sparse-ckpt-digest', str(folder / DIGEST)),
+        nodes=_STAGES,
+        log_dir=folder / 'logs',
+        faults=(StagedFault(StagedAction.KILL_NODE, _VICTIM, _KILL_AFTER),),
+    )
+    starters: list[_Starter] = []
+
+    def starter(*of_job: object) -> _Starter:
+        starters.append(_Starter(way == IN_ADVANCE, *of_job))  # type: ignore[arg-type]
+        return starters[0]
+
+    with _environment(launch), (folder / 'launcher.jsonl').open('wb') as said:
+        code = Supervisor(config, lambda event: _note(said.write, event), starter).run()
+    if code or starters[0].lost_at is None:
+        raise LabError(f'{way}: the job ended with exit status {code}; see {folder}')
+    lost_at = starters[0].lost_at
+    log = parse_log((folder / 'logs' / f'rank{_STAGES - 1}.log').read_text('utf-8'))
+    before = max(item.number for item in log.iterations if item.time <= lost_at)
+    new = log.first_after(before)
+    if new is None:
+        raise LabError(f'{way}: the job never got beyond iteration {before}; see {folder}')
+    after = [one for one in read_events(events) if one.rank == _VICTIM and one.time > lost_at]
+    began = next(iter(kind_of(after, WorkerStarted))).time
+    ready = next(iter(kind_of(after, Protected))).time
+    different = kinds_of_difference(reference, read_digest(folder / DIGEST))
+    kept, in_advance = starters[0].kept, starters[0].in_advance
+    return Loss(new.time - lost_at, ready - began, kept, in_advance, different)
+
+
+def _note(write: Callable[[bytes], object], event: Event) -> None:
+    write(line_of(event) + b'\n')
+
+
+@contextmanager
+def _environment(launch: Launch) -> Iterator[None]:
+    """Within it this process, and what it starts, have the environment of the job's workers."""
+    former = dict(os.environ)
+    os.environ.update(launch.environment())
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(former)
+
+
+def _flags(data: Path) -> list[str]:
+    layout = ['--pipeline-model-parallel-size', str(_STAGES), '--expert-model-parallel-size', '1']
+    return model.training_flags(data, 2, _ITERATIONS) + layout
+
+
+def _log_of(gib: float) -> list[str]:
+    """Flags of a log that takes so much more: what a stage sends in so many iterations."""
+    sent_bytes = 2**20  # 4 micro-batches [128, 4, 256] of 16 bits
+    return ['--sparse-ckpt-log-lag', str(round(gib * 2**30 / sent_bytes))]
+
+
+def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
+    """Run all rounds.
+
+    Raises:
+        LabError: a run failed.
+    """
+    hardware = Hardware.here(gpu=False)
+    output = args.output.resolve() / 'spare-node'
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    plain = _flags(prepare_text(args.output.resolve() / 'data'))
+    reference = train(Launch(output / 'plain', plain, _STAGES, 1)).state
+    rounds: dict[str, list[Loss]] = {IN_ADVANCE: [], LATER: []}
+    for number in range(1, args.rounds + 1):
+        for way, done in rounds.items():
+            folder = output / f'{number}-{way.replace(" ", "-")}'
+            folder.mkdir()
+            with memory_directory() as memory:
+                flags = [*plain, *model.sparse_flags(memory, '1'), *_log_of(args.gib)]
+                done.append(lose_a_node(folder, Launch(folder, flags, _STAGES, 1), way, reference))
+            console.print(f'{number}: {done[-1].seconds:6.2f} s  {way}', highlight=False)
+    return SpareNodeReport(hardware, rounds)
+
+
+def show(report: SpareNodeReport, console: Console) -> None:
+    """Print a table for people."""
+    console.print(report.hardware.line(), highlight=False, soft_wrap=True, markup=False)
+    table = Table('', 's to a new iteration', 'of them set-up', 'GiB a rank', 'GiB in advance')
+    for way, runs in report.rounds.items():
+        table.add_row(
+            way,
+            Spread.of([one.seconds for one in runs]).text(),
+            Spread.of([one.set_up_s for one in runs]).text(),
+            f'{max(one.kept for one in runs) / 2**30:.2f}',
+            f'{min(one.in_advance for one in runs) / 2**30:.2f}',
+        )
+    console.print(table)
+    differ = sorted(
+        {kind for runs in report.rounds.values() for one in runs for kind in one.different}
+    )
+    console.print(f'Final states: {", ".join(differ) or "equal"}.', highlight=False)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the flags; exits with a message if they are wrong."""
+    parser = Parser(prog='python -m tools.bench.spare_node', description=__doc__)
+    add = parser.add_argument
+    add('--rounds', type=int, default=3, help='turns of both ways (default: 3)')
+    add('--gib', type=float, default=0.8, help='GiB of the log of a rank (default: 0.8)')
+    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
+    add('--json', type=Path, metavar='FILE', help='write the report here')
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f'--rounds {args.rounds}: must be at least 1')
+    if not 0 < args.gib < 1024:
+        parser.error(f'--gib {args.gib}: must be above 0')
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
+    return run_benchmark(
+        'bench_spare_node',
+        partial(measure, args),
+        show,
+        args.json,
+        passed=lambda report: report.exact,
+    )
+
+
+if __name__ == '__main__':
+    exit_on_sigterm()
+    sys.exit(main())
