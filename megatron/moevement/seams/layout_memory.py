@@ -3,6 +3,7 @@
 
 Parameters are counted by upstream's own arithmetic, windows by that of `memory.sizing`. Activations
 are not counted, nor windows of more than one iteration, which `auto` makes only if there is room.
+Weights of 16 bits beside optimizer state of 32 are assumed; of other jobs nothing is refused.
 
 Checked against megatron-core 0.19.2.
 """
@@ -26,6 +27,14 @@ AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 _WEIGHT_AND_GRADIENT_BYTES = 6
 _ALL_BYTES = 18  # with masters and two moments
+# Flags with which a device may hold less than that.
+_LESS = (
+    'use_precision_aware_optimizer',
+    'optimizer_cpu_offload',
+    'use_megatron_fsdp',
+    'use_torch_fsdp2',
+    'sparse_ckpt_fp8_masters',
+)
 
 
 class NodeCapacity(NamedTuple):
@@ -60,6 +69,8 @@ def too_little(
     args = _parsed(arguments, add_arguments)
     if None in (args.num_layers, args.hidden_size, args.num_attention_heads):
         return None  # upstream refuses it, or has them from elsewhere
+    if not (args.bf16 or args.fp16) or any(getattr(args, name, False) for name in _LESS):
+        return None
     device, state = _bytes_of_rank(args, ranks)
     if node.device_bytes is not None and device > node.device_bytes:
         return (
@@ -92,9 +103,9 @@ def _bytes_of_rank(args: argparse.Namespace, ranks: int) -> tuple[int, int]:
 def _complete(args: argparse.Namespace, ranks: int) -> None:
     """Set what upstream's checks would derive; each instance shards the optimizer by itself."""
     instances = args.num_distributed_optimizer_instances
-    stage = args.pipeline_model_parallel_size * args.context_parallel_size
+    stages = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     args.world_size = ranks // instances
-    args.data_parallel_size = max(args.world_size // (args.tensor_model_parallel_size * stage), 1)
+    args.data_parallel_size = max(args.world_size // stages, 1)  # context-parallel ranks shard, too
     args.expert_tensor_parallel_size = (
         args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     )

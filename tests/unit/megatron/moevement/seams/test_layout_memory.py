@@ -70,6 +70,18 @@ def test_a_job_on_the_cpu_has_no_device_to_fill() -> None:
     assert why(sizes('ep=8'), 8, None) == ''
 
 
+@pytest.mark.parametrize('flag', ['--use-precision-aware-optimizer', '--optimizer-cpu-offload'])
+def test_a_job_that_holds_less_is_not_refused(flag: str) -> None:
+    assert why([*sizes('ep=8'), flag], 8, 1) == ''
+    assert why(sizes('ep=8'), 8, 1) != ''
+
+
+def test_ranks_of_a_context_share_the_optimizer_state() -> None:
+    flags = [*sizes('ep=2'), '--context-parallel-size', '2']
+    said = why(flags, 8, 1)
+    assert float(said.split()[6]) == pytest.approx(planned(flags, 8) / GIB, rel=0.03)
+
+
 def test_the_node_must_have_room_for_windows_and_replicas() -> None:
     one_node = why(sizes('ep=8'), 8, None, 1.0)
     assert one_node.endswith('--sparse-ckpt-host-memory-gb gives 1.00 GiB')
