@@ -19,6 +19,8 @@ from tests.unit.memory.samples import PLAN, tmpfs_directory
 from tests.unit.protect.training import NAMES, Training, verified
 
 EXPERTS = NAMES[:2]
+SIZES = dict.fromkeys(EXPERTS, 2 * 448)
+"""Master and moment of 100 elements, aligned."""
 INTERVAL = 2
 LAST = 20
 CYCLE = Cycle(0, WindowPlan((NAMES,)), PLAN, idle=INTERVAL - 1, experts=1)
@@ -63,7 +65,7 @@ class Lossy:
 
     def __init__(self, shm: Path, experts: int) -> None:
         self.tokens = Tokens()
-        self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts, SEQUENTIAL, 0.1), EXPERTS)
+        self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts, SEQUENTIAL, 0.1), SIZES)
         cycle = CYCLE._replace(experts=experts)
         self.training = Training(shm, cycle, experts=self.ledger)
 
@@ -145,13 +147,17 @@ def test_all_experts_are_all_of_the_state(lossy: Callable[[int], Lossy]) -> None
 
 def test_only_new_copies_are_copied_from_the_state(lossy: Callable[[int], Lossy]) -> None:
     some, every = lossy(1), lossy(2)
-    bytes_of = []
+    bytes_of, kept = [], []
     for job in (some, every):
         job.run_until(5)
         bytes_of.append(job.training.checkpointer.statistics.slot_bytes)
+        file = job.training.windows.file(job.training.heard[-1])
+        assert file is not None
+        kept.append(0 if file.kept is None else sum(count for *_, count in file.kept.ranges))
         job.training.stop()
-    one_expert = 2 * 448  # master and moment, 100 elements, aligned
+    one_expert = SIZES['expert0']
     assert bytes_of[1] - bytes_of[0] == one_expert
+    assert kept == [one_expert, 0], 'which holders are not sent'
 
 
 def test_what_is_lost_is_the_recount(lossy: Callable[[int], Lossy]) -> None:
@@ -252,9 +258,9 @@ def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Los
 
 def test_more_experts_than_there_are_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r'experts 3 must be at most .* a layer, 2\.'):
-        ExpertLedger(Tokens(), Moc(1, 3, SEQUENTIAL, 0.1), EXPERTS)
+        ExpertLedger(Tokens(), Moc(1, 3, SEQUENTIAL, 0.1), SIZES)
 
 
 def test_experts_whose_tokens_are_not_counted_are_refused() -> None:
     with pytest.raises(ConfigurationError, match='tokens of expert9 are not counted'):
-        ExpertLedger(Tokens(), Moc(1, 1, SEQUENTIAL, 0.1), ['expert9'])
+        ExpertLedger(Tokens(), Moc(1, 1, SEQUENTIAL, 0.1), {'expert9': 64})
