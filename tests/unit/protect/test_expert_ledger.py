@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_ext.config import SEQUENTIAL, ConfigurationError
+from moevement_ext.config import LOAD, SEQUENTIAL, ConfigurationError
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import ExpertCopies, SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.strategy.cycle import Cycle
 from moevement_ext.strategy.moc import Moc
+from moevement_ext.strategy.moetion import Moetion
+from moevement_ext.strategy.strategy import LossyStrategy
 from tests.unit.memory.samples import PLAN, tmpfs_directory
 from tests.unit.protect.training import NAMES, Training, verified
 
@@ -244,6 +246,29 @@ def test_names_tell_bases_and_pasts_apart(lossy: Callable[[int], Lossy]) -> None
     assert job.ledger.base(newer) == newer
     with pytest.raises(ValueError, match=f'{base}, which has the experts .* is gone'):
         job.ledger.checkpoint(CYCLE, 2, base, None)
+
+
+@pytest.mark.parametrize('strategy', [Moc(INTERVAL, 1, LOAD, 0.1), Moetion(None)])
+def test_ranks_choose_alike_whatever_they_count(
+    strategy: LossyStrategy, lossy: Callable[[int], Lossy]
+) -> None:
+    """Data-parallel ranks have the same experts, and other tokens: a copy has one version."""
+    job = lossy(1)
+    job.run_until(1)
+    (base,) = job.training.heard
+    file = job.training.windows.file(base)
+    cycle = CYCLE._replace(shares={'expert0': 0.2, 'expert1': 0.8})
+    taken = []
+    for count in (1, 1000):
+        tokens = Tokens()
+        ledger = ExpertLedger(tokens, strategy, SIZES)
+        for iteration in range(count):
+            ledger.begins()
+            tokens.route(iteration)
+            ledger.ends()
+        taken.append(ledger.checkpoint(cycle, 2, base, file))
+    one, other = taken
+    assert one.name == other.name and one.older == other.older == {'expert0'}
 
 
 def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Lossy]) -> None:
