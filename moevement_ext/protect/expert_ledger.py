@@ -112,6 +112,7 @@ class ExpertLedger:
             layers.setdefault(name.rpartition('.')[0], []).append(name)
         self._layers = list(layers.values())
         self._since: int | None = None
+        self._counted = 0  # iterations
         self._lost = 0.0
         self._bytes = sum(own.values()), others
         self._of_cycle: dict[str, float] = {}
@@ -151,7 +152,7 @@ class ExpertLedger:
             measured,
             tokens=tokens if by_expert else {},
             lost=self._lost,
-            expected=self._expected(measured.start, last),
+            expected=self._expected(last),
             experts=max(map(len, self._layers), default=0),
             stage_experts=len(self._routed),
             expert_bytes=self._bytes[0],
@@ -159,10 +160,9 @@ class ExpertLedger:
             holders=holders,
         )
 
-    def _expected(self, iteration: int, last: int) -> float:
+    def _expected(self, last: int) -> float:
         """Tokens of all of the training, by those until now."""
-        counted = iteration - (self._since or 0)
-        return sum(self._routed.values()) / counted * last if counted > 0 else 0.0
+        return sum(self._routed.values()) / self._counted * last if self._counted else 0.0
 
     def begins(self) -> None:
         """An iteration begins; what was counted of one that was cut off does not count."""
@@ -172,6 +172,7 @@ class ExpertLedger:
     def ends(self) -> None:
         """An iteration is committed. Waits for the device."""
         self._counter.counting = False
+        self._counted += 1
         for name, count in self._counter.take().items():
             self._routed[name] += count
             self._of_cycle[name] = self._of_cycle.get(name, 0.0) + count
@@ -244,8 +245,9 @@ class ExpertLedger:
         self._routed = {name: copy.routed for name, copy in copies.experts.items()}
         self._restored = dict(self._routed)
         self._since, self._from = copies.since, header.name
+        self._counted = header.iteration - copies.since
         self._lost = copies.lost + copies.unsaved
-        expected = self._expected(header.iteration, last)
+        expected = self._expected(last)
         return TokensLost(
             start=header.iteration,
             versions={name: copy.version for name, copy in copies.experts.items()},

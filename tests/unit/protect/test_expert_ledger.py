@@ -12,6 +12,7 @@ from moevement_ext.config import LOAD, SEQUENTIAL, ConfigurationError
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import ExpertCopies, SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.strategy.cycle import Cycle
 from moevement_ext.strategy.moc import Moc
@@ -279,6 +280,18 @@ def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Los
     job.run_until(3)
     _, copies, _ = job.newest()
     assert {name: copy.routed for name, copy in copies.experts.items()} == routed_by(2)
+
+
+def test_a_load_has_what_a_strategy_decides_by(lossy: Callable[[int], Lossy]) -> None:
+    job = lossy(1)
+    job.run_until(4)
+    job.ledger.load(WindowLoad(0, {}, 1.0, None), LAST, True, 2)
+    job.run_until(8)
+    found = job.ledger.load(WindowLoad(4, {}, 1.0, None), LAST, True, 2)
+    assert found.tokens == routed_by(8, since=4)
+    assert found.expected == sum(routed_by(8).values()) / 8 * LAST
+    assert (found.lost, found.experts, found.stage_experts, found.holders) == (0, 2, 2, 2)
+    assert found.expert_bytes == sum(SIZES.values())
 
 
 def test_more_experts_than_there_are_are_refused() -> None:
