@@ -32,8 +32,9 @@ MOEVEMENT = 'moevement'
 GEMINI = 'gemini'
 CHECKFREQ = 'checkfreq'
 MOC = 'moc'
-STRATEGIES = (MOEVEMENT, GEMINI, CHECKFREQ, MOC)
-LOSSY = (MOC,)
+MOETION = 'moetion'
+STRATEGIES = (MOEVEMENT, GEMINI, CHECKFREQ, MOC, MOETION)
+LOSSY = (MOC, MOETION)
 """Strategies that recover without some updates of experts."""
 DYNAMIC = 'dynamic'
 SEQUENTIAL = 'sequential'
@@ -55,6 +56,10 @@ _WITHOUT_USE = {
         *_OF_WINDOWS.split(), *_OF_REPLICAS.split(), 'disk_every', 'mtbf', *_OF_EXPERTS.split()
     ],
     MOC: [*_OF_WINDOWS.split(), *_OF_LAYOUTS.split(), 'overhead_bound', 'mtbf'],
+    MOETION: [
+        *_OF_WINDOWS.split(), *_OF_LAYOUTS.split(), 'overhead_bound', 'mtbf', 'interval',
+        *_OF_EXPERTS.split(),
+    ],
 }  # fmt: skip
 _DENSE = {'window': 1, 'max_window': 1, 'order': FIXED}
 # Values that a strategy gives to fields that are left at their defaults.
@@ -63,6 +68,7 @@ _SETTLED: dict[str, dict[str, Any]] = {
     GEMINI: {**_DENSE, 'recovery': GLOBAL},
     CHECKFREQ: {**_DENSE, 'recovery': GLOBAL, 'replicas': 0, 'disk_every': 1},
     MOC: {**_DENSE, 'recovery': GLOBAL},
+    MOETION: {**_DENSE, 'recovery': GLOBAL},
 }
 LONGEST_WINDOW = 10_000
 """Iterations; more than the slots of any window file."""
@@ -79,7 +85,8 @@ class SparseCheckpointConfig:
     strategy: str = MOEVEMENT
     """'moevement': a slice of the state in every iteration; 'gemini': all of it every `interval`
     iterations, in memory; 'checkfreq': the same, on disk; 'moc': as 'gemini', but some experts of
-    each layer only, so that a recovery loses updates of the others."""
+    each layer only, so that a recovery loses updates of the others; 'moetion': the same in every
+    iteration, with as many experts as it hides, those with most to lose."""
     interval: int | str = AUTO
     """Iterations from one checkpoint to the next. 'auto': gemini, moc: 1; checkfreq: the fewest
     within `overhead_bound`. 'young', 'daly', 'oracle': gemini, the best for `mtbf`."""

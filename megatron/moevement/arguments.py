@@ -80,8 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         'gemini: all of the state every --sparse-ckpt-interval iterations, with replicas; '
         'checkfreq: the same without replicas, then to --sparse-ckpt-disk, which alone it '
         'recovers from; moc: as gemini, but with --sparse-ckpt-experts experts of each layer, the '
-        'others as of an earlier checkpoint, so that a recovery loses updates of experts. Flags '
-        'without use for the strategy are refused.',
+        'others as of an earlier checkpoint, so that a recovery loses updates of experts; moetion: '
+        'the same in every iteration, with as many experts as it hides. Flags without use for the '
+        'strategy are refused.',
     )
     group.add_argument(
         '--sparse-ckpt-interval',

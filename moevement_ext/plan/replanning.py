@@ -76,6 +76,14 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Tokens of this rank in all of the training, once for each expert that one goes to."""
     experts: int = 0
     """Experts of a layer, of which a lossy strategy copies some."""
+    stage_experts: int = 0
+    """Experts of all layers of the stage."""
+    expert_bytes: int = 0
+    """Bytes of this rank's parts of them."""
+    other_bytes: int = 0
+    """Bytes of all else that a checkpoint of this rank has."""
+    holders: int = 0
+    """Peers that are sent its checkpoints."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

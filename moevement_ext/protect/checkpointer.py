@@ -301,7 +301,7 @@ class SparseCheckpointer:
         """Seal a slot after all its copies. Sealing thread."""
         faults.point(Phase.SEAL)
         if window.partial is not None and not window.given_up:
-            window.partial.take_older(layout, payload)
+            window.file.kept = window.partial.take_older(layout, payload)
         self.statistics.copy_bytes_per_s = self._copier.bytes_per_s()
         if not window.given_up:
             self._lifecycle.sealed(window.file, header)

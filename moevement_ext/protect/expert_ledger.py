@@ -8,18 +8,21 @@ one window. A window that is captured again after a recovery has another name th
 its experts have learned less.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
 import xxhash
 
 from moevement_ext.capture.layout import SlotLayout
+from moevement_ext.capture.operators import Operators
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import TokensLost
+from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.checks import damaged
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.kept import Kept, Range, merged
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import (
     ExpertCopies,
@@ -30,14 +33,14 @@ from moevement_ext.memory.window.slot import (
     decode_context,
 )
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
+from moevement_ext.strategy.choice import lossy_strategy
 from moevement_ext.strategy.cycle import Cycle
 from moevement_ext.strategy.strategy import LossyStrategy
 
-LOSSY_LINE = (
+_LOSSY_LINE = (
     ' sparse ckpt | strategy {strategy} is lossy: a recovery loses what experts have learned since '
     'their newest copy, and says how many tokens that were |'
 )
-"""Said at the start of a job."""
 # Of an expert in a context, beside its name: three numbers and their frame.
 _BYTES_OF_COPY = 36
 
@@ -56,8 +59,8 @@ class Checkpoint(NamedTuple):
         """Bytes of a slot that are not copied from the state."""
         return sum(align_up(record.nbytes) for record in layout.left_out(self.older))
 
-    def take_older(self, layout: SlotLayout, payload: Bytes) -> None:
-        """Copy what is left out from the checkpoint before. Sealing thread.
+    def take_older(self, layout: SlotLayout, payload: Bytes) -> Kept | None:
+        """Copy what is left out from the checkpoint before, and return it. Sealing thread.
 
         Args:
             layout: of the slot.
@@ -67,7 +70,8 @@ class Checkpoint(NamedTuple):
             RefusedWindow: the bytes there are not those that were captured.
         """
         if self.base is None or not self.older:
-            return
+            return None
+        ranges: list[Range] = []
         content = self.base.payload(0)
         known = {_key(record): record for record in self.base.header(0).records}
         for record in layout.left_out(self.older):
@@ -76,6 +80,8 @@ class Checkpoint(NamedTuple):
             part[:] = content[source.offset : source.offset + source.nbytes]
             if xxhash.xxh3_64_intdigest(memoryview(part)) != source.checksum:
                 raise damaged(self.base.path, 0, source)
+            ranges.append((record.offset, source.offset, align_up(record.nbytes)))
+        return Kept(self.base.required_name(), merged(ranges))
 
 
 class ExpertLedger:
@@ -84,14 +90,19 @@ class ExpertLedger:
     Args:
         counter: of the tokens by expert; counts all iterations.
         strategy: chooses the experts.
-        own: expert operators of this rank.
+        own: bytes of each expert of this rank in a checkpoint.
+        others: bytes of all else in it.
 
     Raises:
         ConfigurationError: there are no experts, or fewer than K in a layer.
     """
 
     def __init__(
-        self, counter: TokenCounter, strategy: LossyStrategy, own: Collection[str]
+        self,
+        counter: TokenCounter,
+        strategy: LossyStrategy,
+        own: Mapping[str, int],
+        others: int = 0,
     ) -> None:
         self._counter = counter
         self._strategy = strategy
@@ -101,7 +112,9 @@ class ExpertLedger:
             layers.setdefault(name.rpartition('.')[0], []).append(name)
         self._layers = list(layers.values())
         self._since: int | None = None
+        self._counted = 0  # iterations
         self._lost = 0.0
+        self._bytes = sum(own.values()), others
         self._of_cycle: dict[str, float] = {}
         # Tokens when the newest recovery went back to a window, and which.
         self._restored: dict[str, float] = {}
@@ -125,27 +138,31 @@ class ExpertLedger:
         """Room that a slot needs for what is noted of all experts."""
         return sum(len(name) + _BYTES_OF_COPY for name in self._routed) + _BYTES_OF_COPY
 
-    def load(self, measured: WindowLoad, last: int, by_expert: bool) -> WindowLoad:
+    def load(self, measured: WindowLoad, last: int, by_expert: bool, holders: int) -> WindowLoad:
         """The measurements of a cycle, with what concerns experts.
 
         Args:
             measured: all others.
             last: iteration at which training ends.
             by_expert: also tokens of each.
+            holders: peers that are sent its checkpoints.
         """
         tokens, self._of_cycle = self._of_cycle, {}
         return msgspec.structs.replace(
             measured,
             tokens=tokens if by_expert else {},
             lost=self._lost,
-            expected=self._expected(measured.start, last),
+            expected=self._expected(last),
             experts=max(map(len, self._layers), default=0),
+            stage_experts=len(self._routed),
+            expert_bytes=self._bytes[0],
+            other_bytes=self._bytes[1],
+            holders=holders,
         )
 
-    def _expected(self, iteration: int, last: int) -> float:
+    def _expected(self, last: int) -> float:
         """Tokens of all of the training, by those until now."""
-        counted = iteration - (self._since or 0)
-        return sum(self._routed.values()) / counted * last if counted > 0 else 0.0
+        return sum(self._routed.values()) / self._counted * last if self._counted else 0.0
 
     def begins(self) -> None:
         """An iteration begins; what was counted of one that was cut off does not count."""
@@ -155,6 +172,7 @@ class ExpertLedger:
     def ends(self) -> None:
         """An iteration is committed. Waits for the device."""
         self._counter.counting = False
+        self._counted += 1
         for name, count in self._counter.take().items():
             self._routed[name] += count
             self._of_cycle[name] = self._of_cycle.get(name, 0.0) + count
@@ -227,8 +245,9 @@ class ExpertLedger:
         self._routed = {name: copy.routed for name, copy in copies.experts.items()}
         self._restored = dict(self._routed)
         self._since, self._from = copies.since, header.name
+        self._counted = header.iteration - copies.since
         self._lost = copies.lost + copies.unsaved
-        expected = self._expected(header.iteration, last)
+        expected = self._expected(last)
         return TokensLost(
             start=header.iteration,
             versions={name: copy.version for name, copy in copies.experts.items()},
@@ -236,6 +255,22 @@ class ExpertLedger:
             lost=self._lost,
             share=self._lost / expected if expected else 0.0,
         )
+
+
+def expert_ledger(rank: Rank, tokens: TokenCounter, operators: Operators) -> ExpertLedger:
+    """The ledger of a job with a lossy strategy, which is said to be one.
+
+    Args:
+        rank: the rank.
+        tokens: counts the load of its experts.
+        operators: what it captures.
+    """
+    if rank.number == 0 and not rank.exchange.joining:
+        print(_LOSSY_LINE.format(strategy=rank.config.strategy), flush=True)
+    sizes = {name: held.full_bytes for name, held in operators.slices.items()}
+    own = {name: sizes[name] for name, kind in operators.kinds.items() if kind == 'expert'}
+    others = sum(sizes.values()) - sum(own.values())
+    return ExpertLedger(tokens, lossy_strategy(rank.config), own, others)
 
 
 def _key(record: Record) -> tuple[str, str, str, int, int]:

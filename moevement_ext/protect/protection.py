@@ -37,7 +37,7 @@ from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.share import Share, TwinShare
-from moevement_ext.strategy.choice import lossy_strategy, strategy_of
+from moevement_ext.strategy.choice import strategy_of
 from moevement_ext.strategy.cycle import Cycle
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
@@ -86,7 +86,9 @@ class Protection:
         self.last_iteration = 0  # of training; for a lossy strategy
         self._experts: ExpertLedger | None = None
         if rank.config.lossy:
-            self._experts = self._expert_ledger()
+            from moevement_ext.protect.expert_ledger import expert_ledger
+
+            self._experts = expert_ledger(rank, tokens, operators)
             context_bytes += self._experts.context_bytes
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
@@ -375,7 +377,8 @@ class Protection:
                 self._room.limit,
             )
             if self._experts is not None:
-                load = self._experts.load(load, self.last_iteration, self._strategy.counts_tokens)
+                counts = self._strategy.counts_tokens
+                load = self._experts.load(load, self.last_iteration, counts, self.windows.holders)
             self._seconds.clear()
             self._windows_seen += 1
             if self._windows_seen > 1:  # the first window contains warm-up
@@ -455,15 +458,6 @@ class Protection:
             return
         if trial.is_over_before(iteration, window):
             log.drop_until(iteration)
-
-    def _expert_ledger(self) -> 'ExpertLedger':
-        from moevement_ext.protect.expert_ledger import LOSSY_LINE, ExpertLedger
-
-        own = [name for name, kind in self._operators.kinds.items() if kind == 'expert']
-        config = self._rank.config
-        if self._rank.number == 0 and not self._rank.exchange.joining:
-            print(LOSSY_LINE.format(strategy=config.strategy), flush=True)
-        return ExpertLedger(self._counter, lossy_strategy(config), own)
 
     def _withdraw_on_disk(self, window: WindowName) -> None:
         if self._disk is not None:

@@ -12,6 +12,7 @@ from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, L
 from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
+from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
@@ -88,6 +89,7 @@ class ReplicaClient:
         self._max_record_bytes = max_record_bytes
         self._connection: Connection | None = None
         self._interrupted = False
+        self._refused: WindowName | None = None
 
     def open(self) -> None:
         """Connect before the caller takes resources that a silent peer would block."""
@@ -116,6 +118,7 @@ class ReplicaClient:
             Number of sent bytes.
         """
         blob = self._blob(file, slot)
+        kept = self._kept(file)
         request = PutSlot(
             owner=owner,
             window=file.required_name(),
@@ -125,6 +128,7 @@ class ReplicaClient:
             frame_checksum=frame_checksum(blob.frame),
             agreed=agreed,
             window_bytes=self._window_bytes(file),
+            kept=kept,
         )
         nbytes = len(blob.payload) + len(blob.frame)
         with self._exchange(nbytes) as connection:
@@ -132,14 +136,17 @@ class ReplicaClient:
             reply = _reply(connection)
             if isinstance(reply, Ack):
                 return 0
-            _require(reply, Proceed)
-            for part in (memoryview(blob.payload), memoryview(blob.frame)):
+            parts = [memoryview(blob.payload), memoryview(blob.frame)]
+            if _require(reply, Proceed).kept and kept is not None:
+                payload = parts[0]
+                parts[:1] = [payload[begin:end] for begin, end in kept.rest(len(payload))]
+            for part in parts:
                 for at in range(0, len(part), CHUNK_BYTES):
                     chunk = part[at : at + CHUNK_BYTES]
                     before(len(chunk))
                     connection.send_bytes(chunk)
             _expect(connection, Ack)
-            return nbytes
+            return sum(map(len, parts))
 
     def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
         """Ask the peer to commit a fully sent window; the peer verifies every n-th window.
@@ -155,7 +162,9 @@ class ReplicaClient:
         """
         with self._exchange(nbytes) as connection:
             connection.send(CommitWindow(owner, window))
+            self._refused = window  # unless it is not; what it kept may be what was damaged
             reply = _reply(connection)
+            self._refused = None
         if isinstance(reply, NotYet):
             raise BaseAwaited(f'window {window} is not complete there')
         if isinstance(reply, Differs):
@@ -259,6 +268,10 @@ class ReplicaClient:
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
         """The part of a slot to send."""
         return file.slot_blob(slot)
+
+    def _kept(self, file: WindowFile) -> Kept | None:
+        """What the peer need not be sent if it has an earlier window."""
+        return None if file.name == self._refused else file.kept
 
     def _window_bytes(self, file: WindowFile) -> int:
         """File size at the peer for the sent part of a window."""

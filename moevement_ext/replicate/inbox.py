@@ -2,8 +2,10 @@
 """A holder's replicas of one owner's windows, complete or in transfer (paper sec. 3.3)."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import numpy as np
 
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.window.expected import Expected
@@ -132,13 +134,38 @@ class Inbox:
             file = self._file_for(request)
         file.reserve_slot(request.slot, request.payload_bytes)  # refuse before the transfer
         nbytes = request.payload_bytes + request.frame_bytes
+        receive = self._receiver(connection, request)
         connection.set_deadline(timeout_s, nbytes)
-        connection.send(Proceed())
+        connection.send(Proceed(kept=receive is not None))
         with self._cost.of(nbytes):
             file.write_blob(
-                request.slot, request.payload_bytes, request.frame_bytes, connection.receive_into
+                request.slot,
+                request.payload_bytes,
+                request.frame_bytes,
+                receive or connection.receive_into,
             )
         return Ack()
+
+    def _receiver(
+        self, connection: Connection, request: PutSlot
+    ) -> Callable[[memoryview], None] | None:
+        """Receives what is not kept of a payload, then the frame; None: all is to be sent."""
+        kept = request.kept
+        base = None if kept is None else self.windows.file(kept.window)
+        if kept is None or base is None:
+            return None
+        earlier = base.payload(0)
+        rest = kept.rest(request.payload_bytes, earlier.size)
+        turns = iter([rest, [(0, request.frame_bytes)]])
+
+        def receive(view: memoryview) -> None:
+            parts = next(turns)
+            if parts is rest:
+                kept.copy(earlier, np.frombuffer(view, np.uint8))
+            for begin, end in parts:
+                connection.receive_into(view[begin:end])
+
+        return receive
 
     def _file_for(self, request: PutSlot) -> WindowFile:
         """The committed or partly received window of this name; begins it if there is none."""

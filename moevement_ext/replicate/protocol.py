@@ -7,7 +7,8 @@ is plain TCP, because it must outlive torch's process groups, which a recovery r
 
 A connection begins with a greeting (`greeting`); then, from the client's side:
 
-    PutSlot -> Ack (already there) | Refused | Proceed, then payload and frame -> Ack | Refused
+    PutSlot -> Ack (already there) | Refused | Proceed, then payload (or what is not kept of it)
+        and frame -> Ack | Refused
     CommitWindow -> Ack | Refused, or of a stub NotYet | Differs
     DiscardAfter -> Ack | Refused
     FetchWindow -> Refused | WindowHead, then per slot SlotHead, payload, frame -> Ack | Refused
@@ -24,9 +25,10 @@ import msgspec
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import LoggedTensor, LogKey
 from moevement_ext.memory.window.agreed import Agreed
+from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import Count, WindowName
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -49,6 +51,8 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     """The ranks' agreement about their windows, as known to the owner."""
     window_bytes: Count = 0
     """Size of the owner's file; may exceed the holder's files after a change of flags."""
+    kept: Kept | None = None
+    """What the holder can copy from an earlier window of the owner, if it has that."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +118,9 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
     """Answer: the place is reserved; send payload and frame now."""
+
+    kept: bool = False
+    """Send only what is not kept of the payload."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

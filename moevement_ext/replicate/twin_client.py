@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
+from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.window.twin import OwnParts, owner_header, stub_of, stub_window_bytes
 from moevement_ext.replicate.client import ReplicaClient
@@ -44,6 +45,9 @@ class TwinClient(ReplicaClient):
 
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
         return stub_of(file, slot, self._own_parts)
+
+    def _kept(self, file: WindowFile) -> Kept | None:
+        return None
 
     def _window_bytes(self, file: WindowFile) -> int:
         """0 for the usual size; known for a resent window, which may be from other flags."""

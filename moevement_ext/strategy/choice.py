@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, SparseCheckpointConfig
+from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, MOETION, SparseCheckpointConfig
 from moevement_ext.memory.disk import directory_of
 from moevement_ext.plan.auto_window import AutoWindow, Measured
 from moevement_ext.strategy.moevement import MoEvement
@@ -30,6 +30,10 @@ def only_source(config: SparseCheckpointConfig, run_id: str, rank: int) -> Path 
 
 def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
     """The strategy of a job, if that is a lossy one."""
+    if config.strategy == MOETION:
+        from moevement_ext.strategy.moetion import Moetion
+
+        return Moetion(config.network_bytes_per_s)
     from moevement_ext.strategy.moc import Moc
 
     interval = 1 if isinstance(config.interval, str) else config.interval

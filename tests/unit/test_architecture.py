@@ -88,7 +88,7 @@ def sources(*names: str) -> dict[Path, ast.Module]:
 # ---- rooms
 
 
-def imports_of(tree: ast.Module) -> Iterator[str]:
+def imports_of(tree: ast.AST) -> Iterator[str]:
     """Dotted names of all that a source imports; of `from a import b` both a and a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -118,6 +118,26 @@ def arrows(package: Path) -> set[tuple[str, str]]:
             if other not in (None, room) and room != '__init__':
                 found.add((room, other))
     return found
+
+
+STRATEGIES = {
+    'moevement_ext.protect.expert_ledger',
+    *(f'moevement_ext.strategy.{name}' for name in 'dense checkfreq gemini moc moetion'.split()),
+}
+"""What jobs of other strategies than the default import."""
+
+
+def test_the_default_strategy_imports_no_other() -> None:
+    """At the top of a module; a function of a job with another strategy may."""
+    found = {
+        file.relative_to(ROOT).as_posix()
+        for file, tree in sources('moevement_ext', 'megatron').items()
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom) and set(imports_of(node)) & STRATEGIES
+    }
+    own = {f'{name.replace(".", "/")}.py' for name in STRATEGIES}
+    assert found <= own
+    assert 'moevement_ext/strategy/gemini.py' in found
 
 
 def running_up(found: set[tuple[str, str]], floors: tuple[set[str], ...]) -> set[tuple[str, str]]:

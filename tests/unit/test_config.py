@@ -148,7 +148,10 @@ def test_a_strategy_settles_what_is_left_open(given: dict[str, Any], settled: An
 @pytest.mark.parametrize(
     ('given', 'said'),
     [
-        ({'strategy': 'copy'}, "strategy 'copy' must be moevement, gemini, checkfreq or moc"),
+        (
+            {'strategy': 'copy'},
+            "strategy 'copy' must be moevement, gemini, checkfreq, moc or moetion",
+        ),
         ({**DISK, 'window': 4}, 'window 4 has no use with --sparse-ckpt-strategy checkfreq'),
         ({**DISK, 'replicas': 1}, 'replicas 1 has no use with --sparse-ckpt-strategy checkfreq'),
         ({**DISK, 'disk_every': 7}, 'disk-every 7 has no use'),
@@ -166,6 +169,8 @@ def test_a_strategy_settles_what_is_left_open(given: dict[str, Any], settled: An
         ({'strategy': 'gemini', 'experts': 2}, 'experts 2 has no use with --sparse-ckpt-strategy'),
         ({'lost_share': 0.5}, 'lost-share 0.5 has no use with --sparse-ckpt-strategy moevement'),
         ({'strategy': 'moc', 'elastic': 'restart'}, 'elastic restart has no use'),
+        ({'strategy': 'moetion', 'interval': 5}, 'interval 5 has no use'),
+        ({'strategy': 'moetion', 'experts': 2}, 'experts 2 has no use'),
         ({'strategy': 'moc', 'experts': 0}, 'experts 0 must be at least 1'),
         ({'strategy': 'moc', 'experts': 'all'}, "experts 'all' must be a whole number or dynamic"),
         ({'strategy': 'moc', 'expert_choice': 'soft'}, "'soft' must be sequential or load"),

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from moevement_ext.events import Recovered, WindowCommitted, WindowOnDisk, WindowPersisted
+from moevement_ext.events import (
+    Recovered,
+    TokensLost,
+    WindowCommitted,
+    WindowOnDisk,
+    WindowPersisted,
+)
 from tools.compare.rows import Keeps
 from tools.compare.running import RANKS, STAGES, Course, Lived, Strike
 from tools.lab.errors import LabError
@@ -252,10 +258,6 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
 
 
 def lost_tokens(lived: Lived) -> float | None:
-    """Share of all tokens whose updates of experts were lost, as the newest recovery says."""
-    shares = [
-        share
-        for event in kind_of(lived.trained.events, Recovered)
-        if isinstance(share := getattr(event, 'lost_tokens', None), float)
-    ]
-    return shares[-1] if shares else None
+    """Share of all tokens whose updates of experts were lost, by the newest word of each rank."""
+    newest = {event.rank: event.share for event in kind_of(lived.trained.events, TokensLost)}
+    return statistics.mean(newest.values()) if newest else None

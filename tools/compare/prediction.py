@@ -82,6 +82,7 @@ def _system(
         pipeline=replace(profile.pipeline, micro_batches=MICRO_BATCHES),
         localized=row.localized,
         saved=row.saved,
+        lost_budget=row.lost_budget,
     )
     return build(row.system, options, profile)
 

@@ -5,7 +5,7 @@ import enum
 from pathlib import Path
 from typing import NamedTuple
 
-from moevement_ext.config import AUTO
+from moevement_ext.config import AUTO, SparseCheckpointConfig
 from tools.lab import models
 
 
@@ -62,6 +62,8 @@ class Row(NamedTuple):
     """Only lost stages go back."""
     saved: int | None = None
     """Experts in a checkpoint, for the simulator of a lossy row."""
+    lost_budget: float | None = None
+    """Share of lost tokens at which they double, for the simulator."""
 
     @property
     def throttled(self) -> bool:
@@ -86,6 +88,8 @@ PLAIN = 'plain'
 _PEERS = '--sparse-ckpt-replicas 1 --sparse-ckpt-network-gb-per-s {network_gb_per_s:g}'
 _WINDOWS = f'--sparse-ckpt-window {{window}} {_PEERS}'
 _STRATEGY = '--sparse-ckpt-strategy'
+_MOC = f'{_STRATEGY} moc --sparse-ckpt-interval 2'
+_LOST_BUDGET = SparseCheckpointConfig().lost_share
 _RECOVERY = f'{_WINDOWS} --sparse-ckpt-recovery'
 
 ROWS = {
@@ -105,6 +109,19 @@ ROWS = {
         'Gemini', Keeps.MEMORY, 'gemini',
         f'{_STRATEGY} gemini --sparse-ckpt-interval oracle --sparse-ckpt-mtbf {{mtbf_s:g}} '
         f'{_PEERS}',
+    ),
+    'moc': Row(
+        'MoC-System, K = 1', Keeps.MEMORY, 'moc',
+        f'{_MOC} --sparse-ckpt-experts 1 {_PEERS}', exact=False, lossy=True, saved=1,
+    ),
+    'moc-dynamic': Row(
+        'MoC-System, dynamic K', Keeps.MEMORY, 'moc',
+        f'{_MOC} --sparse-ckpt-experts dynamic {_PEERS}',
+        exact=False, lossy=True, saved=1, lost_budget=_LOST_BUDGET,
+    ),
+    'moetion': Row(
+        'MoEtion v1', Keeps.MEMORY, 'moetion',
+        f'{_STRATEGY} moetion {_PEERS}', exact=False, lossy=True,
     ),
     'whole-job': Row(
         'MoEvement, whole job', Keeps.MEMORY, 'ours',

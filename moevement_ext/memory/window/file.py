@@ -40,6 +40,7 @@ from moevement_ext.memory.window.format import (
     encode_directory,
     read_directory,
 )
+from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import (
@@ -86,6 +87,7 @@ class WindowFile:
         array: uint8 view over the whole map, e.g. to wrap in a tensor and register as pinned.
         room: bytes with pages, from the beginning: what windows of the length in force take. The
             rest of the file is a hole.
+        kept: what an earlier window has alike with this one, if that is known.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class WindowFile:
         self.path = path
         self.array = array
         self.room = array.size if room is None else room
+        self.kept: Kept | None = None
         self._making_room = threading.Lock()
         self._directory = directory
         self._draft: _Draft | None = None
@@ -217,6 +220,7 @@ class WindowFile:
     def begin(self, name: WindowName) -> None:
         """Forget all slots and open the file for another window."""
         with self._lock:
+            self.kept = None
             self._draft = _Draft()
             self._write_directory(Directory(name))
 

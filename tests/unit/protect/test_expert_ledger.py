@@ -8,17 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_ext.config import SEQUENTIAL, ConfigurationError
+from moevement_ext.config import LOAD, SEQUENTIAL, ConfigurationError
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import ExpertCopies, SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.strategy.cycle import Cycle
 from moevement_ext.strategy.moc import Moc
+from moevement_ext.strategy.moetion import Moetion
+from moevement_ext.strategy.strategy import LossyStrategy
 from tests.unit.memory.samples import PLAN, tmpfs_directory
 from tests.unit.protect.training import NAMES, Training, verified
 
 EXPERTS = NAMES[:2]
+SIZES = dict.fromkeys(EXPERTS, 2 * 448)
+"""Master and moment of 100 elements, aligned."""
 INTERVAL = 2
 LAST = 20
 CYCLE = Cycle(0, WindowPlan((NAMES,)), PLAN, idle=INTERVAL - 1, experts=1)
@@ -63,7 +68,7 @@ class Lossy:
 
     def __init__(self, shm: Path, experts: int) -> None:
         self.tokens = Tokens()
-        self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts, SEQUENTIAL, 0.1), EXPERTS)
+        self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts, SEQUENTIAL, 0.1), SIZES)
         cycle = CYCLE._replace(experts=experts)
         self.training = Training(shm, cycle, experts=self.ledger)
 
@@ -145,13 +150,17 @@ def test_all_experts_are_all_of_the_state(lossy: Callable[[int], Lossy]) -> None
 
 def test_only_new_copies_are_copied_from_the_state(lossy: Callable[[int], Lossy]) -> None:
     some, every = lossy(1), lossy(2)
-    bytes_of = []
+    bytes_of, kept = [], []
     for job in (some, every):
         job.run_until(5)
         bytes_of.append(job.training.checkpointer.statistics.slot_bytes)
+        file = job.training.windows.file(job.training.heard[-1])
+        assert file is not None
+        kept.append(0 if file.kept is None else sum(count for *_, count in file.kept.ranges))
         job.training.stop()
-    one_expert = 2 * 448  # master and moment, 100 elements, aligned
+    one_expert = SIZES['expert0']
     assert bytes_of[1] - bytes_of[0] == one_expert
+    assert kept == [one_expert, 0], 'which holders are not sent'
 
 
 def test_what_is_lost_is_the_recount(lossy: Callable[[int], Lossy]) -> None:
@@ -240,6 +249,29 @@ def test_names_tell_bases_and_pasts_apart(lossy: Callable[[int], Lossy]) -> None
         job.ledger.checkpoint(CYCLE, 2, base, None)
 
 
+@pytest.mark.parametrize('strategy', [Moc(INTERVAL, 1, LOAD, 0.1), Moetion(None)])
+def test_ranks_choose_alike_whatever_they_count(
+    strategy: LossyStrategy, lossy: Callable[[int], Lossy]
+) -> None:
+    """Data-parallel ranks have the same experts, and other tokens: a copy has one version."""
+    job = lossy(1)
+    job.run_until(1)
+    (base,) = job.training.heard
+    file = job.training.windows.file(base)
+    cycle = CYCLE._replace(shares={'expert0': 0.2, 'expert1': 0.8})
+    taken = []
+    for count in (1, 1000):
+        tokens = Tokens()
+        ledger = ExpertLedger(tokens, strategy, SIZES)
+        for iteration in range(count):
+            ledger.begins()
+            tokens.route(iteration)
+            ledger.ends()
+        taken.append(ledger.checkpoint(cycle, 2, base, file))
+    one, other = taken
+    assert one.name == other.name and one.older == other.older == {'expert0'}
+
+
 def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Lossy]) -> None:
     job = lossy(1)
     job.run_until(1)
@@ -250,11 +282,23 @@ def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Los
     assert {name: copy.routed for name, copy in copies.experts.items()} == routed_by(2)
 
 
+def test_a_load_has_what_a_strategy_decides_by(lossy: Callable[[int], Lossy]) -> None:
+    job = lossy(1)
+    job.run_until(4)
+    job.ledger.load(WindowLoad(0, {}, 1.0, None), LAST, True, 2)
+    job.run_until(8)
+    found = job.ledger.load(WindowLoad(4, {}, 1.0, None), LAST, True, 2)
+    assert found.tokens == routed_by(8, since=4)
+    assert found.expected == sum(routed_by(8).values()) / 8 * LAST
+    assert (found.lost, found.experts, found.stage_experts, found.holders) == (0, 2, 2, 2)
+    assert found.expert_bytes == sum(SIZES.values())
+
+
 def test_more_experts_than_there_are_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r'experts 3 must be at most .* a layer, 2\.'):
-        ExpertLedger(Tokens(), Moc(1, 3, SEQUENTIAL, 0.1), EXPERTS)
+        ExpertLedger(Tokens(), Moc(1, 3, SEQUENTIAL, 0.1), SIZES)
 
 
 def test_experts_whose_tokens_are_not_counted_are_refused() -> None:
     with pytest.raises(ConfigurationError, match='tokens of expert9 are not counted'):
-        ExpertLedger(Tokens(), Moc(1, 1, SEQUENTIAL, 0.1), ['expert9'])
+        ExpertLedger(Tokens(), Moc(1, 1, SEQUENTIAL, 0.1), {'expert9': 64})

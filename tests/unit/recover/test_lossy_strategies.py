@@ -112,7 +112,9 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setattr(Process, '_note', noted)
     monkeypatch.setattr(threaded_job, '_PERSISTED_S', 1.0)
 
-    def live(schedule: list[Fault], expected: Expected | None = None, **chosen: Any) -> Lived:
+    def live(
+        schedule: list[Fault], expected: Expected | None = None, restarts: int = 0, **chosen: Any
+    ) -> Lived:
         def config(window: int, replicas: int, log_lag: float, **given: Any) -> Any:
             return SparseCheckpointConfig(strategy=MOC, interval=INTERVAL, **chosen, **given)
 
@@ -121,7 +123,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
         with tmpfs_directory() as directory:
             job = ThreadedJob(directory, ITERATIONS, schedule, expected, trainer=ExpertTrainer)
             job.run()
-        assert not job.schedule and job.restarts == 0
+        assert not job.schedule and job.restarts == restarts
         return Lived(job, [*events])
 
     return live
@@ -193,6 +195,23 @@ def test_a_death_in_the_recovery_loses_no_more(launch: Launch) -> None:
     faults = [Fault(1, Phase.FORWARD, STRUCK), Fault(0, Phase.CATCH_UP, STRUCK - 2)]
     lived = launch(faults, experts=1)
     assert len({(event.start, event.tokens, event.lost) for event in lived.lost}) == 1
+
+
+def test_a_job_that_is_started_again_loses_the_same(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    at_once = launch([Fault(1, Phase.FORWARD, STRUCK)], experts=1)
+    again = launch([Fault(1, Phase.FORWARD, STRUCK, all_die=True)], restarts=1, experts=1)
+    assert losses(again) == losses(at_once)
+    total = sum(event.tokens for event in again.lost)
+    assert capfd.readouterr().out.count(f'tokens lost: {total:.0f} |') == 2
+    states = (it.job.states for it in (at_once, again))
+    one, other = ({key: it[key] for key in it if key[1] > STRUCK} for it in states)
+    assert one == other, 'and comes to the same bits'
+
+
+def losses(lived: Lived) -> list[Any]:
+    return sorted((it.start, [*it.versions.items()], it.tokens, it.share) for it in lived.lost)
 
 
 def test_the_lost_tokens_of_all_ranks_are_summed_up(

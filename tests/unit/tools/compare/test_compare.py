@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megatron.moevement.arguments import config_from_args
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import Recovered, WindowCommitted, WindowPersisted
+from moevement_ext.events import Recovered, TokensLost, WindowCommitted, WindowPersisted
 from tools.compare import measuring, program, report, trace
 from tools.compare.__main__ import main
 from tools.compare.measuring import PHASES, Curves, Figures
@@ -198,6 +198,17 @@ def test_interval_is_the_distance_of_windows() -> None:
     assert measuring.period(Keeps.MEMORY, job, 6) == 3
     assert measuring.period(Keeps.DISK, job, 6) == 6
     assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
+
+
+def test_lost_tokens_are_those_of_the_newest_recovery_on_each_rank() -> None:
+    shares = [(0, 0.1), (1, 0.1), (0, 0.3)]
+    events = [
+        TokensLost(rank=rank, start=6, versions={}, tokens=1.0, lost=2.0, share=share)
+        for rank, share in shares
+    ]
+    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
+    assert measuring.lost_tokens(job) == pytest.approx(0.2)
+    assert measuring.lost_tokens(RESTARTED) is None
 
 
 def test_the_simulator_gets_the_same_faults() -> None:

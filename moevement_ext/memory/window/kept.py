@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a payload has alike with that of an earlier window, so that its holders are not sent it."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.window.name import Count, WindowName
+
+Range = tuple[Count, Count, Count]
+"""First byte in the payload, first byte in the earlier one, and number of bytes."""
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """Ranges of the payload of a window of one slot."""
+
+    window: WindowName
+    """The earlier window, of the same owner, that has them."""
+    ranges: list[Range]
+    """In the order of the payload; they do not overlap."""
+
+    def rest(self, nbytes: int, earlier: int | None = None) -> list[tuple[int, int]]:
+        """First byte and end of what lies between the ranges, in a payload of `nbytes`.
+
+        Args:
+            nbytes: size of the payload.
+            earlier: size of the earlier one; None: taken for granted.
+
+        Raises:
+            ValueError: the ranges are not in order, or not within the payloads.
+        """
+        found, end = [], 0
+        for begin, there, count in self.ranges:
+            if begin < end or begin + count > nbytes or there + count > (earlier or there + count):
+                raise ValueError(f'bytes {begin} to {begin + count} of {nbytes} are out of order')
+            found += [(end, begin)] if begin > end else []
+            end = begin + count
+        return found + ([(end, nbytes)] if nbytes > end else [])
+
+    def copy(self, base: Bytes, payload: Bytes) -> None:
+        """Copy the ranges from the earlier payload; `rest` has checked them."""
+        for here, there, count in self.ranges:
+            payload[here : here + count] = base[there : there + count]
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same bytes in as few ranges as there can be."""
+    found: list[Range] = []
+    for here, there, count in ranges:
+        if found and _ends(found[-1]) == (here, there):
+            begin, from_, before = found.pop()
+            found.append((begin, from_, before + count))
+        else:
+            found.append((here, there, count))
+    return found
+
+
+def _ends(part: Sequence[int]) -> tuple[int, int]:
+    here, there, count = part
+    return here + count, there + count
