@@ -321,8 +321,7 @@ class Job:
             self._guard = guarded(self.rank)
         if watchdog.under_torchrun():
             says = self.rank.number == 0  # one line per job, not per rank
-            hang_timeout = self.rank.config.hang_timeout
-            self._watchdog = watchdog.Watchdog(hang_timeout, self.kept_in, says)
+            self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout, self.kept_in, says)
         watchdog.set_up_is_over()
         self._device_watch = own_device.watch(self.rank.events, self._lose_device)
         self._mode = self._start()
@@ -402,9 +401,8 @@ class Job:
 
     def _protected(self, protection: Protection) -> WholeJobMode:
         if self.membership is None:
-            lost = None
-            if self._guard is not None and self.rank.config.store is not None:
-                lost = self._guard.store_lost
+            guard, outside = self._guard, self.rank.config.store is not None
+            lost = guard.store_lost if guard is not None and outside else None
             return WholeJobMode(self.rank, self.trainer, protection, self._restart, lost)
         membership = self.membership
         protection.windows.in_vain = lambda: membership.broken
