@@ -32,7 +32,7 @@ from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.events import Event, EventLog, Recovered, RecoveryStarted, WindowPersisted
 from moevement_ext.faults import Phase
 from moevement_ext.job.job import Job
-from moevement_ext.membership import exchange, membership
+from moevement_ext.membership import exchange, round_groups
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
@@ -214,9 +214,8 @@ class Process:
             identity,
             only_source(config, 'run', self.rank),
         )
-        member = Membership(
-            Rendezvous(self.job.connect(), self.rank, STAGES), _TIMEOUT, _HANG_S, brought
-        )
+        place = Rendezvous(self.job.connect(), self.rank, STAGES)
+        member = Membership(place, _TIMEOUT, _HANG_S, brought, beside=True)
         self.membership = member
         if not member.joining:
             self.groups.connect(f'attempt {member.origin}')
@@ -471,7 +470,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
     monkeypatch.setattr(socket, 'gethostname', name)
-    monkeypatch.setattr(membership, 'ProcessGroups', groups)
+    monkeypatch.setattr(round_groups, 'ProcessGroups', groups)
     monkeypatch.setattr(host_memory, 'host_identity', lambda: host)
 
 
