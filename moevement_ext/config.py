@@ -5,7 +5,7 @@ import argparse
 import math
 import os
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from moevement_ext.errors import UserError
@@ -76,6 +76,13 @@ LONGEST_WINDOW = 10_000
 
 class ConfigurationError(UserError):
     """A setting breaks a rule; the message names the flag and what to do."""
+
+
+# Fields whose values may differ from node to node.
+_OF_A_NODE = (
+    'dir disk_gb_per_s network_gb_per_s cpu_share run_id host_memory_gb interface topology '
+    'max_wait store stuck_timeout bind strict events metrics'
+).split()
 
 
 @dataclass(frozen=True)
@@ -362,6 +369,12 @@ class SparseCheckpointConfig:
                 'moevement_ext.store serves.'
             )
         return host, int(port)
+
+    def of_all_ranks(self) -> dict[str, str]:
+        """Values that all ranks must share, by flag: they decide on windows and recoveries."""
+        own = {name: value for name, value in asdict(self).items() if name not in _OF_A_NODE}
+        own['disk'] = 'none' if self.disk is None else 'given'
+        return {_flag(name): str(value) for name, value in own.items()}
 
     @property
     def longest_window(self) -> int:

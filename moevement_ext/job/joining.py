@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joins this process to the job, before `torch.distributed` is initialised."""
 
+import dataclasses
 import logging
 import os
 import platform
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import numpy
 import torch
+from msgspec.structs import replace
 from torch.distributed import PrefixStore, Store, init_process_group
 
 from moevement_ext import faults
@@ -25,6 +27,7 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
+from moevement_ext.membership.report import Report, decode_all, encode
 from moevement_ext.memory.file_system import warn_unless_in_memory
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of
@@ -35,7 +38,7 @@ from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.process.orphans import end_orphans
 from moevement_ext.process.watchdog import watch_set_up
 from moevement_ext.recover import launched_alike
-from moevement_ext.recover.inventory import replacement_report
+from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.store.outside import meet_there
 from moevement_ext.strategy.choice import only_source
@@ -79,6 +82,8 @@ def join(
         ConfigurationError: the store of `--sparse-ckpt-store` does not answer, or is another
             job's.
     """
+    told = replace(identity.settings, protection=config.of_all_ranks())
+    identity = dataclasses.replace(identity, settings=bounded(told))
     membership, store = _meet(identity, world_size, run_id, config, timeout, not_localized)
     joining = membership is not None and membership.joining
     rank = Rank(
@@ -156,7 +161,9 @@ def _meet(
         return membership, None if membership.joining else membership.store
     if config.recovery != WHOLE_JOB and identity.rank == 0:
         logger.warning('sparse checkpointing: recovery restarts the whole job: %s', not_localized)
-    result = Rendezvous(launcher, identity.rank, world_size).meet(lambda: b'', timeout)
+    own = Report(False, node_name(), os.getpid(), [], launched=launch_of(identity))
+    result = Rendezvous(launcher, identity.rank, world_size).meet(lambda: encode(own), timeout)
+    launched_alike.check_protection(result.store, decode_all(result.reports), identity)
     return None, result.store
 
 
@@ -165,6 +172,7 @@ def _take_part(
 ) -> None:
     """Begin the job, or join it if this process has the same settings."""
     if not membership.joining:
+        launched_alike.check_protection(membership.store, membership.reports, identity)
         if identity.rank == 0:
             launched_alike.leave(membership.archive, identity)
         return

@@ -16,13 +16,14 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.settings import Differences, differences, told
+from moevement_ext.memory.window.settings import Differences, differences, of_protection, told
 from moevement_ext.recover.inventory import Inventory, launch_of
 
 logger = logging.getLogger(__name__)
 
 _STRICT = '--sparse-ckpt-strict'
 _KEY = 'launched'
+_PROTECTION = 'protection'
 
 
 def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
@@ -58,6 +59,41 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
     return refused
 
 
+def check_protection(store: Store, reports: Sequence[Report], identity: RankIdentity) -> None:
+    """Refuse ranks with other settings of sparse checkpointing, before they act on them.
+
+    Collective at the start of a job. Of ranks that are launched alike the first speaks for all.
+
+    Args:
+        store: of the round.
+        reports: of all ranks, by rank.
+        identity: of this rank.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    first = dict[str, int]()
+    for number, report in enumerate(reports):
+        first.setdefault(report.launched, number)
+    if len(first) == 1:
+        return
+    if identity.rank in first.values():
+        store.set(f'{_PROTECTION}/{identity.rank}', settings.encode(identity.settings))  # type: ignore[arg-type]
+    launched = [
+        (number, settings.decode(store.get(f'{_PROTECTION}/{number}'))) for number in first.values()
+    ]
+    found = [
+        line
+        for number, other in launched
+        for line in of_protection(launched[0][1], other, ('rank 0', f'rank {number}'))
+    ]
+    if found:
+        raise UserError(
+            f'ranks of this job are launched otherwise than rank 0: {told(found)}. '
+            'Launch all with the same flags.'
+        )
+
+
 def leave(store: Store, identity: RankIdentity) -> None:
     """Store the job's settings for joining processes; called by its first rank."""
     encoded = settings.encode(identity.settings)
@@ -83,14 +119,15 @@ def why_not(
     if not store.check([_KEY]):
         return f'rank {identity.rank} is launched otherwise than the job'
     run, topology, encoded = msgspec.msgpack.decode(store.get(_KEY), type=tuple[str, str, bytes])
-    found = differences(settings.decode(encoded), identity.settings, words)
-    decisive = list(found.decisive)
+    job = settings.decode(encoded)
+    found = differences(job, identity.settings, words)
+    decisive = [*found.decisive, *of_protection(job, identity.settings, words)]
     if not decisive:  # a loop of its own may give digests alone
         digests = ('run', run, identity.run), ('layout', topology, identity.topology)
         decisive = [
-            f'digest of the {what}: {words[0]} {job}, {words[1]} {here}'
-            for what, job, here in digests
-            if job != here
+            f'digest of the {what}: {words[0]} {there}, {words[1]} {here}'
+            for what, there, here in digests
+            if there != here
         ]
     if decisive or (found.doubtful and strict):
         flag = '' if decisive else f'{_STRICT}: '

@@ -79,6 +79,17 @@ def domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
     return failure_domains([member.node for member in members], topology)
 
 
+def names_of_several(members: Sequence[Member]) -> list[str]:
+    """Names of nodes that are several hosts: these count as one, and hold no copies of each other.
+
+    As of machines that are all called localhost.
+    """
+    hosts: dict[str, set[str]] = {}
+    for member in members:
+        hosts.setdefault(member.node, set()).add(member.host)
+    return sorted(name for name, found in hosts.items() if len(found) > 1)
+
+
 def hosted_by(
     rank: int, members: Sequence[Member], holders: Sequence[Collection[int]]
 ) -> dict[int, int]:

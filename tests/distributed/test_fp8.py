@@ -146,5 +146,5 @@ def test_survivors_that_keep_what_a_cut_off_iteration_left_in_scales_are_noticed
 ) -> None:
     case = CASES['delayed']
     broken = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
-    broken.survive(fail_at='1:8:backward', mutation='mutations.fp8:scaling_not_roll_back')
+    broken.survive(fail_at='1:8:backward', mutation='mutations.fp8:scaling_not_rolled_back')
     assert differences(undisturbed(case), read_digest(broken)) != []

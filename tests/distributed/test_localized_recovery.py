@@ -474,7 +474,7 @@ MUTATIONS = {
     'data_not_moved_back': BASE,
     'recorded_norm_of_catch_up_wrong': BASE,
     'log_of_neighbour_changed': BASE,
-    'iteration_state_not_roll_back': BASE,
+    'iteration_state_not_rolled_back': BASE,
     'tokens_of_last_stage_not_replayed': LAYOUTS['per-token-loss'][0],
 }
 

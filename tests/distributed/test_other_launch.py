@@ -21,16 +21,49 @@ FLAGS = '--bf16 --clip-grad 0.5 --train-iters 40'.split()
 """Of two ranks that hold the same: a new process would copy all it needs from the other."""
 
 
+LAUNCH = (
+    '--nnodes 2 --nproc-per-node 1 --max-restarts 0 --rdzv-backend static --master-addr 127.0.0.1'
+).split()
+
+
+@pytest.mark.launcher
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ('flag', 'of_the_others', 'other'),
+    [
+        ('--sparse-ckpt-replicas', '2', '1'),
+        ('--sparse-ckpt-recovery', 'localized', 'global'),
+        ('--sparse-ckpt-recovery', 'localized', 'whole-job'),
+    ],
+)
+def test_a_node_that_is_protected_otherwise_is_named_before_training(
+    flag: str, of_the_others: str, other: str, cluster: Callable[..., Cluster]
+) -> None:
+    """No window would count, or ranks would wait for each other in a recovery, for ever."""
+    job = prepared(cluster, FLAGS, ranks=2)
+    launch = [*LAUNCH, '--master-port', str(free_port()), '--node-rank']
+    logs = [job.directory / f'{node}.log' for node in range(2)]
+    given = [*job.flags, flag, of_the_others], [*job.flags, flag, other]
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                agent([*launch, str(node)], flags, log, MOEVEMENT_NODE=f'node{node}')
+            )
+            for node, (flags, log) in enumerate(zip(given, logs, strict=True))
+        ]
+        assert all(one.wait(START_S) != 0 for one in agents), tails(logs)
+    said = f'launched otherwise than rank 0: {flag}: rank 0 {of_the_others}, rank 1 {other}.'
+    assert any(said in log.read_text(errors='replace') for log in logs), tails(logs)
+    assert not job.events_of(WindowPersisted, 0)
+
+
 @pytest.mark.launcher
 @pytest.mark.thorough
 def test_a_replacement_with_other_flags_is_refused_by_name_before_it_copies_state(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = prepared(cluster, FLAGS, ranks=2)
-    launch = (
-        f'--nnodes 2 --nproc-per-node 1 --max-restarts 0 --rdzv-backend static '
-        f'--master-addr 127.0.0.1 --master-port {free_port()} --node-rank'
-    ).split()
+    launch = [*LAUNCH, '--master-port', str(free_port()), '--node-rank']
     log = {name: job.directory / f'{name}.log' for name in ('first', 'lost', 'other', 'right')}
 
     def start(stack: ExitStack, node: int, name: str, *more: str) -> subprocess.Popen[bytes]:

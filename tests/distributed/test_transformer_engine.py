@@ -79,12 +79,12 @@ def test_random_numbers_of_generators_that_live_on(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_generators_that_are_not_roll_back_show(
+def test_generators_that_are_not_restored_show(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
     broken = cluster(*FLAGS, *DRAWS)
-    broken.survive(fail_at='1:8:backward', mutation=f'{VARIANTS}:generators_not_roll_back')
+    broken.survive(fail_at='1:8:backward', mutation=f'{VARIANTS}:generators_not_restored')
     assert differences(expected, read_digest(broken)) != []
 
 

@@ -7,6 +7,7 @@ not matter for most models.
 Checked against megatron-core 0.19.2.
 """
 
+import functools
 import os
 import platform
 import re
@@ -15,11 +16,12 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+import megatron.core
 import torch
 import xxhash
 
 import moevement_ext
-from moevement_ext.memory.window.settings import Table
+from moevement_ext.memory.window.settings import Table, digest_of
 
 _PACKAGES = (
     'megatron-core torch transformer-engine apex numpy triton flash-attn flash-attn-3 '
@@ -27,6 +29,12 @@ _PACKAGES = (
     'nvidia-nccl-cu13 deep-ep deep-gemm grouped-gemm mamba-ssm causal-conv1d '
     'emerging-optimizers nvidia-modelopt kitchen tokenizers sentencepiece tiktoken transformers'
 ).split()
+
+# Folders of packages that people change in place.
+_CODE = {
+    'megatron-core': [Path(path) for path in megatron.core.__path__],
+    'megatron-moevement': [Path(moevement_ext.__file__).parent, Path(__file__).parents[1]],
+}
 
 _DRIVER = Path('/proc/driver/nvidia')
 _NCCL_SETTINGS = Path('/etc/nccl.conf'), Path(os.path.expanduser('~/.nccl.conf'))
@@ -50,7 +58,8 @@ _VARIABLES = re.compile(
 def versions(on_cpu: bool) -> Table:
     """Versions of Python, installed packages, this package, the program, GPU, driver and CPU.
 
-    The program has no version, so its content is digested.
+    The program has no version, so its content is digested. A checkout keeps its version while its
+    code changes, so that of upstream and of this package counts by the sizes of its files.
     """
     found = {'python': platform.python_version(), 'megatron-moevement': moevement_ext.__version__}
     for package in _PACKAGES:
@@ -58,6 +67,8 @@ def versions(on_cpu: bool) -> Table:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
+    for name, folders in _CODE.items():
+        found[f'code of {name}'] = digest_of([_sizes(folder) for folder in folders])
     found['torch'] = str(torch.__version__)  # includes the CUDA version it was built for
     found['CUDA of torch'] = str(torch.version.cuda)
     program = Path(sys.argv[0])
@@ -83,6 +94,19 @@ def environment() -> Table:
     return {
         name: _with_content(value) for name, value in found.items() if _VARIABLES.fullmatch(name)
     }
+
+
+@functools.cache
+def _sizes(folder: Path) -> list[tuple[str, int]]:
+    """Sizes of all Python files below, by path; empty if the package is no folder."""
+    found = []
+    for parent, _, files in os.walk(folder):
+        below = os.path.relpath(parent, folder)
+        for name in files:
+            if name.endswith('.py'):
+                with suppress(OSError):  # it is being replaced
+                    found.append((os.path.join(below, name), os.stat(f'{parent}/{name}').st_size))
+    return sorted(found)
 
 
 def _cpu() -> Table:

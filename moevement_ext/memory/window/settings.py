@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 import xxhash
+from msgspec import UNSET, UnsetType
 
 Table = dict[str, str]
 """Values as text, by names known to users: flags, files, packages, variables."""
@@ -43,6 +44,9 @@ class RunSettings(msgspec.Struct, frozen=True):
     """Versions of packages that compute."""
     environment: Table = {}
     """Environment variables that may decide bits."""
+    protection: Table | UnsetType = UNSET
+    """Flags that all ranks of a job must share. They decide no bits, and another launch may have
+    others."""
 
 
 class Differences(NamedTuple):
@@ -83,6 +87,11 @@ def differences(
     )
 
 
+def of_protection(one: RunSettings, other: RunSettings, words: tuple[str, str]) -> list[str]:
+    """Lines, as those of `differences`, on what two ranks of a job must share."""
+    return _lines(one.protection or {}, other.protection or {}, words)
+
+
 def told(lines: Sequence[str]) -> str:
     """Join the first lines, with the number of those left out."""
     more = len(lines) - _MAX_LINES
@@ -95,7 +104,8 @@ def bounded(settings: RunSettings) -> RunSettings:
     First long values are cut, then all values become digests, then the table with the most names,
     such as the files of a large blend, becomes one digest.
     """
-    tables = msgspec.structs.asdict(settings)
+    every = msgspec.structs.asdict(settings)
+    tables: dict[str, Table] = {part: table for part, table in every.items() if table is not UNSET}
     for shorten in (_shown, _hashed):
         tables = {part: _each(table, shorten) for part, table in tables.items()}
         if _fits(tables):

@@ -34,7 +34,7 @@ def scaling_captured_once() -> None:
     slices._slices = with_the_operator
 
 
-def scaling_not_roll_back() -> None:
+def scaling_not_rolled_back() -> None:
     """What is cut off leaves its largest values, and scales that were worked out from them."""
     fp8()
     begin = broken_iteration.BrokenIteration.__init__

@@ -59,7 +59,7 @@ def log_of_neighbour_changed() -> None:
     p2p.BoundaryCommunicator._take = scaled
 
 
-def iteration_state_not_roll_back() -> None:
+def iteration_state_not_rolled_back() -> None:
     """Survivors run the iteration again with the random numbers where they were cut off."""
     training_state.TrainingState.restore = lambda *args: None
 

@@ -56,10 +56,10 @@ def generators_tracked() -> None:
     random.CudaRNGStatesTracker = GeneratorsTracker
 
 
-def generators_not_roll_back() -> None:
+def generators_not_restored() -> None:
     """They draw on from wherever they are."""
     generators_tracked()
-    iteration_state._roll_back = lambda present, state: present
+    iteration_state._restored = lambda present, state: present
 
 
 def random_numbers_of_each_rank() -> None:

@@ -69,3 +69,15 @@ def test_with_it_the_same_shard_of_each_instance(groups: Groups) -> None:
     assert dp_copy.replicas(facts(True)) == []
     groups.instances = [2, 4]
     assert dp_copy.twins(facts(True)) == [], 'these have other shards of what is no expert'
+
+
+@pytest.mark.parametrize('distributed', [False, True])
+@pytest.mark.parametrize('instances', [None, [2, 6]])
+def test_a_rank_that_may_copy_its_state_of_a_peer_has_no_twins(
+    groups: Groups, distributed: bool, instances: list[int] | None
+) -> None:
+    """So a twin always has the windows that it captured, or that its replay began from."""
+    groups.instances = instances
+    same = facts(distributed)
+    assert not (dp_copy.replicas(same) and dp_copy.twins(same))
+    assert dp_copy.replicas(same) or dp_copy.twins(same) or distributed

@@ -5,7 +5,8 @@ import argparse
 
 import pytest
 
-from megatron.moevement.arguments import add_arguments
+from megatron.moevement.arguments import add_arguments, config_from_args
+from moevement_ext.config import ConfigurationError
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -45,3 +46,38 @@ def test_any_other_rate_is_refused_with_the_rule(capsys: pytest.CaptureFixture[s
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "gb-per-s: 'half' must be a number, \"auto\" or \"off\" (train --help" in line
+
+
+def flags_of_the_group() -> list[argparse.Action]:
+    parser = argparse.ArgumentParser(prog='train')
+    before = {action.dest for action in parser._actions}
+    return [one for one in add_arguments(parser)._actions if one.dest not in before]
+
+
+CHECKED = [one for one in flags_of_the_group() if one.nargs != 0 and (one.type or one.choices)]
+
+
+@pytest.mark.parametrize('action', CHECKED, ids=lambda action: action.option_strings[0])
+def test_a_word_that_is_no_value_is_refused_in_one_line(
+    action: argparse.Action, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (flag,) = action.option_strings
+    with pytest.raises(SystemExit) as ended:
+        parse(flag, 'no-such-value')
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f'train: error: argument {flag}: ') and 'no-such-value' in line
+
+
+NUMBERS = [one for one in CHECKED if not one.choices]
+
+
+@pytest.mark.parametrize('action', NUMBERS, ids=lambda action: action.option_strings[0])
+def test_no_number_may_be_below_zero(
+    action: argparse.Action, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (flag,) = action.option_strings
+    args = parse('--sparse-ckpt', f'{flag}=-1')
+    with pytest.raises(ConfigurationError, match=f'^{flag}') as refused:
+        config_from_args(args)  # type: ignore[arg-type]
+    assert len(str(refused.value).splitlines()) == 1

@@ -212,3 +212,24 @@ def test_versions_and_the_program_are_told(tmp_path: Path, monkeypatch: pytest.M
     assert {'torch', 'megatron-core', 'megatron-moevement', 'python'} <= found.keys()
     program.write_text('two')
     assert found['program'] != computing.versions(on_cpu=True)['program']
+
+
+@pytest.mark.parametrize('change', ['longer', 'one more', 'other bytes'])
+def test_code_that_was_changed_in_place_is_told(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkout, whose version stays; files of equal sizes are taken for equal."""
+    (tmp_path / 'core').mkdir()
+    (tmp_path / 'core' / 'layers.py').write_text('a')
+    (tmp_path / 'core' / 'layers.pyc').write_text('compiled')
+    monkeypatch.setitem(computing._CODE, 'megatron-core', [tmp_path])
+    before = computing.versions(on_cpu=True)
+    if change == 'one more':
+        (tmp_path / 'experts.py').touch()
+    else:
+        (tmp_path / 'core' / 'layers.py').write_text('ab' if change == 'longer' else 'b')
+    computing._sizes.cache_clear()
+    after = computing.versions(on_cpu=True)
+    differing = {name for name in before if before[name] != after[name]}
+    assert differing == (set() if change == 'other bytes' else {'code of megatron-core'})
+    computing._sizes.cache_clear()
