@@ -6,6 +6,7 @@ Checked against megatron-core 0.19.2: a router returns (probabilities, routing m
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
@@ -13,7 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.moevement.built import Chunks
 from megatron.moevement.state.model_operators import num_experts, router_modules
-from megatron.moevement.state.more_capacity import MoreCapacity, by_layer
+
+if TYPE_CHECKING:  # jobs that lose no tokens do not import it
+    from megatron.moevement.state.more_capacity import MoreCapacity
 
 
 class RouterTokenCounter:
@@ -51,6 +54,8 @@ class RouterTokenCounter:
 
     def make_up(self, tokens: Mapping[str, float]) -> None:
         """Give experts more capacity until they had so many more tokens; see `MoreCapacity`."""
+        from megatron.moevement.state.more_capacity import MoreCapacity, by_layer
+
         experts = self._counts.shape[1]
         if self._more is None:
             shape = len(self._layers), experts
