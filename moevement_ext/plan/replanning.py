@@ -25,7 +25,10 @@ class TokenCounter(Protocol):
     """The engine sets this before training: count routers' weights instead of tokens."""
 
     def take(self) -> dict[str, float]:
-        """Counts by expert operator since the last call."""
+        """Counts by expert operator since the last call; while counting, of a whole iteration."""
+
+    def make_up(self, tokens: Mapping[str, float]) -> None:
+        """Have experts that have lost so many tokens drop fewer, if there is a limit of them."""
 
     def take_capacity(self) -> float | None:
         """Capacity of an expert, in tokens since the last call; None without a limit."""
@@ -40,6 +43,9 @@ class NoTokens:
     def take(self) -> dict[str, float]:
         """Always empty."""
         return {}
+
+    def make_up(self, tokens: Mapping[str, float]) -> None:
+        """There is no limit."""
 
     def take_capacity(self) -> float | None:
         """Always None: no limit."""

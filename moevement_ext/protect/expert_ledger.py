@@ -166,14 +166,16 @@ class ExpertLedger:
 
     def begins(self) -> None:
         """An iteration begins; what was counted of one that was cut off does not count."""
-        self._counter.counting = True
+        self._counter.counting = False
         self._counter.take()
+        self._counter.counting = True
 
     def ends(self) -> None:
         """An iteration is committed. Waits for the device."""
-        self._counter.counting = False
         self._counted += 1
-        for name, count in self._counter.take().items():
+        tokens = self._counter.take()
+        self._counter.counting = False
+        for name, count in tokens.items():
             self._routed[name] += count
             self._of_cycle[name] = self._of_cycle.get(name, 0.0) + count
 
@@ -247,6 +249,9 @@ class ExpertLedger:
         self._since, self._from = copies.since, header.name
         self._counted = header.iteration - copies.since
         self._lost = copies.lost + copies.unsaved
+        if self._strategy.makes_up:
+            lost = {name: copy.routed - copy.learned for name, copy in copies.experts.items()}
+            self._counter.make_up(lost)
         expected = self._expected(last)
         return TokensLost(
             start=header.iteration,

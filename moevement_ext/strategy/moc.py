@@ -71,6 +71,8 @@ class Moc:
         limit: `--sparse-ckpt-lost-share`.
     """
 
+    makes_up = False
+
     def __init__(self, interval: int, experts: int | str, choice: str, limit: float) -> None:
         self.counts_tokens = choice == LOAD
         self._interval = interval

@@ -5,7 +5,8 @@ Gandhi and Kozyrakis (arXiv 2412.15411v1). Copies to host memory and sends to th
 replicas each have a budget: what an iteration hides. The smaller of both, less the operators that
 are no experts, says how many experts are saved; layers share them by their risk, which is the
 number of tokens since the copies of their experts, and within a layer those with most tokens come
-first.
+first. After a failure, experts drop fewer tokens, where a capacity limits them, until they have had
+as many more as they lost.
 """
 
 import math
@@ -86,7 +87,7 @@ class Moetion:
         limit: as of `held_to`.
     """
 
-    counts_tokens = True
+    counts_tokens = makes_up = True
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit

@@ -34,6 +34,9 @@ class Strategy(Protocol):
 class LossyStrategy(Strategy, Protocol):
     """One whose checkpoints have some experts as of an earlier checkpoint."""
 
+    makes_up: bool
+    """After a recovery, experts that lost tokens get more capacity, where that has a limit."""
+
     def choose(
         self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
     ) -> Collection[str]:

@@ -124,6 +124,10 @@ UPSTREAM = {
     ),
     # Layers, passes, pipeline, random numbers, data.
     'megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__': ('self', 'args', 'kwargs'),
+    'megatron.core.transformer.moe.router:apply_router_token_dropping': (
+        'routing_probs', 'routing_map', 'router_topk', 'capacity_factor', 'drop_policy',
+        'pad_to_capacity',
+    ),
     'megatron.core.transformer.moe.router:router_gating_linear': (
         'inp', 'weight', 'bias', 'router_dtype',
     ),

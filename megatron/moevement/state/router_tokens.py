@@ -5,12 +5,18 @@ Checked against megatron-core 0.19.2: a router returns (probabilities, routing m
 [tokens, experts]; tokens dropped by a capacity factor are in neither.
 """
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 from megatron.core.transformer.moe.moe_utils import get_capacity
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.moevement.built import Chunks
 from megatron.moevement.state.model_operators import num_experts, router_modules
+
+if TYPE_CHECKING:  # jobs that lose no tokens do not import it
+    from megatron.moevement.state.more_capacity import MoreCapacity
 
 
 class RouterTokenCounter:
@@ -22,6 +28,8 @@ class RouterTokenCounter:
 
     def __init__(self, model: Chunks, device: torch.device) -> None:
         routers = list(router_modules(model))
+        self._routers = [router for _, router in routers]
+        self._more: MoreCapacity | None = None
         self._layers = [layer for layer, _ in routers]
         self._counts = torch.zeros(
             len(routers), num_experts(model), dtype=torch.float64, device=device
@@ -36,11 +44,23 @@ class RouterTokenCounter:
         """Counts since the last call, by expert operator; waits for the device."""
         counts: list[list[float]] = self._counts.tolist()
         self._counts.zero_()
+        if self._more is not None:
+            self._more.settle(self.counting)
         return {
             f'{layer}.expert{expert}': counts[index][expert]
             for index, layer in enumerate(self._layers)
             for expert in range(self._counts.shape[1])
         }
+
+    def make_up(self, tokens: Mapping[str, float]) -> None:
+        """Give experts more capacity until they had so many more tokens; see `MoreCapacity`."""
+        from megatron.moevement.state.more_capacity import MoreCapacity, by_layer
+
+        experts = self._counts.shape[1]
+        if self._more is None:
+            shape = len(self._layers), experts
+            self._more = MoreCapacity(self._routers, shape, self._counts.device)
+        self._more.owe(by_layer(self._layers, experts, tokens))
 
     def take_capacity(self) -> float | None:
         """Most tokens that an expert could take since the last call; None: no limit."""

@@ -2,7 +2,7 @@
 """Checkpoints with some experts as of the one before: bytes, versions, tokens."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,7 @@ class Tokens:
 
     def __init__(self) -> None:
         self.counting = False
+        self.owed: dict[str, float] = {}
         self._counts = dict.fromkeys(EXPERTS, 0.0)
 
     def route(self, iteration: int) -> None:
@@ -49,6 +50,9 @@ class Tokens:
     def take(self) -> dict[str, float]:
         counts, self._counts = self._counts, dict.fromkeys(EXPERTS, 0.0)
         return counts
+
+    def make_up(self, tokens: Mapping[str, float]) -> None:
+        self.owed = dict(tokens)
 
     def take_capacity(self) -> None:
         return None
@@ -292,6 +296,17 @@ def test_a_load_has_what_a_strategy_decides_by(lossy: Callable[[int], Lossy]) ->
     assert found.expected == sum(routed_by(8).values()) / 8 * LAST
     assert (found.lost, found.experts, found.stage_experts, found.holders) == (0, 2, 2, 2)
     assert found.expert_bytes == sum(SIZES.values())
+
+
+def test_moetion_makes_up_for_what_is_lost(lossy: Callable[[int], Lossy]) -> None:
+    job = lossy(1)
+    job.run_until(8)
+    header, _, _ = job.newest()
+    job.ledger.go_back(header, LAST)
+    assert job.tokens.owed == {}
+    ledger = ExpertLedger(job.tokens, Moetion(None), SIZES)
+    ledger.go_back(header, LAST)
+    assert job.tokens.owed == {'expert0': (routed_by(6) - routed_by(4))['expert0'], 'expert1': 0}
 
 
 def test_more_experts_than_there_are_are_refused() -> None:

@@ -5,7 +5,7 @@ Processes are threads (`threaded_job`), and train a fake; what a recovery loads,
 again is compared with a recount.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -53,6 +53,9 @@ class Tokens:
     def take(self) -> dict[str, float]:
         counts, self._counts = self._counts, {}
         return {name: counts.get(name, 0.0) for name in self._names}
+
+    def make_up(self, tokens: Mapping[str, float]) -> None:
+        raise AssertionError('not by this strategy')
 
     def take_capacity(self) -> None:
         return None

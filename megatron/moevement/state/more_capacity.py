@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More capacity for experts that have lost tokens, until as many more have come to them.
+
+Where `--moe-expert-capacity-factor` is set, tokens above the capacity of an expert are dropped; an
+expert that is owed tokens drops only those above 1.1 times of that. What it gains counts at the end
+of an iteration: all micro-batches of one, and what is computed again of them, are dropped alike.
+Without the factor, or where batches are padded to the capacity, nothing changes.
+
+Wraps, in `megatron.core.transformer.moe.router`, `apply_router_token_dropping`, once tokens are
+owed. Checked against megatron-core 0.19.2.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.moevement.seams import patches
+
+FACTOR = 1.1
+_DROPPING = 'megatron.core.transformer.moe.router:apply_router_token_dropping'
+
+type _Routed = tuple[torch.Tensor, torch.Tensor]
+
+
+class MoreCapacity:
+    """What the experts of this rank's routers are owed. Training thread only.
+
+    Args:
+        routers: of all layers.
+        shape: layers and experts.
+        device: of the counts.
+    """
+
+    def __init__(
+        self, routers: Sequence[torch.nn.Module], shape: tuple[int, int], device: torch.device
+    ) -> None:
+        self._owed = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._gained = torch.zeros_like(self._owed)
+        self._layer: int | None = None
+        for index, router in enumerate(routers):
+            router.register_forward_pre_hook(partial(self._enters, index))
+        patches.wrap(_DROPPING, self._drop)
+
+    def owe(self, tokens: Sequence[Sequence[float]]) -> None:
+        """From now on, give these experts more, by layer and expert; nothing else is owed."""
+        self._owed.copy_(torch.tensor(tokens, dtype=torch.float64))
+        self._gained.zero_()
+
+    def settle(self, committed: bool) -> None:
+        """Count what was gained in an iteration, if that is committed."""
+        if committed:
+            self._owed -= self._gained
+        self._gained.zero_()
+
+    def _enters(self, layer: int, router: torch.nn.Module, inputs: object) -> None:
+        self._layer = layer if router.training else None
+
+    def _drop(self, original: Callable[..., _Routed], *args: Any, **kwargs: Any) -> _Routed:
+        probs, routed = original(*args, **kwargs)
+        if self._layer is None or kwargs.get('pad_to_capacity'):
+            return probs, routed
+        wider = {**kwargs, 'capacity_factor': FACTOR * kwargs['capacity_factor']}
+        more_probs, more_routed = original(*args, **wider)
+        owed = self._owed[self._layer] > 0
+        if torch.is_grad_enabled():  # once, where a forward pass is computed twice
+            gained = more_routed.sum(dim=0) - routed.sum(dim=0)
+            self._gained[self._layer] += gained * owed
+        return torch.where(owed, more_probs, probs), torch.where(owed, more_routed, routed)
+
+
+def by_layer(layers: Sequence[str], experts: int, tokens: Mapping[str, float]) -> list[list[float]]:
+    """Tokens by layer and expert, of operators' names."""
+    return [
+        [tokens.get(f'{layer}.expert{expert}', 0.0) for expert in range(experts)]
+        for layer in layers
+    ]

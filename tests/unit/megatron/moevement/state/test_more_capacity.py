@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that are owed tokens drop fewer of them, until they have had as many more."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe import router as upstream
+
+from megatron.moevement.state.more_capacity import MoreCapacity, by_layer
+
+TOKENS, EXPERTS, LAYERS = 80, 2, 2
+FACTOR = 0.5
+CAPACITY, MORE = 20, 22
+
+
+class Router(torch.nn.Module):
+    """All tokens want all experts, those of low number most."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self._given = given
+
+    def forward(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        probs = torch.linspace(1, 0.1, TOKENS)[:, None].expand(TOKENS, EXPERTS)
+        routed: tuple[torch.Tensor, torch.Tensor] = upstream.apply_router_token_dropping(
+            probs, probs > 0, router_topk=1, capacity_factor=FACTOR, **self._given
+        )
+        return routed
+
+
+@pytest.fixture
+def routers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Router]:
+    """Upstream's function is put back."""
+    dropping = 'apply_router_token_dropping'
+    monkeypatch.setattr(upstream, dropping, getattr(upstream, dropping))
+    return [Router(**getattr(request, 'param', {})) for _ in range(LAYERS)]
+
+
+def taken(router: Router) -> list[int]:
+    """Tokens of each expert."""
+    probs, routed = router(torch.zeros(1))
+    assert torch.equal(probs > 0, routed)
+    return routed.sum(dim=0).tolist()
+
+
+def more(routers: list[Router], owed: list[list[float]]) -> MoreCapacity:
+    capacity = MoreCapacity(routers, (LAYERS, EXPERTS), torch.device('cpu'))
+    capacity.owe(owed)
+    return capacity
+
+
+def test_it_ends_once_all_is_made_up(routers: list[Router]) -> None:
+    assert taken(routers[0]) == [CAPACITY, CAPACITY]
+    capacity = more(routers, [[0, 3], [0, 0]])
+    for owed in (True, True, False):  # 3, 1, -1 are left
+        for _ in range(2):  # forward, and computed again
+            with torch.set_grad_enabled(False):
+                assert taken(routers[0]) == [CAPACITY, MORE if owed else CAPACITY]
+        assert taken(routers[0]) == [CAPACITY, MORE if owed else CAPACITY]
+        assert taken(routers[1]) == [CAPACITY, CAPACITY]
+        capacity.settle(committed=True)
+
+
+def test_what_a_cut_off_iteration_gained_does_not_count(routers: list[Router]) -> None:
+    capacity = more(routers, [[1, 0], [0, 0]])
+    for _ in range(3):
+        assert taken(routers[0]) == [MORE, CAPACITY]
+        capacity.settle(committed=False)
+
+
+def test_an_evaluation_drops_as_ever(routers: list[Router]) -> None:
+    more(routers, [[9, 9], [9, 9]])
+    routers[1].eval()
+    assert taken(routers[1]) == [CAPACITY, CAPACITY]
+    assert taken(routers[0]) == [MORE, MORE]
+
+
+@pytest.mark.parametrize('routers', [{'pad_to_capacity': True}], indirect=True)
+def test_batches_of_a_fixed_size_stay_so(routers: list[Router]) -> None:
+    more(routers, [[9, 9], [9, 9]])
+    assert taken(routers[0]) == [CAPACITY, CAPACITY]
+
+
+def test_tokens_come_by_the_names_of_operators() -> None:
+    tokens = {'layer0.expert1': 5.0, 'layer2.expert0': 7.0, 'elsewhere.expert0': 9.0}
+    assert by_layer(['layer0', 'layer2'], 2, tokens) == [[0.0, 5.0], [7.0, 0.0]]
