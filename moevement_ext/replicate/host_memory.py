@@ -45,9 +45,9 @@ from moevement_ext.replicate.node_plan import (
     file_sizes,
     hosted_by,
     log_bytes,
-    names_of_several,
     node_plan,
     stubs_at,
+    warn_of_same_names,
 )
 from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
@@ -58,11 +58,6 @@ from moevement_ext.replicate.twin_client import TwinClient
 from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
-
-_SAME_NAME = (
-    'sparse checkpointing: several hosts are called %r: they count as one node, and hold no copies '
-    'of each other. Set MOEVEMENT_NODE to another name on each'
-)
 
 Exchange = Callable[[bytes], list[bytes]]
 """Collective all-gather of bytes, by rank."""
@@ -147,8 +142,8 @@ class HostMemory:
         self._secret = of_attempt(secret, self.members[0].salt)
         self.mark = mark(secret)
         self.copies = copies_of(self.members, config.topology, config.replicas)
-        for name in names_of_several(self.members) if self.rank == 0 else ():
-            logger.warning(_SAME_NAME, name)
+        if self.rank == 0:
+            warn_of_same_names(self.members)
         self.members[self.rank] = own  # a replacement may run on another node; replicas stay placed
         self.log: UpstreamLog | None = None
         self.forget_other_layouts: Callable[[], None] = lambda: None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory of a node's ranks, computed from the descriptions of all ranks."""
 
+import logging
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
@@ -11,6 +12,8 @@ from moevement_ext.memory.sizing import Logged, log_ring_bytes, rank_memory, win
 from moevement_ext.memory.window.generation import FileSize
 from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
+
+logger = logging.getLogger(__name__)
 
 ALONE = -1
 """Value of `family` without another rank with the same captures."""
@@ -79,15 +82,17 @@ def domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
     return failure_domains([member.node for member in members], topology)
 
 
-def names_of_several(members: Sequence[Member]) -> list[str]:
-    """Names of nodes that are several hosts: these count as one, and hold no copies of each other.
-
-    As of machines that are all called localhost.
-    """
+def warn_of_same_names(members: Sequence[Member]) -> None:
+    """Warn of nodes that are several hosts, such as machines that are all called localhost."""
     hosts: dict[str, set[str]] = {}
     for member in members:
         hosts.setdefault(member.node, set()).add(member.host)
-    return sorted(name for name, found in hosts.items() if len(found) > 1)
+    for name in sorted(name for name, found in hosts.items() if len(found) > 1):
+        logger.warning(
+            'sparse checkpointing: several hosts are called %r: they count as one node, and hold '
+            'no copies of each other. Set MOEVEMENT_NODE to another name on each',
+            name,
+        )
 
 
 def hosted_by(
