@@ -54,9 +54,9 @@ class HolderLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.read(self._fd, 300).decode(errors='replace')
+            holder = os.read(self._fd, 300).decode(errors='replace')
             os.close(self._fd)
-            raise _in_use(path.parent, who) from None
+            raise _in_use(path.parent, holder) from None
         except OSError:
             os.close(self._fd)
             raise
@@ -88,25 +88,25 @@ def taken(path: Path) -> HolderLock:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _in_use(path: Path, who: str) -> StoreInUseError:
+def _in_use(path: Path, holder: str) -> StoreInUseError:
     """Error about a directory locked by "<process id> on <host>", or by an unknown process."""
-    if _dies(who):
+    if _dies(holder):
         error = StoreInUseError(
-            f'{path} is in use by process {who}, which was killed and does not die: it waits in '
+            f'{path} is in use by process {holder}, which was killed and does not die: it waits in '
             f'the kernel, see dmesg; this machine may have to be restarted.'
         )
         error.dies = True
         return error
     return StoreInUseError(
-        f'{path} is in use by the live process {who or "unknown"}: another job runs with the same '
-        f'--sparse-ckpt-run-id. Give each job its own --sparse-ckpt-run-id, or end the other job '
-        f'first.'
+        f'{path} is in use by the live process {holder or "unknown"}: another job runs with the '
+        f'same --sparse-ckpt-run-id. Give each job its own --sparse-ckpt-run-id, or end the '
+        f'other job first.'
     )
 
 
-def _dies(who: str) -> bool:
+def _dies(holder: str) -> bool:
     """True if the process is on this machine and known to be ending."""
-    pid, _, host = who.partition(' on ')
+    pid, _, host = holder.partition(' on ')
     if not pid.isdecimal() or host != socket.gethostname():
         return False
     try:

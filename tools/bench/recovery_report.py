@@ -196,10 +196,10 @@ def print_report(report: RecoveryReport, console: Console) -> None:
     for method in report.methods.values():
         phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
         say(f'{method.title}: {phases} s')
-    who = f'rank {VICTIM}' if report.lose == WORKER else 'all'
+    victim = f'rank {VICTIM}' if report.lose == WORKER else 'all'
     say(
         f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
-        f'{who} killed after iteration {report.kill_after}; window {report.window}, '
+        f'{victim} killed after iteration {report.kill_after}; window {report.window}, '
         f'torch_dist every {report.dense_interval} iterations.'
     )
     for method in report.methods.values():
