@@ -429,7 +429,7 @@ class OwnerWindows:
                 found.path.unlink()
                 continue
             self._generations.append(Generation(file, self._next_index(), FileState.COMMITTED))
-        for path in sorted(self.path.glob('*.window')):
+        for path in sorted(self.path.glob('*.window'), reverse=True):  # free ones last
             if path.name.startswith(('free-', 'writing-', 'unjudged-')):
                 self._adopt_free(path)
 

@@ -199,6 +199,7 @@ def test_captures_of_a_window_that_was_cut_off_outlive_more_than_one_process(
     unfinished = windows.begin(named(3))
     assert unfinished is not None
     write_slot(unfinished, 0)
+    WindowFile.create(windows.path / 'free-7.window', capacity())  # a surplus one
     for _ in range(3):
         store = restart(store)
         windows = OwnerWindows(store, 0, 0, capacity())
