@@ -146,7 +146,11 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
         return starters[0]
 
     with _environment(launch), (folder / 'launcher.jsonl').open('wb') as said:
-        code = Supervisor(config, lambda event: _note(said.write, event), starter).run()
+
+        def note(event: Event) -> None:
+            said.write(line_of(event))
+
+        code = Supervisor(config, note, starter).run()
     if code or starters[0].lost_at is None:
         raise LabError(f'{way}: the job ended with exit status {code}; see {folder}')
     lost_at = starters[0].lost_at
@@ -161,10 +165,6 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
     different = kinds_of_difference(reference, read_digest(folder / DIGEST))
     kept, in_advance = starters[0].kept, starters[0].in_advance
     return Loss(new.time - lost_at, ready - began, kept, in_advance, different)
-
-
-def _note(write: Callable[[bytes], object], event: Event) -> None:
-    write(line_of(event) + b'\n')
 
 
 @contextmanager

@@ -93,12 +93,15 @@ class WithEvidence(ThreadedJob):
         super().__init__(*args)
         self.struck = False
         self._there = threading.Event()
+        self._of_the_struck: Replicator | None = None
         send = Replicator._send
 
         def held_back(replicator: Replicator, job: Any, slot: int, peer: Any) -> None:
             incomplete = replicator.owner == 1 and job.name.start == START + WINDOW
-            if incomplete and slot == WINDOW - 1 and not self.struck:
-                raise ConnectionError('held back')
+            if incomplete and not self.struck:
+                self._of_the_struck = replicator
+            if incomplete and slot == WINDOW - 1 and replicator is self._of_the_struck:
+                raise ConnectionError('held back')  # also in what is left of it once it is struck
             send(replicator, job, slot, peer)
             if incomplete and slot == WINDOW - 2:
                 self._there.set()

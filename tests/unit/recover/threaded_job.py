@@ -159,7 +159,7 @@ class Process:
             self.ready.wait(_SET_UP_S)
         self.dead = True
         self.groups.unblock()
-        if self.membership is not None:
+        if self.membership is not None and hasattr(self.membership, '_watch'):  # it has met
             self.membership._watch.stop()
             self.membership._wake()  # it may wait for one that waits for its end
         _raise_in(self.thread, Died)
@@ -175,7 +175,7 @@ class Process:
 
     def release(self) -> None:
         """What ends with a process. Called once its thread has ended."""
-        if self.membership is not None:
+        if self.membership is not None and hasattr(self.membership, '_watch'):  # it has met
             self.membership._watch.stop()
             self.membership._loss.close()
         protected, self.protected = self.protected, None
