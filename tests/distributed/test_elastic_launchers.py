@@ -69,7 +69,9 @@ def test_a_requeued_job_goes_on_with_fewer_nodes(
     with submitted(job, bin_, log, stall, nodes='n1,n2') as batch:
         hold_at_window(3, job, 4, stall, [log])
         (bin_ / 'srun.n2').touch()
-        psutil.Process(int((bin_ / 'srun.n2.pid').read_text())).kill()
+        lost = psutil.Process(int((bin_ / 'srun.n2.pid').read_text()))
+        for process in [lost, *lost.children(recursive=True)]:
+            process.kill()
         assert batch.wait(START_S) == EXIT_WHOLE_JOB, tails([log])
     assert (bin_ / 'scontrol.asked').read_text() == 'requeued\n'
     with submitted(job, bin_, log, stall, nodes='n1', SLURM_RESTART_COUNT='1') as batch:
