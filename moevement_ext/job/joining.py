@@ -131,12 +131,13 @@ def _meet(
 ) -> tuple[Membership | None, Store | None]:
     """Meet the other ranks, if the launcher's store outlives the workers."""
     directory = Path(config.dir)
+    of_all_layouts = run_id if config.elastic == OFF else base_of(run_id)
     ask_again_soon()
     isolate_children()
-    end_orphans(directory / run_id)
+    end_orphans(directory / of_all_layouts)
     watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)
-    meet_there(config, run_id if config.elastic == OFF else base_of(run_id), timeout)
+    meet_there(config, of_all_layouts, timeout)
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None

@@ -34,7 +34,7 @@ def end_orphans(run: Path) -> list[int]:
     of this process stay, too. Called once, before this process has children.
 
     Args:
-        run: host memory directory of the job, the same after a relaunch.
+        run: host memory directory of the job, the same after a relaunch, in any layout.
 
     Returns:
         Process ids of the ended processes.

@@ -88,6 +88,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
         'hours; tests/distributed/test_chaos.py',
+    rf'{_PYTHON}tools\.chaos --elastic ': 'long; tests/unit/tools/chaos/test_elastic.py',
     rf'{_PYTHON}tools\.compatibility --write':
         'a file of the repository; tests/unit/megatron/moevement/job/test_compatibility.py',
     rf'{_PYTHON}tools\.flags --write': 'a file of the repository; tests/unit/test_readme.py',

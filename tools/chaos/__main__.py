@@ -4,6 +4,7 @@
     python -m tools.chaos --faults 20 --seed 1
     python -m tools.chaos --faults 1000 --seed 1 --configurations 20 --cover all:kill,node,stop
     python -m tools.chaos --resume runs/chaos
+    python -m tools.chaos --elastic --faults 20 --seed 1
 
 A small GPT trains on real text under a launcher that replaces single workers. At random moments the
 campaign kills, stops or blocks workers, deletes the memory of nodes, or kills launchers; with
@@ -24,6 +25,11 @@ job.
 The table counts faults by the phase in which they landed, according to the events of the hit worker
 (or of the other workers, if the hit worker had not noticed the failure yet or was starting).
 campaign.jsonl in the output folder has the results; `--resume` continues with the interrupted job.
+
+With `--elastic` each fault kills all processes of one job, which starts again in another layout, of
+2 to 4 ranks (`--sparse-ckpt-elastic restart`). The last state is compared with that of plain
+Megatron, which goes through the same layouts from one checkpoint to the next. Besides --faults,
+--seed and --output no flags count.
 
 Exit status: 0 nothing was lost, all states are equal and all cells are covered, 1 otherwise, 2 a
 job failed.
@@ -53,6 +59,7 @@ from tools.chaos.configuration import (
     draw_configuration,
 )
 from tools.chaos.drawing import draw_window
+from tools.chaos.elastic import ElasticCampaign, draw_lives, run_here
 from tools.chaos.landing import Coverage, parse_cells
 from tools.chaos.model import parse_layout
 from tools.chaos.results import NAME, Begun, ResultError, Results
@@ -60,11 +67,12 @@ from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import DigestFileError
 from tools.lab.errors import LabError
-from tools.lab.job import Kind
+from tools.lab.job import Kind, memory_directory
 from tools.lab.launch import Launcher, add_share_gpu
 from tools.lab.models import prepare_text
 
 RANDOM = 'random'
+_MOST_SHOWN = 8
 _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 
 
@@ -106,6 +114,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         'bits as well, on stand-ins for Transformer Engine that are part of the tests (with '
         '--share-gpu it is drawn where Transformer Engine is installed)')  # fmt: skip
     add('--resume', type=Path, metavar='DIR', help='continue the campaign in this folder')
+    add('--elastic', action='store_true', help='restart one job in drawn layouts instead')
     args = parser.parse_args(argv)
     try:
         if args.resume is not None:
@@ -280,6 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
+    if args.elastic:
+        return _run_elastic(args, console)
     if args.resume is None:
         args.seed = time.time_ns() if args.seed is None else args.seed
         _clear(args.output)
@@ -305,6 +316,35 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)
     print(results.summary(coverage), flush=True)
     return verdict(args, results, coverage)
+
+
+def _run_elastic(args: argparse.Namespace, console: Console) -> int:
+    seed = time.time_ns() if args.seed is None else args.seed
+    output = args.output.resolve()
+    for stale in (*output.glob('life*'), *output.glob('plain*')):
+        shutil.rmtree(stale, ignore_errors=True)
+    console.print(f'chaos: seed {seed}', highlight=False)
+    try:
+        with memory_directory('moevement-chaos-') as memory:
+            campaign = ElasticCampaign(
+                output,
+                prepare_text(output / 'data'),
+                memory,
+                draw_lives(seed, args.faults),
+                run_here,
+            )
+            for _ in campaign.live():
+                console.print(campaign.lived[-1].line(), markup=False, highlight=False)
+            different, growth = campaign.different(), campaign.growth()
+    except LabError as error:
+        print_failure(console, f'chaos: seed {seed}', error)
+        return 2
+    for one in different[:_MOST_SHOWN]:
+        console.print(f'chaos: differs: rank {one.rank}: {one.name}', style='bold red')
+    if growth:
+        console.print(f'chaos: {growth}', style='bold red', markup=False)
+    print(campaign.summary(not different), flush=True)
+    return 1 if different or growth else 0
 
 
 if __name__ == '__main__':

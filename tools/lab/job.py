@@ -264,14 +264,25 @@ class Job:
                 at = self.send(victims, signal.SIGKILL)
         return Injection(kind, at, pid)
 
-    def kill_after(self, iteration: int, victims: Collection[int]) -> float:
+    def kill(self) -> None:
+        """SIGKILL the launcher, and all workers with it."""
+        self._faulted.update(self._launcher.pids().values())
+        self._launcher.kill()
+
+    def kill_after(self, iteration: int, victims: Collection[int], delay_s: float = 0.0) -> float:
         """SIGKILL workers once an iteration is logged; returns the time (seconds since the epoch).
+
+        Args:
+            iteration: number of it.
+            victims: ranks.
+            delay_s: seconds to wait after it.
 
         Raises:
             LabError: the job ended before.
         """
         for log in self.follow(f'iteration {iteration}'):
             if log.iterations and log.iterations[-1].number >= iteration:
+                time.sleep(delay_s)  # the moment to fault, not a synchronisation
                 return self.send(victims, signal.SIGKILL)
         raise LabError(f'the job ended before iteration {iteration}', self.tail())
 
@@ -318,9 +329,8 @@ class Job:
 
     def _launch_again(self) -> float:
         """Kill launcher and workers, and launch the same job again; returns the time."""
-        self._faulted.update(self._launcher.pids().values())
         killed_at = time.time()
-        self._launcher.kill()
+        self.kill()
         self._launcher.start()
         return killed_at
 

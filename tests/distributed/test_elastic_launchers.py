@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real launchers that start a job again with other numbers of ranks: it goes on in another layout.
+
+What it comes to is compared with plain Megatron, which goes through the same layouts from one dense
+checkpoint to the next.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.events import Relaid, WindowPersisted, WorkerStarted
+from tests.distributed.conftest import read_digest
+from tests.distributed.harness.cluster import ROOT, Cluster, tails
+from tests.distributed.test_elastic import MODEL, ONE, RESTART, Layout, differing, plain
+from tests.distributed.test_torchrun import START_S, wait_until
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.thorough]
+
+LARGE, SMALL = (Layout(ranks, expert=ranks, sharded=True) for ranks in (4, 2))
+QUIET = ['--attention-dropout', '0', '--hidden-dropout', '0', '--train-iters', '24']
+LAYOUTS = ['--sparse-ckpt-elastic-layouts', 'ep=2', '--sparse-ckpt-recovery', 'whole-job']
+DENSE = '--dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist --save-interval 1'.split()
+SRUN = """#!/usr/bin/env python3
+import os, sys
+host = next(flag.partition('=')[2] for flag in sys.argv if flag.startswith('--nodelist='))
+if os.path.exists(f'{sys.argv[0]}.{host}'):
+    sys.exit(1)
+command = [flag for flag in sys.argv[1:] if not flag.startswith('--')]
+os.environ['SLURMD_NODENAME'] = host
+with open(f'{sys.argv[0]}.{host}.pid', 'w') as file:
+    file.write(str(os.getpid()))
+os.execv(command[0], command)
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") tr , '\\n' <<<"$3" ;;
+    "requeue 42") echo requeued >>"$0.asked" ;;
+esac
+"""
+SQUEUE = '#!/usr/bin/env bash\necho n1\n'
+
+
+@pytest.fixture
+def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
+    """A job of four ranks on two nodes, which two ranks may go on with; it saves each iteration."""
+    flags = [*MODEL, *QUIET, *LARGE.flags(), *RESTART, *LAYOUTS, *ONE]
+    made = cluster(*flags, *DENSE, '--save', str(tmp_path / 'dense'))
+    made.directory.mkdir(parents=True)
+    return made
+
+
+def test_a_requeued_job_goes_on_with_fewer_nodes(
+    job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Of two nodes one is lost, and Slurm gives the job only the other; Slurm is programs here."""
+    bin_ = tmp_path / 'bin'
+    bin_.mkdir()
+    for name, text in (('srun', SRUN), ('scontrol', SCONTROL), ('squeue', SQUEUE)):
+        (bin_ / name).write_text(text)
+        (bin_ / name).chmod(0o755)
+    stall = tmp_path / 'stall'
+    log = job.directory / 'slurm.log'
+    with submitted(job, bin_, log, stall, nodes='n1,n2') as batch:
+        hold_at_window(3, job, 4, stall, [log])
+        (bin_ / 'srun.n2').touch()
+        lost = psutil.Process(int((bin_ / 'srun.n2.pid').read_text()))
+        for process in [lost, *lost.children(recursive=True)]:
+            process.kill()
+        assert batch.wait(START_S) == EXIT_WHOLE_JOB, tails([log])
+    assert (bin_ / 'scontrol.asked').read_text() == 'requeued\n'
+    with submitted(job, bin_, log, stall, nodes='n1', SLURM_RESTART_COUNT='1') as batch:
+        assert batch.wait(START_S) == 0, tails([log])
+    (shrunk,) = job.events_of(Relaid)
+    assert shrunk.dense_at >= 3
+    expected = plain(cluster, SMALL, tmp_path / 'dense', shrunk.dense_at, *QUIET)
+    assert_equal(read_digest(job), expected)
+
+
+def submitted(
+    job: Cluster, bin_: Path, log: Path, stall: Path, nodes: str, **env: str
+) -> subprocess.Popen[bytes]:
+    """The batch script, as Slurm runs it on the first of some nodes."""
+    environment = {
+        **os.environ,
+        'PATH': f'{bin_}:{os.environ["PATH"]}',
+        'SLURM_SUBMIT_DIR': str(ROOT),
+        'SLURM_JOB_NAME': 'moevement',
+        'SLURM_JOB_ID': '42',
+        'SLURM_JOB_NODELIST': nodes,
+        'SLURM_GPUS_ON_NODE': '2',
+        'MOEVEMENT_STALL_FILE': str(stall),
+        'CUDA_DEVICE_MAX_CONNECTIONS': '1',
+        **env,
+    }
+    with log.open('ab') as output:
+        return subprocess.Popen(
+            ['bash', 'scripts/slurm_requeue.sbatch', *job.flags],
+            cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+
+def hold_at_window(start: int, job: Cluster, ranks: int, stall: Path, logs: list[Path]) -> None:
+    """Once the newest life has that window, or a later one, its first rank trains no further."""
+
+    def is_there(rank: int) -> bool:
+        started = job.events_of(WorkerStarted, rank)
+        held = job.events_of(WindowPersisted, rank)
+        return any(one.pid == started[-1].pid and one.start >= start for one in held)
+
+    wait_until(lambda: all(map(is_there, range(ranks))), logs)
+    stall.with_name(f'{stall.name}.{job.events_of(WorkerStarted, 0)[-1].pid}').touch()
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    """But for the streams of random numbers that upstream gives to all shards of the experts."""
+    allowed = {(rank, 'rng/expert-parallel-rng') for rank in expected['ranks']}
+    assert differing(found, expected) <= allowed

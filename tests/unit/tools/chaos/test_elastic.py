@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tools.chaos --elastic` draws, what it compares with, and when it says that it is wrong."""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moevement_ext.events import RecoveryStarted, encode
+from tools.chaos.elastic import (
+    EVENTS,
+    LAYOUTS,
+    RUN_ID,
+    ElasticCampaign,
+    Life,
+    Start,
+    draw_lives,
+)
+from tools.lab.digests import StateDigest
+from tools.lab.errors import LabError
+from tools.lab.trained import DIGEST
+
+BEGAN = [None, 3, 3, None, 7]
+EP2, EP3, EP4 = LAYOUTS[:3]
+LIVES = [
+    Life(EP4, 2, 3),
+    Life(EP2, 1, 2),
+    Life(EP3, 1, 2),
+    Life(EP2, 1, in_relay=True),
+    Life(EP4, 2),
+]
+
+
+class FakeJobs:
+    """Jobs that write what the campaign reads."""
+
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+        self.starts: list[Start] = []
+        self.state = {'0': {'exp_avg/a': 'x', 'rng/data': 'x'}}
+        self.plain = {'0': {'exp_avg/a': 'x', 'rng/data': 'y'}}
+        self.leak = 0
+
+    def __call__(self, start: Start) -> int:
+        start.folder.mkdir(parents=True)
+        self.starts.append(start)
+        protected = '--sparse-ckpt' in start.flags
+        digest = StateDigest('', 40, self.state if protected else self.plain)
+        (start.folder / DIGEST).write_bytes(msgspec.json.encode(digest))
+        if protected:
+            self.write_events(start)
+            for path in self.memory.iterdir():
+                shutil.rmtree(path)
+            number = int(start.folder.name.removeprefix('life'))
+            if start.kill_at is not None or start.fail_at:
+                left = self.memory / f'{RUN_ID}.{number}' / 'window'
+                left.parent.mkdir()
+                left.write_bytes(bytes(4096 * (1 + self.leak * number)))
+        if start.fail_at:
+            return 0
+        return 40 if start.kill_at is None else start.kill_at
+
+    def write_events(self, start: Start) -> None:
+        events = start.folder / EVENTS
+        events.mkdir()
+        began = BEGAN[int(start.folder.name.removeprefix('life'))]
+        if began is not None:
+            (events / 'rank0.jsonl').write_bytes(
+                encode(RecoveryStarted(start=began, dense_at=began, source=''), 0, 1)
+            )
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> FakeJobs:
+    memory = tmp_path / 'memory'
+    memory.mkdir()
+    return FakeJobs(memory)
+
+
+def campaign(jobs: FakeJobs, tmp_path: Path) -> ElasticCampaign:
+    return ElasticCampaign(tmp_path, tmp_path / 'text', jobs.memory, LIVES, jobs)
+
+
+def value(start: Start, flag: str) -> str | None:
+    return start.flags[start.flags.index(flag) + 1] if flag in start.flags else None
+
+
+def test_each_life_is_killed_after_what_the_one_before_has_logged(
+    jobs: FakeJobs, tmp_path: Path
+) -> None:
+    lived = [*campaign(jobs, tmp_path).live()]
+    assert [start.kill_at for start in jobs.starts] == [3, 5, 7, None, None]
+    assert [one.began for one in lived] == [0, 3, 3, None, 7]
+    assert jobs.starts[3].fail_at.endswith(',0:7:relay,0:8:relay')
+
+
+def test_plain_megatron_goes_through_the_same_layouts(jobs: FakeJobs, tmp_path: Path) -> None:
+    """The second life has trained nothing that counts: the third begins where it began."""
+    ran = campaign(jobs, tmp_path)
+    assert len([*ran.live()]) == 5
+    assert ran.different() == []
+    plain = jobs.starts[5:]
+    assert [start.layout for start in plain] == [EP4, EP3, EP4]
+    assert [value(start, '--exit-interval') for start in plain] == ['3', '7', None]
+    saved = [value(start, '--save') for start in plain]
+    assert [value(start, '--load') for start in plain] == [None, *saved[:2]]
+
+
+def test_another_state_is_named_but_not_a_stream_of_random_numbers(
+    jobs: FakeJobs, tmp_path: Path
+) -> None:
+    jobs.state = {'0': {'exp_avg/a': 'z', 'rng/data': 'x'}}
+    ran = campaign(jobs, tmp_path)
+    assert len([*ran.live()]) == 5
+    assert [one.name for one in ran.different()] == ['exp_avg/a']
+
+
+@pytest.mark.parametrize(('leak', 'wrong'), [(0, None), (3, 'life 1 left')])
+def test_a_tmpfs_that_fills_is_noticed(
+    leak: int, wrong: str | None, jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('tools.chaos.elastic._FIRST', 1)
+    jobs.leak = leak
+    ran = campaign(jobs, tmp_path)
+    assert len([*ran.live()]) == 5
+    assert (ran.growth() or '')[: len(wrong or '')] == (wrong or '')
+    assert (ran.growth() is None) == (wrong is None)
+
+
+def test_a_life_that_was_not_killed_while_it_put_windows_together_is_wrong(
+    jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f'{__name__}.BEGAN', [None, 3, 3, 7, 7])
+    with pytest.raises(LabError, match='life3 was to be killed before'):
+        list(campaign(jobs, tmp_path).live())
+
+
+def test_what_is_left_at_the_end_is_noticed(jobs: FakeJobs, tmp_path: Path) -> None:
+    ran = campaign(jobs, tmp_path)
+    assert len([*ran.live()]) == 5
+    ran.lived[-1] = ran.lived[-1]._replace(layouts=1, nbytes=4096)
+    assert ran.growth() == '1 layouts with 4096 bytes are left at the end'
+
+
+def test_lives_are_those_of_the_seed_and_no_layout_comes_twice_in_a_row() -> None:
+    lives = draw_lives(1, 20)
+    assert lives == draw_lives(1, 20) != draw_lives(2, 20)
+    assert len(lives) == 21 and lives[-1].nodes == 2
+    killed = lives[:-1]
+    assert all(a.layout != b.layout for a, b in zip(killed, killed[1:], strict=False))
+    assert {one.layout.ranks for one in killed} == {2, 3, 4}
+    assert all(one.layout.ranks % one.nodes == 0 for one in lives)

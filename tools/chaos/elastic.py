@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job whose processes are all killed again and again; each time it starts in another layout.
+
+Its last state is compared, bit for bit, with that of plain Megatron, which goes through the same
+layouts from one dense checkpoint to the next: windows have one iteration, so that the state after
+it is exact in any layout. Dropout is off: streams of random numbers may differ, as upstream drops
+them with another number of stages. What lies in the tmpfs after each death must not grow.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from moevement_ext.events import RecoveryStarted
+from tools.chaos.model import COMMON_FLAGS, Layout
+from tools.lab import models
+from tools.lab.digests import Difference, differences, read_digest
+from tools.lab.errors import LabError
+from tools.lab.evidence import kind_of, read_events
+from tools.lab.job import Job
+from tools.lab.launch import Launch
+from tools.lab.local_cluster import log_file
+from tools.lab.run_log import read_log
+from tools.lab.trained import DIGEST
+
+RUN_ID = 'elastic'
+EVENTS = 'events'
+"""Folder of a life's events, in its folder."""
+LAYOUTS = (
+    Layout('ep2', ep=2, dp=2),
+    Layout('ep3', ep=3, dp=3),
+    Layout('ep4', ep=4, dp=4),
+    Layout('dp4-ep2', ep=2, dp=4),
+    Layout('pp2-ep2', pp=2, ep=2, dp=2),
+    Layout('pp2-vp2-ep2', pp=2, vp=2, ep=2, dp=2),
+)
+"""Upstream loads a checkpoint of any of them in any other."""
+_LAST = LAYOUTS[2]  # on all nodes, of which each removes what it has
+_TRAINING = (
+    '--num-experts 12 --global-batch-size 12 --bf16 --use-distributed-optimizer '
+    '--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 '
+    '--lr-warmup-iters 3 --lr-decay-iters 400'
+).split()
+_DENSE = '--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
+_ITERATIONS_PER_LIFE = 10
+_IN_RELAY = 0.2
+_BEHIND = 12  # iterations that the newest window may be behind the log
+_FIRST = 5  # lives that say what the tmpfs holds
+
+
+class Life(NamedTuple):
+    """One start of the job."""
+
+    layout: Layout
+    nodes: int
+    iterations: int = 0
+    """Iterations after those that the life before has logged, then all processes are killed."""
+    delay_s: float = 0.0
+    """Seconds from the log line of the last of them to SIGKILL."""
+    in_relay: bool = False
+    """Killed instead while it puts the windows of the layout before together."""
+
+
+class Start(NamedTuple):
+    """What a launcher is asked for."""
+
+    folder: Path
+    """For logs, which does not exist yet."""
+    flags: Sequence[str]
+    """Flags of `pretrain_gpt.py`."""
+    layout: Layout
+    nodes: int
+    kill_at: int | None = None
+    """Iteration after whose log line all processes are killed; None: the job ends by itself."""
+    delay_s: float = 0.0
+    fail_at: str = ''
+    """`MOEVEMENT_FAIL_AT`: of a job that dies before it trains."""
+
+
+class Lived(NamedTuple):
+    """What a life has come to."""
+
+    life: Life
+    began: int | None
+    """Iteration of the state that it went on from; None: it was killed before."""
+    layouts: int
+    """Layouts that had anything in the tmpfs when it was over."""
+    nbytes: int
+    """Bytes in the tmpfs then."""
+
+    def line(self) -> str:
+        """For people."""
+        went_on = 'was killed' if self.began is None else f'went on from {self.began}'
+        return (
+            f'{self.life.layout.name} on {self.life.nodes} nodes {went_on}: '
+            f'{self.nbytes} bytes of {self.layouts} layouts in the tmpfs'
+        )
+
+
+Run = Callable[[Start], int]
+"""Runs a job to its end, or kills it; returns the last iteration of its log, 0 without one."""
+
+
+def draw_lives(seed: int, restarts: int) -> list[Life]:
+    """Lives of a job: other layouts, numbers of nodes and moments for other seeds."""
+    rng = random.Random(f'{seed} elastic')
+    lives: list[Life] = []
+    for _ in range(restarts):
+        layout = rng.choice([one for one in LAYOUTS if not lives or one != lives[-1].layout])
+        nodes = {2: rng.choice((1, 2)), 3: 1}.get(layout.ranks, 2)
+        in_relay = bool(lives) and not lives[-1].in_relay and rng.random() < _IN_RELAY
+        moment = rng.randint(2, 4), round(rng.uniform(0, 0.5), 3)
+        lives.append(Life(layout, nodes, *moment, in_relay))
+    return [*lives, Life(_LAST, 2)]
+
+
+def run_here(start: Start) -> int:
+    """Run, or kill, a job under the launcher for emulated nodes."""
+    workers = start.layout.ranks // start.nodes
+    launch = Launch(start.folder, start.flags, start.nodes, workers, fork=True)
+    with Job(launch._replace(variables={'MOEVEMENT_FAIL_AT': start.fail_at})) as job:
+        if start.fail_at:
+            with suppress(LabError):
+                job.finish()
+            return 0
+        if start.kill_at is None:
+            job.finish()
+        else:
+            job.kill_after(start.kill_at, (), start.delay_s)
+            job.kill()
+    return read_log(log_file(start.folder, start.layout.ranks - 1)).iterations[-1].number
+
+
+@dataclass(frozen=True)
+class ElasticCampaign:
+    """One job with all its lives, and plain Megatron after it.
+
+    Args:
+        output: folder for logs and checkpoints.
+        data: prefix of the text.
+        memory: directory in a tmpfs.
+        lives: of the job; the last one ends by itself.
+        run: starts jobs.
+    """
+
+    output: Path
+    data: Path
+    memory: Path
+    lives: Sequence[Life]
+    run: Run
+    lived: list[Lived] = field(default_factory=list)
+
+    def live(self) -> Iterator[Lived]:
+        """Start the job again and again; yields each life when it is over.
+
+        Raises:
+            LabError: a life ended otherwise than it should.
+        """
+        at = 0
+        for number, life in enumerate(self.lives):
+            folder = self._folder(number)
+            flags = [*self._training(life.layout, folder), *self._protection(folder)]
+            start = Start(folder, flags, life.layout, life.nodes)
+            if life.in_relay:
+                start = start._replace(fail_at=_in_relay(at))
+            elif life is not self.lives[-1]:
+                start = start._replace(kill_at=at + life.iterations, delay_s=life.delay_s)
+            at = max(at, self.run(start))
+            self.lived.append(self._lived(life, folder))
+            yield self.lived[-1]
+
+    def _lived(self, life: Life, folder: Path) -> Lived:
+        went_on = kind_of(read_events(folder / EVENTS), RecoveryStarted)
+        if life.in_relay and went_on:
+            raise LabError(f'{folder.name} was to be killed before it went on', '')
+        began = went_on[-1].dense_at if went_on else None if life.in_relay else 0
+        left = [*self.memory.glob(f'{RUN_ID}*')]
+        return Lived(life, began, len(left), _nbytes(left))
+
+    def different(self) -> list[Difference]:
+        """What differs from plain Megatron, but for streams of random numbers.
+
+        Raises:
+            LabError: plain Megatron failed.
+        """
+        lives = [(one.life, one.began) for one in self.lived if one.began is not None]
+        ends = [*(began for _, began in lives[1:]), None]
+        load: list[str] = []
+        for number, ((life, began), end) in enumerate(zip(lives, ends, strict=True)):
+            if began == 0:
+                load = []  # it had nothing to go on from
+            if end is not None and end <= began:
+                continue
+            folder = self.output / f'plain{number}'
+            dense = ['--save', str(folder / 'dense'), '--save-interval', str(end), *_DENSE]
+            until = [] if end is None else ['--exit-interval', str(end), *dense]
+            flags = [*self._training(life.layout, folder), *load, *until]
+            self.run(Start(folder, flags, life.layout, 1))
+            load = ['--load', str(folder / 'dense'), *_DENSE]
+        found = differences(
+            read_digest(folder / DIGEST), read_digest(self._folder(len(self.lived) - 1) / DIGEST)
+        )
+        return [one for one in found if not one.name.startswith('rng/')]
+
+    def growth(self) -> str | None:
+        """Why the tmpfs was not flat, or something was left in it; None if it was.
+
+        A life that is killed before it has windows of its own leaves those of the layout before,
+        too.
+        """
+        *killed, last = self.lived
+        if last.nbytes or last.layouts:
+            return f'{last.layouts} layouts with {last.nbytes} bytes are left at the end'
+        most = 2 * max(one.nbytes for one in killed[:_FIRST])
+        for number, one in enumerate(killed):
+            if one.nbytes > most:
+                return f'life {number} left {one.nbytes} bytes, the first ones half of {most}'
+        return None
+
+    def summary(self, identical: bool) -> str:
+        """The last line, for programs."""
+        sizes = sorted({one.life.layout.ranks for one in self.lived})
+        flat = self.growth() is None
+        return (
+            f'chaos: restarts={len(self.lived) - 1} '
+            f'layouts={len({one.life.layout for one in self.lived})} '
+            f'ranks={",".join(map(str, sizes))} bit_identical={str(identical).lower()} '
+            f'flat={str(flat).lower()}'
+        )
+
+    def _folder(self, number: int) -> Path:
+        return self.output / f'life{number}'
+
+    def _training(self, layout: Layout, folder: Path) -> list[str]:
+        iterations = _ITERATIONS_PER_LIFE * len(self.lives)
+        return [
+            *COMMON_FLAGS, *_TRAINING, *layout.flags(), *models.NO_EVALUATION,
+            *models.data_flags(self.data), '--train-iters', str(iterations),
+            '--sparse-ckpt-digest', str(folder / DIGEST),
+        ]  # fmt: skip
+
+    def _protection(self, folder: Path) -> list[str]:
+        flags = models.sparse_flags(self.memory, RUN_ID, 1, folder / EVENTS)
+        return [
+            *(flag for flag in flags if flag != '--sparse-ckpt-strict'),  # nodes come and go
+            *('--sparse-ckpt-elastic', 'restart', '--sparse-ckpt-replicas', '1'),
+        ]
+
+
+def _in_relay(at: int) -> str:
+    """Fault points of a rank that puts any window together that there may be.
+
+    Args:
+        at: newest iteration of any log.
+    """
+    return ','.join(f'0:{number + 1}:relay' for number in range(max(at - _BEHIND, 0), at + 1))
+
+
+def _nbytes(folders: Sequence[Path]) -> int:
+    files = (path for folder in folders for path in folder.rglob('*') if path.is_file())
+    return sum(512 * path.stat().st_blocks for path in files)
