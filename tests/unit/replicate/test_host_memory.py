@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -478,22 +477,3 @@ def test_a_domain_that_no_file_tells(tmp_path: Path) -> None:
     path.write_text('{"a": "rack1"}')
     assert (own_domain('a', str(path)), own_domain('b', str(path))) == ('rack1', '')
     assert own_domain('b', None) == 'b'
-
-
-@pytest.mark.parametrize('hosts', [('a/1', 'a/1'), ('localhost/1', 'localhost/2')])
-def test_hosts_that_are_called_alike_are_told(
-    hosts: tuple[str, str], shm: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By rank 0, once; they are one failure domain, so that there are no replicas."""
-    members = [
-        msgspec.msgpack.encode(Member('node', capacity(), NOTHING_LOGGED, host, SECRET))
-        for host in hosts
-    ]
-    share = Share(identity_of(0), capacity())
-    with caplog.at_level(logging.WARNING):
-        memory = HostMemory(
-            settings(shm, replicas=1), 'run1', share, CPU, pytest.fail, lambda own: members, SECRET
-        )
-    assert memory.copies.least() == 0
-    assert ("several hosts are called 'node'" in caplog.text) is (hosts[0] != hosts[1])
-    memory.close(remove=True)

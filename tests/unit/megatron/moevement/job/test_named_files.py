@@ -215,21 +215,22 @@ def test_versions_and_the_program_are_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize('change', ['longer', 'one more', 'other bytes'])
-def test_code_that_was_changed_in_place_is_told(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_was_changed_in_place_is_told(change: str, tmp_path: Path) -> None:
     """Of a checkout, whose version stays; files of equal sizes are taken for equal."""
     (tmp_path / 'core').mkdir()
     (tmp_path / 'core' / 'layers.py').write_text('a')
     (tmp_path / 'core' / 'layers.pyc').write_text('compiled')
-    monkeypatch.setitem(computing._CODE, 'megatron-core', [tmp_path])
-    before = computing.versions(on_cpu=True)
+    before = computing.code_of([tmp_path])
     if change == 'one more':
         (tmp_path / 'experts.py').touch()
     else:
         (tmp_path / 'core' / 'layers.py').write_text('ab' if change == 'longer' else 'b')
-    computing._sizes.cache_clear()
-    after = computing.versions(on_cpu=True)
-    differing = {name for name in before if before[name] != after[name]}
-    assert differing == (set() if change == 'other bytes' else {'code of megatron-core'})
-    computing._sizes.cache_clear()
+    assert (computing.code_of([tmp_path]) == before) is (change == 'other bytes')
+
+
+def test_code_counts_as_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is forked from a template runs what that has imported."""
+    monkeypatch.setattr(computing, 'code_of', lambda folders: 'edited since')
+    found = computing.versions(on_cpu=True)
+    codes = {found['code of megatron-core'], found['code of megatron-moevement']}
+    assert len(codes) == 2 and 'edited since' not in codes
