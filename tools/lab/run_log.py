@@ -15,7 +15,8 @@ _ITERATION = re.compile(
     r'.*lm loss: (?P<loss>[\d.E+-]+) \|'
 )
 _CAPTURED = re.compile(
-    r' sparse ckpt \| window: (?P<window>\d+) \| slot bytes: (?P<bytes>\d+) \| '
+    r' sparse ckpt \| window: (?P<window>\d+) \| (?:interval: (?P<interval>\d+) \| )?'
+    r'slot bytes: (?P<bytes>\d+) \| '
     r'exposed \(ms\): (?P<exposed>[\d.]+) \|'
 )
 _CONVERTED = ' sparse ckpt | converted window: '
@@ -108,7 +109,7 @@ def parse_log(text: str) -> RunLog:
                 Captured(
                     attempts[-1][-1].number,
                     int(found['window']),
-                    int(found['bytes']),
+                    int(found['bytes']) // int(found['interval'] or 1),
                     float(found['exposed']),
                 )
             )

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that note the state of every operator, as they capture and as they load it."""
+"""Workers that note the state of every operator, and the tokens of every expert."""
 
 import json
 from pathlib import Path
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.moevement.state.slices import SlotLoader
 from megatron.moevement.state.training_state import TrainingState
@@ -11,18 +14,35 @@ from moevement_ext.protect.checkpointer import SparseCheckpointer
 
 
 def states_are_noted() -> None:
-    """In a file of the rank beside its events: iteration that it `captures` or `loads`, states."""
-    begin, load = SparseCheckpointer.begin, TrainingState.load
+    """In a file of the rank beside its events.
+
+    Lines with the iteration that it `captures` or `loads`, and states of operators; and with an
+    iteration that was `routed`, and tokens by layer and expert, summed from the routing maps.
+    """
+    begin, load, forward = SparseCheckpointer.begin, TrainingState.load, TopKRouter.forward
+    routed: dict[int, torch.Tensor] = {}
 
     def capturing(self, iteration, state):
-        _note(self._identity.rank, {'captures': iteration}, self._operators)
+        tokens = [routed[layer].tolist() for layer in sorted(routed)]
+        _note(self._identity.rank, {'routed': iteration, 'tokens': tokens})
+        routed.clear()
+        _note(self._identity.rank, {'captures': iteration, 'states': _states(self._operators)})
         begin(self, iteration, state)
 
     def loading(self, header, payload, context):
         load(self, header, payload, context)
-        _note(header.owner, {'loads': header.iteration}, self.slices)
+        routed.clear()
+        _note(header.owner, {'loads': header.iteration, 'states': _states(self.slices)})
+
+    def routing(self, *args, **kwargs):
+        probs, routing_map = forward(self, *args, **kwargs)
+        if torch.is_grad_enabled():
+            tokens = routing_map.sum(dim=0)
+            routed[self.layer_number] = routed.get(self.layer_number, 0) + tokens
+        return probs, routing_map
 
     SparseCheckpointer.begin, TrainingState.load = capturing, loading
+    TopKRouter.forward = routing
 
 
 def step_is_forgotten() -> None:
@@ -31,12 +51,15 @@ def step_is_forgotten() -> None:
     SlotLoader.restore_step = lambda self, record, content: None
 
 
-def _note(rank, line, operators) -> None:
-    from megatron.training import get_args
-
-    states = {
+def _states(operators) -> dict:
+    return {
         name: [digest_of_tensor(item.source) for item in held.full]
         for name, held in operators.items()
     }
-    with (Path(get_args().sparse_ckpt_events) / f'rank{rank}.states').open('a') as file:
-        file.write(json.dumps({**line, 'states': states}) + '\n')
+
+
+def _note(rank, line) -> None:
+    from megatron.training import get_args
+
+    with (Path(get_args().sparse_ckpt_events) / f'rank{rank}.notes').open('a') as file:
+        file.write(json.dumps(line) + '\n')
