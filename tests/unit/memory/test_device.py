@@ -11,6 +11,7 @@ import torch
 from moevement_ext.capture.copier import Copier
 from moevement_ext.memory import device, pinning
 from moevement_ext.memory.upstream_log import log as upstream_log
+from moevement_ext.memory.upstream_log import ring_map
 from tests.stand_ins.capture_mode import Driver
 
 SECOND = torch.device('cuda', 1)
@@ -47,11 +48,12 @@ def test_thread_of_the_log_is_on_the_device_of_the_rank(
     bound: dict[str, list[torch.device]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pinned: list[pinning.MappedFile] = []
-    monkeypatch.setattr(upstream_log, 'pin', pinned.append)
+    monkeypatch.setattr(ring_map, 'pin', pinned.append)
     log = upstream_log.UpstreamLog(tmp_path / 'log', 4096, torch.device('cuda'), 0.0, print)
     log.close()
     assert bound == {'upstream-log': [SECOND]}
-    assert pinned == [log]
+    (ring,) = pinned
+    assert ring.path == tmp_path / 'log' and ring.array.nbytes == 4096
 
 
 def test_a_cpu_needs_nothing(bound: dict[str, list[torch.device]]) -> None:

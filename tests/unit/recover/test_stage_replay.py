@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
@@ -30,7 +31,8 @@ class Replay:
         self.memory = job.ranks[1]
         self.trainer = FakeTrainer(['a'], 1, 2)
         self.broken = threading.Event()
-        rank = SimpleNamespace(identity=RankIdentity(RUN, TOPOLOGY, 1), number=1)
+        config = SparseCheckpointConfig()
+        rank = SimpleNamespace(identity=RankIdentity(RUN, TOPOLOGY, 1), number=1, config=config)
         self.of_stage = StageReplay(
             rank,  # type: ignore[arg-type]
             self.trainer,  # type: ignore[arg-type]
