@@ -93,10 +93,17 @@ def plain(
     cluster: Callable[..., Cluster], layout: Layout, dense: Path, iteration: int, *flags: str
 ) -> dict:
     """Digest of plain Megatron of this layout from a dense checkpoint."""
+    return read_digest(trained(cluster, layout, dense, iteration, *flags))
+
+
+def trained(
+    cluster: Callable[..., Cluster], layout: Layout, dense: Path, iteration: int, *flags: str
+) -> Cluster:
+    """A job of plain Megatron of this layout, from a dense checkpoint to its end."""
     load = ['--load', str(dense), '--ckpt-step', str(iteration), '--ckpt-format', 'torch_dist']
     reference = cluster(*MODEL, *layout.flags(), *load, *flags, sparse=False, ranks=layout.ranks)
     reference.finish(timeout_s=300.0)
-    return read_digest(reference)
+    return reference
 
 
 def differing(left: dict, right: dict) -> set[tuple[str, str]]:

@@ -8,6 +8,7 @@ checkpoint to the next.
 import os
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -16,8 +17,18 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Relaid, WindowPersisted, WorkerStarted
 from tests.distributed.conftest import read_digest
-from tests.distributed.harness.cluster import ROOT, Cluster, tails
-from tests.distributed.test_elastic import MODEL, ONE, RESTART, Layout, differing, plain
+from tests.distributed.harness.cluster import ROOT, Cluster, free_port, tails
+from tests.distributed.harness.torchrun import agent
+from tests.distributed.test_elastic import (
+    MODEL,
+    ONE,
+    RESTART,
+    Layout,
+    differing,
+    left_over,
+    plain,
+    trained,
+)
 from tests.distributed.test_torchrun import START_S, wait_until
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.thorough]
@@ -53,6 +64,42 @@ def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
     made = cluster(*flags, *DENSE, '--save', str(tmp_path / 'dense'))
     made.directory.mkdir(parents=True)
     return made
+
+
+def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
+    job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """The node that is lost comes back while two ranks train."""
+    launch = (
+        f'--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d '
+        f'--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=2'
+    ).split()
+    logs = [job.directory / f'agent{number}.log' for number in range(3)]
+    stall = tmp_path / 'stall'
+    env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
+    with ExitStack() as stack:
+        first, second, third = (
+            lambda number=number, node=node: stack.enter_context(
+                agent(launch, job.flags, logs[number], MOEVEMENT_NODE=node, **env)
+            )
+            for number, node in enumerate(('node0', 'node1', 'node1'))
+        )
+        agents = [first(), second()]
+        hold_at_window(3, job, 4, stall, logs)
+        lost = psutil.Process(agents.pop().pid)
+        for process in [lost, *lost.children(recursive=True)]:
+            process.kill()
+        hold_at_window(8, job, 2, stall, logs)
+        agents.append(third())
+        for process in agents:
+            assert process.wait(START_S) == 0, tails(logs)
+    shrunk, grown = job.events_of(Relaid)
+    assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
+    assert left_over(job) == []
+    small = ['--save', str(tmp_path / 'small'), *DENSE, '--exit-interval', str(grown.dense_at)]
+    trained(cluster, SMALL, tmp_path / 'dense', shrunk.dense_at, *QUIET, *small)
+    expected = plain(cluster, LARGE, tmp_path / 'small', grown.dense_at, *QUIET)
+    assert_equal(read_digest(job), expected)
 
 
 def test_a_requeued_job_goes_on_with_fewer_nodes(
