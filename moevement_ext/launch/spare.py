@@ -38,18 +38,23 @@ _GPUS = '/dev/nvidiactl'
 # Result of the CUDA driver.
 _NOT_INITIALIZED = 3
 
+# Environment variables that the program sets where they are missing, as it does in a new process.
+_set_by_import: dict[str, str] = {}
+
 
 def main() -> None:
     """Body of the process."""
     program, descriptor, *flags = sys.argv[1:]
     if os.path.exists(_GPUS):  # torch then counts them without using one
         os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
+    before = set(os.environ)
     with socket.socket(fileno=int(descriptor)) as launcher:
         module = _import_program(program, flags)
         if not callable(getattr(module, 'main', None)):
             sys.exit(f'{program} has no function main(), which --spares and --fork need')
         if hasattr(module, 'warm_up'):
             module.warm_up(flags)
+        _set_by_import.update((k, v) for k, v in os.environ.items() if k not in before)
         # Or every worker's collector walks through all that was imported, and copies its pages.
         gc.collect()
         gc.freeze()
@@ -150,7 +155,7 @@ def _become_worker(order: dict[str, Any], output: int) -> None:
     os.dup2(nothing, _STDIN)
     os.close(nothing)
     os.environ.clear()
-    os.environ.update(order['env'])
+    os.environ.update(_set_by_import | order['env'])
     sys.argv = order['argv']
 
 

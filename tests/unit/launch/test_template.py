@@ -56,6 +56,8 @@ def test_the_program_is_imported_once_for_all_lives(job: Job, tmp_path: Path) ->
 
 
 def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> None:
+    default = "import os\nos.environ.setdefault('OF_THE_PROGRAM', '1')\n"
+    job.program.write_text(default + job.program.read_text())
     assert job.run() == 0
     spawned = job.attempt(0)['env']
     (job.folder / 'finish').unlink()
@@ -65,7 +67,7 @@ def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> 
         *('MOEVEMENT_LAUNCH', 'MOEVEMENT_SECRET'),
     }
     forked = job.attempt(0)['env']
-    assert spawned.keys() == forked.keys()
+    assert spawned.keys() == forked.keys() >= {'OF_THE_PROGRAM'}
     assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
 
 
