@@ -4,7 +4,8 @@
 Its last state is compared, bit for bit, with that of plain Megatron, which goes through the same
 layouts from one dense checkpoint to the next: windows have one iteration, so that the state after
 it is exact in any layout. Dropout is off: streams of random numbers may differ, as upstream drops
-them with another number of stages. What lies in the tmpfs after each death must not grow.
+them with another number of stages. No life may begin before a window that all ranks had, and what
+lies in the tmpfs after each death must not grow.
 """
 
 import random
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from moevement_ext.events import RecoveryStarted
+from moevement_ext.events import Event, RecoveryStarted, WindowPersisted
 from tools.chaos.model import COMMON_FLAGS, Layout
 from tools.lab import models
 from tools.lab.digests import Difference, differences, read_digest
@@ -159,7 +160,7 @@ class ElasticCampaign:
         Raises:
             LabError: a life ended otherwise than it should.
         """
-        at = 0
+        at = persisted = 0
         for number, life in enumerate(self.lives):
             folder = self._folder(number)
             flags = [*self._training(life.layout, folder), *self._protection(folder)]
@@ -169,14 +170,19 @@ class ElasticCampaign:
             elif life is not self.lives[-1]:
                 start = start._replace(kill_at=at + life.iterations, delay_s=life.delay_s)
             at = max(at, self.run(start))
-            self.lived.append(self._lived(life, folder))
+            events = read_events(folder / EVENTS)
+            self.lived.append(self._lived(life, folder.name, events, persisted))
+            windows = (event.start for event in kind_of(events, WindowPersisted))
+            persisted = max(persisted, *windows, 0)
             yield self.lived[-1]
 
-    def _lived(self, life: Life, folder: Path) -> Lived:
-        went_on = kind_of(read_events(folder / EVENTS), RecoveryStarted)
+    def _lived(self, life: Life, name: str, events: Sequence[Event], persisted: int) -> Lived:
+        went_on = kind_of(events, RecoveryStarted)
         if life.in_relay and went_on:
-            raise LabError(f'{folder.name} was to be killed before it went on', '')
+            raise LabError(f'{name} was to be killed before it went on', '')
         began = went_on[-1].dense_at if went_on else None if life.in_relay else 0
+        if began is not None and began < persisted:
+            raise LabError(f'{name} went on from {began}, though all ranks had {persisted}', '')
         left = [*self.memory.glob(f'{RUN_ID}*')]
         return Lived(life, began, len(left), _nbytes(left))
 

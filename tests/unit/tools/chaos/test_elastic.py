@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moevement_ext.events import RecoveryStarted, encode
+from moevement_ext.events import RecoveryStarted, WindowPersisted, encode
 from tools.chaos.elastic import (
     EVENTS,
     LAYOUTS,
@@ -41,6 +41,8 @@ class FakeJobs:
         self.state = {'0': {'exp_avg/a': 'x', 'rng/data': 'x'}}
         self.plain = {'0': {'exp_avg/a': 'x', 'rng/data': 'y'}}
         self.leak = 0
+        self.persisted = {3: 3, 7: 7}
+        """Newest window by the iteration after which a life is killed."""
 
     def __call__(self, start: Start) -> int:
         start.folder.mkdir(parents=True)
@@ -65,10 +67,14 @@ class FakeJobs:
         events = start.folder / EVENTS
         events.mkdir()
         began = BEGAN[int(start.folder.name.removeprefix('life'))]
+        lines = []
         if began is not None:
-            (events / 'rank0.jsonl').write_bytes(
-                encode(RecoveryStarted(start=began, dense_at=began, source=''), 0, 1)
+            lines.append(encode(RecoveryStarted(start=began, dense_at=began, source=''), 0, 1))
+        if start.kill_at in self.persisted:
+            lines.append(
+                encode(WindowPersisted(start=self.persisted[start.kill_at], plan=''), 0, 1)
             )
+        (events / 'rank0.jsonl').write_bytes(b''.join(lines))
 
 
 @pytest.fixture
@@ -133,6 +139,14 @@ def test_a_life_that_was_not_killed_while_it_put_windows_together_is_wrong(
 ) -> None:
     monkeypatch.setattr(f'{__name__}.BEGAN', [None, 3, 3, 7, 7])
     with pytest.raises(LabError, match='life3 was to be killed before'):
+        list(campaign(jobs, tmp_path).live())
+
+
+def test_a_life_that_begins_before_a_window_of_all_ranks_is_wrong(
+    jobs: FakeJobs, tmp_path: Path
+) -> None:
+    jobs.persisted[5] = 4
+    with pytest.raises(LabError, match='life2 went on from 3, though all ranks had 4'):
         list(campaign(jobs, tmp_path).live())
 
 
