@@ -21,12 +21,12 @@ from moevement_ext.errors import (
 if TYPE_CHECKING:
     from moevement_ext.capture.layout import OperatorSlices, TensorSlice
     from moevement_ext.job.job import Job
+    from moevement_ext.job.torch_loop.module_operators import ModuleOperators
+    from moevement_ext.job.torch_loop.torch_trainer import TorchTrainer
     from moevement_ext.membership.place import Place
     from moevement_ext.memory.ledger import LedgerEntry
     from moevement_ext.memory.upstream_log.record import Direction
     from moevement_ext.recover.trainer import Committed, PlainLoop, Trainer
-    from moevement_ext.torch_loop.module_operators import ModuleOperators
-    from moevement_ext.torch_loop.torch_trainer import TorchTrainer
 
 __version__ = '0.1.0'
 
@@ -58,12 +58,12 @@ _FOR_LOOPS = {
     'Direction': 'memory.upstream_log.record',
     'Job': 'job.job',
     'LedgerEntry': 'memory.ledger',
-    'ModuleOperators': 'torch_loop.module_operators',
+    'ModuleOperators': 'job.torch_loop.module_operators',
     'OperatorSlices': 'capture.layout',
     'Place': 'membership.place',
     'PlainLoop': 'recover.trainer',
     'TensorSlice': 'capture.layout',
-    'TorchTrainer': 'torch_loop.torch_trainer',
+    'TorchTrainer': 'job.torch_loop.torch_trainer',
     'Trainer': 'recover.trainer',
 }
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron.moevement.seams import cpu_device, preflight
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.process import user_errors
+from moevement_ext.system import user_errors
 from tools.lab.arguments import Parser
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from moevement_ext.config import (
     network_rate,
 )
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.process.user_errors import usage_error
+from moevement_ext.system.user_errors import usage_error
 
 _DEFAULTS = SparseCheckpointConfig()
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from moevement_ext.command import called, shown
-from moevement_ext.process import user_errors
+from moevement_ext.system import user_errors
 
 if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
     from megatron.core import mpu

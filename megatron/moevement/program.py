@@ -20,8 +20,8 @@ from megatron.moevement.state.digest import state_digest
 from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.job.digest_file import refuse_unwritable, write_digest
 from moevement_ext.job.ending import announce
-from moevement_ext.process.leaving import leave
 from moevement_ext.recover.handover import handovers
+from moevement_ext.system.leaving import leave
 
 
 def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamArguments) -> None:

@@ -24,7 +24,6 @@ from moevement_ext.config import (
     ConfigurationError,
     SparseCheckpointConfig,
 )
-from moevement_ext.devices.watch import DeviceWatch
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import own_device
@@ -35,6 +34,7 @@ from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_
 from moevement_ext.job.joining import connect, join_launched, own_store
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.job.loop_entry import LoopEntry
+from moevement_ext.job.metrics import observer as metrics
 from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.job.successors import leave_for_successors, node_store, reserve_early
 from moevement_ext.job.unprotected_mode import UnprotectedMode
@@ -47,8 +47,7 @@ from moevement_ext.memory.mapped import forget_prepared_maps
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.metrics import observer as metrics
-from moevement_ext.process import watchdog
+from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
@@ -57,7 +56,8 @@ from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
 from moevement_ext.replicate.secret import UnknownSecretError
-from moevement_ext.strategy.choice import disk_only
+from moevement_ext.system import watchdog
+from moevement_ext.system.device_watch import DeviceWatch
 
 logger = logging.getLogger(__name__)
 

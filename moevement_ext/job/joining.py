@@ -33,15 +33,15 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import RunSettings, bounded, digest_of
-from moevement_ext.process.forks import isolate_children
-from moevement_ext.process.name_lookups import ask_again_soon
-from moevement_ext.process.orphans import end_orphans
-from moevement_ext.process.watchdog import watch_set_up
+from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of, replacement_report
 from moevement_ext.regroup.process_groups import FAKE, stand_in_for
 from moevement_ext.store.outside import meet_there
-from moevement_ext.strategy.choice import only_source
+from moevement_ext.system.forks import isolate_children
+from moevement_ext.system.name_lookups import ask_again_soon
+from moevement_ext.system.orphans import end_orphans
+from moevement_ext.system.watchdog import watch_set_up
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from moevement_ext.job.whole_job_mode import Restart, WholeJobMode
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
-from moevement_ext.process import garbage
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification
+from moevement_ext.system import garbage
 
 LOOP_ENDS = object()
 """Result of a step after which the loop ends at once."""

@@ -11,9 +11,9 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.protect.parting import part
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
+from moevement_ext.recover.relayout.found import NOTHING, Candidate, find, require_parts, shelf_of
+from moevement_ext.recover.relayout.picking_up import PickingUp
 from moevement_ext.recover.trainer import Trainer
-from moevement_ext.relayout.found import NOTHING, Candidate, find, require_parts, shelf_of
-from moevement_ext.relayout.picking_up import PickingUp
 from moevement_ext.replicate.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)

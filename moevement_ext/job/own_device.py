@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from moevement_ext.devices import affinity, nvml
-from moevement_ext.devices.judging import Finding, Judge
-from moevement_ext.devices.watch import DeviceWatch
-from moevement_ext.devices.xids import Harm
 from moevement_ext.events import DeviceProblem, EventLog
+from moevement_ext.system import affinity, nvml
+from moevement_ext.system.device_judging import Finding, Judge
+from moevement_ext.system.device_watch import DeviceWatch
+from moevement_ext.system.xids import Harm
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
     return None if source is None else DeviceWatch(source, Judge(), partial(_act, events, lose))
 
 
-def _own() -> nvml.Source | None:
+def _own() -> nvml.DeviceReadings | None:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

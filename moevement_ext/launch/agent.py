@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from moevement_ext.devices import nvml
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.devices import Devices
@@ -24,12 +23,13 @@ from moevement_ext.launch.launcher_events import line_of
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import NODE, Machine
-from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.replicate.secret import variables_of
 from moevement_ext.store import flag
 from moevement_ext.store.node_proxy import NodeProxy
+from moevement_ext.system import nvml
+from moevement_ext.system.name_lookups import ask_again_soon
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
-from moevement_ext.process.exit_signal import stop_at_signals
-from moevement_ext.process.name_lookups import ask_again_soon
+from moevement_ext.system.exit_signal import stop_at_signals
+from moevement_ext.system.name_lookups import ask_again_soon
 
 _DESCRIPTION = """\
 Runs a training program on emulated nodes of this machine. A worker that dies is replaced at once,

@@ -5,11 +5,11 @@ import contextlib
 import os
 import queue
 
-from moevement_ext.devices.judging import Finding, Judge
-from moevement_ext.devices.nvml import Source
-from moevement_ext.devices.watch import DeviceWatch
-from moevement_ext.devices.xids import Harm
 from moevement_ext.launch.messages import DevicesFail
+from moevement_ext.system.device_judging import Finding, Judge
+from moevement_ext.system.device_watch import DeviceWatch
+from moevement_ext.system.nvml import DeviceReadings
+from moevement_ext.system.xids import Harm
 
 
 class Devices:
@@ -22,7 +22,7 @@ class Devices:
         fd: readable when there are new findings.
     """
 
-    def __init__(self, source: Source | None) -> None:
+    def __init__(self, source: DeviceReadings | None) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._source = source
         self._judge = Judge()

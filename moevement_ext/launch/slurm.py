@@ -21,8 +21,8 @@ from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.requeue import History, go_back
 from moevement_ext.launch.steps import slurm_step
-from moevement_ext.process.exit_signal import stop_at_signals
-from moevement_ext.process.name_lookups import ask_again_soon
+from moevement_ext.system.exit_signal import stop_at_signals
+from moevement_ext.system.name_lookups import ask_again_soon
 
 _DESCRIPTION = """\
 Runs a training program on the nodes of a Slurm allocation, from the batch script. A worker that

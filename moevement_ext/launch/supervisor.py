@@ -53,9 +53,9 @@ from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.memory.early import sizes_in
-from moevement_ext.process.exit_signal import listened_for
 from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
+from moevement_ext.system.exit_signal import listened_for
 
 _POLL_S = 0.1
 _STORE_TIMEOUT = timedelta(seconds=60)

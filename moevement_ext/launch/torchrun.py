@@ -38,11 +38,11 @@ from torch.distributed.run import determine_local_world_size, get_args_parser, r
 from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
-from moevement_ext.process import exit_signal, user_errors
-from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store import flag
 from moevement_ext.store.node_proxy import NodeProxy
 from moevement_ext.store.outside import connect
+from moevement_ext.system import exit_signal, user_errors
+from moevement_ext.system.name_lookups import ask_again_soon
 
 _BACKEND = 'sparse-ckpt-store'
 _TO_MEET_S = 600

@@ -52,8 +52,8 @@ from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.welcome import waiting_survivor
-from moevement_ext.process.leaving import end_at_once
 from moevement_ext.store.connection_pool import Connections
+from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch.distributed import DistError, Store
 from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership.rendezvous import end_round
 from moevement_ext.membership.training_thread import TrainingThread
-from moevement_ext.process.leaving import end_at_once
+from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from moevement_ext.capture.operators import Operators
 from moevement_ext.config import MOEVEMENT, node_name
 from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.planner import Planner
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.strategy.cycle import Cycle
 
 
 def protected_event(

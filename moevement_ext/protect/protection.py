@@ -23,6 +23,8 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
+from moevement_ext.plan.strategy.choice import strategy_of
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import budgets, checkpoint_s
 from moevement_ext.protect.announcing import protected_event
 from moevement_ext.protect.checkpointer import SparseCheckpointer
@@ -37,8 +39,6 @@ from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.share import Share, TwinShare
-from moevement_ext.strategy.choice import strategy_of
-from moevement_ext.strategy.cycle import Cycle
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
     from moevement_ext.protect.expert_ledger import ExpertLedger

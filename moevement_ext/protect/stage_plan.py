@@ -15,7 +15,7 @@ from moevement_ext.events import Replanned
 from moevement_ext.membership import packing
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters
-from moevement_ext.strategy.cycle import Cycle
+from moevement_ext.plan.strategy.cycle import Cycle
 
 VERSIONS_KEPT = 4
 """Plans kept in the store; the plan in force is the newest or the previous one."""

@@ -7,7 +7,7 @@ from typing import NoReturn
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import NextTier
 from moevement_ext.membership.rank import Rank
-from moevement_ext.process.leaving import end_at_once
+from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 

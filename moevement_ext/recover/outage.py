@@ -22,10 +22,10 @@ from moevement_ext.membership import failures
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.deaths import Death
-from moevement_ext.process.terminal import highlighted
 from moevement_ext.recover.summary import Gone, Summary, deaths, together
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verified
+from moevement_ext.system.terminal import highlighted
 
 logger = logging.getLogger(__name__)
 

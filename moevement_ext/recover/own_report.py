@@ -14,13 +14,13 @@ from moevement_ext.membership.report import NOWHERE, Report, UnderWay
 from moevement_ext.memory.disk import stored_in
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.name import Window
+from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
 from moevement_ext.recover.handover import Handover, PlanInForce
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start, Trainer
-from moevement_ext.strategy.choice import only_source
 
 
 class OwnReport:

@@ -3,7 +3,7 @@
 
 The engine decides what is captured, kept, fetched, replayed and when; a trainer knows how its own
 model, optimizer, data and pipeline do it. `megatron.moevement` implements it for Megatron-Core,
-`moevement_ext.torch_loop` for loops on plain torch.
+`moevement_ext.job.torch_loop` for loops on plain torch.
 
 Its parts are `Operators` (the tensors), `AuxiliaryState` (all else that an iteration starts from),
 `Pipeline` (what passes between stages) and `Loop` (what is around the iterations). The training

@@ -26,7 +26,7 @@ from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, W
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.process.leaving import end_at_once
+from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import launched_alike, other_runs
 from moevement_ext.recover.absence import refuse_to_forget
@@ -41,7 +41,7 @@ from moevement_ext.recover.sources import (
     verified_window,
 )
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.strategy.choice import disk_only
+from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 

@@ -35,6 +35,7 @@ from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.witness import Witness
+from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
@@ -55,7 +56,6 @@ from moevement_ext.replicate.secret import mark, of_attempt
 from moevement_ext.replicate.share import Share, TwinShare
 from moevement_ext.replicate.shelf_client import ShelfClient
 from moevement_ext.replicate.twin_client import TwinClient
-from moevement_ext.strategy.choice import disk_only
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from contextlib import closing
 
 from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
-from moevement_ext.process import user_errors
-from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store.branches import NODES_OF_A_BRANCH, Branches, needed
 from moevement_ext.store.server import allow_many_connections, keep_serving, listen
+from moevement_ext.system import user_errors
+from moevement_ext.system.name_lookups import ask_again_soon
 
 
 def main(argv: Sequence[str] | None = None) -> int:

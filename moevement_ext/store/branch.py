@@ -11,8 +11,8 @@ import os
 import socket
 import sys
 
-from moevement_ext.process.name_lookups import ask_again_soon
 from moevement_ext.store.proxy import Proxy
+from moevement_ext.system.name_lookups import ask_again_soon
 
 _BACKLOG = 4096
 _STDIN = 0

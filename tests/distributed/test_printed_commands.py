@@ -69,7 +69,7 @@ ELSEWHERE = {
     r'docker |kubectl ': 'a daemon of containers, or a cluster; tests/image, tests/unit/deploy',
     r'apt-get |pip |scripts/(setup_env|peers|build_transformer_engine)\.sh':
         'it installs something; tests/unit/test_setup_env.py',
-    r'promtool ': 'Prometheus; tests/unit/metrics/test_deploy.py, where it is installed',
+    r'promtool ': 'Prometheus; tests/unit/job/metrics/test_deploy.py, where it is installed',
     r'scripts/test\.sh|(.*-m )?pytest ': 'they run these tests',
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',

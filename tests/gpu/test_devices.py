@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from moevement_ext.devices import nvml
-from moevement_ext.devices.judging import Action, Judge
-from moevement_ext.devices.xids import Harm
+from moevement_ext.system import nvml
+from moevement_ext.system.device_judging import Action, Judge
+from moevement_ext.system.xids import Harm
 
 pytestmark = pytest.mark.gpu
 

@@ -20,15 +20,14 @@ ENGINE_FLOORS = (
     {'command', 'errors', 'event_file'},
     {'config', 'events'},
     {'faults', 'token_bucket', 'cpu_cost'},
-    {'devices', 'process', 'plan', 'memory', 'regroup'},
-    {'strategy', 'store'},
+    {'system', 'memory', 'regroup'},
+    {'plan', 'store'},
     {'replicate'},
     {'capture', 'membership'},
     {'protect'},
-    {'recover', 'metrics'},
-    {'launch', 'relayout'},
-    {'slurm', 'job'},
-    {'torch_loop'},
+    {'recover'},
+    {'launch'},
+    {'job', 'slurm'},
 )
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
@@ -122,7 +121,10 @@ def arrows(package: Path) -> set[tuple[str, str]]:
 
 STRATEGIES = {
     'moevement_ext.protect.expert_ledger',
-    *(f'moevement_ext.strategy.{name}' for name in 'dense checkfreq gemini moc moetion'.split()),
+    *(
+        f'moevement_ext.plan.strategy.{name}'
+        for name in 'dense checkfreq gemini moc moetion'.split()
+    ),
 }
 """What jobs of other strategies than the default import."""
 
@@ -137,7 +139,7 @@ def test_the_default_strategy_imports_no_other() -> None:
     }
     own = {f'{name.replace(".", "/")}.py' for name in STRATEGIES}
     assert found <= own
-    assert 'moevement_ext/strategy/gemini.py' in found
+    assert 'moevement_ext/plan/strategy/gemini.py' in found
 
 
 def running_up(found: set[tuple[str, str]], floors: tuple[set[str], ...]) -> set[tuple[str, str]]:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _world
 
-from moevement_ext.process.leaving import leave
 from moevement_ext.regroup import nccl_environment
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
+from moevement_ext.system.leaving import leave
 
 _WAIT = timedelta(seconds=60)
 # Limit of a collective.

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from moevement_ext.command import shown
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.process.user_errors import usage_error
+from moevement_ext.system.user_errors import usage_error
 
 
 class Parser(argparse.ArgumentParser):

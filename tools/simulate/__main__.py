@@ -28,7 +28,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from moevement_ext.strategy import intervals
+from moevement_ext.plan.strategy import intervals
 from tools.lab.arguments import Parser
 from tools.simulate import closed_form, flags, terminal
 from tools.simulate.closed_form import Dense

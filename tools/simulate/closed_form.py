@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moevement_ext.strategy.intervals import daly_s, young_s
+from moevement_ext.plan.strategy.intervals import daly_s, young_s
 from tools.simulate import fields
 
 LONGEST_WINDOW = 1_000_000

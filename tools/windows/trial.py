@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron.moevement.seams import cpu_device, preflight
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.process import user_errors
+from moevement_ext.system import user_errors
 from tools.windows.choosing import by_window, missing
 from tools.windows.found import Found
 

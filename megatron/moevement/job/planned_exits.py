@@ -25,7 +25,7 @@ from moevement_ext.errors import UserError
 from moevement_ext.faults import Phase
 from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import reads_memory
-from moevement_ext.process.leaving import leave
+from moevement_ext.system.leaving import leave
 
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
 

@@ -8,7 +8,7 @@ PROGRAM_START = time.time()
 """Time in seconds since the epoch, before torch is imported."""
 
 from megatron.moevement.seams import cpu_device, preflight, quiet  # noqa: E402
-from moevement_ext.process import user_errors  # noqa: E402
+from moevement_ext.system import user_errors  # noqa: E402
 
 
 def prepare(flags: Sequence[str] | None) -> None:

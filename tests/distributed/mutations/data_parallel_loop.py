@@ -2,7 +2,7 @@
 """Ways to break the recovery of the data-parallel loop. Every one must turn the bits red."""
 
 from examples.data_parallel_loop import Trainer
-from moevement_ext.torch_loop.torch_trainer import TorchTrainer
+from moevement_ext.job.torch_loop.torch_trainer import TorchTrainer
 
 
 def schedule_not_restored() -> None:

@@ -5,7 +5,7 @@ import msgspec
 
 from megatron.moevement.job import megatron_relaying as relaying
 from megatron.moevement.state import relaid_state
-from moevement_ext.relayout import index
+from moevement_ext.recover.relayout import index
 
 
 def an_expert_is_swapped() -> None:

@@ -12,12 +12,12 @@ from megatron.training import training
 from torch.utils.data import dataloader
 
 from moevement_ext import faults
-from moevement_ext.devices.judging import Reading
 from moevement_ext.faults import Phase
 from moevement_ext.job import own_device
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.membership import gathered_reports
 from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.system.device_judging import Reading
 from tests.distributed.probes import holding
 
 

@@ -3,9 +3,9 @@
 
 from contextlib import nullcontext
 
-from moevement_ext.torch_loop import loop_state
-from moevement_ext.torch_loop.module_operators import ModuleOperators
-from moevement_ext.torch_loop.torch_trainer import TorchTrainer
+from moevement_ext.job.torch_loop import loop_state
+from moevement_ext.job.torch_loop.module_operators import ModuleOperators
+from moevement_ext.job.torch_loop.torch_trainer import TorchTrainer
 
 
 def norm_computed_by_a_stage_alone() -> None:

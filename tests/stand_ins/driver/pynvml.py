@@ -4,7 +4,7 @@
 `MOEVEMENT_TEST_DEVICES` names a folder with a file `<UUID>.json` for each device, in the order of
 their names: what it tells, by the name of the function or field; `lost` if the driver does not
 reach it. Each line appended to `<UUID>.xids` is an Xid that happens then. Without the variable
-there is no driver. Only what `moevement_ext/devices/nvml.py` uses is here.
+there is no driver. Only what `moevement_ext/system/nvml.py` uses is here.
 """
 
 import json

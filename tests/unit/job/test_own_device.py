@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moevement_ext.devices import affinity
 from moevement_ext.job import own_device
+from moevement_ext.system import affinity
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.steps import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
-from tests.unit.devices.conftest import DRIVER, Devices
 from tests.unit.launch.conftest import Job
+from tests.unit.system.conftest import DRIVER, Devices
 
 
 class SlurmJob(Job):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.strategy.cycle import Cycle
+from moevement_ext.plan.strategy.cycle import Cycle
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.protect.training import SCHEDULE, Training, W
 

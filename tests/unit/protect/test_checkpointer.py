@@ -14,7 +14,7 @@ from moevement_ext.events import Event, WindowCommitted
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
-from moevement_ext.strategy.cycle import Cycle
+from moevement_ext.plan.strategy.cycle import Cycle
 from tests.unit.memory.samples import PLAN, digest, tmpfs_directory
 from tests.unit.protect.training import (
     DEADLINE_S,

@@ -13,11 +13,11 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import ExpertCopies, SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import WindowLoad
+from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.strategy.moc import Moc
+from moevement_ext.plan.strategy.moetion import Moetion
+from moevement_ext.plan.strategy.strategy import LossyStrategy
 from moevement_ext.protect.expert_ledger import ExpertLedger
-from moevement_ext.strategy.cycle import Cycle
-from moevement_ext.strategy.moc import Moc
-from moevement_ext.strategy.moetion import Moetion
-from moevement_ext.strategy.strategy import LossyStrategy
 from tests.unit.memory.samples import PLAN, tmpfs_directory
 from tests.unit.protect.training import NAMES, Training, verified
 

@@ -18,11 +18,11 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.statistics import CaptureStatistics
-from moevement_ext.strategy.cycle import Cycle
 from tests.unit.memory.samples import PLAN, RUN, TOPOLOGY
 
 W = 3

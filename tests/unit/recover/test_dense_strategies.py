@@ -21,11 +21,11 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import WindowLoad
+from moevement_ext.plan.strategy import checkfreq
+from moevement_ext.plan.strategy.strategy import Strategy
 from moevement_ext.protect import protection
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.stage_plan import StagePlan
-from moevement_ext.strategy import checkfreq
-from moevement_ext.strategy.strategy import Strategy
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.test_recovery import VICTIMS, train

@@ -44,9 +44,9 @@ from moevement_ext.membership.rendezvous import (
 )
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity, WindowName
+from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import host_memory
-from moevement_ext.strategy.choice import only_source
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 

@@ -14,9 +14,9 @@ UNIT = ROOT / 'tests' / 'unit'
 
 def test_a_folder_or_file_is_named_by_its_name() -> None:
     assert with_paths(['recover']) == ['tests/unit/recover']
-    assert with_paths(['judging']) == [
-        'tests/unit/devices/test_judging.py',
-        'tests/unit/tools/gpu_check/test_judging.py',
+    assert with_paths(['layout']) == [
+        'tests/unit/capture/test_layout.py',
+        'tests/unit/tools/plan/test_layout.py',
     ]
     assert with_paths(['rank_state', '-k', 'recover']) == [
         'tests/unit/recover/test_rank_state.py',

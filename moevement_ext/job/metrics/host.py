@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves the metrics of all ranks of a host on one port for Prometheus.
+
+Each process writes its page to a file every second. The process that holds a lock answers on the
+port for all; after its end another process takes over. Counters of dead processes stay, so that the
+counters of a rank add up over its restarts; gauges of dead processes are dropped.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.job.metrics import page
+from moevement_ext.job.metrics.meter import is_disabled
+from moevement_ext.memory import private
+from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError
+
+logger = logging.getLogger(__name__)
+
+_PORT_TAKEN = (
+    '--sparse-ckpt-metrics %d: no client can read the metrics of this host, since another program '
+    'or another run has that port: %s. The metrics are there as soon as the port is free; else '
+    'give this run another port.'
+)
+
+
+class Host:
+    """Publishes the page of this process, and serves all pages if no other process does.
+
+    Args:
+        port: TCP port of the host, on all of its interfaces.
+        root: `--sparse-ckpt-dir`, which contains the files of all processes.
+        run_id: name of the run.
+
+    Attributes:
+        reader: OpenTelemetry reader that makes the page from the values of a `Meter`.
+
+    Raises:
+        ConfigurationError: the library is missing or disabled.
+        HostMemoryError: the directory is not this user's own.
+        OSError: the directory is not usable.
+    """
+
+    def __init__(self, port: int, root: Path, run_id: str) -> None:
+        self.reader, self._make_page = _prometheus()
+        self._port = port
+        self._path = root / '.metrics' / run_id
+        private.make_directories(root, self._path)
+        # A restarted container reuses its process ids.
+        self._own = self._path / f'{time.time_ns()}-{os.getpid()}'
+        self._life = HolderLock(self._own.with_suffix('.life'))
+        self._turn: HolderLock | None = None
+        self._server: asyncio.Server | None = None
+        self._told = set[str]()
+        self._closed = False
+        self._writing = threading.Lock()
+
+    def publish(self) -> None:
+        """Replace the page of this process. Any thread. A full file system only keeps it old."""
+        new = self._own.with_suffix('.new')
+        try:
+            with self._writing:
+                if not self._closed:
+                    new.write_bytes(self._make_page())
+                    new.replace(self._own.with_suffix('.page'))
+        except OSError as error:
+            self._warn('the metrics of this rank are not up to date: %s', error)
+
+    async def answer(self) -> None:
+        """Start serving, if no other process of this run serves; call this repeatedly."""
+        try:
+            self._turn = self._turn or HolderLock(self._path / 'turn')
+            self._server = self._server or await page.serve(self._port, self._of_all)
+        except StoreInUseError:
+            pass
+        except OSError as error:
+            self._warn(_PORT_TAKEN, self._port, error)
+
+    def close(self) -> None:
+        """Stop serving, and remove the files of this process and of dead ones.
+
+        Runs in the event loop of the serving thread.
+        """
+        with self._writing:
+            self._closed = True
+        if self._server is not None:
+            self._server.close()
+        self._life.release()
+        for life in self._path.glob('*.life'):
+            if not _lives(life):
+                for file in map(life.with_suffix, ('.new', '.page', '.life')):
+                    file.unlink(missing_ok=True)
+        if self._turn is not None:
+            self._turn.release()
+        with contextlib.suppress(OSError):  # other processes still have files
+            if [file.name for file in self._path.iterdir()] == ['turn']:
+                (self._path / 'turn').unlink()
+            self._path.rmdir()
+            self._path.parent.rmdir()
+
+    def _of_all(self, accepted: str) -> tuple[str, bytes]:
+        from prometheus_client.exposition import choose_encoder
+
+        encode, kind = choose_encoder(accepted)
+        shown: Any = SimpleNamespace(collect=lambda: _families(self._path))
+        return kind, encode(shown)
+
+    def _warn(self, message: str, *values: object) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning(message, *values)
+
+
+def _prometheus() -> tuple[Any, Callable[[], bytes]]:
+    """An OpenTelemetry reader, and a function that renders its values as a page."""
+    if is_disabled():
+        raise ConfigurationError(
+            '--sparse-ckpt-metrics: OTEL_SDK_DISABLED=true switches off the library of metrics. '
+            'Unset the variable for this job, or leave the flag out.'
+        )
+    try:
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+        from prometheus_client import CollectorRegistry, generate_latest
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            '--sparse-ckpt-metrics needs the package opentelemetry-exporter-prometheus: pip '
+            'install it on all nodes, or leave the flag out.'
+        ) from error
+    registry = CollectorRegistry()
+    reader = PrometheusMetricReader(
+        disable_target_info=True, scope_info_enabled=False, registry=registry
+    )
+    return reader, partial(generate_latest, registry)
+
+
+def _families(path: Path) -> list[Any]:
+    """Published metrics of all processes, oldest first, without gauges of dead ones."""
+    from prometheus_client import Metric
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found, values = dict[str, Metric](), dict[tuple[str, str, tuple[Any, ...]], float]()
+    for file in sorted(path.glob('*.page')):
+        try:
+            text, lives = file.read_text('utf-8'), _lives(file.with_suffix('.life'))
+        except FileNotFoundError:  # the process has just ended
+            continue
+        for one in text_string_to_metric_families(text):
+            counts = one.type == 'counter'
+            if not counts and not lives:
+                continue
+            found.setdefault(one.name, Metric(one.name, one.documentation, one.type))
+            for sample in one.samples:
+                key = (one.name, sample.name, tuple(sorted(sample.labels.items())))
+                values[key] = sample.value + (values.get(key, 0.0) if counts else 0.0)
+    for (family, name, labels), value in values.items():
+        found[family].add_sample(name, dict(labels), value)
+    return list(found.values())
+
+
+def _lives(life: Path) -> bool:
+    """True if the process of a page still holds its lock."""
+    try:
+        HolderLock(life).release()
+    except StoreInUseError:
+        return True
+    return False

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training state of a module and its optimizer, operator by operator."""
+
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from moevement_ext.capture.broadcast import broadcast_packed
+from moevement_ext.capture.fitting import check_fits
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.config import ConfigurationError
+from moevement_ext.job.torch_loop.first_state import create_state
+from moevement_ext.memory.dtypes import dtype_of
+from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.window.slot import SlotContext, SlotHeader
+
+
+class ModuleOperators:
+    """Parameters, buffers and optimizer state of this rank. Training thread only.
+
+    The compute weights of an operator are its parameters. It is frozen by `requires_grad`.
+
+    Args:
+        model: the module, without a wrapper for data parallelism.
+        optimizer: of all its parameters.
+        operator_of: name and kind of the operator of a parameter or buffer, by its name.
+
+    Attributes:
+        buffers: of the module, which an iteration may change before its update.
+        group: of the ranks with the same state; set before training.
+
+    Raises:
+        ConfigurationError: a rule is broken; the message names the parameter.
+    """
+
+    tied: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        operator_of: Callable[[str], tuple[str, str]],
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigurationError(
+                'The model is wrapped in DistributedDataParallel, which cannot be cut off within '
+                'an iteration: give the module itself, and reduce its gradients in `compute`.'
+            )
+        create_state(optimizer)
+        self._members: dict[str, list[nn.Parameter]] = {}
+        self.kinds: dict[str, str] = {}
+        self.slices: dict[str, OperatorSlices] = {}
+        for name, parameter in model.named_parameters():
+            operator = self._enter(*operator_of(name))
+            _check_parameter(name, parameter, optimizer)
+            self._members[operator].append(parameter)
+            weight = _slice(operator, name, 'weight', parameter)
+            self._add(operator, (weight, *_state_of(operator, name, parameter, optimizer)), weight)
+        self.buffers = [buffer for _, buffer in model.named_buffers()]
+        for name, buffer in model.named_buffers():
+            operator = self._enter(*operator_of(name))
+            part = _slice(operator, name, 'buffer', buffer, volatile=True)
+            self._add(operator, (part,), part)
+        self.device = next(model.parameters()).device
+        self.group: dist.ProcessGroup | None = None
+
+    def _enter(self, operator: str, kind: str) -> str:
+        self.kinds.setdefault(operator, kind)
+        self._members.setdefault(operator, [])
+        self.slices.setdefault(operator, OperatorSlices((), ()))
+        return operator
+
+    def _add(self, operator: str, full: tuple[TensorSlice, ...], weights: TensorSlice) -> None:
+        known = self.slices[operator]
+        self.slices[operator] = OperatorSlices((*known.full, *full), (*known.weights, weights))
+
+    def check(self, header: SlotHeader) -> None:
+        """Check that a slot has all records that this model needs.
+
+        Raises:
+            RefusedWindow: the slot belongs to another model; the message names a parameter.
+        """
+        check_fits(header, self.slices)
+
+    @torch.no_grad()
+    def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
+        """Copy the tensors of a slot back to where they were captured."""
+        self.check(header)
+        targets = {(item.tensor, item.part): item.source for item in self._all()}
+        for record in header.records:
+            content = torch.from_numpy(payload[record.offset : record.offset + record.nbytes])
+            dtype = dtype_of(record.dtype)
+            assert dtype is not None  # `check` has compared the slot with the model
+            targets[record.tensor, record.part].copy_(content.view(dtype))
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Freeze exactly these: their parameters get no gradient, and no update."""
+        for operator, parameters in self._members.items():
+            for parameter in parameters:
+                parameter.requires_grad_(operator not in names)
+
+    def copy(self, source: int) -> None:
+        """Copy the state of rank `source`. Collective over the ranks of the stage."""
+        assert self.group is not None
+        broadcast_packed((item.source for item in self._all()), source, self.group, self.device)
+
+    def _all(self) -> Iterator[TensorSlice]:
+        for operator in self.slices.values():
+            yield from operator.full
+
+
+def _state_of(
+    operator: str, name: str, parameter: nn.Parameter, optimizer: Optimizer
+) -> Iterator[TensorSlice]:
+    for part, value in sorted(optimizer.state.get(parameter, {}).items()):
+        if torch.is_tensor(value):
+            if value.device != parameter.device:
+                raise ConfigurationError(
+                    f'{part} of {name} is on {value.device}, not on {parameter.device}: give the '
+                    'optimizer fused=True or capturable=True.'
+                )
+            yield _slice(operator, name, part, value)
+
+
+def _slice(
+    operator: str, name: str, part: str, tensor: torch.Tensor, volatile: bool = False
+) -> TensorSlice:
+    if not tensor.is_contiguous():
+        raise ConfigurationError(f'{name} ({part}) is not contiguous; make it so before training.')
+    flat = tensor.detach().view(-1)
+    return TensorSlice(operator, name, part, 0, flat.numel(), flat, volatile)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+    """A replay freezes by `requires_grad`, so that nothing may be frozen in training."""
+    if not parameter.requires_grad:
+        raise ConfigurationError(
+            f'{name} has requires_grad=False; sparse checkpointing does not know of parameters '
+            'that are not trained: train it, or make it a buffer.'
+        )
+    if not any(parameter is one for group in optimizer.param_groups for one in group['params']):
+        raise ConfigurationError(f'The optimizer does not have {name}; give it all parameters.')

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LossyStrategy the strategy that a job is configured for.
+
+The modules of other strategies are imported by jobs that use them only.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, MOETION, SparseCheckpointConfig
+from moevement_ext.memory.disk import directory_of
+from moevement_ext.plan.auto_window import AutoWindow, Measured
+from moevement_ext.plan.strategy.moevement import MoEvement
+from moevement_ext.plan.strategy.strategy import LossyStrategy, Strategy
+
+
+def disk_only(config: SparseCheckpointConfig) -> bool:
+    """True if windows in host memory are no source of a recovery."""
+    return config.strategy == CHECKFREQ
+
+
+def only_source(config: SparseCheckpointConfig, run_id: str, rank: int) -> Path | None:
+    """Directory of the only windows of a rank that a recovery starts from; None: its memory."""
+    if not disk_only(config):
+        return None
+    assert config.disk is not None  # a rule of `config`
+    return directory_of(Path(config.disk), run_id, rank)
+
+
+def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
+    """The strategy of a job, if that is a lossy one."""
+    if config.strategy == MOETION:
+        from moevement_ext.plan.strategy.moetion import Moetion
+
+        return Moetion(config.network_bytes_per_s)
+    from moevement_ext.plan.strategy.moc import Moc
+
+    interval = 1 if isinstance(config.interval, str) else config.interval
+    return Moc(interval, config.experts, config.expert_choice, config.lost_share)
+
+
+def strategy_of(
+    config: SparseCheckpointConfig, longest: int, shortest: Callable[[Measured], int | None]
+) -> Strategy:
+    """The strategy of a job.
+
+    Args:
+        config: settings.
+        longest: the W for which host memory is reserved.
+        shortest: as of `AutoWindow`.
+    """
+    interval = config.interval
+    if config.strategy == GEMINI:
+        from moevement_ext.plan.strategy.gemini import Gemini
+
+        return Gemini(1 if interval == AUTO else interval, config.mtbf or math.inf)
+    if config.strategy == CHECKFREQ:
+        from moevement_ext.plan.strategy.checkfreq import CheckFreq
+
+        fixed = None if isinstance(interval, str) else interval
+        return CheckFreq(fixed, config.overhead_bound)
+    if config.lossy:
+        return lossy_strategy(config)
+    auto = AutoWindow(shortest, longest) if config.window == AUTO else None
+    return MoEvement(config.order, longest, auto, config.reorder_change, config.reorder_fraction)

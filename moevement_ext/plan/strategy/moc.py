@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MoC-System: a checkpoint has all other operators, and K of the N experts of each layer.
+
+Cai et al., ASPLOS'25 (arXiv 2408.04307). The other experts stay as of an earlier checkpoint. After
+a failure all stages go back to the newest one, and what such experts have learned since their copy
+is lost. K may double whenever too many tokens were lost at the present K.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from moevement_ext.config import DYNAMIC, LOAD
+from moevement_ext.plan.popularity import shares_of
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad, moved
+from moevement_ext.plan.strategy.cycle import Cycle
+
+_FIRST_DYNAMIC = 1
+# Shares change as much before the choice follows as for MoEvement's order, by default.
+_CHANGE, _FRACTION = 0.1, 0.25
+
+
+def in_turn(layers: Sequence[Sequence[str]], most: int, checkpoint: int) -> set[str]:
+    """K experts of each layer, the next ones at the next checkpoint, shifted by layer.
+
+    Args:
+        layers: the N experts of each layer.
+        most: K.
+        checkpoint: its number.
+    """
+    return {
+        experts[(layer + checkpoint * most + index) % len(experts)]
+        for layer, experts in enumerate(layers)
+        for index in range(min(most, len(experts)))
+    }
+
+
+def most_unsaved(
+    layers: Sequence[Sequence[str]], most: int, unsaved: Mapping[str, float]
+) -> set[str]:
+    """The K experts of each layer with most tokens since their copy; the first of equal ones."""
+    return {
+        name
+        for experts in layers
+        for name in sorted(experts, key=lambda name: -unsaved[name])[:most]
+    }
+
+
+def doubled(present: PlanParameters, share: float, limit: float, most: int) -> PlanParameters:
+    """The plan with twice the K, up to `most`, if too much was lost at the present one.
+
+    Args:
+        present: the plan in force.
+        share: tokens lost so far, as a share of all tokens of the training.
+        limit: of what is lost at one K.
+        most: N.
+    """
+    if present.experts >= most or share - present.lost < limit:
+        return present
+    return PlanParameters(
+        present.version, present.origin, present.window, present.shares, present.idle,
+        experts=min(2 * present.experts, most), lost=share,
+    )  # fmt: skip
+
+
+class Moc:
+    """Checkpoints of some experts every k iterations.
+
+    Args:
+        interval: k.
+        experts: K, or 'dynamic'.
+        choice: one of `config.EXPERT_CHOICES`.
+        limit: `--sparse-ckpt-lost-share`.
+    """
+
+    makes_up = False
+
+    def __init__(self, interval: int, experts: int | str, choice: str, limit: float) -> None:
+        self.counts_tokens = choice == LOAD
+        self._interval = interval
+        self._dynamic = experts == DYNAMIC
+        self._first = _FIRST_DYNAMIC if isinstance(experts, str) else experts
+        self._limit = limit
+
+    def first(self) -> PlanParameters:
+        """All of the state in one slot, of which K experts of each layer are new."""
+        return PlanParameters(0, 0, 1, {}, idle=self._interval - 1, experts=self._first)
+
+    def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
+        """Another K, or other shares of the tokens to choose by."""
+        chosen = present
+        if self._dynamic:
+            share = sum(load.lost for load in loads) / max(sum(load.expected for load in loads), 1)
+            chosen = doubled(present, share, self._limit, max(load.experts for load in loads))
+        shares = shares_of(loads) if self.counts_tokens else {}
+        follows = bool(shares) and moved(present.shares, shares, _CHANGE, _FRACTION)
+        if chosen is present and not follows:
+            return None
+        return PlanParameters(
+            present.version + 1, present.after(loads[0].start), 1,
+            shares if follows else present.shares, present.idle, chosen.experts, chosen.lost,
+        )  # fmt: skip
+
+    def choose(
+        self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
+    ) -> Collection[str]:
+        """Experts for the checkpoint of `iteration`, the same on all ranks; see `LossyStrategy`."""
+        checkpoint = iteration // cycle.period
+        if not self.counts_tokens or not cycle.shares:
+            return in_turn(layers, cycle.experts, checkpoint)
+        shares = cycle.shares
+        unsaved = {name: shares.get(name, 0.0) * age for name, age in ages.items()}
+        return most_unsaved(layers, cycle.experts, unsaved)

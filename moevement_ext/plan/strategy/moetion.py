@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MoEtion, the first version: each iteration saves the experts with most to lose.
+
+Gandhi and Kozyrakis (arXiv 2412.15411v1). Copies to host memory and sends to the holders of
+replicas each have a budget: what an iteration hides. The smaller of both, less the operators that
+are no experts, says how many experts are saved; layers share them by their risk, which is the
+number of tokens since the copies of their experts, and within a layer those with most tokens come
+first. After a failure, experts drop fewer tokens, where a capacity limits them, until they have had
+as many more as they lost.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
+from moevement_ext.plan.popularity import shares_of
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad, moved
+from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, held_to
+
+_CHANGE, _FRACTION = 0.1, 0.25
+MARGIN = 1.25
+"""Factor by which another number of experts must differ from the present one."""
+
+
+def affordable(load: WindowLoad, limit: float | None) -> int | None:
+    """Experts of the stage that the budgets of a rank carry in an iteration; None: not known yet.
+
+    Args:
+        load: what the rank measured.
+        limit: as of `held_to`.
+    """
+    if load.copy_bytes_per_s is None:
+        return None
+    local = DEFAULT_HIDDEN_FRACTION * load.copy_bytes_per_s * load.iteration_s
+    remote = math.inf
+    if load.holders:
+        sent = held_to(load.send_bytes_per_s, DEFAULT_NETWORK_SHARE, limit)
+        if sent is None:
+            return None
+        remote = sent * load.iteration_s / load.holders
+    left = min(local, remote) - load.other_bytes
+    part = left / load.expert_bytes if load.expert_bytes else 1.0
+    return max(1, math.floor(min(part, 1.0) * load.stage_experts))
+
+
+def divided(total: int, risks: Sequence[float], most: Sequence[int]) -> list[int]:
+    """Experts of each layer: in proportion to its risk, none above `most`, `total` together.
+
+    What the proportions leave goes to the largest remainders, the first of equal ones.
+    """
+    left = min(total, sum(most))
+    found = [0] * len(risks)
+    layers = set(range(len(risks)))
+    while left:
+        at_stake = sum(risks[layer] for layer in layers)
+        wanted = {
+            layer: left * (risks[layer] / at_stake if at_stake else 1 / len(layers))
+            for layer in layers
+        }
+        full = {layer for layer in layers if wanted[layer] >= most[layer]}
+        if not full:
+            return _rounded(found, wanted, left)
+        for layer in full:  # what they cannot take goes to the others
+            found[layer] = most[layer]
+        left -= sum(most[layer] for layer in full)
+        layers -= full
+    return found
+
+
+def _rounded(found: list[int], wanted: Mapping[int, float], left: int) -> list[int]:
+    for layer, count in wanted.items():
+        found[layer] = math.floor(count)
+    rest = left - sum(map(math.floor, wanted.values()))
+    by_remainder = sorted(
+        wanted, key=lambda layer: (math.floor(wanted[layer]) - wanted[layer], layer)
+    )
+    for layer in by_remainder[:rest]:
+        found[layer] += 1
+    return found
+
+
+class Moetion:
+    """Checkpoints of some experts in every iteration.
+
+    Args:
+        limit: as of `held_to`.
+    """
+
+    counts_tokens = makes_up = True
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+
+    def first(self) -> PlanParameters:
+        """All of the state in one slot, of which one expert is new, until the rates are known."""
+        return PlanParameters(0, 0, 1, {}, experts=1)
+
+    def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
+        """Another number of experts, or other shares of the tokens to choose by."""
+        known = [affordable(load, self._limit) for load in loads]
+        counts = [count for count in known if count is not None]
+        experts = min(counts) if len(counts) == len(loads) else present.experts
+        if present.experts / MARGIN <= experts <= present.experts * MARGIN:
+            experts = present.experts
+        shares = shares_of(loads)
+        follows = bool(shares) and moved(present.shares, shares, _CHANGE, _FRACTION)
+        if experts == present.experts and not follows:
+            return None
+        return PlanParameters(
+            present.version + 1, present.after(loads[0].start), 1,
+            shares if follows else present.shares, experts=experts,
+        )  # fmt: skip
+
+    def choose(
+        self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
+    ) -> Collection[str]:
+        """Experts for the checkpoint of `iteration`, the same on all ranks; see `LossyStrategy`."""
+        shares = cycle.shares or {}
+        risk = {
+            name: shares.get(name, 1 / len(experts)) * ages[name]
+            for experts in layers
+            for name in experts
+        }
+        risks = [sum(risk[name] for name in experts) for experts in layers]
+        counts = divided(cycle.experts, risks, [len(experts) for experts in layers])
+        return {
+            name
+            for experts, count in zip(layers, counts, strict=True)
+            for name in sorted(experts, key=lambda name: -risk[name])[:count]
+        }

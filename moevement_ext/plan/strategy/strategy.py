@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interface of a strategy.
+
+A strategy is pure: it knows no rank, no file and no clock. Rank 0 asks it for the next plan, from
+the measurements of all ranks. What a failure may be recovered from is in `choice`. The rest is the
+same for all strategies: captures, windows, replicas, disk and recovery.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.cycle import Cycle
+
+
+class Strategy(Protocol):
+    """What is captured when."""
+
+    counts_tokens: bool
+    """Plans depend on the load of the experts."""
+
+    def first(self) -> PlanParameters:
+        """The plan of a new job, before anything is measured."""
+
+    def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
+        """The next plan, or None to keep the current one. Called for one cycle after another.
+
+        Args:
+            present: the plan in force in the observed cycle.
+            loads: measurements of every rank in that cycle.
+        """
+
+
+class LossyStrategy(Strategy, Protocol):
+    """One whose checkpoints have some experts as of an earlier checkpoint."""
+
+    makes_up: bool
+    """After a recovery, experts that lost tokens get more capacity, where that has a limit."""
+
+    def choose(
+        self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
+    ) -> Collection[str]:
+        """Experts that a checkpoint takes. All ranks of a stage choose the same, without a word.
+
+        Args:
+            layers: all experts of each layer of the stage.
+            cycle: the plan in force.
+            iteration: whose state the checkpoint has.
+            ages: iterations since the state that the newest copy has, by expert.
+        """

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds whole windows of other layouts of the same training, over all ranks. Collective."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from moevement_ext.config import node_name
+from moevement_ext.errors import UserError
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import Part, Shelf
+from moevement_ext.memory.window.name import Window
+from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.memory.window.settings import RunSettings, decode, differences, told
+from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.plan.strategy.choice import disk_only
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 8
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A part that a rank sees, with what its first slot says."""
+
+    part: Part
+    placed: Placed
+    operators: list[str]
+    """Operators of which the owner has any byte."""
+
+
+class Stock(msgspec.Struct, frozen=True):
+    """What a rank sees of other layouts."""
+
+    seen: list[Seen]
+    runs: list[str]
+    """Directories in which everything is of this training."""
+    refused: list[str] = []
+    """Reasons to refuse windows of another training, by name, with both values."""
+
+
+@dataclass
+class Candidate:
+    """A window that all owners of another layout have somewhere."""
+
+    run: str
+    window: Window
+    layout: Layout
+    seats: dict[int, Seat] = field(default_factory=dict)
+    """By owner."""
+    operators: dict[int, frozenset[str]] = field(default_factory=dict)
+    """By owner."""
+    holders: dict[int, list[tuple[int, Part]]] = field(default_factory=dict)
+    """Ranks that see the part, by owner; those in memory first."""
+
+    @property
+    def complete(self) -> bool:
+        """True if no owner is missing."""
+        return len(self.seats) == self.layout.ranks
+
+    @property
+    def missing(self) -> list[int]:
+        """Owners whose part no rank sees."""
+        return [owner for owner in range(self.layout.ranks) if owner not in self.seats]
+
+
+@dataclass
+class Elsewhere:
+    """Windows of other layouts, the newest dense state first."""
+
+    candidates: list[Candidate]
+    runs: list[str]
+    """Directories on this node that are worthless once all ranks have a window of their own."""
+    torn: list[Candidate] = field(default_factory=list)
+    """If there are no candidates: windows of which some owners' parts are missing."""
+
+    @property
+    def dense_at(self) -> int:
+        """Iteration of the newest dense state, -1 if there is none."""
+        return max((one.window.dense_at for one in self.candidates), default=-1)
+
+
+NOTHING = Elsewhere([], [])
+
+
+class PartsMissing(UserError):
+    """Windows of another layout are there, and some of its ranks' parts are not."""
+
+
+class OtherTraining(UserError):
+    """Windows of the run are of another training."""
+
+
+def shelf_of(rank: Rank) -> Shelf:
+    """The other layouts of the run, as this rank sees them."""
+    disk = rank.config.disk
+    store = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
+    return Shelf(store, None if disk is None else Path(disk))
+
+
+def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | None) -> Elsewhere:
+    """Look for windows of other layouts on all nodes and disks. Collective.
+
+    Args:
+        rank: this rank.
+        shelf: the other layouts.
+        dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
+        last_iteration: at which training ends, None if that is not known yet.
+
+    Raises:
+        StoreInUseError: a live job has another layout of the run.
+    """
+    stock = _take_stock(rank, shelf)
+    encoded = rank.exchange('other-layouts', msgspec.msgpack.encode(stock))
+    stocks = [msgspec.msgpack.decode(item, type=Stock) for item in encoded]
+    everything = [
+        one
+        for one in merged(stocks)
+        if dense_iteration <= one.window.dense_at < (last_iteration or one.window.dense_at + 1)
+    ]
+    whole = [one for one in everything if one.complete]
+    _say_refused(rank, sorted({reason for stock in stocks for reason in stock.refused}))
+    return Elsewhere(whole, stock.runs, [] if whole else everything)
+
+
+def require_parts(elsewhere: Elsewhere, own: int) -> None:
+    """Refuse to start over while parts of windows are missing.
+
+    Windows that this layout has itself and that are as new are better: what is torn is left of a
+    layout that it has replaced, when all processes died while the nodes freed its windows.
+
+    Args:
+        elsewhere: as found.
+        own: iteration of the newest dense state in windows of this layout, -1 if there is none.
+
+    Raises:
+        PartsMissing: the torn windows are newer.
+    """
+    newer = [one for one in elsewhere.torn if one.window.dense_at > own]
+    if newer:
+        raise PartsMissing(_missing(newer))
+
+
+def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
+    """Name windows of another training, which the job does not go on from.
+
+    Raises:
+        OtherTraining: `--sparse-ckpt-strict`.
+    """
+    if refused and rank.config.strict:
+        raise OtherTraining(
+            f'--sparse-ckpt-strict: windows of the run are of another training: {told(refused)}. '
+            'Start it with the flags it had, or give it another --sparse-ckpt-run-id.'
+        )
+    for reason in refused if rank.number == 0 else ():
+        logger.warning('refused: windows in another layout, %s', reason)
+
+
+def merged(stocks: Sequence[Stock]) -> list[Candidate]:
+    """Windows by what all ranks see, complete or not, the newest dense state first.
+
+    Args:
+        stocks: by rank.
+    """
+    found: dict[tuple[str, Window], Candidate] = {}
+    for number, stock in enumerate(stocks):
+        for seen in stock.seen:
+            part, layout = seen.part, seen.placed.layout
+            key = part.run, part.window
+            one = found.setdefault(key, Candidate(part.run, part.window, layout))
+            one.seats[part.owner] = seen.placed.seat
+            one.operators[part.owner] = frozenset(seen.operators)
+            one.holders.setdefault(part.owner, []).append((number, part))
+    for one in found.values():
+        for holders in one.holders.values():
+            holders.sort(key=lambda holder: holder[1].on_disk)
+    return sorted(found.values(), key=lambda one: (one.window.dense_at, one.window), reverse=True)
+
+
+def _take_stock(rank: Rank, shelf: Shelf) -> Stock:
+    placed = rank.identity.placed
+    if not isinstance(placed, Placed):
+        return Stock([], [])
+    seen, runs, refused = [], [], set[str]()
+    for run in shelf.runs():
+        parts = list(shelf.look(run))
+        ours = [one for one in parts if _training(one[1]) == placed.training]
+        if len(ours) == len(parts):
+            runs.append(run)
+        foreign = (header for _, header in parts if _training(header) != placed.training)
+        refused.update(f'{run}: {_in_what(header, rank)}' for header in foreign)
+        seen += [
+            _seen(part, header)
+            for part, header in ours
+            if part.on_disk or not disk_only(rank.config)
+        ]
+    return Stock(seen, runs, sorted(refused))
+
+
+def _training(header: SlotHeader) -> str | None:
+    return header.placed.training if isinstance(header.placed, Placed) else None
+
+
+def _in_what(header: SlotHeader, rank: Rank) -> str:
+    """In what the training that captured a slot is another one."""
+    if not isinstance(header.placed, Placed):
+        return f'format version {header.version} says no layout, so that only its own reads it'
+    was = decode(header.settings) if header.settings else RunSettings()
+    was, now = (msgspec.structs.replace(one, layout={}) for one in (was, rank.identity.settings))
+    return told(differences(was, now).decisive) or 'it is of another training'
+
+
+def _seen(part: Part, header: SlotHeader) -> Seen:
+    assert isinstance(header.placed, Placed)
+    operators = {record.operator for record in header.records}
+    return Seen(part, header.placed, sorted(operators))
+
+
+def _missing(candidates: Iterable[Candidate]) -> str:
+    nearest = min(candidates, key=lambda one: (len(one.missing), -one.window.dense_at))
+    named = ', '.join(map(str, nearest.missing[:_MOST_NAMED]))
+    more = len(nearest.missing) - _MOST_NAMED
+    return (
+        f'window {nearest.window.start} was captured by {nearest.layout}, and no node here has the '
+        f'parts of ranks {named}{f" and {more} more" if more > 0 else ""}, nor a disk: start again '
+        'with the nodes that have them; --sparse-ckpt-forget goes on without them.'
+    )

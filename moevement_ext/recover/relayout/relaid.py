@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes this rank's part of a window anew, from the parts of all owners of another layout.
+
+What comes out is a window as if this rank had captured it: with its names, ranges and stamp. So all
+that follows, conversion, replication, another recovery, is as ever.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+
+from moevement_ext import faults
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.capture.relaying import Relaying
+from moevement_ext.faults import Phase
+from moevement_ext.memory.dtypes import dtype_name
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
+from moevement_ext.memory.window.placed import Placed, Seat
+from moevement_ext.memory.window.settings import encode
+from moevement_ext.memory.window.slot import (
+    FORMAT_VERSION,
+    Record,
+    SlotContext,
+    SlotHeader,
+    align_up,
+    decode_context,
+    frame_bytes_bound,
+)
+from moevement_ext.recover.relayout.fetching import Fetcher, Place
+from moevement_ext.recover.relayout.index import SlotIndex, Wanted
+
+
+def relaid_name(name: WindowName, topology: str) -> WindowName:
+    """Name of a window in another layout, the same on all of its ranks."""
+    plan = xxhash.xxh3_64_hexdigest(f'{name.plan}/{topology}'.encode())
+    return WindowName(name.start, plan)
+
+
+class RelaidWindow:
+    """One rank's part of a window, put together slot by slot.
+
+    Args:
+        identity: of this rank.
+        slices: what this rank captures of each operator.
+        relaying: of the trainer.
+        fetcher: of the window in the other layout.
+        seats: of all owners.
+        wanted: owners that have any of this rank's operators.
+        window: in the other layout.
+
+    Raises:
+        RefusedWindow: a header cannot be read anywhere.
+    """
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        slices: Mapping[str, OperatorSlices],
+        relaying: Relaying,
+        fetcher: Fetcher,
+        seats: Mapping[int, Seat],
+        wanted: Collection[int],
+        window: Window,
+    ) -> None:
+        assert isinstance(identity.placed, Placed)  # without one no window is found
+        self._identity = identity
+        self._slices = slices
+        self._relaying = relaying
+        self._fetcher = fetcher
+        self._seats = seats
+        self._seat = identity.placed.seat
+        self.window = Window(relaid_name(window.name, identity.topology), window.length)
+        states = relaying.state_owners(seats)
+        self._headers = {owner: fetcher.headers(owner) for owner in sorted({*wanted, *states})}
+        self._states = states
+
+    def write(self, file: WindowFile) -> None:
+        """Write all slots into a file that was begun for `window`.
+
+        Raises:
+            RefusedWindow: something is missing or damaged everywhere; the message names it.
+            FileTooSmall: the file is too small; nothing was written.
+        """
+        headers = [self._header(slot) for slot in range(self.window.length)]
+        file.require(
+            sum(
+                align_up(header.payload_bytes) + align_up(frame_bytes_bound(header))
+                for header in headers
+            ),
+            len(headers),
+        )
+        for header in headers:
+            faults.at_iteration(header.iteration + 1)
+            faults.point(Phase.RELAY)
+            self._fill(file.reserve_slot(header.slot, header.payload_bytes), header)
+            file.seal_slot(header)
+
+    def _header(self, slot: int) -> SlotHeader:
+        context = self._context(slot)
+        records, offset = [], 0
+        for item in self._wanted(context):
+            records.append(_record(item, offset))
+            offset += align_up(item.nbytes)
+        start = self.window.start
+        return SlotHeader(
+            version=FORMAT_VERSION,
+            run=self._identity.run,
+            topology=self._identity.topology,
+            owner=self._identity.rank,
+            start=start,
+            window=self.window.length,
+            slot=slot,
+            iteration=start + slot,
+            plan=self.window.name.plan,
+            payload_bytes=offset,
+            records=records,
+            context=msgspec.msgpack.encode(context),
+            settings=b'' if slot else encode(self._identity.settings),
+            placed=self._identity.placed,
+        )
+
+    def _context(self, slot: int) -> SlotContext:
+        """Operators of this rank, as all stages of the other layout had them in this slot."""
+        contexts = {
+            owner: decode_context(headers[slot].context) for owner, headers in self._headers.items()
+        }
+        full = {name for context in contexts.values() for name in context.full}
+        weights = {name for context in contexts.values() for name in context.weights}
+        return SlotContext(
+            [name for name in self._slices if name in full],
+            [name for name in self._slices if name in weights - full],
+            self._relaying.auxiliary_state(
+                {owner: contexts[owner].state for owner in self._states}
+            ),
+        )
+
+    def _wanted(self, context: SlotContext) -> Iterator[TensorSlice]:
+        for name in context.full:
+            yield from self._slices[name].full
+        for name in context.weights:
+            yield from self._slices[name].weights
+        for held in self._slices.values():
+            yield from held.always
+
+    def _fill(self, payload: np.ndarray, header: SlotHeader) -> None:
+        index = SlotIndex(self._name_of)
+        for headers in self._headers.values():
+            index.add(headers[header.slot])
+        places: dict[int, list[Place]] = {}
+        view, volatile = memoryview(payload), self._volatile()
+        for record in header.records:
+            need = self._need(record, volatile)
+            for piece in index.pieces(need, self._fetcher.distance):
+                at = record.offset + piece.at
+                place = view[at : at + piece.end - piece.begin]
+                places.setdefault(piece.owner, []).append((piece, place))
+        for owner, wanted in places.items():
+            self._fetcher.fetch(owner, header.slot, wanted)
+
+    def _need(self, record: Record, volatile: Collection[tuple[str, str]]) -> Wanted:
+        return Wanted(
+            self._relaying.name_of(record.operator, record.tensor, self._seat),
+            record.part,
+            record.dtype,
+            record.start,
+            record.end,
+            record.nbytes,
+            (record.tensor, record.part) in volatile,
+        )
+
+    def _volatile(self) -> set[tuple[str, str]]:
+        items: Iterator[Sequence[TensorSlice]] = (
+            kind for held in self._slices.values() for kind in held
+        )
+        return {(item.tensor, item.part) for kind in items for item in kind if item.volatile}
+
+    def _name_of(self, operator: str, tensor: str, owner: int) -> str:
+        return self._relaying.name_of(operator, tensor, self._seats[owner])
+
+
+def _record(item: TensorSlice, offset: int) -> Record:
+    dtype = dtype_name(item.source.dtype)
+    return Record(
+        item.operator, item.tensor, item.part, dtype, item.start, item.end, offset, item.nbytes
+    )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is deployed beside the metrics asks for those that exist, and the documents name it all."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from moevement_ext.job.metrics.instruments import INSTRUMENTS, Instrument
+from tests.unit.each import each
+
+ROOT = Path(__file__).resolve().parents[4]
+DASHBOARD = ROOT / 'deploy' / 'grafana' / 'moevement.json'
+RULES = ROOT / 'deploy' / 'prometheus' / 'alerts.yml'
+METRIC = re.compile(r'\bmoevement_\w+')
+
+
+def prometheus_name(instrument: Instrument) -> str:
+    return instrument.name + ('_total' if instrument.counts else '')
+
+
+BY_NAME = {prometheus_name(one): one for one in INSTRUMENTS}
+COMMON = {'run', 'node', 'rank'}
+
+
+def dashboard() -> Any:
+    return json.loads(DASHBOARD.read_text('utf-8'))
+
+
+def panels() -> list[Any]:
+    return [panel for panel in dashboard()['panels'] if panel['type'] != 'row']
+
+
+def rules() -> list[Any]:
+    [group] = yaml.safe_load(RULES.read_text('utf-8'))['groups']
+    return list(group['rules'])
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Name of the panel or alert, or the question of the page, and its PromQL."""
+    for panel in panels():
+        for target in panel['targets']:
+            yield panel['title'], target['expr']
+    for one in dashboard()['annotations']['list']:
+        yield one['name'], one['expr']
+    for rule in rules():
+        yield rule['alert'], rule['expr']
+    page = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
+    yield from re.findall(r'^\| ([^`|]+) \| `(\w+ by [^`]*)` \|$', page, re.MULTILINE)
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    asked = {
+        name for panel in panels() for target in panel['targets']
+        for name in METRIC.findall(target['expr'])
+    }  # fmt: skip
+    assert asked == BY_NAME.keys()
+
+
+def test_the_dashboard_marks_failures_in_all_panels() -> None:
+    (mark,) = dashboard()['annotations']['list']
+    assert mark['enable'] and mark['datasource']['uid'] == '${datasource}'
+    assert METRIC.findall(mark['expr']) == ['moevement_failures_detected_total']
+
+
+def test_alerts_ask_for_metrics_that_exist() -> None:
+    for rule in rules():
+        asked = set(METRIC.findall(rule['expr']))
+        assert asked and asked <= BY_NAME.keys(), rule['alert']
+
+
+@each('name, expression', list(expressions()))
+def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
+    """Labels that are grouped by exist; counters are not shown as if they were gauges."""
+    metrics = [BY_NAME[metric] for metric in METRIC.findall(expression)]
+    labels = COMMON.union(*({one.label} for one in metrics if one.label))
+    for grouped in re.findall(r'by \(([^)]*)\)', expression):
+        assert set(grouped.split(', ')) <= labels, name
+    for one in metrics:
+        rated = re.search(rf'(rate|increase)\({prometheus_name(one)}\b', expression)
+        assert one.counts or not rated, f'{name}: {one.name} is a gauge'
+
+
+@each('name, expression', list(expressions()))
+def test_a_rank_that_moved_is_not_still(name: str, expression: str) -> None:
+    """The host that it has left shows its counters on, at rest: the least rate would be 0."""
+    least = re.findall(r'min by \([^)]*\) \((.*)', expression)
+    assert all(inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner), (
+        name
+    )
+
+
+def test_panels_do_not_overlap_and_have_one_number_each() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()['panels']:
+        place = panel['gridPos']
+        cells = {
+            (x, y)
+            for x in range(place['x'], place['x'] + place['w'])
+            for y in range(place['y'], place['y'] + place['h'])
+        }
+        assert not cells & taken and max(x for x, _ in cells) < 24, panel['title']
+        taken |= cells
+    numbers = [panel['id'] for panel in dashboard()['panels']]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_the_dashboard_belongs_to_no_site() -> None:
+    """Whoever imports it chooses the source of data and the run."""
+    variables = [one['name'] for one in dashboard()['templating']['list']]
+    assert variables == ['datasource', 'run']
+    for panel in panels():
+        assert panel['datasource']['uid'] == '${datasource}'
+        for target in panel['targets']:
+            bare = re.findall(r'moevement_\w+(?!\w|\{run=~"\$run"\})', target['expr'])
+            assert not bare, panel['title']
+
+
+def test_every_alert_is_explained() -> None:
+    text = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
+    section = text.partition('\n## Alerts\n')[2].partition('\n## ')[0]
+    explained = re.findall(r'^\| `(Moevement\w+)` \|', section, re.MULTILINE)
+    assert explained == [rule['alert'] for rule in rules()]
+
+
+@pytest.mark.skipif(shutil.which('promtool') is None, reason='no promtool (package prometheus)')
+@pytest.mark.parametrize('command', [('check', 'rules', 'alerts.yml'),
+                                     ('test', 'rules', 'alerts_test.yml')])  # fmt: skip
+def test_prometheus_agrees(command: tuple[str, ...]) -> None:
+    ended = subprocess.run(
+        ['promtool', *command], cwd=RULES.parent, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of events, without a program that shows it."""
+
+import threading
+
+import pytest
+
+from moevement_ext.events import FailureDetected, Finished, JobDescribed, LossLogged, Recovered
+from moevement_ext.job.metrics import observer as metrics
+from moevement_ext.job.metrics.instruments import INSTRUMENTS, Instrument
+from moevement_ext.job.metrics.observer import Observer
+from moevement_ext.protect.statistics import Figures
+
+
+class Noted:
+    """A meter that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[str, float]] = []
+        self.values: dict[str, float] = {}
+
+    def add(self, instrument: Instrument, amount: float, label: str | None = None) -> None:
+        self.added.append((instrument.name + (f' {label}' if label else ''), amount))
+
+    def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+        self.values[instrument.name] = value
+
+    def close(self) -> None:
+        pass
+
+
+def seen(figures: Figures) -> Noted:
+    """After one look, or some, at these figures."""
+    meter = Noted()
+    observer = Observer(meter)
+    observer.watch(lambda: figures, 500)
+    observer.close()
+    return meter
+
+
+def test_counters_begin_at_zero_so_that_a_rate_sees_the_first_event() -> None:
+    meter = Noted()
+    observer = Observer(meter)
+    counters = [one.name for one in INSTRUMENTS if one.counts and one.label is None]
+    assert meter.added == [(name, 0) for name in counters]
+    meter.added.clear()
+    observer.event(FailureDetected(reason='rank 2'))
+    assert meter.added == [('moevement_failures_detected', 1)]
+    observer.close()
+    assert meter.values == {}
+
+
+def test_what_is_not_known_has_no_value() -> None:
+    for disk_bytes in (None, 7):
+        values = seen(Figures(iteration=3, disk_bytes=disk_bytes)).values
+        assert values['moevement_iteration'] == 3
+        assert values.get('moevement_disk_bytes') == disk_bytes
+
+
+def test_what_grows_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is looked at, and at the end once more."""
+    monkeypatch.setattr(metrics, '_PERIOD_S', 0.001)
+    meter, looks, enough = Noted(), [0], threading.Event()
+
+    def figures() -> Figures:
+        looks[0] += 1
+        if looks[0] == 3:
+            enough.set()
+        return Figures(iterations=7, training_s=1.5)
+
+    observer = Observer(meter)
+    observer.watch(figures, 500)
+    assert enough.wait(60.0)
+    observer.close()
+    added = meter.added
+    assert sum(amount for name, amount in added if name == 'moevement_iterations') == 7
+    assert sum(amount for name, amount in added if name == 'moevement_training_seconds') == 1.5
+
+
+@pytest.mark.parametrize('scope', ['localized', 'whole-job'])
+def test_a_recovery_is_counted_in_all_its_parts(scope: str) -> None:
+    meter = Noted()
+    observer = Observer(meter)
+    meter.added.clear()
+    done = {'replayed': 2, 'verified': 3, 'verified_at': 9, 'differing': ['a', 'b', 'c', 'd']}
+    of_scope = {'scope': scope} if scope == 'localized' else {}
+    observer.event(Recovered(**of_scope, **done, seconds={'find': 0.5, 'replay': 1.0}))
+    observer.close()
+    parts = [
+        (f'recoveries {scope}', 1),
+        ('recovery_seconds find', 0.5),
+        ('recovery_seconds replay', 1.0),
+        ('replayed_iterations', 2),
+        ('verified_operators', 3),
+        ('differing_operators', 4),
+    ]
+    assert meter.added == [(f'moevement_{name}', amount) for name, amount in parts]
+
+
+def test_the_newest_loss_that_was_logged_is_shown() -> None:
+    meter = Noted()
+    observer = Observer(meter)
+    for loss in (5.5, 5.25):
+        observer.event(LossLogged(loss=loss))
+    observer.close()
+    assert meter.values == {'moevement_loss': 5.25}
+
+
+@pytest.mark.parametrize(('iteration', 'age'), [(12, 4), (0, 0)])
+def test_no_window_is_younger_than_now(iteration: int, age: int) -> None:
+    """A rank that joins hears what is persisted before it has any iteration."""
+    values = seen(Figures(iteration=iteration, committed=iteration, persisted=8)).values
+    assert values['moevement_window_age_iterations'] == age
+    assert values['moevement_replication_lag_iterations'] == age
+
+
+def test_whether_a_job_came_to_its_end_can_be_asked() -> None:
+    meter = Noted()
+    observer = Observer(meter)
+    observer.watch(Figures, 500)
+    assert meter.values['moevement_train_iterations'] == 500
+    assert meter.values['moevement_finished'] == 0
+    observer.event(Finished(removed=True))
+    assert meter.values['moevement_finished'] == 1
+    observer.close()
+
+
+def test_the_layout_has_a_value_for_each_kind() -> None:
+    values: dict[str | None, float] = {}
+
+    class ByKind(Noted):
+        def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+            if instrument.name == 'moevement_layout_ranks':
+                values[label] = value
+
+    observer = Observer(ByKind())
+    observer.event(
+        JobDescribed(
+            train_iterations=1, model='', layout={'ranks': 4, 'expert': 2}, versions={}, command=[]
+        )
+    )
+    observer.close()
+    assert values == {'ranks': 4, 'expert': 2}

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values reach a real endpoint over OTLP."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsServiceRequest,
+)
+
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.events import EventLog
+from moevement_ext.job.metrics import meter
+from moevement_ext.job.metrics.observer import observe
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.window.name import RankIdentity
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+
+RANK = """
+from moevement_ext.job.metrics import meter
+from moevement_ext.job.metrics.instruments import INSTRUMENTS
+
+of = {one.name: one for one in INSTRUMENTS}
+assert meter.otlp_is_wanted()
+recorder = meter.Meter({'run': 'run', 'node': 'node0', 'rank': 3}, [meter.otlp()])
+recorder.set(of['moevement_iteration'], 7)
+recorder.add(of['moevement_recovery_seconds'], 1.5, 'replay')
+recorder.add(of['moevement_recovery_seconds'], 0.5, 'replay')
+recorder.close()
+"""
+
+
+@pytest.fixture
+def endpoint() -> Iterator[tuple[str, list[bytes]]]:
+    """Address of a collector, and the requests that it has got."""
+    requests: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append(self.rfile.read(int(self.headers['Content-Length'])))
+            self.send_response(200)
+            self.end_headers()
+
+    server = HTTPServer(('127.0.0.1', 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f'http://127.0.0.1:{server.server_port}', requests
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_values_arrive(endpoint: tuple[str, list[bytes]]) -> None:
+    address, requests = endpoint
+    environment = {**os.environ, 'OTEL_EXPORTER_OTLP_ENDPOINT': address}
+    subprocess.run([sys.executable, '-c', RANK], env=environment, check=True)
+    found = {}
+    for request in requests:
+        sent = ExportMetricsServiceRequest.FromString(request)
+        for metric in sent.resource_metrics[0].scope_metrics[0].metrics:
+            for point in (*metric.gauge.data_points, *metric.sum.data_points):
+                attributes = {one.key: one.value for one in point.attributes}
+                assert attributes['rank'].int_value == 3
+                assert attributes['run'].string_value == 'run'
+                found[metric.name] = point.as_double or point.as_int
+    assert found == {'moevement_iteration': 7, 'moevement_recovery_seconds': 2.0}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without what the caller's says of OpenTelemetry."""
+    for name in [name for name in os.environ if name.startswith('OTEL_')]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ('variables', 'said'),
+    [
+        ({'OTEL_EXPORTER_OTLP_PROTOCOL': 'grpc'}, 'OTEL_EXPORTER_OTLP_PROTOCOL=grpc: metrics go'),
+        ({'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL': 'http/json'},
+         'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL=http/json: metrics go'),
+        ({'OTEL_EXPORTER_OTLP_PROTOCOL': 'http/protobuf'}, None),
+        ({'OTEL_EXPORTER_OTLP_METRICS_PROTOCOL': 'http/protobuf',
+          'OTEL_EXPORTER_OTLP_PROTOCOL': 'grpc'}, None),
+    ],
+)  # fmt: skip
+def test_a_protocol_that_is_not_spoken_is_named(
+    variables: dict[str, str],
+    said: str | None,
+    endpoint: tuple[str, list[bytes]],
+    environment: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It costs the metrics, and not the training."""
+    for name, value in {'OTEL_EXPORTER_OTLP_ENDPOINT': endpoint[0], **variables}.items():
+        environment.setenv(name, value)
+    identity, config = RankIdentity('run', 'pp1', 0), SparseCheckpointConfig()
+    rank = Rank(identity, 1, 'run', 'gloo', config, EventLog(None, 0), Exchange(None, False))
+    observer = observe(rank)
+    if observer is not None:
+        observer.close()
+    assert (observer is None) == (said is not None)
+    assert said is None or said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ('variables', 'wanted'),
+    [
+        ({}, False),
+        ({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://collector:4318'}, True),
+        ({'OTEL_EXPORTER_OTLP_METRICS_ENDPOINT': 'http://collector:4318/v1/metrics'}, True),
+        ({'OTEL_EXPORTER_OTLP_TRACES_ENDPOINT': 'http://collector:4318/v1/traces'}, False),
+        ({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://c', 'OTEL_METRICS_EXPORTER': 'none'}, False),
+        ({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://c', 'OTEL_SDK_DISABLED': 'true'}, False),
+    ],
+)
+def test_wanted_where_the_environment_says_so(
+    variables: dict[str, str], wanted: bool, environment: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert meter.otlp_is_wanted() == wanted

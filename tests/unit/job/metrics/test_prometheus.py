@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes behind a real port, of which some are killed."""
+
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.events import DeviceProblem, EventLog, FailureDetected
+from moevement_ext.job.metrics import observer as metrics
+from moevement_ext.job.metrics.host import Host
+from moevement_ext.job.metrics.instruments import INSTRUMENTS
+from moevement_ext.job.metrics.meter import Meter
+from moevement_ext.job.metrics.observer import Observer, observe
+from moevement_ext.membership.exchange import Exchange
+from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.window.name import RankIdentity
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from moevement_ext.job.metrics.host import Host
+from moevement_ext.job.metrics.instruments import INSTRUMENTS
+from moevement_ext.job.metrics.meter import Meter
+from moevement_ext.job.metrics.observer import Observer
+
+port, root, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+host = Host(port, root, 'run')
+meter = Meter({'run': 'run', 'node': f'node{rank}', 'rank': rank}, [host.reader])
+observer = Observer(meter, host)
+of = {one.name.removeprefix('moevement_'): one for one in INSTRUMENTS}
+print('made', flush=True)
+for line in sys.stdin:
+    name, value, *label = line.split()
+    if name == 'fork':
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+        print('done', flush=True)
+        continue
+    (meter.add if of[name].counts else meter.set)(of[name], float(value), *label)
+    host.publish()
+    print('done', flush=True)
+observer.close()
+"""
+
+
+class Process:
+    """A process of a rank that records what it is told."""
+
+    def __init__(self, port: int, root: Path, rank: int, log: IO[str] | None = None) -> None:
+        command = [sys.executable, '-c', RANK, str(port), str(root), str(rank)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        assert self._line() == 'made'
+
+    def record(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f'{text}\n')
+        self.process.stdin.flush()
+        assert self._line() == 'done'
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait() == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one, and none of those that the kernel gives away while nobody listens there."""
+    while True:
+        chosen = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(('', chosen))
+            return chosen
+
+
+@pytest.fixture
+def start(port: int, tmp_path: Path) -> Iterator[Callable[[int], Process]]:
+    started: list[Process] = []
+
+    def one(rank: int) -> Process:
+        started.append(Process(port, tmp_path / 'root', rank))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.process.kill()
+
+
+def scrape(port: int) -> dict[tuple[str, ...], float]:
+    """Values by name, rank and further labels, but for 0; waits until somebody answers."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=10) as answer:
+                text = answer.read().decode()
+        except OSError:  # nobody is there yet, or is too slow
+            assert time.monotonic() < deadline, 'nobody answers'
+            time.sleep(0.05)
+            continue
+        return {
+            (sample.name, sample.labels['rank'], *_further(sample.labels)): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.value != 0
+        }
+
+
+def _further(labels: dict[str, str]) -> list[str]:
+    assert labels['run'] == 'run' and labels['node'] == f'node{labels["rank"]}'
+    return [value for name, value in labels.items() if name not in ('run', 'node', 'rank')]
+
+
+def test_all_ranks_are_behind_one_port(start: Callable[[int], Process], port: int) -> None:
+    first, second = start(0), start(1)
+    first.record('iteration 7')
+    second.record('iteration 6')
+    second.record('recovery_seconds 1.5 replay')
+    second.record('recovery_seconds 0.5 replay')
+    assert scrape(port) == {
+        ('moevement_iteration', '0'): 7,
+        ('moevement_iteration', '1'): 6,
+        ('moevement_recovery_seconds_total', '1', 'replay'): 2,
+    }
+
+
+def test_when_the_one_that_answers_is_killed_another_does(
+    start: Callable[[int], Process], port: int
+) -> None:
+    first = start(0)
+    scrape(port)
+    second = start(1)
+    first.record('iteration 7')
+    first.record('iterations 7')
+    second.record('iteration 6')
+    first.kill()
+    assert scrape(port) == {
+        ('moevement_iteration', '1'): 6,
+        ('moevement_iterations_total', '0'): 7,
+    }
+    again = start(0)
+    again.record('iteration 8')
+    again.record('iterations 1')
+    found = scrape(port)
+    assert found['moevement_iteration', '0'] == 8
+    assert found['moevement_iterations_total', '0'] == 8
+
+
+def test_what_outlives_a_process_for_a_moment_does_not_keep_its_port(
+    port: int, tmp_path: Path
+) -> None:
+    """Such as processes that load data."""
+    log = tmp_path / 'log'
+    with log.open('w') as file, ExitStack() as started:
+        first = Process(port, tmp_path / 'root', 0)
+        scrape(port)
+        second = Process(port, tmp_path / 'root', 1, file)
+        started.callback(second.process.kill)
+        first.record('fork 0')
+        (loader,) = psutil.Process(first.process.pid).children()
+        started.callback(loader.kill)
+        second.record('iteration 6')
+        first.kill()
+        assert scrape(port) == {('moevement_iteration', '1'): 6}
+        assert loader.is_running()
+    assert log.read_text() == ''
+
+
+def test_a_port_that_another_program_has_is_named(port: int, tmp_path: Path) -> None:
+    log = tmp_path / 'log'
+    with log.open('w') as file, socket.create_server(('', port)) as other:
+        process = Process(port, tmp_path / 'root', 0, file)
+        try:
+            process.record('iteration 7')
+            deadline = time.monotonic() + 120
+            while not log.read_text():
+                assert time.monotonic() < deadline, 'no warning'
+                time.sleep(0.05)
+            other.close()
+            assert scrape(port) == {('moevement_iteration', '0'): 7}
+            process.end()
+        finally:
+            process.process.kill()
+    [line] = log.read_text().splitlines()
+    assert line.startswith(f'--sparse-ckpt-metrics {port}: no client can read') and 'in use' in line
+
+
+def test_a_port_that_another_rank_has_is_no_problem(port: int, tmp_path: Path) -> None:
+    log = tmp_path / 'log'
+    with log.open('w') as file:
+        ranks = [Process(port, tmp_path / 'root', rank, file) for rank in range(2)]
+        scrape(port)
+        for process in reversed(ranks):  # each has tried by its end
+            process.end()
+    assert log.read_text() == ''
+
+
+def test_nothing_is_left_when_all_have_ended(
+    start: Callable[[int], Process], port: int, tmp_path: Path
+) -> None:
+    killed, *others = start(0), start(1), start(2)
+    for process in (killed, *others):
+        process.record('iteration 1')
+    killed.kill()
+    for process in others:
+        process.end()
+    assert list((tmp_path / 'root').iterdir()) == []
+    with pytest.raises((urllib.error.URLError, ConnectionError)):
+        urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=1)
+
+
+def test_a_page_outlives_its_process_and_so_does_what_it_said_last(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that loses its GPU ends right after it has said so."""
+    monkeypatch.setattr(metrics, '_PERIOD_S', 1000.0)
+    host = Host(port, tmp_path, 'run')
+    observer = Observer(Meter({'run': 'run', 'node': 'node0', 'rank': 0}, [host.reader]), host)
+    scrape(port)
+    [page] = tmp_path.glob('.metrics/run/*.page')
+    assert 'moevement_device_problems' not in page.read_text()
+    observer.event(DeviceProblem(device='GPU-1', harm='device', what='Xid 79'))
+    assert 'moevement_device_problems_total{harm="device"' in page.read_text()
+    before = page.read_text()
+    observer.close()
+    observer.event(FailureDetected(reason='too late'))
+    assert list(tmp_path.iterdir()) == []
+    page.parent.mkdir(parents=True)
+    page.write_text(before)  # as if it had been killed
+    heir = Host(port, tmp_path, 'run')
+    text = heir._of_all('')[1].decode()
+    assert 'moevement_device_problems_total{harm="device"' in text
+
+
+def test_a_switched_off_library_is_named(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('OTEL_SDK_DISABLED', 'True')
+    with pytest.raises(ConfigurationError, match='OTEL_SDK_DISABLED=true switches off'):
+        Host(port, tmp_path, 'run')
+
+
+def test_every_metric_is_documented_under_the_name_that_prometheus_has() -> None:
+    page = (Path(__file__).parents[4] / 'docs' / 'observe.md').read_text()
+    rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
+    assert rows == [
+        (one.name + ('_total' if one.counts else ''), one.label or '', one.help)
+        for one in INSTRUMENTS
+    ]
+
+
+def test_names_are_those_of_the_library() -> None:
+    """A counter's suffix is the library's matter, and no two instruments are one."""
+    assert len({one.name for one in INSTRUMENTS}) == len(INSTRUMENTS) == 30
+    assert not any(one.name.endswith('_total') for one in INSTRUMENTS)
+
+
+def test_a_replacement_goes_on_without_the_library(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start of a job that is refused; now the others train and wait for this process."""
+    monkeypatch.setitem(sys.modules, 'opentelemetry.exporter.prometheus', None)
+    config = SparseCheckpointConfig(dir=str(tmp_path), metrics=port)
+    for joining in (False, True):
+        exchange = Exchange(None, joining)
+        identity, events = RankIdentity('run', 'pp1', 0), EventLog(None, 0)
+        rank = Rank(identity, 1, 'run', 'gloo', config, events, exchange)
+        if joining:
+            assert observe(rank) is None
+        else:
+            with pytest.raises(ConfigurationError, match='opentelemetry-exporter-prometheus'):
+                observe(rank)
+
+
+def test_strangers_cost_the_process_that_trains_neither_threads_nor_descriptors(
+    start: Callable[[int], Process], port: int
+) -> None:
+    """They may be many, silent, endless or slow: Prometheus is answered all the same."""
+    rank = start(0)
+    rank.record('iteration 7')
+    expected = scrape(port)
+    before = _held(rank.process.pid)
+    with ExitStack() as strangers:
+        for number in range(100):
+            one = socket.create_connection(('127.0.0.1', port), timeout=30)
+            strangers.callback(one.close)
+            with suppress(OSError):  # it had to give way already
+                one.sendall(b'GET / HTTP/1.1\r\n' if number % 2 else b'')
+        assert scrape(port) == expected
+        threads, descriptors = _held(rank.process.pid)
+        assert threads == before[0] and descriptors <= before[1] + 20
+
+
+def test_a_request_without_an_end_is_cut(start: Callable[[int], Process], port: int) -> None:
+    start(0)
+    scrape(port)
+    with socket.create_connection(('127.0.0.1', port), timeout=60) as endless:
+        with pytest.raises(OSError):
+            for _ in range(10_000):  # 10 MB, more than lies in the buffers of both sockets
+                endless.sendall(b'x' * 1000)
+
+
+def test_only_what_asks_for_the_page_gets_it(start: Callable[[int], Process], port: int) -> None:
+    start(0).record('iteration 7')
+    scrape(port)
+    address = f'http://127.0.0.1:{port}/metrics'
+    with pytest.raises(urllib.error.HTTPError, match='405'):
+        urllib.request.urlopen(address, data=b'anything', timeout=30)
+    openmetrics = urllib.request.Request(
+        address, headers={'Accept': 'application/openmetrics-text'}
+    )
+    with urllib.request.urlopen(openmetrics, timeout=30) as answer:
+        assert answer.headers['Content-Type'].startswith('application/openmetrics-text')
+        assert answer.read().endswith(b'# EOF\n')
+
+
+def _held(pid: int) -> tuple[int, int]:
+    process = psutil.Process(pid)
+    return process.num_threads(), process.num_fds()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer state before the first step: training goes on as if nothing had made it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn, optim
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.job.torch_loop.first_state import create_state
+
+OPTIMIZERS = [
+    lambda given: optim.Adam(given, amsgrad=True),
+    lambda given: optim.AdamW(given, weight_decay=0.5, fused=True),
+    lambda given: optim.SGD(given, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+    lambda given: optim.SGD(given, lr=0.1),
+    lambda given: optim.RMSprop(given, momentum=0.5, centered=True),
+    lambda given: optim.Adagrad(given, initial_accumulator_value=0.3),
+    lambda given: optim.Adadelta(given),
+    lambda given: optim.Adamax(given),
+]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Linear(3, 2)
+
+
+def train(module: nn.Module, optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    for step in range(3):
+        optimizer.zero_grad()
+        module(torch.full((1, 3), step + 1.0)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize('make', OPTIMIZERS)
+def test_training_has_the_bits_of_state_that_the_first_step_makes(
+    make: Callable[..., optim.Optimizer],
+) -> None:
+    plain, prepared = model(), model()
+    optimizer = make(prepared.parameters())
+    create_state(optimizer)
+    expected = train(plain, make(plain.parameters()))
+    for one, other in zip(expected, train(prepared, optimizer), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_there_is_a_tensor_for_all_that_a_capture_copies() -> None:
+    module = model()
+    optimizer = optim.Adam(module.parameters())
+    create_state(optimizer)
+    sources = {id(value) for state in optimizer.state.values() for value in state.values()}
+    assert len(sources) == 6
+    train(module, optimizer)
+    assert {id(value) for state in optimizer.state.values() for value in state.values()} == sources
+
+
+def test_state_that_is_there_stays() -> None:
+    module = model()
+    optimizer = optim.Adam(module.parameters())
+    train(module, optimizer)
+    create_state(optimizer)
+    assert all(float(state['step']) == 3.0 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda given: optim.NAdam(given),
+        lambda given: optim.SGD(given, lr=0.1, momentum=0.9, dampening=0.1),
+    ],
+)
+def test_state_that_begins_elsewhere_is_refused(make: Callable[..., optim.Optimizer]) -> None:
+    with pytest.raises(ConfigurationError, match='what it begins with is not known.* Adam,'):
+        create_state(make(model().parameters()))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an iteration of a loop on plain torch starts from, besides tensors of the model."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.job.torch_loop.loop_state import LoopState
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(1))
+
+
+def restored(given: Any) -> Any:
+    loaded: list[Any] = []
+    LoopState(lambda: None, loaded.append).restore(LoopState(lambda: given, print).now())
+    return loaded[0]
+
+
+def test_what_the_loop_adds_comes_back() -> None:
+    given = {'lr': [0.1], 'round': 3, 'at': {7: b'x'}, 'none': None, 'mean': np.float64(0.5)}
+    assert restored(given) == given
+    assert restored((1, 2)) == [1, 2]
+
+
+@pytest.mark.parametrize('tensor', [torch.rand(2, 3).bfloat16(), torch.tensor(5), torch.ones(0)])
+def test_tensors_come_back_with_type_and_shape(tensor: torch.Tensor) -> None:
+    found = restored({'tensor': tensor})['tensor']
+    assert found.dtype == tensor.dtype and found.shape == tensor.shape
+    assert torch.equal(found, tensor)
+
+
+def test_a_state_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match='holds a object: .* Give numbers'):
+        LoopState(lambda: {'a': object()}, print).now()
+
+
+def test_all_generators_draw_the_same_again() -> None:
+    state = LoopState(lambda: None, lambda loaded: None)
+    before = state.now()
+    drawn = draw()
+    state.restore(before)
+    assert draw() == drawn
+
+
+def test_what_is_drawn_between_iterations_is_not_of_training() -> None:
+    state = LoopState(lambda: None, lambda loaded: None)
+    committed = state.committed()
+    expected = draw()
+    assert state.now() == committed
+    assert state.begins() == committed
+    assert draw() == expected
+
+
+def test_numbers_that_were_reduced_travel_with_the_state() -> None:
+    state = LoopState(lambda: None, lambda loaded: None)
+    state.iteration, state.reduced = 4, [0.1, 2.0]
+    assert LoopState.reduced_in(state.now()) == [0.1, 2.0]
+    other = LoopState(lambda: None, lambda loaded: None)
+    other.set_counters(state.now())
+    assert (other.iteration, other.reduced) == (4, [])
+    other.restore(state.now())
+    assert other.reduced == [0.1, 2.0]
+
+
+def test_the_bound_leaves_room_for_what_the_loop_adds() -> None:
+    added: list[int] = []
+    state = LoopState(lambda: added, print)
+    bound = state.max_bytes
+    added += [2**40] * 400
+    assert len(state.now()) <= bound

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators of a module: what is captured of them, loaded back, frozen."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+from moevement_ext.capture.layout import SlotLayout
+from moevement_ext.config import ConfigurationError
+from moevement_ext.job.torch_loop.module_operators import ModuleOperators
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
+from moevement_ext.plan.byte_planner import WindowPlan
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList([nn.Linear(width, 2) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(2)
+
+
+def by_module(name: str) -> tuple[str, str]:
+    return name.rpartition('.')[0], 'rest'
+
+
+def operators_of(module: nn.Module) -> ModuleOperators:
+    return ModuleOperators(module, optim.Adam(module.parameters()), by_module)
+
+
+def captured(operators: ModuleOperators, slot: int) -> tuple[SlotHeader, np.ndarray, SlotContext]:
+    """A slot of a window that has the router first, and all others in the second slot."""
+    others = tuple(name for name in operators.slices if name != 'router')
+    layout = SlotLayout(WindowPlan((('router',), others)), slot, operators.slices)
+    payload = np.zeros(layout.payload_bytes, np.uint8)
+    for volatile in (True, False):
+        for piece in layout.copies(payload, volatile):
+            for target, source in zip(piece.targets, piece.sources, strict=True):
+                target.copy_(source)
+    context = SlotContext(list(layout.full), list(layout.weights), b'')
+    header = SlotHeader(
+        version=FORMAT_VERSION, run='', topology='', owner=0, start=0, window=2, slot=slot,
+        iteration=slot, plan='', payload_bytes=layout.payload_bytes, records=layout.records,
+        context=msgspec.msgpack.encode(context),
+    )  # fmt: skip
+    return header, payload, context
+
+
+def changed(operators: ModuleOperators) -> dict[str, set[str]]:
+    """Parts that differ from -1, which all had been set to, by operator."""
+    return {
+        name: {item.part for item in held.full if not (item.source == -1).all()}
+        for name, held in operators.slices.items()
+    }
+
+
+def test_a_slot_brings_what_it_holds_and_leaves_the_rest() -> None:
+    operators = operators_of(Net())
+    slot = captured(operators, 0)
+    for held in operators.slices.values():
+        for item in held.full:
+            item.source.fill_(-1)
+    operators.load(*slot)
+    assert changed(operators) == {
+        'router': {'weight', 'exp_avg', 'exp_avg_sq', 'step'},
+        'experts.0': {'weight'},
+        'experts.1': {'weight'},
+        'norm': {'weight', 'buffer'},
+    }
+
+
+def test_both_slots_bring_the_state_back_bit_for_bit() -> None:
+    operators = operators_of(Net())
+    slots = captured(operators, 0), captured(operators, 1)
+    items = [item for held in operators.slices.values() for item in held.full]
+    expected = [item.source.clone() for item in items]
+    for item in items:
+        item.source.fill_(-1)
+    for slot in slots:
+        operators.load(*slot)
+    for item, value in zip(items, expected, strict=True):
+        assert torch.equal(item.source, value)
+
+
+def test_a_slot_of_another_model_is_refused() -> None:
+    with pytest.raises(RefusedWindow, match=r'no experts\.0\.weight .*elements 0 to 6'):
+        operators_of(Net(width=3)).load(*captured(operators_of(Net()), 0))
+
+
+def test_only_frozen_operators_get_no_gradient() -> None:
+    module = Net()
+    operators = operators_of(module)
+    operators.freeze(['experts.1'])
+    frozen = {name for name, item in module.named_parameters() if not item.requires_grad}
+    assert frozen == {'experts.1.weight', 'experts.1.bias'}
+    operators.freeze([])
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def without_a_parameter() -> None:
+    module = Net()
+    ModuleOperators(module, optim.Adam(module.router.parameters()), by_module)
+
+
+def with_a_fixed_parameter() -> None:
+    module = Net()
+    module.router.bias.requires_grad_(False)
+    operators_of(module)
+
+
+@pytest.mark.parametrize(
+    ('build', 'message'),
+    [
+        (without_a_parameter, r'does not have experts\.0\.weight'),
+        (with_a_fixed_parameter, r'router\.bias has requires_grad=False'),
+    ],
+)
+def test_a_model_that_cannot_be_frozen_in_parts_is_refused(build: object, message: str) -> None:
+    assert callable(build)
+    with pytest.raises(ConfigurationError, match=message):
+        build()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a loop on plain torch, as recovery sees it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.job.torch_loop.torch_trainer import TorchTrainer
+from moevement_ext.memory.upstream_log.record import Direction
+
+
+def job(rank: int = 0, ranks: int = 1) -> Any:
+    return SimpleNamespace(rank=SimpleNamespace(number=rank, world_size=ranks))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(2, 2)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.router(given)) + sum(expert(given) for expert in self.experts)
+
+
+class Trainer(TorchTrainer):
+    """Notes what it is asked for."""
+
+    def __init__(self, own: Any, **how: int) -> None:
+        torch.manual_seed(3)
+        model = Net()
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.5)
+        self.asked: list[Any] = []
+        self.numbers = [0.5]
+        super().__init__(own, model, adam, last_iteration=9, **how)
+        self.around_update(*(lambda *given, at=at: self.asked.append((at, *given)) for at in 'abc'))
+
+    def compute(self, iteration: int) -> float:
+        self.asked.append(iteration)
+        loss = self.model(torch.rand(4, 2)).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    def reduce(self) -> list[float]:
+        self.asked.append('reduce')
+        return self.numbers
+
+    def update(self, reduced: list[float]) -> bool | None:
+        self.asked.append(reduced)
+        self.optimizer.step()
+        self.schedule.step()
+        return None
+
+    def state_dict(self) -> Any:
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.schedule.load_state_dict(state)
+
+    def everything(self) -> list[bytes]:
+        slices = [item for held in self.operators.slices.values() for item in held.full]
+        return [self.auxiliary_state.now(), *(item.source.numpy().tobytes() for item in slices)]
+
+
+def test_an_iteration_computes_reduces_and_updates() -> None:
+    trainer = Trainer(job())
+    trainer.iterate(0)
+    assert trainer.asked == [0, ('a',), 'reduce', ('b',), [0.5], ('c', False)]
+    assert trainer.iteration == 1
+    state, entry = trainer.record(1, skipped=False)
+    assert (entry.iteration, entry.grad_norms, entry.loss) == (1, [0.5], trainer.loss)
+    assert state == trainer.auxiliary_state.now()
+
+
+def test_a_replay_is_given_what_was_reduced() -> None:
+    trainer = Trainer(job())
+    trainer.iterate(0)
+    state, entry = trainer.record(1, skipped=False)
+    for known in (entry, state):
+        trainer.asked.clear()
+        with trainer.reduced(known):
+            trainer.iterate(0)
+        assert trainer.asked == [0, ('a',), ('b',), [0.5], ('c', False)]
+    trainer.iterate(1)
+    assert 'reduce' in trainer.asked
+
+
+def test_an_iteration_that_was_cut_off_leaves_nothing() -> None:
+    trainer = Trainer(job())
+    trainer.iterate(0)
+    state, _ = trainer.record(1, skipped=False)
+    before = trainer.everything()
+    assert trainer.begin_iteration(1) == state
+    trainer.compute(1)  # changes buffers and random numbers
+    assert trainer.everything() != before
+    trainer.undo_broken_iteration(state, began=True)
+    assert trainer.everything() == before
+
+
+def test_a_fresh_process_goes_on_with_schedule_and_learning_rate() -> None:
+    trainer, fresh = Trainer(job()), Trainer(job())
+    trainer.iterate(0)
+    state, _ = trainer.record(1, skipped=False)
+    for item, other in zip(trainer.operators._all(), fresh.operators._all(), strict=True):
+        other.source.copy_(item.source)
+    fresh.auxiliary_state.restore(state)
+    assert fresh.optimizer.param_groups[0]['lr'] == 0.05
+    assert isinstance(fresh.optimizer.param_groups[0]['betas'], tuple)
+    for one in (trainer, fresh):
+        one.begin_iteration(1)
+        one.iterate(1)
+    assert fresh.everything() == trainer.everything()
+
+
+def test_each_expert_is_an_operator_and_each_other_module() -> None:
+    kinds = Trainer(job(rank=2, ranks=4), stages=2).operators.kinds
+    assert kinds == {
+        'stage1.router': 'rest',
+        'stage1.experts.0': 'expert',
+        'stage1.experts.1': 'expert',
+        'stage1.norm': 'rest',
+    }
+
+
+@pytest.mark.parametrize(
+    ('rank', 'before', 'after', 'sends'),
+    [(0, None, 2, 1), (3, 1, 5, 2), (5, 3, None, 1)],
+)
+def test_neighbours_have_the_same_place_in_their_stages(
+    rank: int, before: int | None, after: int | None, sends: int
+) -> None:
+    how = {'stages': 3, 'micro_batches': 4, 'boundary_bytes': 64}
+    pipeline = Trainer(job(rank, ranks=6), **how).pipeline
+    assert pipeline.neighbours == {Direction.DOWN: before, Direction.UP: after}
+    assert pipeline.logged.iteration_bytes == 4 * sends * pipeline.logged.record_bytes
+
+
+def with_too_many_numbers() -> None:
+    trainer = Trainer(job())
+    trainer.numbers = [0.0] * 17
+    trainer.iterate(0)
+
+
+@pytest.mark.parametrize(
+    ('build', 'message'),
+    [
+        (with_too_many_numbers, 'returned 17 numbers; at most 16'),
+        (lambda: Trainer(job(ranks=4), stages=3), '4 ranks are no multiple of 3 stages'),
+    ],
+)
+def test_a_trainer_that_cannot_be_recovered_is_refused(build: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When dense checkpoints are taken: as fixed, as their stalls allow, or as failures demand."""
+
+import math
+
+import pytest
+
+from moevement_ext.config import INTERVAL_RULES
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.checkfreq import CheckFreq, shortest_interval
+from moevement_ext.plan.strategy.dense import DenseCycles
+from moevement_ext.plan.strategy.gemini import Gemini, best_interval
+from tools.simulate.closed_form import Dense
+from tools.simulate.profile import FORMAT, OperatorProfile, Profile
+from tools.simulate.systems import Options, build
+
+RANKS = 2
+
+
+def load(
+    stall_s: float = 0.0, persist_s: float | None = 0.5, checkpoint_s: float | None = None
+) -> WindowLoad:
+    """Of a rank with iterations of a second."""
+    measured = {'waited_s': stall_s, 'checkpoint_s': checkpoint_s, 'persist_s': persist_s}
+    return WindowLoad(0, {}, 1.0, 1e9, **measured)
+
+
+def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
+    """The interval in force before each of these cycles, which all ranks measure alike."""
+    present, found = strategy.first(), []
+    for measured in loads:
+        assert present.window == 1
+        found.append(present.period)
+        present = strategy.next(present, RANKS * [measured]) or present
+    return [*found, present.period]
+
+
+def test_a_fixed_interval_stays() -> None:
+    for strategy in (CheckFreq(7, 0.03), Gemini(7, math.inf)):
+        assert strategy.first() == PlanParameters(0, 0, 1, {}, idle=6)
+        assert intervals(strategy, 5 * [load(9.0, 9.0, 9.0)]) == 6 * [7]
+
+
+@pytest.mark.parametrize(
+    ('stall_s', 'persist_s', 'interval'),
+    [(0.0, 0.1, 1), (0.03, 0.1, 1), (0.031, 0.1, 2), (0.3, 0.1, 10), (0.3, 40.0, 40)],
+)
+def test_stalls_keep_to_the_bound_and_one_checkpoint_is_persisted_at_a_time(
+    stall_s: float, persist_s: float, interval: int
+) -> None:
+    assert shortest_interval(1.0, stall_s, persist_s, 0.03) == interval
+
+
+def test_checkfreq_waits_for_its_profile_and_grows_when_the_bound_is_broken() -> None:
+    slow, slower, hiccup = load(0.3), load(0.6), load(5.0)
+    unknown = load(0.3, persist_s=None)
+    strategy = CheckFreq(None, 0.03)
+    found = intervals(strategy, [unknown, slow, slow, slow, hiccup, slow, slower, slower, load()])
+    assert found == [1, 1, 1, 10, 10, 10, 10, 10, 20, 20]
+
+
+def test_checkfreq_goes_by_the_slowest_rank() -> None:
+    strategy = CheckFreq(None, 0.03)
+    loads = [load(0.0), load(0.3)]
+    present = strategy.first()
+    assert strategy.next(present, loads) is None
+    changed = strategy.next(present, loads)
+    assert changed is not None and changed.period == 10
+    assert changed.version == 1 and changed.origin == present.after(0)
+
+
+@pytest.mark.parametrize('rule', INTERVAL_RULES)
+@pytest.mark.parametrize('checkpoint_s', [0.1, 0.9, 4.0, 30.0])
+@pytest.mark.parametrize('mtbf_s', [60.0, 3600.0])
+def test_gemini_chooses_as_the_simulator_does(
+    rule: str, checkpoint_s: float, mtbf_s: float
+) -> None:
+    state = OperatorProfile('all', full_bytes=int(1e6 * checkpoint_s), weight_bytes=0)
+    profile = Profile(FORMAT, 'name', 'source', 1.0, (state,), 1e6, 1e9, replicas=0)
+    expected = build('gemini', Options(mtbf_s=mtbf_s, interval_rule=rule), profile).costs
+    assert isinstance(expected, Dense)
+    assert best_interval(rule, 1.0, checkpoint_s, mtbf_s) == expected.interval
+
+
+def test_gemini_follows_what_is_measured_if_that_is_worth_it() -> None:
+    strategy = Gemini('oracle', 3600.0)
+    unknown, slow = load(), load(checkpoint_s=4.0)
+    nearly = load(checkpoint_s=4.5)
+    assert best_interval('oracle', 1.0, 4.0, 3600.0) == 5
+    assert best_interval('oracle', 1.0, 4.5, 3600.0) == 6
+    assert intervals(strategy, [unknown, slow, slow, nearly, nearly, nearly]) == [
+        1,
+        1,
+        1,
+        5,
+        5,
+        5,
+        5,
+    ]

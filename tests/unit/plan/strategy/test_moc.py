@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which experts a checkpoint of MoC-System takes, and when it takes more."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_ext.config import DYNAMIC, LOAD, SEQUENTIAL
+from moevement_ext.plan.byte_planner import WindowPlan
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.plan.strategy.moc import Moc, doubled, in_turn, most_unsaved
+from tools.simulate.experts import lost_by_checkpoint, stale_checkpoints
+
+LIMIT = 0.0375
+
+
+def layers_of(layers: int, experts: int) -> list[list[str]]:
+    return [[f'{layer}.expert{index}' for index in range(experts)] for layer in range(layers)]
+
+
+def by_layer(chosen: set[str], layers: int) -> list[set[int]]:
+    return [
+        {int(name.rpartition('expert')[2]) for name in chosen if name.startswith(f'{layer}.')}
+        for layer in range(layers)
+    ]
+
+
+def test_turns_are_shifted_by_layer() -> None:
+    layers = layers_of(2, 4)
+    assert by_layer(in_turn(layers, 1, 0), 2) == [{0}, {1}]
+    assert by_layer(in_turn(layers, 1, 5), 2) == [{1}, {2}]
+    assert by_layer(in_turn(layers, 2, 1), 2) == [{2, 3}, {3, 0}]
+
+
+@given(st.integers(1, 12), st.integers(1, 14), st.integers(0, 50))
+def test_every_expert_has_its_turn_in_time(experts: int, most: int, first: int) -> None:
+    layers = layers_of(2, experts)
+    turns = -(-experts // most)
+    taken = [in_turn(layers, most, first + turn) for turn in range(turns)]
+    assert set().union(*taken) == {name for layer in layers for name in layer}
+    assert all(len(chosen) == 2 * min(most, experts) for chosen in taken)
+
+
+def test_those_with_most_unsaved_tokens_come_first() -> None:
+    layers = layers_of(2, 3)
+    unsaved = dict(zip([*layers[0], *layers[1]], [3.0, 9.0, 9.0, 0.0, 0.0, 1.0], strict=True))
+    assert by_layer(most_unsaved(layers, 1, unsaved), 2) == [{1}, {2}]
+    assert by_layer(most_unsaved(layers, 2, unsaved), 2) == [{1, 2}, {2, 0}]
+
+
+def lost_after_each(
+    choice: str, most: int, shares: Sequence[float], checkpoints: int
+) -> list[float]:
+    """Tokens lost by a failure after each checkpoint, counted anew, per checkpoint's tokens."""
+    (layer,) = layers = layers_of(1, len(shares))
+    share = dict(zip(layer, shares, strict=True))
+    strategy = Moc(1, most, choice, LIMIT)
+    cycle = Cycle(0, WindowPlan(((),)), '', experts=most, shares=share)
+    copied = dict.fromkeys(layer, 0)
+    found = []
+    for iteration in range(1, checkpoints + 1):
+        ages = {name: iteration - version for name, version in copied.items()}
+        copied |= dict.fromkeys(strategy.choose(layers, cycle, iteration, ages), iteration)
+        found.append(sum(share[name] * (iteration - copied[name]) for name in layer))
+    return found
+
+
+@pytest.mark.parametrize(('experts', 'most'), [(8, 1), (8, 2), (8, 4), (8, 8), (4, 1)])
+def test_what_turns_lose_is_the_closed_form(experts: int, most: int) -> None:
+    """(N/K - 1) / 2 checkpoints' worth of tokens, once all have had a turn; also by skew."""
+    even = [1 / experts] * experts
+    losses = lost_after_each(SEQUENTIAL, most, even, 4 * experts)
+    expected = (experts / most - 1) / 2
+    assert losses[-1] == pytest.approx(expected)
+    assert stale_checkpoints(np.array(even), most, 'sequential') == pytest.approx(expected)
+
+
+def test_a_choice_by_load_loses_what_the_simulator_says() -> None:
+    skewed = [0.407, 0.291, 0.161, 0.089, 0.052]
+    losses = lost_after_each(LOAD, 1, skewed, 200)
+    simulated = lost_by_checkpoint(np.array(skewed), 1, 'load-aware')
+    assert sum(losses[100:]) / 100 == pytest.approx(simulated.mean(), rel=0.05)
+    turns = lost_after_each(SEQUENTIAL, 1, skewed, 200)
+    assert sum(losses[100:]) < sum(turns[100:])
+
+
+@pytest.mark.parametrize(
+    ('share', 'before', 'experts', 'then'),
+    [
+        (0.0374, 0.0, 1, 1),
+        (0.0375, 0.0, 1, 2),
+        (0.05, 0.02, 2, 2),
+        (0.06, 0.02, 2, 4),
+        (0.5, 0.0, 3, 4),
+        (0.5, 0.0, 4, 4),
+    ],
+)
+def test_k_doubles_at_the_limit_and_not_before(
+    share: float, before: float, experts: int, then: int
+) -> None:
+    """What was lost at an earlier K does not count again."""
+    present = PlanParameters(3, 0, 1, {}, experts=experts, lost=before)
+    assert doubled(present, share, LIMIT, 4).experts == then
+
+
+def load(lost: float, expected: float, tokens: dict[str, float] | None = None) -> WindowLoad:
+    return WindowLoad(8, tokens or {}, 1.0, 1e9, lost=lost, expected=expected, experts=4)
+
+
+def test_all_ranks_go_over_to_the_next_k_together() -> None:
+    strategy = Moc(4, DYNAMIC, SEQUENTIAL, LIMIT)
+    first = strategy.first()
+    assert (first.period, first.experts, strategy.counts_tokens) == (4, 1, False)
+    assert strategy.next(first, [load(3, 100), load(4, 100)]) is None
+    second = strategy.next(first, [load(4, 100), load(4, 100)])
+    assert second == PlanParameters(1, first.after(8), 1, {}, idle=3, experts=2, lost=0.04)
+    assert strategy.next(second, [load(4, 100), load(4, 100)]) is None
+    assert strategy.next(second, [load(4, 100), load(12, 100)]) is not None
+
+
+def test_a_fixed_k_stays() -> None:
+    strategy = Moc(4, 2, SEQUENTIAL, LIMIT)
+    assert strategy.first().experts == 2
+    assert strategy.next(strategy.first(), [load(90, 100)]) is None
+
+
+def test_the_choice_follows_the_load() -> None:
+    strategy = Moc(1, 1, LOAD, LIMIT)
+    tokens = {'0.expert0': 30.0, '0.expert1': 10.0}
+    changed = strategy.next(strategy.first(), [load(0, 1, tokens), load(0, 1, tokens)])
+    assert changed is not None and changed.shares == {'0.expert0': 0.75, '0.expert1': 0.25}
+    assert strategy.next(changed, [load(0, 1, tokens)]) is None

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parts of windows of another layout count for a strategy."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.memory.shelf import Part
+from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
+from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.recover.relayout import found
+
+PLACED = Placed('training', Layout(2, data=2), Seat())
+HEADER = SlotHeader(
+    version=FORMAT_VERSION,
+    run='run',
+    topology='topology',
+    owner=0,
+    start=4,
+    window=1,
+    slot=0,
+    iteration=4,
+    plan='plan',
+    payload_bytes=0,
+    records=[],
+    placed=PLACED,
+)
+
+
+@pytest.mark.parametrize(
+    ('given', 'counting'),
+    [({}, [False, True]), ({'strategy': 'checkfreq', 'disk': '/disk'}, [True])],
+)
+def test_host_memory_is_no_source_where_the_disk_alone_is(
+    given: dict[str, Any], counting: list[bool]
+) -> None:
+    window = Window(WindowName(4, 'plan'), 1)
+    parts = [(Part('run.a', window, 0, on_disk), HEADER) for on_disk in (False, True)]
+    shelf = SimpleNamespace(runs=lambda: ['run.a'], look=lambda run: parts)
+    rank = SimpleNamespace(
+        identity=RankIdentity('run', 'topology', 0, placed=PLACED),
+        config=SparseCheckpointConfig(**given),
+    )
+    stock = found._take_stock(rank, shelf)  # type: ignore[arg-type]
+    assert [seen.part.on_disk for seen in stock.seen] == counting
+    assert stock.runs == ['run.a'], 'what is in memory is freed all the same'

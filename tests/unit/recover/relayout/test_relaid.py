@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of two puts its part of a window together that four ranks have left on two nodes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.memory.holder_lock import StoreInUseError
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic
+from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.file import FileTooSmall, WindowFile
+from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
+from moevement_ext.memory.window.placed import Layout, Placed, Seat
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import (
+    FORMAT_VERSION,
+    Record,
+    SlotContext,
+    SlotHeader,
+    decode_context,
+)
+from moevement_ext.recover.relayout.fetching import Fetcher
+from moevement_ext.recover.relayout.found import Candidate, Seen, Stock, merged
+from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
+from moevement_ext.replicate.client import PeerRefused
+from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.shelf_client import ShelfClient
+from tests.unit.memory.samples import SECRET, tmpfs_directory
+
+OWNERS, ELEMENTS, START, WINDOW = 4, 64, 7, 2
+OLD, NEW = 'run.aaaaaaaa', 'run.bbbbbbbb'
+NAME = WindowName(START, 'plan')
+LAYOUT = Layout(OWNERS, data=OWNERS)
+MASTER = torch.arange(ELEMENTS, dtype=torch.float32)
+WEIGHT = MASTER.bfloat16()
+# `one` is in full in slot 0, `two` in slot 1.
+FULL = [['one'], ['two']]
+WEIGHTS = [['two'], []]
+
+
+class Relaying:
+    """Names tensors as they are, without the number of their rank."""
+
+    def refuse(self, was: Layout) -> None:
+        """Any layout will do."""
+
+    def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
+        return tensor.partition('.')[2]
+
+    def state_owners(self, seats: Mapping[int, Seat]) -> list[int]:
+        return [2]
+
+    def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
+        assert [*states] == [2]
+        return b'relaid ' + states[2]
+
+    def kept(self, was: Layout) -> str:
+        return ''
+
+
+def placed(rank: int, layout: Layout = LAYOUT) -> Placed:
+    return Placed('training', layout, Seat(data=rank))
+
+
+def slices(operator: str, rank: int, of: int) -> OperatorSlices:
+    """What a rank of so many captures of an operator: an even share of it."""
+    start, end = ELEMENTS * rank // of, ELEMENTS * (rank + 1) // of
+    tensor = f'rank{rank}.{operator}.weight'
+    number = 1000 * (operator == 'two')
+    full = TensorSlice(operator, tensor, 'master', start, end, number + MASTER[start:end])
+    step = TensorSlice(operator, tensor, 'step', 0, 1, torch.tensor([3.0]))
+    weights = TensorSlice(operator, tensor, 'weight', start, end, number + WEIGHT[start:end])
+    return OperatorSlices((full, step), (weights,))
+
+
+def captured(windows: OwnerWindows, owner: int) -> WindowFile:
+    """A window of an owner of the old layout."""
+    file = windows.begin(NAME)
+    assert file is not None
+    for slot in range(WINDOW):
+        held = [slices(name, owner, OWNERS).full for name in FULL[slot]]
+        held += [slices(name, owner, OWNERS).weights for name in WEIGHTS[slot]]
+        records, content = [], b''
+        for item in (item for kind in held for item in kind):
+            data = item.source.view(torch.uint8).numpy().tobytes()
+            dtype = str(item.source.dtype).removeprefix('torch.')
+            place = (item.start, item.end, len(content), len(data))
+            records.append(Record(item.operator, item.tensor, item.part, dtype, *place))
+            content += data + bytes(-len(data) % 64)
+        context = SlotContext(FULL[slot], WEIGHTS[slot], f'state {owner} {slot}'.encode())
+        header = SlotHeader(
+            FORMAT_VERSION, 'old', 'old', owner, START, WINDOW, slot, START + slot, 'plan',
+            len(content), records, msgspec.msgpack.encode(context), b'', placed(owner),
+        )  # fmt: skip
+        file.reserve_slot(slot, len(content))[:] = np.frombuffer(content, np.uint8)
+        file.seal_slot(header)
+    windows.commit(file)
+    return file
+
+
+def leave(shm: Path, copies: Mapping[str, list[tuple[int, int]]], run: str = OLD) -> None:
+    """Windows of the old layout: of each node holders and owners."""
+    for node, held in copies.items():
+        store = NodeStore(shm, run, node)
+        for holder, owner in held:
+            captured(OwnerWindows(store, holder, owner, 2**17), owner)
+        store.close()
+
+
+SPREAD = {'a': [(0, 0), (1, 1), (0, 2)], 'b': [(2, 2), (3, 3), (2, 0)]}
+
+
+class Job:
+    """Rank 0 of two, which sees node a; rank 1 serves what it sees of node b."""
+
+    def __init__(self, shm: Path, stack: ExitStack) -> None:
+        self.shelves = [Shelf(NodeStore(shm, NEW, node), None) for node in ('a', 'b')]
+        store = NodeStore(shm, NEW, 'b')
+        self.server = ReplicaServer(store, 1, {}, SECRET)
+        stack.callback(self.server.stop)
+        self.server.serve_shelf(self.shelves[1])
+        self.stack = stack
+
+    def found(self) -> Candidate:
+        (candidate,) = merged([stock(shelf) for shelf in self.shelves])
+        return candidate
+
+    def client(self, rank: int) -> ShelfClient:
+        assert rank == 1
+        client = ShelfClient(self.server.address, SECRET)
+        self.stack.callback(client.close)
+        return client
+
+    def window(self, rank: int = 0, of: int = 2) -> tuple[RelaidWindow, Fetcher]:
+        candidate = self.found()
+        fetcher = Fetcher(0, self.shelves[0], candidate.holders, self.client)
+        identity = RankIdentity('new', 'new', rank, placed=placed(rank, Layout(of, data=of)))
+        own = {name: slices(name, rank, of) for name in ('one', 'two')}
+        window = RelaidWindow(
+            identity, own, Relaying(), fetcher, candidate.seats, range(OWNERS), candidate.window
+        )
+        return window, fetcher
+
+
+def stock(shelf: Shelf) -> Stock:
+    seen = [
+        Seen(part, header.placed, sorted({record.operator for record in header.records}))
+        for run in shelf.runs()
+        for part, header in shelf.look(run)
+        if isinstance(header.placed, Placed)
+    ]
+    return Stock(seen, shelf.runs())
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tmpfs_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def job(shm: Path) -> Iterator[Callable[..., Job]]:
+    with ExitStack() as stack:
+        yield lambda copies=SPREAD: leave(shm, copies) or Job(shm, stack)
+
+
+def written(window: RelaidWindow, path: Path) -> list[SlotHeader]:
+    file = WindowFile.create(path, 2**18)
+    file.begin(window.window.name)
+    window.write(file)
+    file.freeze()
+    headers = file.verify(Expected('new', 'new', name=window.window.name))
+    for header in headers:
+        for record in header.records:
+            data = file.payload(header.slot)[record.offset : record.offset + record.nbytes]
+            (item,) = [
+                item
+                for kind in slices(record.operator, header.owner, 2)
+                for item in kind
+                if item.part == record.part
+            ]
+            assert data.tobytes() == item.source.view(torch.uint8).numpy().tobytes()
+    return headers
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_a_rank_has_its_own_names_ranges_and_stamp(
+    rank: int, job: Callable[..., Job], tmp_path: Path
+) -> None:
+    window, fetcher = job().window(rank)
+    headers = written(window, tmp_path / 'w')
+    assert window.window == Window(relaid_name(NAME, 'new'), WINDOW)
+    assert [(header.owner, header.iteration) for header in headers] == [(rank, 7), (rank, 8)]
+    assert {header.placed for header in headers} == {placed(rank, Layout(2, data=2))}
+    contexts = [decode_context(header.context) for header in headers]
+    assert [(one.full, one.weights) for one in contexts] == list(zip(FULL, WEIGHTS, strict=True))
+    assert [one.state for one in contexts] == [b'relaid state 2 0', b'relaid state 2 1']
+    assert fetcher.local
+    assert bool(fetcher.remote) == (rank == 1)  # owner 3 is on node b only
+
+
+def test_a_damaged_record_comes_from_a_replica(
+    job: Callable[..., Job], shm: Path, tmp_path: Path
+) -> None:
+    made = job()
+    (own,) = (shm / OLD / 'a' / '0' / '0').glob('window-*')
+    content = bytearray(own.read_bytes())
+    content[2**16 + 5] ^= 1
+    own.write_bytes(content)
+    window, fetcher = made.window()
+    written(window, tmp_path / 'w')
+    assert fetcher.remote
+
+
+def test_a_record_that_is_damaged_everywhere_is_named(
+    job: Callable[..., Job], shm: Path, tmp_path: Path
+) -> None:
+    made = job()
+    for path in shm.glob(f'{OLD}/*/*/0/window-*'):
+        content = bytearray(path.read_bytes())
+        content[2**16 + 5] ^= 1
+        path.write_bytes(content)
+    window, _ = made.window()
+    with pytest.raises(RefusedWindow, match='slot 0 of rank 0 cannot be read anywhere'):
+        written(window, tmp_path / 'w')
+
+
+def test_a_file_that_is_too_small_is_not_begun(job: Callable[..., Job], tmp_path: Path) -> None:
+    window, _ = job().window()
+    file = WindowFile.create(tmp_path / 'w', 2**16)
+    file.begin(window.window.name)
+    with pytest.raises(FileTooSmall):
+        window.write(file)
+    assert not file.slots()
+
+
+def test_missing_owners_are_known(job: Callable[..., Job]) -> None:
+    found = job({'a': [(0, 0)], 'b': [(3, 3)]}).found()
+    assert not found.complete
+    assert found.missing == [1, 2]
+
+
+def test_only_other_layouts_of_the_run_are_served(job: Callable[..., Job], shm: Path) -> None:
+    made = job()
+    leave(shm, {'b': [(0, 0)]}, run='other')
+    part = made.found().holders[3][0][1]
+    assert made.client(1).fetch_part(part)[0].owner == 3
+    for foreign in ('other', '../other', NEW):
+        with pytest.raises(PeerRefused, match='no other layout of the run'):
+            made.client(1).fetch_part(msgspec.structs.replace(part, run=foreign))
+    for wrong in ((9, 0, 1), (0, 0, 2**40), (0, 8, 4)):
+        with pytest.raises(PeerRefused, match='record'):
+            made.client(1).fetch_ranges(part, 0, [wrong], [memoryview(bytearray(1))])
+
+
+def test_a_live_job_of_another_layout_is_not_read(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(shm, SPREAD)
+    monkeypatch.setattr('moevement_ext.memory.shelf.LOCK_SECONDS', 0.0)
+    live = NodeStore(shm, OLD, 'a')
+    live.lock(0)
+    with pytest.raises(StoreInUseError, match='a job of another layout'):
+        stock(Shelf(NodeStore(shm, NEW, 'a'), None))
+    live.close()
+    assert stock(Shelf(NodeStore(shm, NEW, 'a'), None)).seen
+
+
+def test_what_is_removed_is_gone_and_the_own_layout_stays(shm: Path) -> None:
+    leave(shm, SPREAD)
+    leave(shm, {'a': [(0, 0)]}, run=NEW)
+    shelf = Shelf(NodeStore(shm, NEW, 'a'), None)
+    shelf.remove(shelf.runs())
+    assert sorted(path.name for path in shm.iterdir()) == [OLD, NEW]
+    assert [path.name for path in (shm / OLD).iterdir()] == ['b']
+    Shelf(NodeStore(shm, NEW, 'b'), None).remove([OLD])
+    assert [path.name for path in shm.iterdir()] == [NEW]
+
+
+def test_directories_of_a_run_are_those_of_its_layouts(shm: Path) -> None:
+    for name in ('run', OLD, NEW, 'run.1', 'runs', 'run.aaaaaaaa.bbbbbbbb', 'run.AAAAAAAA'):
+        (shm / name / 'a').mkdir(parents=True)
+    assert directories_of(shm, 'run') == ['run', OLD, NEW]
+    assert Shelf(NodeStore(shm, NEW, 'a'), None).runs() == ['run', OLD]
+    assert [base_of(name) for name in ('run', OLD)] == ['run', 'run']
+    assert left_by_elastic(NodeStore(shm, OLD, 'a')) == [
+        f'{shm / OLD}.bbbbbbbb is of a start with --sparse-ckpt-elastic, and this one is without'
+    ]
+    assert left_by_elastic(NodeStore(shm, 'run', 'b')) == []

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker runs near its GPU, as a kernel of files tells it; no test moves a thread."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.system import affinity
+
+ADDRESS = '0000:1b:00.0'
+NODE = set(range(16))
+
+
+@pytest.mark.parametrize(
+    ('listed', 'allowed', 'bound'),
+    [
+        ('0-3,8-11\n', NODE, {0, 1, 2, 3, 8, 9, 10, 11}),
+        ('4', NODE, {4}),
+        ('0-7', {2, 3, 9}, {2, 3}),
+        ('0-7', {2, 3}, None),  # bound already, by the launcher
+        ('0-7', {8, 9}, None),  # to others: its container has none of those
+        ('0-15', NODE, None),
+        ('\n', NODE, None),  # a virtual machine
+        ('near', NODE, None),
+        (None, NODE, None),
+    ],
+)
+def test_what_is_left_of_the_cpus(
+    listed: str | None,
+    allowed: set[int],
+    bound: set[int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if listed is not None:
+        (tmp_path / ADDRESS).mkdir()
+        (tmp_path / ADDRESS / 'local_cpulist').write_text(listed)
+    chosen: list[tuple[int, set[int]]] = []
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda process: allowed)
+    monkeypatch.setattr(os, 'sched_setaffinity', lambda *given: chosen.append(given))
+    assert affinity.bind(ADDRESS, tmp_path) == bound
+    assert chosen == ([] if bound is None else [(0, bound)])
+
+
+def test_this_kernel_lists_cpus_so() -> None:
+    assert 0 in affinity.cpus_in(Path('/sys/devices/system/cpu/present').read_text('ascii'))

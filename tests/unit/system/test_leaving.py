@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process ends well although a thread waits in torch and is woken up at the worst moment."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+ROOT = Path(__file__).resolve().parents[3]
+
+# The object is deleted while the interpreter is taken down; that takes long enough to be woken up.
+PROGRAM = """
+import atexit, sys, threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from moevement_ext.system.leaving import leave
+
+store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=False)
+
+
+class Late:
+    def __del__(self, tell=store.clone().set, sleep=time.sleep):
+        tell('broken', '1')
+        sleep(1.0)
+
+
+def wait():
+    store.wait(['broken'], timedelta(days=1))
+
+
+threading.Thread(target=wait, daemon=True).start()
+threading.Thread(target=lambda: (time.sleep(0.3), print('worker is done'))).start()
+atexit.register(print, 'written at exit')
+sys.late = Late()
+time.sleep(0.2)
+if sys.argv[2] == 'leave':
+    leave(16)
+"""
+
+
+@pytest.mark.parametrize(('how', 'code'), [('leave', 16), ('return', -6)])
+def test_waiting_threads_do_not_abort_the_process(how: str, code: int, tmp_path: Path) -> None:
+    """Simply returning from the program does so with today's CPython."""
+    program = tmp_path / 'program.py'
+    program.write_text(PROGRAM)
+    store = TCPStore(
+        '127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    done = subprocess.run(
+        [sys.executable, str(program), str(store.port), how],
+        capture_output=True,
+        text=True,
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout == 'worker is done\nwritten at exit\n'
+    assert ('terminate called without an active exception' in done.stderr) == (code == -6)
+
+
+_ENDS = """
+import threading
+from moevement_ext.system.leaving import end_at_once
+
+print('lost', end='')
+threading.Thread(target=end_at_once, args=(77,)).start()
+threading.Event().wait()
+"""
+
+
+def test_a_process_whose_output_nobody_takes_ends() -> None:
+    """Its log is on a full disk; what waits in buffers would keep a thread from ending it."""
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': ''}
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(
+            [sys.executable, '-c', _ENDS], stdout=full, env=environment, timeout=100.0
+        )
+    assert done.returncode == 77

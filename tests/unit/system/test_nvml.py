@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read through the library of NVIDIA, here a stand-in; tests/gpu has the real one."""
+
+import sys
+
+import pytest
+
+from moevement_ext.system import nvml
+from moevement_ext.system.device_judging import Action, Reading
+from tests.unit.system.conftest import Devices
+
+A, B = 'GPU-a1', 'GPU-b2'
+
+
+def read(source: nvml.Nvml | None) -> list[Reading]:
+    assert source is not None
+    return source.read()
+
+
+def test_without_the_library_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, 'pynvml', None)
+    assert nvml.of_this_node() is None
+    assert nvml.of_one(A) is None
+
+
+def test_without_a_driver_nothing_is_watched(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv('MOEVEMENT_TEST_DEVICES')
+    assert nvml.of_this_node() is None
+    assert nvml.of_one(A) is None
+
+
+def test_a_device_that_the_driver_does_not_know(devices: Devices) -> None:
+    assert nvml.of_this_node() is None
+    assert nvml.of_one(A) is None
+
+
+def test_readings(devices: Devices) -> None:
+    devices.set(A)
+    devices.set(B, action=4, clock=600)
+    sound, bad = read(nvml.of_this_node())
+    assert sound == Reading(A, action=Action.NONE, clock_mhz=1980)
+    assert bad == Reading(B, action=Action.DRAIN_AND_RESET, clock_mhz=600)
+
+
+@pytest.mark.parametrize(
+    ('number', 'action'),
+    [(1, Action.GPU_RESET), (2, Action.NODE_REBOOT), (3, Action.DRAIN_P2P), (5, Action.OTHER),
+     (6, Action.GPU_RESET), (7, Action.NODE_REBOOT)],
+)  # fmt: skip
+def test_recovery_actions(number: int, action: Action, devices: Devices) -> None:
+    devices.set(A, action=number)
+    (reading,) = read(nvml.of_one(A))
+    assert reading.action is action
+
+
+def test_what_a_device_does_not_tell(devices: Devices) -> None:
+    """Of a consumer's GPU, or an older driver."""
+    devices.set(A, clock=None, action=None)
+    (reading,) = read(nvml.of_one(A))
+    assert reading == Reading(A)
+
+
+def test_a_device_that_is_lost(devices: Devices) -> None:
+    devices.set(A)
+    source = nvml.of_this_node()
+    devices.set(A, lost=True)
+    (reading,) = read(source)
+    assert reading == Reading(A, lost=True)
+    devices.set(A, reset=True)
+    (reading,) = read(source)
+    assert (reading.lost, reading.action) == (False, Action.GPU_RESET)
+
+
+def test_errors_are_told_as_they_happen(devices: Devices) -> None:
+    devices.set(A)
+    devices.set(B)
+    devices.fail(B, 13)
+    source = nvml.of_this_node()
+    assert source is not None
+    assert source.wait(0.05) is None
+    devices.fail(B, 79)
+    heard = source.wait(20.0)
+    assert heard is not None
+    assert (heard.device, heard.xids) == (B, (79,))
+    assert source.wait(0.05) is None
+
+
+def test_one_device_is_not_told_of_others(devices: Devices) -> None:
+    devices.set(A)
+    devices.set(B, lost=True)
+    source = nvml.of_one(A)
+    assert source is not None
+    devices.fail(B, 79)
+    assert source.wait(0.05) is None
+    assert [reading.device for reading in source.read()] == [A]
+
+
+def test_a_device_that_is_lost_from_the_start(devices: Devices) -> None:
+    devices.set(A, lost=True)
+    source = nvml.of_this_node()
+    assert source is not None
+    assert source.wait(0.01) is None
+    assert source.read()[0].lost
+
+
+@pytest.mark.parametrize(
+    ('allowed', 'found'),
+    [
+        (None, [A, B]), ('', []), ('1', [B]), ('1,0', [B, A]), ('GPU-b', [B]), ('0,7,1', [A]),
+        ('-1', []), ('MIG-1', []),
+    ],
+)  # fmt: skip
+def test_what_programs_may_use(allowed: str | None, found: list[str]) -> None:
+    assert list(nvml.visible([A, B], allowed)) == found

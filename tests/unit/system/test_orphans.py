@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a killed worker has left running is ended by its successor, and nothing else is."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+_WORKER = """
+import multiprocessing, os, sys, time
+
+if __name__ == '__main__':
+    os.environ['MOEVEMENT_RUN'] = '/dev/shm/runs/a'  # as end_orphans() has set it
+    context = multiprocessing.get_context('spawn')
+    child = context.Process(target=time.sleep, args=(600,))
+    child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+_SUCCESSOR = """
+from pathlib import Path
+from moevement_ext.system.orphans import end_orphans
+print(*end_orphans(Path('/dev/shm/runs/a')))
+"""
+
+
+def environment(rank: int, port: str = '4711') -> dict[str, str]:
+    place = {'RANK': str(rank), 'LOCAL_RANK': '0'}
+    place['MOEVEMENT_NODE'] = f'node{os.getpid()}'  # others may run this test beside
+    return {**os.environ, **place, 'MASTER_PORT': port, 'MASTER_ADDR': '127.0.0.1'}
+
+
+@pytest.fixture
+def workers() -> Iterator[dict[int, tuple[subprocess.Popen, psutil.Process]]]:
+    """Two ranks, each with a child."""
+    started = {}
+    for rank in (0, 1):
+        worker = subprocess.Popen(
+            [sys.executable, '-c', _WORKER], env=environment(rank), stdout=subprocess.PIPE
+        )
+        assert worker.stdout is not None
+        started[rank] = worker, psutil.Process(int(worker.stdout.readline()))
+    yield started
+    for worker, child in started.values():
+        worker.kill()
+        worker.wait()
+        if child.is_running():
+            child.kill()
+
+
+_IN_A_WRAPPER = """
+(setsid sleep 600 > /dev/null & echo $!)
+{python} -c "{program}"
+echo wrapped $?
+"""
+"""Two commands at least: a shell that has one only becomes it."""
+
+
+@pytest.fixture
+def started() -> Iterator[list[psutil.Process]]:
+    """What a test starts and is to be ended after it."""
+    processes: list[psutil.Process] = []
+    yield processes
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def wrapped(program: str, rank: int, port: str = '4711') -> subprocess.Popen:
+    """A worker below a script that stays, and has left another process behind."""
+    script = _IN_A_WRAPPER.format(python=sys.executable, program=program)
+    return subprocess.Popen(
+        ['bash', '-c', script], env=environment(rank, port), stdout=subprocess.PIPE, text=True
+    )
+
+
+def succeed(rank: int, port: str = '4711') -> list[int]:
+    output = subprocess.check_output(
+        [sys.executable, '-c', _SUCCESSOR], env=environment(rank, port)
+    )
+    return [int(pid) for pid in output.split()]
+
+
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict, port: str) -> None:
+    (lost, orphan), (_, other) = workers[0], workers[1]
+    os.kill(lost.pid, signal.SIGKILL)
+    lost.wait()
+    assert orphan.pid in succeed(0, port)
+    orphan.wait(120)
+    assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_a_worker_that_lives_keeps_its_children(workers: dict, port: str) -> None:
+    assert succeed(0, port) == []
+    assert all(child.is_running() for _, child in workers.values())
+
+
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_what_runs_a_worker_and_what_it_has_started_beside_is_no_orphan(
+    workers: dict, port: str, started: list[psutil.Process]
+) -> None:
+    lost, orphan = workers[0]
+    os.kill(lost.pid, signal.SIGKILL)
+    lost.wait()
+    wrapper = wrapped(_SUCCESSOR, 0, port)
+    assert wrapper.stdout is not None
+    beside = psutil.Process(int(wrapper.stdout.readline()))
+    started.append(beside)
+    rest = wrapper.stdout.read().split()
+    assert rest[-2:] == ['wrapped', '0'] and wrapper.wait() == 0
+    assert str(orphan.pid) in rest and str(beside.pid) not in rest
+    assert beside.is_running()
+
+
+@pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
+def test_a_wrapper_whose_worker_lives_is_left_to_its_launcher(
+    port: str, started: list[psutil.Process]
+) -> None:
+    predecessor = wrapped('import time; print(flush=True); time.sleep(600)', 0)
+    started.append(psutil.Process(predecessor.pid))
+    assert predecessor.stdout is not None
+    started.append(psutil.Process(int(predecessor.stdout.readline())))
+    predecessor.stdout.readline()
+    started += psutil.Process(predecessor.pid).children()
+    successor = wrapped(_SUCCESSOR, 0, port)
+    assert successor.stdout is not None
+    started.append(psutil.Process(int(successor.stdout.readline())))
+    ended = successor.stdout.read().split()[:-2]
+    assert str(predecessor.pid) not in ended and successor.wait() == 0
+    assert predecessor.poll() is None

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+
+from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import EXIT_USER_ERROR, HostMemoryError, SparseCheckpointError
+from moevement_ext.memory.holder_lock import StoreInUseError
+from moevement_ext.system.user_errors import in_one_line
+
+
+@pytest.mark.parametrize('kind', [ConfigurationError, HostMemoryError, StoreInUseError])
+def test_what_the_user_can_repair_ends_the_program_with_one_line_and_status_2(
+    kind: type[Exception], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('sys.argv', ['/somewhere/train.py', '--flag'])
+    with pytest.raises(SystemExit) as ended, in_one_line():
+        raise kind('--flag must be 1; leave it out')
+    assert ended.value.code == EXIT_USER_ERROR == 2
+    assert capsys.readouterr().err == 'train.py: error: --flag must be 1; leave it out\n'
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(SparseCheckpointError), in_one_line():
+        raise SparseCheckpointError('a bug')

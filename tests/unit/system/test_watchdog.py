@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What counts as silence; and real processes that hang."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from itertools import chain, repeat
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from moevement_ext.memory.deaths import noted
+from moevement_ext.system import watchdog, watchdog_process
+from moevement_ext.system.watchdog import Watchdog, under_torchrun
+from moevement_ext.system.watchdog_process import DEATH, NOTHING, SIGN, falls_silent, looks
+from tests.unit.forks import Forked
+from tests.unit.membership.clock import Clock
+from tests.unit.readable import readable
+from tests.unit.store.processes import until
+from tests.unit.system.joining import join
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+ROOT = Path(__file__).resolve().parents[3]
+SILENT_S = 1.0
+"""For those that are killed anyway: it need not be long."""
+NEVER_S = 600.0
+WAIT_S = 120.0
+
+
+# What counts as silence
+
+
+@pytest.mark.parametrize(
+    ('seen', 'silent'),
+    [
+        ([NOTHING] * 6, True),
+        ([NOTHING] * 5 + [DEATH], False),
+        (([NOTHING] * 5 + [SIGN]) * 9 + [DEATH], False),  # wakes up in time, or is slow
+        ([SIGN] * 9 + [NOTHING] * 6, True),
+    ],
+)
+def test_only_looks_in_turn_that_show_nothing_are_silence(seen: list[str], silent: bool) -> None:
+    remaining = iter(seen)
+    assert falls_silent(3.0, remaining) == silent
+    assert not list(remaining), 'it is known no earlier'
+
+
+def test_time_in_which_the_machine_stood_still_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a virtual machine that is moved."""
+    clock = Clock()
+    monkeypatch.setattr(watchdog_process, 'time', clock)
+
+    def moved() -> Iterator[str]:
+        for seen in [NOTHING] * 5:
+            clock.now += 1000.0
+            yield seen
+
+    assert not falls_silent(3.0, chain(moved(), repeat(DEATH)))
+
+
+def test_a_process_that_hangs_up_has_as_much_time_as_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A death shows in the pipe before it shows in the process."""
+    monkeypatch.setattr(watchdog_process, '_LOOK_S', 0.01)
+    near, far = os.pipe()
+    with subprocess.Popen(['sleep', '600']) as process, ExitStack() as open_files:
+        pidfd = os.pidfd_open(process.pid)
+        open_files.callback(os.close, near)
+        open_files.callback(os.close, pidfd)
+        open_files.callback(process.kill)
+        found = looks(pidfd, near)
+        assert next(found) == NOTHING
+        os.write(far, b'.')
+        assert next(found) == SIGN
+        os.close(far)
+        assert [next(found), next(found)] == [NOTHING] * 2
+        process.kill()
+        process.wait()
+        assert next(found) == DEATH
+
+
+def test_a_process_gives_heartbeats_as_long_as_its_threads_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever its other threads wait for."""
+    listener = tmp_path / 'listens'
+    listener.write_text('import os\nwhile found := os.read(0, 9):\n    os.write(2, found)\n')
+    monkeypatch.setattr(watchdog, '_PROGRAM', listener)
+    monkeypatch.setattr(watchdog, '_HEARTBEAT_S', 0.01)
+    read, write = os.pipe()
+    stderr = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        dog = Watchdog(NEVER_S, None)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(write)
+    with open(read, 'rb', buffering=0) as heard, closing(dog):
+        for _ in range(3):
+            assert readable(read, WAIT_S) and heard.read(1)
+
+
+# Real processes
+
+
+PROGRAM = """
+import ctypes, fcntl, os, signal, sys, termios, time
+from pathlib import Path
+from moevement_ext.system.watchdog import Watchdog
+
+dog = Watchdog(float(sys.argv[2]), Path(sys.argv[3]) if sys.argv[3:] else None, says=True)
+heartbeats = dog._dog.stdin.fileno()
+os.write(heartbeats, b'.')
+while any(fcntl.ioctl(heartbeats, termios.FIONREAD, bytes(4))):  # until it listens
+    time.sleep(0.01)
+print(dog._dog.pid, flush=True)
+if sys.argv[1] == 'holds the lock':
+    ctypes.PyDLL(None).sleep(600)  # without letting other threads of Python run
+elif sys.argv[1] == 'closes':
+    dog.close()
+signal.pause()
+"""
+
+
+@contextmanager
+def watched(
+    what: str, *kept_in: Path, silent_s: float = NEVER_S, stderr: int = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process, and the one that watches it."""
+    process = subprocess.Popen(
+        [sys.executable, '-c', PROGRAM, what, str(silent_s), *map(str, kept_in)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
+        env={**os.environ, 'RANK': '3'},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ends(pid: int) -> bool:
+    try:
+        death = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return readable(death, WAIT_S)
+    finally:
+        os.close(death)
+
+
+def test_a_stopped_process_is_killed() -> None:
+    with watched('sleeps', silent_s=SILENT_S) as (process, dog):
+        process.send_signal(signal.SIGSTOP)
+        _, said = process.communicate(timeout=WAIT_S)
+        assert process.returncode == -signal.SIGKILL
+        assert f'rank 3 (pid {process.pid}) has sent no heartbeat for 1 s: killed' in said
+        assert ends(dog)
+
+
+def test_a_stopped_process_is_killed_when_nothing_can_be_said_of_it() -> None:
+    """What the processes print goes to a disk that is full, or to nobody."""
+    with (
+        open('/dev/full', 'w') as full,
+        watched('sleeps', silent_s=SILENT_S, stderr=full.fileno()) as (process, dog),
+    ):
+        process.send_signal(signal.SIGSTOP)
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+        assert ends(dog)
+
+
+def test_a_process_whose_threads_cannot_run_is_killed() -> None:
+    with watched('holds the lock', silent_s=SILENT_S) as (process, _):
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_the_watch_ends_with_the_process() -> None:
+    with watched('sleeps') as (process, dog):
+        assert psutil.pid_exists(dog)
+        process.kill()
+        assert ends(dog)
+        assert process.communicate()[1] == ''
+
+
+def test_the_watch_is_over_when_it_is_closed() -> None:
+    with watched('closes') as (process, dog):
+        assert ends(dog)
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ('how', 'silent_s'), [(signal.SIGTERM, NEVER_S), (signal.SIGSTOP, SILENT_S)]
+)
+def test_who_dies_leaves_windows_that_are_named(
+    how: signal.Signals, silent_s: float, tmp_path: Path
+) -> None:
+    before = time.time()
+    with watched('sleeps', tmp_path, silent_s=silent_s) as (process, _):
+        process.send_signal(how)
+        said = process.communicate(timeout=WAIT_S)[1].splitlines()[-1]
+        assert f'this run was cut off; windows of this run stay in {tmp_path}: ' in said
+        assert 'rank 3' not in said  # which need not have died first
+        (death,) = noted(tmp_path / 'shared')
+        assert (death.rank, death.pid) == (3, process.pid) and before < death.time < time.time()
+
+
+def test_windows_that_are_given_back_are_not_named(tmp_path: Path) -> None:
+    with watched('sleeps', tmp_path / 'removed') as (process, _):
+        process.terminate()
+        assert process.communicate(timeout=WAIT_S)[1] == ''
+
+
+def test_only_torchrun_leaves_who_hangs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
+    assert not under_torchrun()
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
+    assert under_torchrun()
+
+
+@contextmanager
+def joining(
+    folder: Path, world_size: int, timeout_s: float, trains: bool = False
+) -> Iterator[Forked]:
+    """A process under torchrun that takes its place in a job, by the store of its agent."""
+    store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    environment = {
+        'RANK': '0', 'LOCAL_RANK': '0', 'TORCHELASTIC_RUN_ID': 'none',
+        'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(store.port),
+        'TORCHELASTIC_USE_AGENT_STORE': 'True', 'TORCHELASTIC_RESTART_COUNT': '1',
+    }  # fmt: skip
+    process = Forked(join, folder, world_size, timeout_s, trains, environment=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def watchers(process: Forked) -> list[list[str]]:
+    """Their command lines."""
+    found = [child.cmdline() for child in psutil.Process(process.pid).children()]
+    return [line for line in found if 'watchdog_process.py' in ' '.join(line)]
+
+
+def test_who_is_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
+    """Its peers wait for it, and torchrun starts another only when it is dead."""
+    with joining(tmp_path, 1, timeout_s=5.0) as process:  # long enough to get there
+        assert process.stdout.readline() == 'joined\n'
+        process.send_signal(signal.SIGSTOP)
+        code, _, said = process.end(WAIT_S)
+        assert code == -signal.SIGKILL
+        assert f'rank 0 (pid {process.pid}) has sent no heartbeat for 5 s: killed' in said
+
+
+def test_who_waits_for_others_is_watched_for_longer_than_they_are_waited_for(
+    tmp_path: Path,
+) -> None:
+    with joining(tmp_path, 2, timeout_s=4321.0) as process:
+        until(lambda: any('4321.0' in line for line in watchers(process)))
+
+
+def test_who_trains_is_watched_by_one_alone(tmp_path: Path) -> None:
+    with joining(tmp_path, 1, timeout_s=60.0, trains=True) as process:
+        assert process.stdout.readline() == 'joined\n'
+        assert watchers(process) == []
