@@ -165,6 +165,24 @@ def test_every_figure_of_a_table_comes_from_its_file(title: str) -> None:
     check_figures(quoted(' '.join(cells)), measurement_of(text))
 
 
+def test_every_figure_of_the_summary_is_in_its_section() -> None:
+    """The table above the first section names, in each row, the sections that it quotes."""
+    page = MEASURED.read_text('utf-8')
+    summary = list(rows(page[: page.index('\n## ')]))
+    assert len(summary) > 5
+    for question, result, links in summary:
+        titles = re.findall(r'\[([^\]]+)\]\(#', links)
+        sections = ' '.join(section(MEASURED, title) for title in titles)
+        assert titles and quoted(result), question
+        known = figures_of(sections)
+        assert not [figure for figure in quoted(result) if figure not in known], question
+
+
+def figures_of(text: str) -> set[str]:
+    """All figures of a text, also in commands and program output."""
+    return set(re.findall(r'\d+(?:\.\d+)?', text.replace(',', '')))
+
+
 def test_figures_of_process_groups_come_from_their_file() -> None:
     text = section(MEASURED, 'Process groups')
     assert len(quoted(text)) > 4
