@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Docstrings and comments are plain technical English, in the folders that are listed here."""
+"""Docstrings, comments and pages are plain technical English, where listed here."""
 
 import ast
 import io
@@ -14,9 +14,29 @@ ROOT = Path(__file__).resolve().parents[2]
 ADAPTER: tuple[str, ...] = ('megatron/moevement', 'examples', 'pretrain_gpt.py')
 ENGINE: tuple[str, ...] = ('moevement_ext',)
 TOOLS: tuple[str, ...] = ('tools', 'scripts')
+PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'), ROOT / 'tests' / 'README.md'])
+# Pages that the patterns of `DIALECT` do not cover yet; those of `PERSONS` hold for them, too.
+UNCHECKED = {'elastic.md'}
 
 # A process is a rank, a worker, a launcher, a holder: each has a noun.
 PERSONS = re.compile(r'\b(who|whoever|nobody|somebody|everybody)\b', re.IGNORECASE)
+
+# What to write, and the words that it replaces. In pages only.
+DIALECT = {
+    'again, from scratch': r'anew',
+    'uselessly': r'in vain',
+    'the previous, earlier': r'of before|the (one|ones|life|lives) before',
+    'name the noun': r'such a one|what of|so many|so often|those of before',
+    'must be; or active': r'(is|are|was|were) to be',
+    'forever; or say which limit': r'without end',
+    'custom, your own': r"one's own|of ours|of yours",
+    'the project, this page; or passive': r'we|our|ours',
+    'recover, return, restart': r'(come|comes|came|coming) back',
+    'rendezvous': r'(ranks|workers|processes|all|they) (meet|met)',
+    'as usual': r'as ever',
+    'skip, or ignore': r'(pass|passes|passed) over',
+    'except': r'but for',
+}
 
 
 def sources() -> list[Path]:
@@ -98,6 +118,55 @@ def test_persons_are_found(source: str, offends: bool) -> None:
     assert bool(persons(source)) is offends
 
 
+def text_of(page: str) -> Iterator[tuple[int, str]]:
+    """Lines of a page without code: fenced, indented or in backticks; and without targets of links.
+
+    Code is replaced by spaces, so that numbers of lines stay.
+    """
+    fences = re.compile(r'^```.*?^```', re.M | re.S)
+    blocks = re.compile(r'(?<=\n\n)(?: {4}.*\n)+')
+    for code in (fences, blocks, re.compile(r'`[^`]*`'), re.compile(r'\]\([^)\s]*\)')):
+        page = code.sub(lambda found: re.sub(r'[^\n]', ' ', found[0]), page)
+    yield from enumerate(page.splitlines(), 1)
+
+
+def dialect(page: str) -> list[str]:
+    """Words of the dialect, with the line and what to write instead."""
+    return [
+        f'{number}: {found[0]!r}; write: {plain}'
+        for number, line in text_of(page)
+        for plain, words in DIALECT.items()
+        for found in re.finditer(rf'\b({words})\b', line, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize(
+    ('page', 'found'),
+    [
+        ('Groups are connected anew.\n', 1),
+        ('A window that is to be kept comes back.\n', 2),
+        ('We restart, and all met in our store.\n', 3),
+        ('```text\nanew\n```\n', 0),
+        ('Text:\n\n    comes back from: window 3\n\nText.\n', 0),
+        ('- A list\n  comes back in\n    its third line, as ever.\n', 2),
+        ('The system `ours` of\n`tools as ever` and [this](anew.md#what-of).\n', 0),
+        ('The power of it, goes only once, renewed.\n', 0),
+    ],
+)
+def test_the_dialect_is_found(page: str, found: int) -> None:
+    assert len(dialect(page)) == found
+
+
+def test_pages_have_plain_words() -> None:
+    offenders = [
+        f'{page.relative_to(ROOT)}:{found}'
+        for page in PAGES
+        if page.name not in UNCHECKED
+        for found in dialect(page.read_text('utf-8'))
+    ]
+    assert not offenders
+
+
 @pytest.mark.parametrize(
     ('source', 'offends'),
     [
@@ -118,6 +187,12 @@ def test_processes_are_no_persons() -> None:
         f'{path.relative_to(ROOT)}:{found}'
         for path in sources()
         for found in persons(path.read_text('utf-8'), path.suffix == '.py')
+    ]
+    offenders += [
+        f'{page.relative_to(ROOT)}:{number}: {line}'
+        for page in PAGES
+        for number, line in enumerate(page.read_text('utf-8').splitlines(), 1)
+        if PERSONS.search(line)
     ]
     assert not offenders
 

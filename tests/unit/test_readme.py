@@ -16,7 +16,6 @@ import pytest
 
 from megatron.moevement.seams import cpu_device
 from tests.unit.each import each
-from tests.unit.test_language import PERSONS
 
 if cpu_device.needed():
     cpu_device.install()
@@ -262,12 +261,6 @@ def test_lines_are_short(page: Path) -> None:
         if len(line) > MOST_CHARACTERS and not line.startswith(('|', '│')) and '](' not in line
     ]
     assert not long
-
-
-@each('page', [README, *(ROOT / 'docs').glob('*.md')])
-def test_processes_are_no_persons(page: Path) -> None:
-    lines = page.read_text('utf-8').splitlines()
-    assert not [line for line in lines if PERSONS.search(line)]
 
 
 @each('page', PAGES)
