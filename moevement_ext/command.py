@@ -70,11 +70,7 @@ PROGRAMS = {
     'bench-regroup': Subcommand(
         'tools.bench.regroup', 'how soon process groups are connected again'
     ),
-    'bench-frozen': Subcommand('tools.bench.frozen', 'what a frozen operator spares of a replay'),
     'bench-ablation': Subcommand('tools.bench.ablation', 'what each part of the method brings'),
-    'bench-link-share': Subcommand(
-        'tools.bench.link_share', 'what sending windows costs on a link'
-    ),
 }
 _TRAINER = 'pretrain_gpt.py'
 _ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')

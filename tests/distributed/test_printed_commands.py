@@ -83,7 +83,6 @@ ELSEWHERE = {
     r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
-    rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
     rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
     rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
