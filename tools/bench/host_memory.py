@@ -39,7 +39,6 @@ from tools.lab.models import prepare_text
 from tools.lab.run_log import RunLog
 from tools.lab.trained import train
 
-_PROG = 'python -m tools.bench.host_memory'
 _POLL_S = 0.25
 _PLAIN = 'none'
 _TRIES = 5
@@ -204,9 +203,9 @@ def measure(args: argparse.Namespace, console: Console) -> MemoryReport:
     return MemoryReport(args.ranks, args.iterations, accounts)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Run the tool, `prog` by its usage; returns the exit status."""
-    parser = Parser(prog=prog, description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    parser = Parser(prog='python -m tools.bench.host_memory', description=__doc__)
     add = parser.add_argument
     add('--windows', nargs='+', default=['auto', '1', '4'], help='lengths (default: auto 1 4)')
     add('--ranks', type=int, choices=(1, *model.RANKS), default=2, help='1: without replicas')

@@ -4,6 +4,7 @@
     python -m tools.bench.overhead --json overhead.json
     git worktree add ../before HEAD~1 && python -m tools.bench.overhead --against ../before
     python -m tools.bench.overhead --precision all --stand-ins
+    python -m tools.bench.overhead --precision all --rounds 1 --iterations 300 --stand-ins  # losses
 
 The ways to protect a run take turns over several rounds, so that a slow phase of the machine
 affects all of them; ratios are taken within a round. The time of an iteration is the time between
@@ -57,7 +58,6 @@ _POLL_S = 0.25
 BF16, ALL, AUTO = 'bf16', 'all', 'auto'
 AGAIN = 'bf16, another seed'
 FORMATS = (BF16, AGAIN, *(name for name in precisions.FLAGS if name != BF16))
-_PROG = 'python -m tools.bench.overhead'
 _WINDOW_OF_FORMATS = '4'
 
 
@@ -181,9 +181,9 @@ def summarize(
     )
 
 
-def parse_arguments(argv: Sequence[str] | None, prog: str = _PROG) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the flags; exits with a message if they are wrong."""
-    parser = Parser(prog=prog, description=__doc__)
+    parser = Parser(prog='python -m tools.bench.overhead', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
     add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
@@ -259,9 +259,9 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
     return summarize(bench, hardware, rounds)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Run the tool, `prog` by its usage; returns the exit status."""
-    args = parse_arguments(argv, prog)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit status."""
+    args = parse_arguments(argv)
     return run_benchmark(
         'bench_overhead',
         lambda console: measure(args, console),

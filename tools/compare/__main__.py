@@ -4,6 +4,7 @@
     python -m tools.compare --quick
     python -m tools.compare --json compare.json --plot pictures
     python -m tools.compare --rows torch-dist-sync,global,localized --faults 4
+    python -m tools.compare --rows windows,windows-frozen,global,localized    # part by part
     python -m tools.compare peers    # other projects; its own --help
 
 A small GPT on 4 emulated nodes trains to its end once for each row, and the same ranks are killed,
@@ -64,7 +65,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=_PROG, description=__doc__)
     add = parser.add_argument
     add('--quick', action='store_true', help='minutes: a shorter job, fewer faults, forked workers')
-    add('--rows', default='all', help=f'some of {",".join(ROWS)} (default: all)')
+    add(
+        '--rows',
+        default='all',
+        help=f'some of {",".join(ROWS)} (default: all but windows and windows-frozen)',
+    )
     for name, what in (('rounds', 'turns of all rows'), ('iterations', 'of each job'),
                        ('faults', 'in each job')):  # fmt: skip
         quick, full = _SIZES[name]

@@ -282,7 +282,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     if precision.master == 'fp8':
         yield (
             'masters in fp8 lose updates that are small beside a weight; compare the losses '
-            f'({shown("python -m tools.bench.precision")})'
+            f'({shown("python -m tools.bench.overhead")} --precision all)'
         )
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: its rows, its trace, its arithmetic, its table."""
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -52,9 +53,25 @@ def test_a_row_of_the_default_way_has_the_default_recovery() -> None:
     assert config['window'] == 3
 
 
+def test_each_row_of_the_ablation_adds_one_part() -> None:
+    """Of frozen operators, popularity and localized recovery; the last has the defaults."""
+
+    def parts(name: str) -> dict[str, str]:
+        parsed, _ = trainer_parser().parse_known_args(ROWS[name].training_flags(PLACES))
+        return {
+            part: vars(parsed)[f'sparse_ckpt_{part}'] for part in ('freeze', 'order', 'recovery')
+        }
+
+    ways = [parts(name) for name in ('windows', 'windows-frozen', 'global', 'localized')]
+    for before, after in itertools.pairwise(ways):
+        assert sum(before[part] != after[part] for part in before) == 1
+    default = SparseCheckpointConfig()
+    assert ways[-1] == {part: getattr(default, part) for part in ways[-1]}
+
+
 def test_forked_workers_are_hot_spares_already() -> None:
-    assert set(ROWS) - set(chosen('all', forked=True)) == {'localized-spare'}
-    assert chosen('all', forked=False) == ROWS
+    assert set(chosen('all', forked=False)) - set(chosen('all', forked=True)) == {'localized-spare'}
+    assert set(ROWS) - set(chosen('all', forked=False)) == {'windows', 'windows-frozen'}
     with pytest.raises(ValueError, match='starts as a hot spare does'):
         chosen('localized-spare', forked=True)
     with pytest.raises(ValueError, match='no row nothing'):
