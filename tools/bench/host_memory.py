@@ -118,7 +118,6 @@ class _Samples:
         self.last: Counter[str] = Counter()
 
     def take(self, job: Job, log: RunLog) -> None:
-        """Take one sample of a job that trains."""
         if not log.iterations:
             return
         found = files_by_kind(self._root)
@@ -130,11 +129,6 @@ class _Samples:
 
 
 def account(windows: str, data: Path, output: Path, args: argparse.Namespace) -> Account:
-    """Train once.
-
-    Raises:
-        LabError: the run failed.
-    """
     with memory_directory() as memory:
         samples = _Samples(memory)
 
@@ -171,7 +165,6 @@ def reserve(folder: Path, tries: int) -> list[float]:
 
 
 def show(report: MemoryReport, console: Console) -> None:
-    """Print a table for people."""
     kinds = sorted({kind for one in report.accounts for kind in one.most})
     table = Table('MiB of all ranks (largest, last)', *(one.windows for one in report.accounts))
     for kind in kinds:
@@ -187,11 +180,6 @@ def show(report: MemoryReport, console: Console) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> MemoryReport:
-    """Run all jobs.
-
-    Raises:
-        LabError: a run failed.
-    """
     output = args.output.resolve() / 'host-memory'
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
@@ -204,7 +192,6 @@ def measure(args: argparse.Namespace, console: Console) -> MemoryReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser = Parser(prog='python -m tools.bench.host_memory', description=__doc__)
     add = parser.add_argument
     add('--windows', nargs='+', default=['auto', '1', '4'], help='lengths (default: auto 1 4)')

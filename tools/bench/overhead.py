@@ -79,17 +79,11 @@ class Bench(NamedTuple):
 
     @property
     def variants(self) -> list[str]:
-        """Variants in the order of their turns."""
         if self.stand_ins is not None:
             return [PLAIN, SPARSE]
         return [name for name in TITLES if self.against is not None or name != AGAINST]
 
     def run(self, variant: str, round_number: int) -> Run:
-        """Run one variant to its end.
-
-        Raises:
-            LabError: the run failed.
-        """
         folder = self.output / f'{round_number}-{variant}'
         clocks: list[CpuClock] = []
 
@@ -167,7 +161,6 @@ class Bench(NamedTuple):
 def summarize(
     bench: Bench, hardware: Hardware, rounds: dict[str, list[list[Run]]]
 ) -> OverheadReport:
-    """Compute ratios within each round, then over the rounds."""
     return OverheadReport(
         hardware=hardware,
         ranks=bench.ranks,
@@ -182,7 +175,6 @@ def summarize(
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.overhead', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
@@ -232,11 +224,6 @@ def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 
 def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: a run failed.
-    """
     stand_ins = args.stand_ins if args.precision else None
     hardware = Hardware.here(gpu=stand_ins is False)
     output = args.output.resolve() / 'overhead'
@@ -260,7 +247,6 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     return run_benchmark(
         'bench_overhead',

@@ -100,12 +100,10 @@ class OverheadReport(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """True if all runs of each precision ended in the same bits."""
         return all(self.identical.values())
 
 
 def variants_of(rounds: Sequence[Sequence[Run]]) -> dict[str, Variant]:
-    """Compute ratios within each round, then over the rounds."""
     by_round = [{run.variant: run for run in runs} for runs in rounds]
     return {name: _variant(name, by_round) for name in by_round[0]}
 
@@ -127,12 +125,10 @@ def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
 
 
 def identical(rounds: Sequence[Sequence[Run]]) -> bool:
-    """True if all runs ended in the same bits."""
     return len({run.digest for runs in rounds for run in runs}) == 1
 
 
 def print_report(report: OverheadReport, console: Console) -> None:
-    """Print the report for people."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)

@@ -75,7 +75,6 @@ class Bench(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """Ways to recover in the order of their turns."""
         return [
             name
             for name in TITLES
@@ -83,7 +82,6 @@ class Bench(NamedTuple):
         ]
 
     def undisturbed(self, iterations: int) -> Trained:
-        """Run plain Megatron without a failure."""
         return train(self._launch(self.output / 'undisturbed', self.training_flags(iterations)))
 
     def localized(self, method: str, number: int, kill_at: int, reference: Trained) -> Comeback:
@@ -156,7 +154,6 @@ class Bench(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.recovery', description=__doc__)
     add = parser.add_argument
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
@@ -180,11 +177,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: a run failed.
-    """
     hardware = Hardware.here(gpu=args.share_gpu)
     output = args.output.resolve() / 'recovery'
     shutil.rmtree(output, ignore_errors=True)
@@ -209,7 +201,6 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     return run_benchmark(
         'bench_recovery',

@@ -102,7 +102,6 @@ class _Rank:
         self._process_groups = ProcessGroups('gloo')
 
     def run(self) -> RankReport:
-        """Run all cycles."""
         for cycle in range(self._bench.warm_up):
             self._cycle(cycle)
         before = self._resources()
@@ -157,7 +156,6 @@ def _expect_error(work: dist.Work) -> None:
 
 
 def _serve(bench: Bench, rank: int, port: int, barrier: Any, pipe: Connection) -> None:
-    """Entry point of a process of the benchmark."""
     try:
         pipe.send(_Rank(bench, rank, port, barrier).run())
     except Exception:
@@ -196,7 +194,6 @@ def _received(rank: int, pipe: Connection) -> RankReport:
 
 
 def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> RegroupReport:
-    """Combine the results of all ranks."""
     unblock, renew = (
         [max(times) for times in zip(*(getattr(rank, name) for rank in ranks), strict=True)]
         for name in ('unblock_s', 'renew_s')
@@ -214,7 +211,6 @@ def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> 
 
 
 def print_report(report: RegroupReport, console: Console) -> None:
-    """Print the report for people."""
     console.print(report.hardware.line(), highlight=False, soft_wrap=True)
     console.print(
         f'{report.processes} processes with {report.groups_per_process} groups each, '
@@ -234,12 +230,10 @@ def print_report(report: RegroupReport, console: Console) -> None:
 
 
 def grew(report: RegroupReport) -> bool:
-    """True if a counted resource grew."""
     return any(report.growth[name] > 0 for name in _COUNTED)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(
         prog='python -m tools.bench.regroup',
         description=__doc__,
@@ -259,7 +253,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     bench = Bench(args.processes, args.cycles, args.warm_up)
     return run_benchmark(

@@ -80,7 +80,6 @@ class SpareNodeReport(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """True if all ended in the bits of plain Megatron."""
         return not any(one.different for runs in self.rounds.values() for one in runs)
 
 
@@ -107,13 +106,11 @@ class _Starter(SlurmStarter):
         self.lost_at: float | None = None
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
-        """Reserve on the spare node, or do not."""
         self.kept = max(map(sum, files))
         if self._reserves:
             super().reserve(memory, files)
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
-        """Lose a node."""
         self.in_advance = ReservedPages(memory(_HOSTS[-1])).nbytes()
         self.lost_at = time.time()
         return super().lose_node(node, memory)
@@ -191,11 +188,6 @@ def _log_of(gib: float) -> list[str]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: a run failed.
-    """
     hardware = Hardware.here(gpu=False)
     output = args.output.resolve() / 'spare-node'
     shutil.rmtree(output, ignore_errors=True)
@@ -215,7 +207,6 @@ def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
 
 
 def show(report: SpareNodeReport, console: Console) -> None:
-    """Print a table for people."""
     console.print(report.hardware.line(), highlight=False, soft_wrap=True, markup=False)
     table = Table('', 's to a new iteration', 'of them set-up', 'GiB a rank', 'GiB in advance')
     for way, runs in report.rounds.items():
@@ -234,7 +225,6 @@ def show(report: SpareNodeReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.spare_node', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='turns of both ways (default: 3)')
@@ -250,7 +240,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     return run_benchmark(
         'bench_spare_node',

@@ -143,18 +143,15 @@ class Configuration(NamedTuple):
 
     @property
     def workers_per_node(self) -> int:
-        """Ranks on each node."""
         return self.layout.ranks // self.nodes
 
     @property
     def longest_window(self) -> int:
-        """Longest possible window, in iterations."""
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
 
     def launch(
         self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
     ) -> Launch:
-        """Launch parameters of a job with this configuration."""
         fork = self.fork and self.launcher is Launcher.LOCAL
         return Launch(
             folder,

@@ -164,7 +164,6 @@ def _compare(
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='scripts/demo.sh', description=__doc__)
     add = parser.add_argument
     add('--iterations', type=int, default=40, help='to train (default: 40)')
@@ -193,7 +192,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
     args = parse_arguments(argv)
     console = Console()
     exit_on_sigterm()

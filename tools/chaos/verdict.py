@@ -19,7 +19,6 @@ def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
 
 
 def replaced(recovery: Episode) -> list[int]:
-    """Ranks whose process was replaced, by the events of all ranks."""
     told = (one.replacements for one in recovery.recovered if isinstance(one.replacements, list))
     return sorted({rank for ranks in told for rank in ranks})
 
@@ -62,7 +61,6 @@ def devices(events: Sequence[Event]) -> list[str]:
 
 
 def table(found: Sequence[Episode]) -> Table:
-    """Recoveries as a table for people."""
     shown = Table(title='Recoveries', title_justify='left')
     for column in ('', 'scope', 'stages', 'replaced ranks', 'replayed', 'seconds', 'verified',
                    'differing'):  # fmt: skip

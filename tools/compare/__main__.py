@@ -61,7 +61,6 @@ _SIZES = {'iterations': (48, 120), 'faults': (2, 4), 'rounds': (1, 2)}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog=_PROG, description=__doc__)
     add = parser.add_argument
     add('--quick', action='store_true', help='minutes: a shorter job, fewer faults, forked workers')
@@ -213,7 +212,6 @@ def show(report: Comparison, console: Console, args: argparse.Namespace) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ['peers']:
         from tools.compare import peers

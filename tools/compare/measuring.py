@@ -97,7 +97,6 @@ def span_s(log: RunLog) -> float:
 
 
 def pace_s(plain: RunLog) -> float:
-    """Mean seconds of an iteration of plain Megatron."""
     return span_s(plain) / (plain.iterations[-1].number - plain.iterations[0].number)
 
 
@@ -184,7 +183,6 @@ def stage_iterations(lived: Lived) -> float:
 
 
 def curves(lived: Lived) -> Curves:
-    """The run over time."""
     log = lived.trained.log
     origin = log.iterations[0].time
     before = [

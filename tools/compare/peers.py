@@ -100,7 +100,6 @@ class PeerReport(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """True if this project ended in the bits of plain Megatron."""
         return not any(row.ours and row.different for row in self.rows.values())
 
 
@@ -253,7 +252,6 @@ def over_rounds(row: PeerRow, runs: Sequence[PeerFigures]) -> PeerResult:
 
 
 def cells(row: PeerResult) -> list[str]:
-    """Text of a row, in the order of `COLUMNS`."""
     found = row.figures
     killed = 'back_s' in found
     return [
@@ -272,7 +270,6 @@ def cells(row: PeerResult) -> list[str]:
 
 
 def print_report(report: PeerReport, console: Console) -> None:
-    """Print the report for people."""
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -291,14 +288,12 @@ def print_report(report: PeerReport, console: Console) -> None:
 
 
 def markdown(report: PeerReport) -> str:
-    """The table for a document."""
     lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
     lines += [[row.title, *cells(row)] for row in report.rows.values()]
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines) + '\n'
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog=_PROG, description=__doc__)
     add = parser.add_argument
     add('--rows', default=','.join(PEERS), help=f'some of {",".join(PEERS)} (default: all)')
@@ -322,11 +317,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> PeerReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: plain Megatron failed.
-    """
     hardware = Hardware.here(gpu=False)
     output = args.output.resolve() / 'peers'
     shutil.rmtree(output, ignore_errors=True)
@@ -353,7 +343,6 @@ def measure(args: argparse.Namespace, console: Console) -> PeerReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand; returns the exit status."""
     args = parse_arguments(argv)
 
     def show(report: PeerReport, console: Console) -> None:

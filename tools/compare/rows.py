@@ -73,7 +73,6 @@ class Row(NamedTuple):
         return self.keeps is Keeps.MEMORY
 
     def training_flags(self, places: Places) -> list[str]:
-        """Flags of the trainer, beside those of the model."""
         more = self.flags.format(**places._asdict()).split()
         if self.keeps is Keeps.NOTHING:
             return more

@@ -60,7 +60,6 @@ def draw(seed: int, count: int, begin_s: float, end_s: float, ranks: int) -> lis
 
 
 def write(target: Path, faults: Sequence[PlannedFault]) -> None:
-    """Write a trace as CSV."""
     with replacing(target) as partial, partial.open('w', newline='', encoding='utf-8') as file:
         rows = csv.writer(file, lineterminator='\n')
         rows.writerow(COLUMNS)

@@ -42,7 +42,6 @@ _LIMIT_S = 570
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags; exits with a message if they are wrong."""
     stages = '\n'.join(f'  {name:18} {stage.proves}' for name, stage in STAGES.items())
     parser = Parser(
         prog='scripts/gpu_check.sh',
@@ -145,7 +144,6 @@ def summary(report: Report) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     if not args.cpu and not torch.cuda.is_available():
         print(

@@ -113,7 +113,6 @@ class Stage:
         torch._foreach_add_(self.tensors, float(value))
 
     def compute(self) -> None:
-        """Queue one iteration."""
         for _ in range(self._products):
             torch.mm(self._factor, self._factor, out=self._product)
 
@@ -146,7 +145,6 @@ class Window:
         self.file = WindowFile.create(path, window_capacity(zip(sizes, frames, strict=True)))
 
     def begin(self) -> None:
-        """Discard all slots."""
         self.file.begin(WindowName(0, _NAME))
 
     def capture(self, slot: int, copier: Copier) -> None:

@@ -25,7 +25,6 @@ class Findings(msgspec.Struct, frozen=True):
     """The stage has nothing to add, even if its process dies before it finishes."""
 
     def and_then(self, more: 'Findings') -> 'Findings':
-        """Findings of this part and of the next one."""
         return Findings({**self.figures, **more.figures}, self.problems + more.problems)
 
 
@@ -33,7 +32,6 @@ NOTHING = Findings({}, [])
 
 
 def together(parts: Iterable[Findings]) -> Findings:
-    """Combine all findings of a stage."""
     found = NOTHING
     for part in parts:
         found = found.and_then(part)
@@ -71,11 +69,9 @@ class Report(msgspec.Struct, frozen=True):
     stages: dict[str, StageResult]
 
     def with_stage(self, name: str, result: StageResult) -> 'Report':
-        """This report with the newest result of a stage."""
         return Report(self.hardware, self.dry_run, {**self.stages, name: result})
 
     def passed(self, name: str) -> bool:
-        """True if the stage ran and passed."""
         return name in self.stages and self.stages[name].passed
 
 
@@ -110,5 +106,4 @@ def load(output: Path, hardware: Hardware, dry_run: bool) -> Report:
 
 
 def save(output: Path, report: Report) -> None:
-    """Write the report, for people and for the next call."""
     write_json(output / NAME, report)

@@ -95,7 +95,6 @@ def run_stage(name: str, settings: Settings) -> Iterator[Findings]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a stage and write its findings at once."""
     name, output, memory, device, target = argv
     found = NOTHING
     for part in run_stage(name, Settings(Path(output), Path(memory), device == 'gpu')):

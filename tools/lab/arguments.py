@@ -26,5 +26,4 @@ class Parser(argparse.ArgumentParser):
         return shown(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line."""
         self.exit(EXIT_USER_ERROR, shown(usage_error(self, message)))

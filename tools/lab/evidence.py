@@ -33,12 +33,10 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def kind_of[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:
-    """The events of one kind, in their order."""
     return [event for event in events if isinstance(event, kind)]
 
 
 def ranks_with(events: Iterable[Event], kind: type[Event]) -> set[int]:
-    """Ranks with at least one event of a kind."""
     return {event.rank for event in kind_of(events, kind)}
 
 

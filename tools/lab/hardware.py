@@ -44,7 +44,6 @@ class Hardware(msgspec.Struct, frozen=True):
         )
 
     def line(self) -> str:
-        """Summary for people."""
         device = f'{self.gpu}, ' if self.gpu else ''
         return (
             f'{device}{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB, load '

@@ -78,7 +78,6 @@ def _stage_json(kind: StageKind) -> dict[str, Any]:
 
 
 def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None:
-    """Print the plan for people."""
     job = plan.job
     text = (
         f'{job.model.name}: {job.model.total_parameters / 1e9:.1f}e9 parameters, '

@@ -130,7 +130,6 @@ def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand; returns the exit status."""
     parser = Parser(prog='python -m tools.simulate profile', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')

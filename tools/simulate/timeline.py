@@ -41,7 +41,6 @@ def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Tim
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Return the parser and the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.simulate timeline', description=__doc__)
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')
@@ -54,7 +53,6 @@ def parse_arguments(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser, args = parse_arguments(argv)
     with flags.errors(parser):
         found = timelines(args, names_of(parser, args.systems))
