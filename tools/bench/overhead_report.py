@@ -54,12 +54,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def final_loss(log: RunLog, iterations: int) -> float | None:
-    """Mean over the last iterations; None if one of them has no loss in the log, which is a NaN.
-
-    Args:
-        log: log of the run.
-        iterations: number of iterations of the run.
-    """
+    """Mean over the last iterations; None if one of them has no loss in the log, which is a NaN."""
     count = max(iterations // _SHARE, 1)
     last = [item.loss for item in log.iterations if item.number > iterations - count]
     whole = len(last) == count and all(map(math.isfinite, last))
@@ -129,7 +124,6 @@ def identical(rounds: Sequence[Sequence[Run]]) -> bool:
 
 
 def print_report(report: OverheadReport, console: Console) -> None:
-
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 

@@ -194,13 +194,7 @@ class Configuration(NamedTuple):
         )
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
-        """Flags of a run without faults.
-
-        Args:
-            data: prefix of the text.
-            iterations: number of iterations to train.
-            folder: for everything the run writes.
-        """
+        """Flags of a run without faults."""
         features = [
             (_ON[feature] if feature in self.features else _OFF.get(feature, '')).format(run=folder)
             for feature in Feature
@@ -216,12 +210,7 @@ class Configuration(NamedTuple):
         ]
 
     def sparse_flags(self, memory: Path, events: Path) -> list[str]:
-        """Additional flags of a run with faults.
-
-        Args:
-            memory: directory in a tmpfs.
-            events: folder for the events.
-        """
+        """Additional flags of a run with faults."""
         flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
         flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]

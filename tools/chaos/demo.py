@@ -85,10 +85,6 @@ class _NodeLoss:
 def run_demo(args: argparse.Namespace, console: Console) -> Result:
     """Run the demo and print the summary.
 
-    Args:
-        args: result of `parse_arguments`.
-        console: output for people.
-
     Raises:
         LabError: a run failed, or another stage than the lost one went back.
     """

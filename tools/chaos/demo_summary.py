@@ -198,12 +198,6 @@ def result(
 ) -> Result:
     """Compare two runs.
 
-    Args:
-        plain: the fault-free run.
-        disturbed: the run that lost a node.
-        captured: bytes by rank.
-        lost: pipeline stage that was lost with the node.
-
     Raises:
         LabError: another stage than the lost one went back.
     """

@@ -24,14 +24,7 @@ def replaced(recovery: Episode) -> list[int]:
 
 
 def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:
-    """Reasons to fail the drill; empty if it passed.
-
-    Args:
-        events: events of all ranks, in the order of time.
-        ranks: number of ranks of the job.
-        failures: number of injected failures.
-        kinds: kinds of the final state that differ from the undisturbed job.
-    """
+    """Reasons to fail the drill; empty if it passed."""
     found = (
         [f'the final state differs from the undisturbed one: {" ".join(kinds)}'] if kinds else []
     )

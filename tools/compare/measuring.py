@@ -101,13 +101,7 @@ def pace_s(plain: RunLog) -> float:
 
 
 def ettr(log: RunLog, iteration_s: float, without_s: float = 0.0) -> float:
-    """Useful time over wall time, from the first iteration on.
-
-    Args:
-        log: log of the job.
-        iteration_s: seconds of an iteration of plain Megatron.
-        without_s: seconds of the wall time that do not count.
-    """
+    """Useful time over wall time, from the first iteration on."""
     useful = log.iterations[-1].number - log.iterations[0].number
     return useful * iteration_s / (span_s(log) - without_s)
 

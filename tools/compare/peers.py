@@ -270,7 +270,6 @@ def cells(row: PeerResult) -> list[str]:
 
 
 def print_report(report: PeerReport, console: Console) -> None:
-
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 

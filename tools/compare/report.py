@@ -220,7 +220,6 @@ def notes(report: Comparison) -> list[str]:
 
 
 def print_report(report: Comparison, console: Console) -> None:
-
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 

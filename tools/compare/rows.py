@@ -155,10 +155,6 @@ ROWS = {
 def chosen(names: str, forked: bool) -> dict[str, Row]:
     """Rows by name; `all` are those that differ here, without those of an ablation.
 
-    Args:
-        names: comma-separated, or `all`.
-        forked: workers are forks of a process that has imported the program, as hot spares are.
-
     Raises:
         ValueError: there is no such row; the message names it.
     """

@@ -36,15 +36,7 @@ class PlannedFault(NamedTuple):
 
 
 def draw(seed: int, count: int, begin_s: float, end_s: float, ranks: int) -> list[PlannedFault]:
-    """Draw faults at random moments, kills and node losses in turn.
-
-    Args:
-        seed: seed of moments and victims.
-        count: number of faults, at least 1.
-        begin_s: no fault before these seconds.
-        end_s: no fault after these seconds.
-        ranks: ranks of the job.
-    """
+    """Draw faults at random moments, kills and node losses in turn."""
     drawn = random.Random(seed)
     gap = _LEAST_GAP * (end_s - begin_s) / count
     free = end_s - begin_s - gap * (count - 1)

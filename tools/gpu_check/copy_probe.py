@@ -324,11 +324,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Measure all figures, one by one.
 
-    Args:
-        device: device of the state.
-        folder: folder in a tmpfs.
-        sizes: sizes of the measurement.
-
     Raises:
         LabError: a capture failed.
         InfeasiblePlan: no window hides one expert.

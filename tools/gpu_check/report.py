@@ -78,11 +78,6 @@ class Report(msgspec.Struct, frozen=True):
 def load(output: Path, hardware: Hardware, dry_run: bool) -> Report:
     """Load the report of earlier calls from a folder, or an empty one.
 
-    Args:
-        output: the folder.
-        hardware: hardware of this machine.
-        dry_run: this call is a dry run.
-
     Raises:
         LabError: the file is damaged, or belongs to another machine.
     """

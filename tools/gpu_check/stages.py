@@ -69,11 +69,7 @@ STAGES = {
 
 
 def possible(gpu: bool) -> list[str]:
-    """Names of the stages that this machine can run.
-
-    Args:
-        gpu: this is not a dry run.
-    """
+    """Names of the stages that this machine can run."""
     return [
         name
         for name, stage in STAGES.items()

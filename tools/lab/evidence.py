@@ -160,11 +160,6 @@ def lost_iterations(
     `found.target` are not lost: the replay is a part of the recovery and ends before training
     continues. Nor are iterations after a dense checkpoint newer than the newest window: a recovery
     from that window would have replayed them.
-
-    Args:
-        found: the recovery.
-        iterations: all iterations in the log of the last rank, over all its processes.
-        events: events of all ranks.
     """
     windows = [event for event in kind_of(events, WindowPersisted) if event.time <= found.at]
     if found.tier is Tier.DISK and found.target > 0 and windows:

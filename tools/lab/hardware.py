@@ -28,11 +28,7 @@ class Hardware(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, gpu: bool) -> 'Hardware':
-        """Hardware and software of this machine at present.
-
-        Args:
-            gpu: the benchmark uses a CUDA device.
-        """
+        """Hardware and software of this machine at present."""
         return cls(
             processor=_processor(),
             cores=len(os.sched_getaffinity(0)),

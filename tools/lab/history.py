@@ -394,13 +394,7 @@ def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
 def _turns(
     events: Sequence[Event], noticed: Sequence[float], window_s: float
 ) -> list[tuple[float, Doing]]:
-    """Times at which a rank changed its activity, with the new activity.
-
-    Args:
-        events: events of the rank.
-        noticed: times at which any rank noticed a failure.
-        window_s: seconds from one window to the next.
-    """
+    """Times at which a rank changed its activity, with the new activity."""
     turns: list[tuple[float, Doing]] = []
     fresh = False  # set up, but not trained since
     before = 0.0

@@ -76,11 +76,6 @@ def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[st
 def prepare_text(folder: Path, megabytes: int = 4, quiet: bool = True) -> Path:
     """Write text of the standard library as byte tokens, once; returns its prefix.
 
-    Args:
-        folder: folder of the text.
-        megabytes: limit of its size.
-        quiet: print nothing.
-
     Raises:
         LabError: the text cannot be written.
     """

@@ -35,10 +35,6 @@ _COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
 def derive(folder: Path, given: Mapping[str, float]) -> Profile:
     """Derive the profile of a run.
 
-    Args:
-        folder: folder of the events.
-        given: fields that replace measurements.
-
     Raises:
         ProfileError: there are no events, or they are not sufficient.
         FieldError: a field breaks its rule.
