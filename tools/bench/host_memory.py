@@ -17,7 +17,6 @@ Exit status: 0 done, 2 a run failed.
 
 import argparse
 import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -32,10 +31,9 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import map_new
 from tools.bench import model
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, Launcher
-from tools.lab.models import prepare_text
 from tools.lab.run_log import RunLog
 from tools.lab.trained import train
 
@@ -180,10 +178,7 @@ def show(report: MemoryReport, console: Console) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> MemoryReport:
-    output = args.output.resolve() / 'host-memory'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    data = prepare_text(args.output.resolve() / 'data')
+    output, data = prepare(args, 'host-memory')
     accounts = []
     for windows in [_PLAIN, *args.windows]:
         console.print(f'windows: {windows}', highlight=False)
@@ -197,8 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add('--windows', nargs='+', default=['auto', '1', '4'], help='lengths (default: auto 1 4)')
     add('--ranks', type=int, choices=(1, *model.RANKS), default=2, help='1: without replicas')
     add('--iterations', type=int, default=24, help='iterations per run (default: 24)')
-    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write the report here')
+    add_output_flags(parser)
     add('--reserve', type=Path, metavar='DIR', help='measure reserving memory in this directory')
     args = parser.parse_args(argv)
     if args.reserve is not None:

@@ -19,7 +19,6 @@ Exit status: 0 done, 1 the final states differ, 2 a run failed.
 """
 
 import argparse
-import shutil
 import statistics
 import sys
 import tempfile
@@ -44,14 +43,14 @@ from tools.bench.overhead_report import (
 )
 from tools.lab import precisions
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.cpu_clock import CpuClock
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import PROGRAM, Launch, Launcher
-from tools.lab.models import dense_flags, prepare_text
+from tools.lab.models import dense_flags
 from tools.lab.trained import train
 
 _POLL_S = 0.25
@@ -182,17 +181,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--warm-up', type=int, default=4, help='iterations to drop (default: 4)')
     add('--ranks', type=int, choices=model.RANKS, default=2)
     add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with --precision)')
-    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
+    add_output_flags(parser)
     add('--against', type=Path, metavar='DIR', help='another checkout to compare')
     add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of '
         f'{",".join(name for name in precisions.FLAGS if name != BF16)}, beside bf16')  # fmt: skip
     precisions.add_stand_ins(parser)
-    add('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f'--rounds {args.rounds}: must be at least 1')
-    if args.warm_up < 1:
-        parser.error(f'--warm-up {args.warm_up}: must be at least 1')
+    parser.require_at_least_1(args, 'rounds', 'warm_up')
     if args.iterations < args.warm_up + 3:
         parser.error(f'--iterations {args.iterations}: must be at least --warm-up + 3')
     if args.window != AUTO and not (args.window.isdecimal() and int(args.window)):
@@ -226,9 +221,7 @@ def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
     stand_ins = args.stand_ins if args.precision else None
     hardware = Hardware.here(gpu=stand_ins is False)
-    output = args.output.resolve() / 'overhead'
-    shutil.rmtree(output, ignore_errors=True)
-    data = prepare_text(args.output.resolve() / 'data')
+    output, data = prepare(args, 'overhead')
     bench = Bench(
         data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against,
         stand_ins=stand_ins,

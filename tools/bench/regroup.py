@@ -234,10 +234,7 @@ def grew(report: RegroupReport) -> bool:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog='python -m tools.bench.regroup',
-        description=__doc__,
-    )
+    parser = Parser(prog='python -m tools.bench.regroup', description=__doc__)
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
     parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
     parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')
@@ -245,10 +242,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.processes < 2 or args.processes % 2:
         parser.error(f'--processes {args.processes}: must be even and at least 2')
-    if args.cycles < 1:
-        parser.error(f'--cycles {args.cycles}: must be at least 1')
-    if args.warm_up < 1:
-        parser.error(f'--warm-up {args.warm_up}: must be at least 1')
+    parser.require_at_least_1(args, 'cycles', 'warm_up')
     return args
 
 

@@ -173,8 +173,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--output', type=Path, default=Path('runs/demo'), help='folder for data, logs and the plot')
     add_share_gpu(parser)
     args = parser.parse_args(argv)
-    if args.window < 1:
-        parser.error(f'--window {args.window}: must be at least 1')
+    parser.require_at_least_1(args, 'window')
     if args.kill_after < 2 * args.window:
         parser.error(
             f'--kill-after {args.kill_after}: must be at least twice --window {args.window}, so '

@@ -23,7 +23,6 @@ Exit status: 0 done, 1 a row that promises equal bits ended in others, 2 no resu
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,11 +43,10 @@ from tools.compare.rows import ROWS, Row, chosen
 from tools.compare.running import RANKS, STATE_BYTES, Course, Lived
 from tools.compare.trace import PlannedFault
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing
 from tools.lab.hardware import Hardware
-from tools.lab.models import prepare_text
 
 _PROG = 'python -m tools.compare'
 # Parts of the duration of plain Megatron after the warm-up, between which faults are drawn.
@@ -79,17 +77,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         'takes as long as N iterations (default: 2)')  # fmt: skip
     add('--seed', type=int, default=1, help='seed of the trace (default: 1)')
     add('--trace', type=Path, metavar='FILE', help=f'faults, {",".join(trace.COLUMNS)} a line')
-    add('--output', type=Path, default=Path('runs/compare'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add_output_flags(parser, 'runs/compare')
     add('--plot', type=Path, metavar='DIR', help='write pictures here')
     add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
     args = parser.parse_args(argv)
     for name, sizes in _SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, sizes[not args.quick])
-    for name, least in (('rounds', 1), ('faults', 1), ('interval', 1)):
-        if getattr(args, name) < least:
-            parser.error(f'--{name} {getattr(args, name)}: must be at least {least}')
+    parser.require_at_least_1(args, 'rounds', 'faults', 'interval')
     if args.iterations < 4 * _INTERVALS_OF_WARM_UP * args.interval:
         least = 4 * _INTERVALS_OF_WARM_UP * args.interval
         parser.error(f'--iterations {args.iterations}: must be at least {least}, 8 x --interval')
@@ -126,11 +121,9 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         LabError: plain Megatron failed, or all rows did.
     """
     hardware = Hardware.here(gpu=False)
-    output = args.output.resolve() / 'jobs'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    output, data = prepare(args, 'jobs')
     course = Course(
-        data=prepare_text(args.output.resolve() / 'data'), output=output,
+        data=data, output=output,
         iterations=args.iterations, warm_up=_INTERVALS_OF_WARM_UP * args.interval,
         evaluate=max(args.iterations // 12, 1),
         interval=args.interval, window=args.window,

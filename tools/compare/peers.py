@@ -34,13 +34,12 @@ from tools.compare import peer_program, peer_rows, running
 from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
 from tools.lab import four_ranks
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import run_benchmark
+from tools.lab.benchmark import add_output_flags, prepare, run_benchmark
 from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
-from tools.lab.models import prepare_text
 from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
@@ -297,12 +296,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add('--rows', default=','.join(PEERS), help=f'some of {",".join(PEERS)} (default: all)')
     add('--rounds', type=int, default=3, help='turns of all rows (default: 3)')
-    add('--output', type=Path, default=Path('runs/compare'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add_output_flags(parser, 'runs/compare')
     add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f'--rounds {args.rounds}: must be at least 1')
+    parser.require_at_least_1(args, 'rounds')
     names = args.rows.split(',')
     if unknown := [name for name in names if name not in PEERS]:
         parser.error(f'--rows: no row {", ".join(unknown)}; there are {", ".join(PEERS)}')
@@ -317,10 +314,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, console: Console) -> PeerReport:
     hardware = Hardware.here(gpu=False)
-    output = args.output.resolve() / 'peers'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    bench = PeerRuns(prepare_text(args.output.resolve() / 'data'), output)
+    output, data = prepare(args, 'peers')
+    bench = PeerRuns(data, output)
     found: dict[str, list[PeerFigures]] = {name: [] for name in args.rows}
     cannot = dict(CANNOT)
     for number in range(1, args.rounds + 1):

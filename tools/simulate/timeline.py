@@ -47,8 +47,7 @@ def parse_arguments(
     add_output_flags(parser)
     parser.set_defaults(histories=_HISTORIES)
     args = parser.parse_args(argv)
-    if args.bins < 1:
-        parser.error(f'--bins {args.bins}: must be at least 1')
+    parser.require_at_least_1(args, 'bins')
     return parser, args
 
 
