@@ -76,7 +76,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--dense-copy', type=float, default=2.0, metavar='N', help='a copy of the whole state '
         'takes as long as N iterations (default: 2)')  # fmt: skip
     add('--seed', type=int, default=1, help='seed of the trace (default: 1)')
-    add('--trace', type=Path, metavar='FILE', help=f'faults, {",".join(trace.COLUMNS)} a line')
     add_output_flags(parser, 'runs/compare')
     add('--plot', type=Path, metavar='DIR', help='write pictures here')
     add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
@@ -94,7 +93,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f'--window {args.window}: must be a whole number above 0, or auto')
     try:
         args.rows = chosen(args.rows, args.quick)
-        args.given = trace.read(args.trace, RANKS) if args.trace else None
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -129,7 +127,7 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         interval=args.interval, window=args.window,
         copy_gb_per_s=0.0, network_gb_per_s=0.0, fork=args.quick,
     )  # fmt: skip
-    faults: list[PlannedFault] | None = args.given
+    faults: list[PlannedFault] | None = None
     found: dict[str, list[Figures]] = {name: [] for name in args.rows}
     failed: dict[str, str] = {}
     paces: list[float] = []

@@ -91,28 +91,6 @@ def test_a_trace_is_the_same_for_a_seed_and_apart() -> None:
     assert {fault.rank for fault in faults} <= set(range(4))
 
 
-def test_a_trace_survives_its_file(tmp_path: Path) -> None:
-    faults = trace.draw(3, 3, 10.0, 50.0, 4)
-    trace.write(tmp_path / 'trace.csv', faults)
-    assert trace.read(tmp_path / 'trace.csv', 4) == faults
-
-
-@pytest.mark.parametrize(
-    ('text', 'wrong'),
-    [
-        ('time,rank\n1,0\n', 'no column event'),
-        ('time,rank,event\n', 'no fault in it'),
-        ('time,rank,event\n-1,0,kill\n', ":2: time is '-1'"),
-        ('time,rank,event\n1,0,stop\n', ":2: event is 'stop'"),
-        ('time,rank,event\n1,4,kill\n', ":2: rank is '4'"),
-    ],
-)
-def test_a_bad_trace_is_named(text: str, wrong: str, tmp_path: Path) -> None:
-    (tmp_path / 'trace.csv').write_text(text)
-    with pytest.raises(trace.TraceProblem, match=wrong):
-        trace.read(tmp_path / 'trace.csv', 4)
-
-
 # ---- arithmetic
 
 
@@ -348,7 +326,6 @@ def test_copies_take_as_long_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) 
         (['--iterations', '47'], 'must be at least 48, 8 x --interval'),
         (['--dense-copy', '0'], '--dense-copy 0: must be above 0'),
         (['--window', 'x'], '--window x: must be a whole number'),
-        (['--trace', '/none.csv'], '/none.csv: cannot be read'),
     ],
 )
 def test_a_bad_flag_is_named(
