@@ -58,22 +58,18 @@ PROGRAMS = {
     'chaos': Subcommand('tools.chaos', 'failures at random, bits compared'),
     'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
     'compare': Subcommand('tools.compare', 'ways to survive failures side by side'),
-    'bench-overhead': Subcommand('tools.bench.overhead', 'what protection costs an iteration'),
+    'bench-overhead': Subcommand(
+        'tools.bench.overhead', 'what protection costs an iteration, or narrow formats'
+    ),
     'bench-host-memory': Subcommand(
         'tools.bench.host_memory', 'what host memory protection takes, by kind'
     ),
-    'bench-precision': Subcommand('tools.bench.precision', 'the same for narrow formats'),
     'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),
     'bench-spare-node': Subcommand(
         'tools.bench.spare_node', 'how soon a job goes on that lost a node'
     ),
     'bench-regroup': Subcommand(
         'tools.bench.regroup', 'how soon process groups are connected again'
-    ),
-    'bench-frozen': Subcommand('tools.bench.frozen', 'what a frozen operator spares of a replay'),
-    'bench-ablation': Subcommand('tools.bench.ablation', 'what each part of the method brings'),
-    'bench-link-share': Subcommand(
-        'tools.bench.link_share', 'what sending windows costs on a link'
     ),
 }
 _TRAINER = 'pretrain_gpt.py'

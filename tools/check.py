@@ -32,7 +32,6 @@ _WHOLE_JOB = 'a failure restarts all workers, which recover together from window
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     own = given[: given.index(_END)] if _END in given else given
     parser = Parser(prog='python -m tools.check', description=__doc__)

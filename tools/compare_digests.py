@@ -24,7 +24,6 @@ _ONLY_GENERATORS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser = Parser(
         prog='python -m tools.compare_digests',
         description=__doc__,

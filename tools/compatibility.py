@@ -77,7 +77,6 @@ _LENGTHS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser = Parser(prog='python -m tools.compatibility', description=__doc__)
     parser.add_argument('--write', action='store_true', help='write docs/compatibility.md anew')
     if not parser.parse_args(argv).write:
@@ -89,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def document() -> str:
-    """The whole page."""
     return '\n'.join(
         (
             _HEAD,

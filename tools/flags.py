@@ -60,7 +60,6 @@ _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser = Parser(prog='python -m tools.flags', description=__doc__)
     parser.add_argument('--write', action='store_true', help='write both pages anew')
     if not parser.parse_args(argv).write:
@@ -73,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def document() -> str:
-    """The whole page."""
     return _HEAD + ''.join(f'| {" | ".join(row)} |\n' for row in rows())
 
 

@@ -33,7 +33,6 @@ _MOST_SKEW = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     try:
         found = ranks_report(args) if args.command == 'ranks' else experts_report(args)
@@ -50,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags of both commands."""
     parser = Parser(prog='python -m tools.placement', description=__doc__.split('\n')[0])
     commands = parser.add_subparsers(dest='command', required=True)
     ranks = commands.add_parser('ranks', help="copies of ranks' states")

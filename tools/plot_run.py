@@ -21,7 +21,6 @@ from tools.lab.run_log import LogError, read_log
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser = Parser(prog='python -m tools.plot_run', description=__doc__)
     parser.add_argument('--plain', type=Path, required=True, help='log of the fault-free run')
     parser.add_argument('--sparse', type=Path, required=True, help='log of the recovered run')

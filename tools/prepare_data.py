@@ -72,7 +72,6 @@ class ByteTokenizer:
     trainer_flags = f'--tokenizer-type NullTokenizer --vocab-size {vocab_size}'
 
     def encode(self, text: bytes, name: str) -> np.ndarray:
-        """The bytes as ids; never fails."""
         return np.frombuffer(text, dtype=np.uint8)
 
 
@@ -374,7 +373,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parse this tool's flags and the tokenizer's; exits with a message if they are wrong."""
     parser = build_parser()
     args, tokenizer_flags = parser.parse_known_args(argv)
     if args.tokenizer == BYTES and tokenizer_flags:
@@ -387,7 +385,6 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
 
 
 def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
-    """Reads, writes and prints the result; raises DataError."""
     files = find_files(args.input)
     tokenizer: Tokenizer = (
         ByteTokenizer()
@@ -408,7 +405,6 @@ def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; returns the exit status. Wrong flags end in SystemExit, as with argparse."""
     args, tokenizer_flags = parse_arguments(argv)
     try:
         run(args, tokenizer_flags)

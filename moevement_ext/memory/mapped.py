@@ -212,29 +212,6 @@ def in_pages(nbytes: int) -> int:
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def reserve(path: Path, nbytes: int) -> None:
-    """Reserve the pages of a file that another process will map; existing content stays.
-
-    Args:
-        path: the file.
-        nbytes: minimum size of the file.
-
-    Raises:
-        HostMemoryError: the file system is too full, or the file is not this user's own; no empty
-            file is left behind.
-    """
-    fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
-    found = os.fstat(fd).st_size
-    try:
-        _reserve(fd, max(found, nbytes), path)
-    except BaseException:
-        if not found:
-            path.unlink()
-        raise
-    finally:
-        os.close(fd)
-
-
 def _reserved(fd: int, nbytes: int, path: Path, reserved: int | None) -> mmap.mmap:
     """Resize the open file, map it, and reserve its first pages."""
     wanted = nbytes if reserved is None else min(reserved, nbytes)
@@ -250,16 +227,6 @@ def _reserved(fd: int, nbytes: int, path: Path, reserved: int | None) -> mmap.mm
     reserve_range(array, path, 0, wanted)
     release_range(array, wanted, nbytes)  # of an earlier use
     return mapped
-
-
-def _reserve(fd: int, nbytes: int, path: Path) -> None:
-    _check_free(fd, nbytes, path)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise _no_space(path, nbytes, free_bytes(path.parent)) from error
 
 
 def _check_free(fd: int, nbytes: int, path: Path) -> None:

@@ -307,8 +307,8 @@ class ReplicaClient:
         """The next message, which must be of this type."""
         return _expect(connection, expected)
 
-    def _call(self, request: Request, nbytes: int = 0) -> None:
-        with self._exchange(nbytes) as connection:
+    def _call(self, request: Request) -> None:
+        with self._exchange() as connection:
             connection.send(request)
             _expect(connection, Ack)
 

@@ -51,8 +51,7 @@ RUNS = {
     rf'{_PYTHON}tools\.simulate (?!paper|profile)': _TABLE,
     rf'{_PYTHON}tools\.status ': r'.* localized .*',
     rf'{_PYTHON}tools\.windows (list|verify|prune) DIR': r'no windows in DIR|.* 0 files, .*',
-    rf'{_PYTHON}tools\.bench\.(?!precision)\w+': r'.*',
-    rf'{_PYTHON}tools\.bench\.precision --stand-ins': r'.*',
+    rf'{_PYTHON}tools\.bench\.(?!overhead .*300$)\w+': r'.*',
     r'moevement --help': r'moevement <program> --help: its flags',
 }  # fmt: skip
 """Commands, and what their last line is."""
@@ -74,7 +73,7 @@ ELSEWHERE = {
     rf'{_PYTHON}tests\.fuzz': 'a package for fuzzing; tests/fuzz/test_fuzz.py',
     r'scripts/gpu_check\.sh': 'a GPU; tests/distributed/test_gpu_check.py',
     rf'{_PYTHON}tools\.gpu_check\.': 'started by scripts/gpu_check.sh with what that has made',
-    rf'{_PYTHON}tools\.bench\.precision --json': 'a GPU',
+    rf'{_PYTHON}tools\.bench\.overhead --precision .* 300$': 'a GPU',
     rf'{_PYTHON}moevement_ext\.launch\.shared_gpu': 'a GPU, and the launcher',
     r'(\.venv/bin/)?torchrun .*tools\.node_check':
         'nodes with memory for such jobs; tests/distributed/test_node_check.py',
@@ -83,7 +82,6 @@ ELSEWHERE = {
     r'torchrun .* --sparse-ckpt-elastic': 'tests/distributed/test_elastic.py',
     r'torchrun \.\.\. (pretrain_gpt\.py|-m )': 'no command, but a pattern of them',
     rf'{_PYTHON}tools\.bench\.overhead .*--against': 'another checkout',
-    rf'{_PYTHON}tools\.bench\.link_share ?.*': 'root; tests/unit/tools/bench/test_link_share.py',
     rf'{_PYTHON}tools\.compare peers': 'packages of others; tests/unit/tools/compare/test_peers.py',
     rf'{_PYTHON}tools\.compare (--json|--rows) ': 'long; tests/distributed/test_compare.py',
     rf'{_PYTHON}tools\.chaos (--faults (300|1000)|--fork|--resume) ':
@@ -105,7 +103,6 @@ _SHORTER = {
     'tools.bench.host_memory': '--iterations 8 --windows 1',
     'tools.bench.recovery': '--rounds 1',
     'tools.bench.spare_node': '--rounds 1 --gib 0.1',
-    'tools.bench.precision': '--iterations 20',
     'tools.compare': '--rows none,localized --iterations 32 --interval 4',
     'tools.drill': '--first 6 --second 12 --iterations 16',
 }

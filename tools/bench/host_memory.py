@@ -17,7 +17,6 @@ Exit status: 0 done, 2 a run failed.
 
 import argparse
 import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -32,14 +31,12 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import map_new
 from tools.bench import model
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, Launcher
-from tools.lab.models import prepare_text
 from tools.lab.run_log import RunLog
 from tools.lab.trained import train
 
-_PROG = 'python -m tools.bench.host_memory'
 _POLL_S = 0.25
 _PLAIN = 'none'
 _TRIES = 5
@@ -119,7 +116,6 @@ class _Samples:
         self.last: Counter[str] = Counter()
 
     def take(self, job: Job, log: RunLog) -> None:
-        """Take one sample of a job that trains."""
         if not log.iterations:
             return
         found = files_by_kind(self._root)
@@ -131,11 +127,6 @@ class _Samples:
 
 
 def account(windows: str, data: Path, output: Path, args: argparse.Namespace) -> Account:
-    """Train once.
-
-    Raises:
-        LabError: the run failed.
-    """
     with memory_directory() as memory:
         samples = _Samples(memory)
 
@@ -172,7 +163,6 @@ def reserve(folder: Path, tries: int) -> list[float]:
 
 
 def show(report: MemoryReport, console: Console) -> None:
-    """Print a table for people."""
     kinds = sorted({kind for one in report.accounts for kind in one.most})
     table = Table('MiB of all ranks (largest, last)', *(one.windows for one in report.accounts))
     for kind in kinds:
@@ -188,15 +178,7 @@ def show(report: MemoryReport, console: Console) -> None:
 
 
 def measure(args: argparse.Namespace, console: Console) -> MemoryReport:
-    """Run all jobs.
-
-    Raises:
-        LabError: a run failed.
-    """
-    output = args.output.resolve() / 'host-memory'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    data = prepare_text(args.output.resolve() / 'data')
+    output, data = prepare(args, 'host-memory')
     accounts = []
     for windows in [_PLAIN, *args.windows]:
         console.print(f'windows: {windows}', highlight=False)
@@ -204,15 +186,13 @@ def measure(args: argparse.Namespace, console: Console) -> MemoryReport:
     return MemoryReport(args.ranks, args.iterations, accounts)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Run the tool, `prog` by its usage; returns the exit status."""
-    parser = Parser(prog=prog, description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog='python -m tools.bench.host_memory', description=__doc__)
     add = parser.add_argument
     add('--windows', nargs='+', default=['auto', '1', '4'], help='lengths (default: auto 1 4)')
     add('--ranks', type=int, choices=(1, *model.RANKS), default=2, help='1: without replicas')
     add('--iterations', type=int, default=24, help='iterations per run (default: 24)')
-    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write the report here')
+    add_output_flags(parser)
     add('--reserve', type=Path, metavar='DIR', help='measure reserving memory in this directory')
     args = parser.parse_args(argv)
     if args.reserve is not None:

@@ -4,6 +4,7 @@
     python -m tools.bench.overhead --json overhead.json
     git worktree add ../before HEAD~1 && python -m tools.bench.overhead --against ../before
     python -m tools.bench.overhead --precision all --stand-ins
+    python -m tools.bench.overhead --precision all --rounds 1 --iterations 300 --stand-ins  # losses
 
 The ways to protect a run take turns over several rounds, so that a slow phase of the machine
 affects all of them; ratios are taken within a round. The time of an iteration is the time between
@@ -18,7 +19,6 @@ Exit status: 0 done, 1 the final states differ, 2 a run failed.
 """
 
 import argparse
-import shutil
 import statistics
 import sys
 import tempfile
@@ -43,21 +43,20 @@ from tools.bench.overhead_report import (
 )
 from tools.lab import precisions
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.cpu_clock import CpuClock
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import PROGRAM, Launch, Launcher
-from tools.lab.models import dense_flags, prepare_text
+from tools.lab.models import dense_flags
 from tools.lab.trained import train
 
 _POLL_S = 0.25
 BF16, ALL, AUTO = 'bf16', 'all', 'auto'
 AGAIN = 'bf16, another seed'
 FORMATS = (BF16, AGAIN, *(name for name in precisions.FLAGS if name != BF16))
-_PROG = 'python -m tools.bench.overhead'
 _WINDOW_OF_FORMATS = '4'
 
 
@@ -79,17 +78,11 @@ class Bench(NamedTuple):
 
     @property
     def variants(self) -> list[str]:
-        """Variants in the order of their turns."""
         if self.stand_ins is not None:
             return [PLAIN, SPARSE]
         return [name for name in TITLES if self.against is not None or name != AGAINST]
 
     def run(self, variant: str, round_number: int) -> Run:
-        """Run one variant to its end.
-
-        Raises:
-            LabError: the run failed.
-        """
         folder = self.output / f'{round_number}-{variant}'
         clocks: list[CpuClock] = []
 
@@ -167,7 +160,6 @@ class Bench(NamedTuple):
 def summarize(
     bench: Bench, hardware: Hardware, rounds: dict[str, list[list[Run]]]
 ) -> OverheadReport:
-    """Compute ratios within each round, then over the rounds."""
     return OverheadReport(
         hardware=hardware,
         ranks=bench.ranks,
@@ -181,26 +173,21 @@ def summarize(
     )
 
 
-def parse_arguments(argv: Sequence[str] | None, prog: str = _PROG) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
-    parser = Parser(prog=prog, description=__doc__)
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog='python -m tools.bench.overhead', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='rounds over all variants (default: 3)')
     add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
     add('--warm-up', type=int, default=4, help='iterations to drop (default: 4)')
     add('--ranks', type=int, choices=model.RANKS, default=2)
     add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with --precision)')
-    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
+    add_output_flags(parser)
     add('--against', type=Path, metavar='DIR', help='another checkout to compare')
     add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of '
         f'{",".join(name for name in precisions.FLAGS if name != BF16)}, beside bf16')  # fmt: skip
     precisions.add_stand_ins(parser)
-    add('--json', type=Path, metavar='FILE', help='write the report here')
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f'--rounds {args.rounds}: must be at least 1')
-    if args.warm_up < 1:
-        parser.error(f'--warm-up {args.warm_up}: must be at least 1')
+    parser.require_at_least_1(args, 'rounds', 'warm_up')
     if args.iterations < args.warm_up + 3:
         parser.error(f'--iterations {args.iterations}: must be at least --warm-up + 3')
     if args.window != AUTO and not (args.window.isdecimal() and int(args.window)):
@@ -232,16 +219,9 @@ def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 
 def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: a run failed.
-    """
     stand_ins = args.stand_ins if args.precision else None
     hardware = Hardware.here(gpu=stand_ins is False)
-    output = args.output.resolve() / 'overhead'
-    shutil.rmtree(output, ignore_errors=True)
-    data = prepare_text(args.output.resolve() / 'data')
+    output, data = prepare(args, 'overhead')
     bench = Bench(
         data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against,
         stand_ins=stand_ins,
@@ -259,9 +239,8 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
     return summarize(bench, hardware, rounds)
 
 
-def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Run the tool, `prog` by its usage; returns the exit status."""
-    args = parse_arguments(argv, prog)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_arguments(argv)
     return run_benchmark(
         'bench_overhead',
         lambda console: measure(args, console),

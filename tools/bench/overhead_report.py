@@ -54,12 +54,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def final_loss(log: RunLog, iterations: int) -> float | None:
-    """Mean over the last iterations; None if one of them has no loss in the log, which is a NaN.
-
-    Args:
-        log: log of the run.
-        iterations: number of iterations of the run.
-    """
+    """Mean over the last iterations; None if one of them has no loss in the log, which is a NaN."""
     count = max(iterations // _SHARE, 1)
     last = [item.loss for item in log.iterations if item.number > iterations - count]
     whole = len(last) == count and all(map(math.isfinite, last))
@@ -100,12 +95,10 @@ class OverheadReport(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """True if all runs of each precision ended in the same bits."""
         return all(self.identical.values())
 
 
 def variants_of(rounds: Sequence[Sequence[Run]]) -> dict[str, Variant]:
-    """Compute ratios within each round, then over the rounds."""
     by_round = [{run.variant: run for run in runs} for runs in rounds]
     return {name: _variant(name, by_round) for name in by_round[0]}
 
@@ -127,13 +120,10 @@ def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
 
 
 def identical(rounds: Sequence[Sequence[Run]]) -> bool:
-    """True if all runs ended in the same bits."""
     return len({run.digest for runs in rounds for run in runs}) == 1
 
 
 def print_report(report: OverheadReport, console: Console) -> None:
-    """Print the report for people."""
-
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 

@@ -20,7 +20,6 @@ Exit status: 0 done, 1 states that must be equal differ, 2 a run failed or did n
 
 import argparse
 import math
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -49,13 +48,13 @@ from tools.bench.recovery_report import (
     summarize,
 )
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.evidence import Tier, read_events
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, add_share_gpu
-from tools.lab.models import dense_flags, prepare_text
+from tools.lab.models import dense_flags
 from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
@@ -75,7 +74,6 @@ class Bench(NamedTuple):
 
     @property
     def methods(self) -> list[str]:
-        """Ways to recover in the order of their turns."""
         return [
             name
             for name in TITLES
@@ -83,7 +81,6 @@ class Bench(NamedTuple):
         ]
 
     def undisturbed(self, iterations: int) -> Trained:
-        """Run plain Megatron without a failure."""
         return train(self._launch(self.output / 'undisturbed', self.training_flags(iterations)))
 
     def localized(self, method: str, number: int, kill_at: int, reference: Trained) -> Comeback:
@@ -156,7 +153,6 @@ class Bench(NamedTuple):
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.recovery', description=__doc__)
     add = parser.add_argument
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
@@ -166,30 +162,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--window', type=int, default=4, help='iterations per window (default: 4)')
     add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
         '(default: 10)')  # fmt: skip
-    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write the report here')
+    add_output_flags(parser)
     add_share_gpu(parser)
     args = parser.parse_args(argv)
-    for flag in ('rounds', 'window', 'dense_interval'):
-        if getattr(args, flag) < 1:
-            name = flag.replace('_', '-')
-            parser.error(f'--{name} {getattr(args, flag)}: must be at least 1')
+    parser.require_at_least_1(args, 'rounds', 'window', 'dense_interval')
     if args.lose == ALL and not {WHOLE, DISK} & set(args.only):
         parser.error(f'--only {" ".join(args.only)}: not with --lose {ALL}')
     return args
 
 
 def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: a run failed.
-    """
     hardware = Hardware.here(gpu=args.share_gpu)
-    output = args.output.resolve() / 'recovery'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    data = prepare_text(args.output.resolve() / 'data')
+    output, data = prepare(args, 'recovery')
     bench = Bench(data, output, args.window, args.lose, args.share_gpu, args.only)
     interval = args.dense_interval
     # Half way between two checkpoints, once at least two windows are complete.
@@ -209,7 +193,6 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     return run_benchmark(
         'bench_recovery',

@@ -180,8 +180,6 @@ def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
 
 
 def print_report(report: RecoveryReport, console: Console) -> None:
-    """Print the report for people."""
-
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 

@@ -102,7 +102,6 @@ class _Rank:
         self._process_groups = ProcessGroups('gloo')
 
     def run(self) -> RankReport:
-        """Run all cycles."""
         for cycle in range(self._bench.warm_up):
             self._cycle(cycle)
         before = self._resources()
@@ -157,7 +156,6 @@ def _expect_error(work: dist.Work) -> None:
 
 
 def _serve(bench: Bench, rank: int, port: int, barrier: Any, pipe: Connection) -> None:
-    """Entry point of a process of the benchmark."""
     try:
         pipe.send(_Rank(bench, rank, port, barrier).run())
     except Exception:
@@ -196,7 +194,6 @@ def _received(rank: int, pipe: Connection) -> RankReport:
 
 
 def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> RegroupReport:
-    """Combine the results of all ranks."""
     unblock, renew = (
         [max(times) for times in zip(*(getattr(rank, name) for rank in ranks), strict=True)]
         for name in ('unblock_s', 'renew_s')
@@ -214,7 +211,6 @@ def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> 
 
 
 def print_report(report: RegroupReport, console: Console) -> None:
-    """Print the report for people."""
     console.print(report.hardware.line(), highlight=False, soft_wrap=True)
     console.print(
         f'{report.processes} processes with {report.groups_per_process} groups each, '
@@ -234,16 +230,11 @@ def print_report(report: RegroupReport, console: Console) -> None:
 
 
 def grew(report: RegroupReport) -> bool:
-    """True if a counted resource grew."""
     return any(report.growth[name] > 0 for name in _COUNTED)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
-    parser = Parser(
-        prog='python -m tools.bench.regroup',
-        description=__doc__,
-    )
+    parser = Parser(prog='python -m tools.bench.regroup', description=__doc__)
     parser.add_argument('--processes', type=int, default=4, help='even (default: 4)')
     parser.add_argument('--cycles', type=int, default=1000, help='(default: 1000)')
     parser.add_argument('--warm-up', type=int, default=50, help='cycles before (default: 50)')
@@ -251,15 +242,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.processes < 2 or args.processes % 2:
         parser.error(f'--processes {args.processes}: must be even and at least 2')
-    if args.cycles < 1:
-        parser.error(f'--cycles {args.cycles}: must be at least 1')
-    if args.warm_up < 1:
-        parser.error(f'--warm-up {args.warm_up}: must be at least 1')
+    parser.require_at_least_1(args, 'cycles', 'warm_up')
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     bench = Bench(args.processes, args.cycles, args.warm_up)
     return run_benchmark(

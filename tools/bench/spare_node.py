@@ -14,7 +14,6 @@ Exit status: 0 done, 1 states differ from those of plain Megatron, 2 a run faile
 
 import argparse
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from tools.bench import model
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of, read_events
@@ -46,7 +45,6 @@ from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import memory_directory
 from tools.lab.launch import Launch
-from tools.lab.models import prepare_text
 from tools.lab.run_log import parse_log
 from tools.lab.trained import DIGEST, train
 
@@ -80,7 +78,6 @@ class SpareNodeReport(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """True if all ended in the bits of plain Megatron."""
         return not any(one.different for runs in self.rounds.values() for one in runs)
 
 
@@ -107,13 +104,11 @@ class _Starter(SlurmStarter):
         self.lost_at: float | None = None
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
-        """Reserve on the spare node, or do not."""
         self.kept = max(map(sum, files))
         if self._reserves:
             super().reserve(memory, files)
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
-        """Lose a node."""
         self.in_advance = ReservedPages(memory(_HOSTS[-1])).nbytes()
         self.lost_at = time.time()
         return super().lose_node(node, memory)
@@ -191,16 +186,9 @@ def _log_of(gib: float) -> list[str]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: a run failed.
-    """
     hardware = Hardware.here(gpu=False)
-    output = args.output.resolve() / 'spare-node'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    plain = _flags(prepare_text(args.output.resolve() / 'data'))
+    output, data = prepare(args, 'spare-node')
+    plain = _flags(data)
     reference = train(Launch(output / 'plain', plain, _STAGES, 1)).state
     rounds: dict[str, list[Loss]] = {IN_ADVANCE: [], LATER: []}
     for number in range(1, args.rounds + 1):
@@ -215,7 +203,6 @@ def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
 
 
 def show(report: SpareNodeReport, console: Console) -> None:
-    """Print a table for people."""
     console.print(report.hardware.line(), highlight=False, soft_wrap=True, markup=False)
     table = Table('', 's to a new iteration', 'of them set-up', 'GiB a rank', 'GiB in advance')
     for way, runs in report.rounds.items():
@@ -234,23 +221,19 @@ def show(report: SpareNodeReport, console: Console) -> None:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.bench.spare_node', description=__doc__)
     add = parser.add_argument
     add('--rounds', type=int, default=3, help='turns of both ways (default: 3)')
     add('--gib', type=float, default=0.8, help='GiB of the log of a rank (default: 0.8)')
-    add('--output', type=Path, default=Path('runs/bench'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write the report here')
+    add_output_flags(parser)
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f'--rounds {args.rounds}: must be at least 1')
+    parser.require_at_least_1(args, 'rounds')
     if not 0 < args.gib < 1024:
         parser.error(f'--gib {args.gib}: must be above 0')
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     return run_benchmark(
         'bench_spare_node',

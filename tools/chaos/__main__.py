@@ -77,7 +77,6 @@ _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.chaos', description=__doc__)
     add = parser.add_argument
     add('--faults', type=int, default=20, help='number of faults (default: 20)')
@@ -260,7 +259,6 @@ def lock(output: Path) -> IO[bytes]:
 
 
 def _clear(output: Path) -> None:
-    """Remove the files of an earlier campaign."""
     for pattern in ('plain*', 'job*'):
         for stale in output.glob(pattern):
             shutil.rmtree(stale, ignore_errors=True)
@@ -268,7 +266,6 @@ def _clear(output: Path) -> None:
 
 
 def verdict(args: argparse.Namespace, results: Results, coverage: Coverage) -> int:
-    """The campaign's exit status."""
     if results.failed:
         return 2
     stalled = args.max_stall is not None and results.longest_stall_s > args.max_stall
@@ -277,7 +274,6 @@ def verdict(args: argparse.Namespace, results: Results, coverage: Coverage) -> i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     console = Console()
     try:

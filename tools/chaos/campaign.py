@@ -213,7 +213,6 @@ class Campaign:
         return first_window + self.plan.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
 
     def _anew(self, name: str) -> Path:
-        """An empty folder."""
         shutil.rmtree(self.output / name, ignore_errors=True)
         return self.output / name
 

@@ -143,18 +143,15 @@ class Configuration(NamedTuple):
 
     @property
     def workers_per_node(self) -> int:
-        """Ranks on each node."""
         return self.layout.ranks // self.nodes
 
     @property
     def longest_window(self) -> int:
-        """Longest possible window, in iterations."""
         return self.window if isinstance(self.window, int) else LONGEST_WINDOW
 
     def launch(
         self, folder: Path, flags: list[str], max_restarts: int = 0, spares: int = 0
     ) -> Launch:
-        """Launch parameters of a job with this configuration."""
         fork = self.fork and self.launcher is Launcher.LOCAL
         return Launch(
             folder,
@@ -197,13 +194,7 @@ class Configuration(NamedTuple):
         )
 
     def training_flags(self, data: Path, iterations: int, folder: Path) -> list[str]:
-        """Flags of a run without faults.
-
-        Args:
-            data: prefix of the text.
-            iterations: number of iterations to train.
-            folder: for everything the run writes.
-        """
+        """Flags of a run without faults."""
         features = [
             (_ON[feature] if feature in self.features else _OFF.get(feature, '')).format(run=folder)
             for feature in Feature
@@ -219,12 +210,7 @@ class Configuration(NamedTuple):
         ]
 
     def sparse_flags(self, memory: Path, events: Path) -> list[str]:
-        """Additional flags of a run with faults.
-
-        Args:
-            memory: directory in a tmpfs.
-            events: folder for the events.
-        """
+        """Additional flags of a run with faults."""
         flags = models.sparse_flags(memory, RUN_ID, self.window, events)
         flags += ['--sparse-ckpt-replicas', str(self.replicas)]
         flags += ['--sparse-ckpt-hang-timeout', str(self.hang_timeout_s)]

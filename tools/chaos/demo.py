@@ -85,10 +85,6 @@ class _NodeLoss:
 def run_demo(args: argparse.Namespace, console: Console) -> Result:
     """Run the demo and print the summary.
 
-    Args:
-        args: result of `parse_arguments`.
-        console: output for people.
-
     Raises:
         LabError: a run failed, or another stage than the lost one went back.
     """
@@ -164,7 +160,6 @@ def _compare(
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog='scripts/demo.sh', description=__doc__)
     add = parser.add_argument
     add('--iterations', type=int, default=40, help='to train (default: 40)')
@@ -178,8 +173,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--output', type=Path, default=Path('runs/demo'), help='folder for data, logs and the plot')
     add_share_gpu(parser)
     args = parser.parse_args(argv)
-    if args.window < 1:
-        parser.error(f'--window {args.window}: must be at least 1')
+    parser.require_at_least_1(args, 'window')
     if args.kill_after < 2 * args.window:
         parser.error(
             f'--kill-after {args.kill_after}: must be at least twice --window {args.window}, so '
@@ -193,7 +187,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
     args = parse_arguments(argv)
     console = Console()
     exit_on_sigterm()

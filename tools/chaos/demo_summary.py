@@ -82,7 +82,6 @@ class LocalizedRecovery(NamedTuple):
 
 
 def all_recovered(events: Sequence[Event]) -> bool:
-    """True if every rank has reported its recovery."""
     return ranks_with(events, Recovered) >= set(range(WORLD_SIZE))
 
 
@@ -140,7 +139,6 @@ def _spans(
 
 
 def story(disturbed: Trained, found: LocalizedRecovery) -> LocalizedFailure:
-    """Contents of the recovery's picture."""
     log, killed_at = disturbed.log, disturbed.hurt_at
     assert killed_at is not None
     before = [iteration for iteration in log.iterations if iteration.time <= killed_at]
@@ -184,7 +182,6 @@ class Result:
         return slots / sum(rank.dense for rank in self.captured.values())
 
     def line(self) -> str:
-        """The last line of the demo, for programs."""
         starting, replaying = self.recovery.spans[self.recovery.lost]
         return (
             f'demo: bit_identical={str(self.bit_identical).lower()} '
@@ -200,12 +197,6 @@ def result(
     plain: Trained, disturbed: Trained, captured: dict[int, CapturedBytes], lost: int
 ) -> Result:
     """Compare two runs.
-
-    Args:
-        plain: the fault-free run.
-        disturbed: the run that lost a node.
-        captured: bytes by rank.
-        lost: pipeline stage that was lost with the node.
 
     Raises:
         LabError: another stage than the lost one went back.
@@ -231,7 +222,6 @@ def _median_ms(iterations: Sequence[Iteration], numbers: set[int]) -> float:
 
 
 def print_summary(result: Result, console: Console) -> None:
-    """Print the tables."""
     table = Table(title='Fault-free run against the run that lost a node', title_justify='left')
     table.add_column('')
     table.add_column('fault-free', justify='right')

@@ -53,7 +53,6 @@ class _Job(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     own = given[: given.index(_END)] if _END in given else given
     args = _parser().parse_args(own)
@@ -99,7 +98,6 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
 
 
 def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
-    """Print the results; returns the exit status."""
     states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
     undisturbed, events = (
         read_events(folder / name / EVENTS) for name in (_UNDISTURBED, _DISTURBED)

@@ -93,7 +93,6 @@ class Lived(NamedTuple):
     """Bytes in the tmpfs then."""
 
     def line(self) -> str:
-        """For people."""
         went_on = 'was killed' if self.began is None else f'went on from {self.began}'
         return (
             f'{self.life.layout.name} on {self.life.nodes} nodes {went_on}: '
@@ -227,7 +226,6 @@ class ElasticCampaign:
         return None
 
     def summary(self, identical: bool) -> str:
-        """The last line, for programs."""
         sizes = sorted({one.life.layout.ranks for one in self.lived})
         flat = self.growth() is None
         return (

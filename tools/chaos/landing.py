@@ -124,7 +124,6 @@ class Coverage:
         return cell
 
     def add(self, cells: Sequence[Cell]) -> None:
-        """Count faults that landed."""
         self._landed.update(cells)
 
     def empty(self) -> list[Cell]:

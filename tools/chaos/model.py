@@ -37,11 +37,9 @@ class Layout(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Number of workers."""
         return self.pp * self.tp * self.dp
 
     def flags(self) -> list[str]:
-        """Flags of Megatron."""
         chunks = self.pp * self.vp
         layers = math.ceil(_LAYERS / chunks) * chunks
         flags = ['--num-layers', str(layers)]

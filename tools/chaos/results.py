@@ -91,7 +91,6 @@ class Results:
             path.write_bytes(b''.join(whole))
 
     def add(self, line: Line) -> None:
-        """Append a line to the results and to the file."""
         self._lines.append(line)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open('ab') as file:
@@ -109,11 +108,9 @@ class Results:
 
     @property
     def jobs(self) -> list[JobDone]:
-        """Finished jobs, in order."""
         return [line for line in self._lines if isinstance(line, JobDone)]
 
     def refusals(self, configuration: int) -> int:
-        """Number of refusals of a configuration."""
         return sum(
             isinstance(line, Refused) and line.configuration == configuration
             for line in self._lines
@@ -121,22 +118,18 @@ class Results:
 
     @property
     def faults(self) -> list[FaultRecord]:
-        """All faults of all jobs."""
         return [fault for job in self.jobs for fault in job.faults]
 
     @property
     def identical(self) -> bool:
-        """True if every job ended in the right bits."""
         return all(job.identical for job in self.jobs)
 
     @property
     def failed(self) -> list[JobDone]:
-        """Jobs that did not finish."""
         return [job for job in self.jobs if job.failed]
 
     @property
     def survivors_lost(self) -> int:
-        """Number of workers that failed without a fault."""
         return sum(len(job.survivors_lost) for job in self.jobs)
 
     @property
@@ -146,16 +139,13 @@ class Results:
 
     @property
     def longest_stall_s(self) -> float:
-        """Longest `stall_s` of all faults."""
         return max((fault.stall_s for fault in self.faults), default=0.0)
 
     def count(self, coverage: Coverage) -> None:
-        """Add all landed faults to a new coverage table."""
         for fault in self.faults:
             coverage.add(fault.cells)
 
     def summary(self, coverage: Coverage) -> str:
-        """The last line, for programs."""
         tiers = [fault.tier for fault in self.faults]
         counts = ' '.join(f'{tier}={tiers.count(tier)}' for tier in Tier)
         covered = len(coverage.asked) - len(coverage.empty())

@@ -19,20 +19,12 @@ def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
 
 
 def replaced(recovery: Episode) -> list[int]:
-    """Ranks whose process was replaced, by the events of all ranks."""
     told = (one.replacements for one in recovery.recovered if isinstance(one.replacements, list))
     return sorted({rank for ranks in told for rank in ranks})
 
 
 def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:
-    """Reasons to fail the drill; empty if it passed.
-
-    Args:
-        events: events of all ranks, in the order of time.
-        ranks: number of ranks of the job.
-        failures: number of injected failures.
-        kinds: kinds of the final state that differ from the undisturbed job.
-    """
+    """Reasons to fail the drill; empty if it passed."""
     found = (
         [f'the final state differs from the undisturbed one: {" ".join(kinds)}'] if kinds else []
     )
@@ -62,7 +54,6 @@ def devices(events: Sequence[Event]) -> list[str]:
 
 
 def table(found: Sequence[Episode]) -> Table:
-    """Recoveries as a table for people."""
     shown = Table(title='Recoveries', title_justify='left')
     for column in ('', 'scope', 'stages', 'replaced ranks', 'replayed', 'seconds', 'verified',
                    'differing'):  # fmt: skip

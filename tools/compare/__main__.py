@@ -4,6 +4,7 @@
     python -m tools.compare --quick
     python -m tools.compare --json compare.json --plot pictures
     python -m tools.compare --rows torch-dist-sync,global,localized --faults 4
+    python -m tools.compare --rows windows,windows-frozen,global,localized    # part by part
     python -m tools.compare peers    # other projects; its own --help
 
 A small GPT on 4 emulated nodes trains to its end once for each row, and the same ranks are killed,
@@ -22,7 +23,6 @@ Exit status: 0 done, 1 a row that promises equal bits ended in others, 2 no resu
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,11 +43,10 @@ from tools.compare.rows import ROWS, Row, chosen
 from tools.compare.running import RANKS, STATE_BYTES, Course, Lived
 from tools.compare.trace import PlannedFault
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import exit_on_sigterm, run_benchmark
+from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing
 from tools.lab.hardware import Hardware
-from tools.lab.models import prepare_text
 
 _PROG = 'python -m tools.compare'
 # Parts of the duration of plain Megatron after the warm-up, between which faults are drawn.
@@ -60,11 +59,14 @@ _SIZES = {'iterations': (48, 120), 'faults': (2, 4), 'rounds': (1, 2)}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog=_PROG, description=__doc__)
     add = parser.add_argument
     add('--quick', action='store_true', help='minutes: a shorter job, fewer faults, forked workers')
-    add('--rows', default='all', help=f'some of {",".join(ROWS)} (default: all)')
+    add(
+        '--rows',
+        default='all',
+        help=f'some of {",".join(ROWS)} (default: all but windows and windows-frozen)',
+    )
     for name, what in (('rounds', 'turns of all rows'), ('iterations', 'of each job'),
                        ('faults', 'in each job')):  # fmt: skip
         quick, full = _SIZES[name]
@@ -74,18 +76,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--dense-copy', type=float, default=2.0, metavar='N', help='a copy of the whole state '
         'takes as long as N iterations (default: 2)')  # fmt: skip
     add('--seed', type=int, default=1, help='seed of the trace (default: 1)')
-    add('--trace', type=Path, metavar='FILE', help=f'faults, {",".join(trace.COLUMNS)} a line')
-    add('--output', type=Path, default=Path('runs/compare'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add_output_flags(parser, 'runs/compare')
     add('--plot', type=Path, metavar='DIR', help='write pictures here')
     add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
     args = parser.parse_args(argv)
     for name, sizes in _SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, sizes[not args.quick])
-    for name, least in (('rounds', 1), ('faults', 1), ('interval', 1)):
-        if getattr(args, name) < least:
-            parser.error(f'--{name} {getattr(args, name)}: must be at least {least}')
+    parser.require_at_least_1(args, 'rounds', 'faults', 'interval')
     if args.iterations < 4 * _INTERVALS_OF_WARM_UP * args.interval:
         least = 4 * _INTERVALS_OF_WARM_UP * args.interval
         parser.error(f'--iterations {args.iterations}: must be at least {least}, 8 x --interval')
@@ -95,7 +93,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f'--window {args.window}: must be a whole number above 0, or auto')
     try:
         args.rows = chosen(args.rows, args.quick)
-        args.given = trace.read(args.trace, RANKS) if args.trace else None
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -122,17 +119,15 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         LabError: plain Megatron failed, or all rows did.
     """
     hardware = Hardware.here(gpu=False)
-    output = args.output.resolve() / 'jobs'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    output, data = prepare(args, 'jobs')
     course = Course(
-        data=prepare_text(args.output.resolve() / 'data'), output=output,
+        data=data, output=output,
         iterations=args.iterations, warm_up=_INTERVALS_OF_WARM_UP * args.interval,
         evaluate=max(args.iterations // 12, 1),
         interval=args.interval, window=args.window,
         copy_gb_per_s=0.0, network_gb_per_s=0.0, fork=args.quick,
     )  # fmt: skip
-    faults: list[PlannedFault] | None = args.given
+    faults: list[PlannedFault] | None = None
     found: dict[str, list[Figures]] = {name: [] for name in args.rows}
     failed: dict[str, str] = {}
     paces: list[float] = []
@@ -208,7 +203,6 @@ def show(report: Comparison, console: Console, args: argparse.Namespace) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ['peers']:
         from tools.compare import peers

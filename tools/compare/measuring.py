@@ -97,18 +97,11 @@ def span_s(log: RunLog) -> float:
 
 
 def pace_s(plain: RunLog) -> float:
-    """Mean seconds of an iteration of plain Megatron."""
     return span_s(plain) / (plain.iterations[-1].number - plain.iterations[0].number)
 
 
 def ettr(log: RunLog, iteration_s: float, without_s: float = 0.0) -> float:
-    """Useful time over wall time, from the first iteration on.
-
-    Args:
-        log: log of the job.
-        iteration_s: seconds of an iteration of plain Megatron.
-        without_s: seconds of the wall time that do not count.
-    """
+    """Useful time over wall time, from the first iteration on."""
     useful = log.iterations[-1].number - log.iterations[0].number
     return useful * iteration_s / (span_s(log) - without_s)
 
@@ -184,7 +177,6 @@ def stage_iterations(lived: Lived) -> float:
 
 
 def curves(lived: Lived) -> Curves:
-    """The run over time."""
     log = lived.trained.log
     origin = log.iterations[0].time
     before = [

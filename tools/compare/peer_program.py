@@ -114,7 +114,6 @@ def _restarted_in_process(train: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Train."""
     print(f'compare: program started at {time.time():.3f}', flush=True)
     sys.argv[0] = 'pretrain_gpt.py'
     peer = os.environ.get(PEER)

@@ -31,7 +31,6 @@ class Elastic(Agents):
     more: tuple[str, ...] = ()
 
     def command(self, node: int, port: int) -> list[str]:
-        """Command line of the agent of the only node."""
         launch = self._launch
         return [
             sys.executable, '-m', self.module,
@@ -68,7 +67,6 @@ class Loose(Agents):
             )  # fmt: skip
 
     def pids(self) -> dict[int, int]:
-        """Workers by rank that run."""
         agents = self._agents.items()
         return {rank: agent.pid for rank, agent in agents if agent.poll() is None}
 
@@ -107,7 +105,6 @@ class PeerRow(NamedTuple):
     ours: bool = False
 
     def launch(self, folder: Path, memory: Path, flags: list[str]) -> Launch:
-        """Launch parameters of a job."""
         if self.starts is Loose:
             nodes, workers = RANKS + self.reserves, 1
         else:

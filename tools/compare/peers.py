@@ -34,13 +34,12 @@ from tools.compare import peer_program, peer_rows, running
 from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
 from tools.lab import four_ranks
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import run_benchmark
+from tools.lab.benchmark import add_output_flags, prepare, run_benchmark
 from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
-from tools.lab.models import prepare_text
 from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
@@ -100,7 +99,6 @@ class PeerReport(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """True if this project ended in the bits of plain Megatron."""
         return not any(row.ours and row.different for row in self.rows.values())
 
 
@@ -253,7 +251,6 @@ def over_rounds(row: PeerRow, runs: Sequence[PeerFigures]) -> PeerResult:
 
 
 def cells(row: PeerResult) -> list[str]:
-    """Text of a row, in the order of `COLUMNS`."""
     found = row.figures
     killed = 'back_s' in found
     return [
@@ -272,8 +269,6 @@ def cells(row: PeerResult) -> list[str]:
 
 
 def print_report(report: PeerReport, console: Console) -> None:
-    """Print the report for people."""
-
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
@@ -291,24 +286,20 @@ def print_report(report: PeerReport, console: Console) -> None:
 
 
 def markdown(report: PeerReport) -> str:
-    """The table for a document."""
     lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
     lines += [[row.title, *cells(row)] for row in report.rows.values()]
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines) + '\n'
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags; exits with a message if they are wrong."""
     parser = Parser(prog=_PROG, description=__doc__)
     add = parser.add_argument
     add('--rows', default=','.join(PEERS), help=f'some of {",".join(PEERS)} (default: all)')
     add('--rounds', type=int, default=3, help='turns of all rows (default: 3)')
-    add('--output', type=Path, default=Path('runs/compare'), help='folder for logs')
-    add('--json', type=Path, metavar='FILE', help='write everything here')
+    add_output_flags(parser, 'runs/compare')
     add('--table', type=Path, metavar='FILE', help='write the table here, for a document')
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error(f'--rounds {args.rounds}: must be at least 1')
+    parser.require_at_least_1(args, 'rounds')
     names = args.rows.split(',')
     if unknown := [name for name in names if name not in PEERS]:
         parser.error(f'--rows: no row {", ".join(unknown)}; there are {", ".join(PEERS)}')
@@ -322,16 +313,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, console: Console) -> PeerReport:
-    """Run all rounds.
-
-    Raises:
-        LabError: plain Megatron failed.
-    """
     hardware = Hardware.here(gpu=False)
-    output = args.output.resolve() / 'peers'
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    bench = PeerRuns(prepare_text(args.output.resolve() / 'data'), output)
+    output, data = prepare(args, 'peers')
+    bench = PeerRuns(data, output)
     found: dict[str, list[PeerFigures]] = {name: [] for name in args.rows}
     cannot = dict(CANNOT)
     for number in range(1, args.rounds + 1):
@@ -353,7 +337,6 @@ def measure(args: argparse.Namespace, console: Console) -> PeerReport:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand; returns the exit status."""
     args = parse_arguments(argv)
 
     def show(report: PeerReport, console: Console) -> None:

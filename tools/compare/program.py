@@ -38,7 +38,6 @@ def limit_copies(bytes_per_s: float) -> None:
 
 
 def main() -> None:
-    """Train."""
     print(f'{STARTED}{time.time():.3f}', flush=True)
     if (limit := os.environ.get(COPY_GB_PER_S)) is not None:
         limit_copies(1e9 * float(limit))

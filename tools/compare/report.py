@@ -76,7 +76,6 @@ class RowResult(msgspec.Struct, frozen=True):
 
     @property
     def broken(self) -> bool:
-        """True if equal bits were promised and not found."""
         return self.exact and bool(self.different)
 
 
@@ -94,7 +93,6 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """True if every row that promises equal bits has them."""
         return not any(row.broken for row in self.rows.values())
 
 
@@ -138,7 +136,6 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
 
 
 def over_rounds(row: Row, runs: Sequence[Figures]) -> RowResult:
-    """Figures of a row over all rounds; ratios were taken within each."""
     known = [run.predicted for run in runs if run.predicted is not None]
     lost = [run.lost_tokens for run in runs if run.lost_tokens is not None]
     return RowResult(
@@ -166,7 +163,6 @@ def over_rounds(row: Row, runs: Sequence[Figures]) -> RowResult:
 
 
 def cells(row: RowResult) -> list[str]:
-    """Text of a row, in the order of `COLUMNS`."""
     phases = (row.phases.get(name, 0.0) for name in PHASES[:3])
     differs = row.different and ('differs' if row.exact or row.lossy else row.different[0])
     predicted_s = row.predicted
@@ -189,7 +185,6 @@ def cells(row: RowResult) -> list[str]:
 
 
 def caption(conditions: Conditions) -> list[str]:
-    """What holds for the whole table, in lines."""
     faults = ', '.join(
         f'{fault.kind} of rank {fault.rank} at {fault.at_s:.1f} s' for fault in conditions.faults
     )
@@ -213,7 +208,6 @@ def caption(conditions: Conditions) -> list[str]:
 
 
 def notes(report: Comparison) -> list[str]:
-    """What is not as it should be, in lines."""
     found = [f'{name} did not run: {why}' for name, why in report.not_run.items()]
     for row in report.rows.values():
         if row.unprotected:
@@ -226,8 +220,6 @@ def notes(report: Comparison) -> list[str]:
 
 
 def print_report(report: Comparison, console: Console) -> None:
-    """Print the report for people."""
-
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
@@ -251,7 +243,6 @@ def marked(row: RowResult) -> str:
 
 
 def markdown(report: Comparison) -> str:
-    """Caption, table and notes for a document."""
     lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
     lines += [[marked(row).replace('*', '\\*'), *cells(row)] for row in report.rows.values()]
     table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)

@@ -64,6 +64,8 @@ class Row(NamedTuple):
     """Experts in a checkpoint, for the simulator of a lossy row."""
     lost_budget: float | None = None
     """Share of lost tokens at which they double, for the simulator."""
+    ablation: bool = False
+    """Leaves out parts of the method; runs only if it is named."""
 
     @property
     def throttled(self) -> bool:
@@ -71,7 +73,6 @@ class Row(NamedTuple):
         return self.keeps is Keeps.MEMORY
 
     def training_flags(self, places: Places) -> list[str]:
-        """Flags of the trainer, beside those of the model."""
         more = self.flags.format(**places._asdict()).split()
         if self.keeps is Keeps.NOTHING:
             return more
@@ -127,6 +128,14 @@ ROWS = {
         'MoEvement, whole job', Keeps.MEMORY, 'ours',
         f'{_RECOVERY} whole-job', restarts_all=True,
     ),
+    'windows': Row(
+        'MoEvement, global, without frozen operators and popularity', Keeps.MEMORY, 'ours',
+        f'{_RECOVERY} global --sparse-ckpt-freeze off --sparse-ckpt-order fixed', ablation=True,
+    ),
+    'windows-frozen': Row(
+        'MoEvement, global, without popularity', Keeps.MEMORY, 'ours',
+        f'{_RECOVERY} global --sparse-ckpt-order fixed', ablation=True,
+    ),
     'global': Row('MoEvement, global', Keeps.MEMORY, 'ours', f'{_RECOVERY} global'),
     'localized': Row(
         'MoEvement, localized', Keeps.MEMORY, 'ours', f'{_RECOVERY} localized', localized=True
@@ -144,17 +153,15 @@ ROWS = {
 
 
 def chosen(names: str, forked: bool) -> dict[str, Row]:
-    """Rows by name; `all` are those that differ here.
-
-    Args:
-        names: comma-separated, or `all`.
-        forked: workers are forks of a process that has imported the program, as hot spares are.
+    """Rows by name; `all` are those that differ here, without those of an ablation.
 
     Raises:
         ValueError: there is no such row; the message names it.
     """
     if names == 'all':
-        return {name: row for name, row in ROWS.items() if not (forked and row.spares)}
+        return {
+            name: row for name, row in ROWS.items() if not (row.ablation or (forked and row.spares))
+        }
     asked = names.split(',')
     if unknown := [name for name in asked if name not in ROWS]:
         raise ValueError(f'no row {", ".join(unknown)}; there are {", ".join(ROWS)}')

@@ -86,11 +86,6 @@ class Course(NamedTuple):
         return flags
 
     def plain(self, number: int, copies: bool) -> Lived:
-        """Run plain Megatron without a fault.
-
-        Raises:
-            LabError: the run failed.
-        """
         folder = self.output / f'{number}-{PLAIN}{"-copies" * copies}'
         launch = self._launch(folder, self.training_flags(copies))
         return self._lived(train(launch), [], folder, 0)

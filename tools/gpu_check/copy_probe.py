@@ -113,7 +113,6 @@ class Stage:
         torch._foreach_add_(self.tensors, float(value))
 
     def compute(self) -> None:
-        """Queue one iteration."""
         for _ in range(self._products):
             torch.mm(self._factor, self._factor, out=self._product)
 
@@ -146,7 +145,6 @@ class Window:
         self.file = WindowFile.create(path, window_capacity(zip(sizes, frames, strict=True)))
 
     def begin(self) -> None:
-        """Discard all slots."""
         self.file.begin(WindowName(0, _NAME))
 
     def capture(self, slot: int, copier: Copier) -> None:
@@ -325,11 +323,6 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 def measure(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Measure all figures, one by one.
-
-    Args:
-        device: device of the state.
-        folder: folder in a tmpfs.
-        sizes: sizes of the measurement.
 
     Raises:
         LabError: a capture failed.

@@ -26,7 +26,6 @@ _HUGE_PAGES = Path('/sys/kernel/mm/transparent_hugepage/shmem_enabled')
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Check without changing anything."""
     free = shutil.disk_usage(settings.memory).free / GIB
     figures: dict[str, Any] = {
         'python': platform.python_version(),

@@ -163,7 +163,6 @@ class _Ranks:
         self._running = {rank: self._start(rank, 0) for rank in range(case.ranks)}
 
     def conduct(self) -> None:
-        """Kill and replace ranks until all cycles are done."""
         for cycle, victim in enumerate(self._case.victims):
             self._await(f'ready/{cycle}')
             self._store.set(f'victim/{cycle}', str(victim))
@@ -194,7 +193,6 @@ class _Ranks:
             raise NotRenewed(str(error)) from error
 
     def end(self) -> None:
-        """End all processes."""
         for process in self._running.values():
             process.kill()
             process.wait()

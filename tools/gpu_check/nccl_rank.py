@@ -102,7 +102,6 @@ class Rank:
         self._data_parallel, self._pipeline = groups[0][1], groups[1][1]
 
     def run(self) -> None:
-        """Run all cycles from the first one of this process."""
         cycle = self._trial.cycle
         if cycle:
             self._renew(cycle - 1)
@@ -243,7 +242,6 @@ class Rank:
         }
 
     def failed(self, error: Exception) -> None:
-        """Report an error to the parent process."""
         text = f'{type(error).__name__}: {error}'
         self._store.set(f'failed/{self._trial.rank}', text)
 
@@ -264,7 +262,6 @@ def leave_calls_open() -> None:
 
 
 def main(text: str) -> None:
-    """Run the process."""
     trial = msgspec.json.decode(text, type=Trial)
     if trial.backend == nccl_environment.BACKEND:
         nccl_environment.prepare()

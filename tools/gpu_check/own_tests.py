@@ -54,12 +54,6 @@ def command(
 
     A hanging test ends the run, and its stack is printed: the test may block in CUDA, where no
     signal reaches it, and the stage would otherwise end without a message.
-
-    Args:
-        tests: folders and files.
-        results: JUnit file.
-        left_out: markers of tests to leave out.
-        longest_s: time limit of a test.
     """
     arguments = [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider']
     arguments += [
@@ -74,12 +68,7 @@ def command(
 
 
 def deselected(gpus: int, has: Callable[[str], bool]) -> list[str]:
-    """Markers of tests that cannot run here; any other skipped test on a GPU is a failure.
-
-    Args:
-        gpus: number of CUDA devices of this machine.
-        has: tells whether a module can be imported.
-    """
+    """Markers of tests that cannot run here; any other skipped test on a GPU is a failure."""
     runs = {
         'nvml': has('pynvml'),
         'transformer_engine': has('transformer_engine'),

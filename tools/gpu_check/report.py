@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The findings of all stages so far: one file, kept between calls."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,10 @@ class Findings(msgspec.Struct, frozen=True):
     """The stage has nothing to add, even if its process dies before it finishes."""
 
     def and_then(self, more: 'Findings') -> 'Findings':
-        """Findings of this part and of the next one."""
         return Findings({**self.figures, **more.figures}, self.problems + more.problems)
 
 
 NOTHING = Findings({}, [])
-
-
-def together(parts: Iterable[Findings]) -> Findings:
-    """Combine all findings of a stage."""
-    found = NOTHING
-    for part in parts:
-        found = found.and_then(part)
-    return found
 
 
 class StageResult(msgspec.Struct, frozen=True):
@@ -71,21 +61,14 @@ class Report(msgspec.Struct, frozen=True):
     stages: dict[str, StageResult]
 
     def with_stage(self, name: str, result: StageResult) -> 'Report':
-        """This report with the newest result of a stage."""
         return Report(self.hardware, self.dry_run, {**self.stages, name: result})
 
     def passed(self, name: str) -> bool:
-        """True if the stage ran and passed."""
         return name in self.stages and self.stages[name].passed
 
 
 def load(output: Path, hardware: Hardware, dry_run: bool) -> Report:
     """Load the report of earlier calls from a folder, or an empty one.
-
-    Args:
-        output: the folder.
-        hardware: hardware of this machine.
-        dry_run: this call is a dry run.
 
     Raises:
         LabError: the file is damaged, or belongs to another machine.
@@ -110,5 +93,4 @@ def load(output: Path, hardware: Hardware, dry_run: bool) -> Report:
 
 
 def save(output: Path, report: Report) -> None:
-    """Write the report, for people and for the next call."""
     write_json(output / NAME, report)

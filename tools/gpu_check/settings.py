@@ -18,7 +18,6 @@ class Settings(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """Backend of the process groups: nccl or gloo."""
         return 'nccl' if self.gpu else 'gloo'
 
     def folder(self, stage: str) -> Path:

@@ -69,11 +69,7 @@ STAGES = {
 
 
 def possible(gpu: bool) -> list[str]:
-    """Names of the stages that this machine can run.
-
-    Args:
-        gpu: this is not a dry run.
-    """
+    """Names of the stages that this machine can run."""
     return [
         name
         for name, stage in STAGES.items()
@@ -95,7 +91,6 @@ def run_stage(name: str, settings: Settings) -> Iterator[Findings]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a stage and write its findings at once."""
     name, output, memory, device, target = argv
     found = NOTHING
     for part in run_stage(name, Settings(Path(output), Path(memory), device == 'gpu')):

@@ -49,7 +49,6 @@ class Trials(NamedTuple):
     """Additional environment variables of the jobs."""
 
     def plain(self, name: str) -> Trained:
-        """Run upstream's trainer alone."""
         return self._train(name, [], None)
 
     def protected(self, name: str, kill: Kill | None = None) -> Trained:

@@ -25,6 +25,11 @@ class Parser(argparse.ArgumentParser):
         """All of it, with the commands as this one was given."""
         return shown(super().format_help())
 
+    def require_at_least_1(self, args: argparse.Namespace, *names: str) -> None:
+        """Exit with a message if a flag, by its attribute, is below 1."""
+        for name in names:
+            if (value := getattr(args, name)) < 1:
+                self.error(f'--{name.replace("_", "-")} {value}: must be at least 1')
+
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line."""
         self.exit(EXIT_USER_ERROR, shown(usage_error(self, message)))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Common frame of the programs that run jobs."""
 
+import argparse
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -10,6 +12,24 @@ from rich.console import Console
 
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
+from tools.lab.models import prepare_text
+
+
+def add_output_flags(parser: argparse.ArgumentParser, folder: str = 'runs/bench') -> None:
+    parser.add_argument('--output', type=Path, default=Path(folder), help='folder for logs')
+    parser.add_argument('--json', type=Path, metavar='FILE', help='write the report here')
+
+
+def prepare(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
+    """Return an empty folder below `--output`, and the prefix of the text to train on.
+
+    Raises:
+        LabError: the text cannot be written.
+    """
+    output: Path = args.output.resolve()
+    shutil.rmtree(output / name, ignore_errors=True)
+    (output / name).mkdir(parents=True)
+    return output / name, prepare_text(output / 'data')
 
 
 def run_benchmark[R](

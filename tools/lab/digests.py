@@ -66,7 +66,6 @@ def differences(first: StateDigest, second: StateDigest) -> list[Difference]:
 
 
 def kinds_of_difference(first: StateDigest, second: StateDigest) -> list[str]:
-    """Kinds of state that differ, sorted."""
     return sorted({difference.kind for difference in differences(first, second)})
 
 
@@ -79,7 +78,6 @@ def _entry_differences(first: StateDigest, second: StateDigest) -> Iterator[Diff
 
 
 def difference_table(found: Sequence[Difference], first: StateDigest, second: StateDigest) -> Table:
-    """Differences grouped by rank and kind."""
     table = Table(title='States differ', title_justify='left')
     table.add_column('rank', justify='right')
     table.add_column('kind')

@@ -33,12 +33,10 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def kind_of[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:
-    """The events of one kind, in their order."""
     return [event for event in events if isinstance(event, kind)]
 
 
 def ranks_with(events: Iterable[Event], kind: type[Event]) -> set[int]:
-    """Ranks with at least one event of a kind."""
     return {event.rank for event in kind_of(events, kind)}
 
 
@@ -162,11 +160,6 @@ def lost_iterations(
     `found.target` are not lost: the replay is a part of the recovery and ends before training
     continues. Nor are iterations after a dense checkpoint newer than the newest window: a recovery
     from that window would have replayed them.
-
-    Args:
-        found: the recovery.
-        iterations: all iterations in the log of the last rank, over all its processes.
-        events: events of all ranks.
     """
     windows = [event for event in kind_of(events, WindowPersisted) if event.time <= found.at]
     if found.tier is Tier.DISK and found.target > 0 and windows:

@@ -20,7 +20,6 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> 'Spread':
-        """Spread of one or more values."""
         return cls(min(values), statistics.median(values), max(values))
 
     def text(self, digits: int = 2) -> str:

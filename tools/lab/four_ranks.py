@@ -21,12 +21,6 @@ _TRAINING = (
 
 
 def training_flags(data: Path, iterations: int) -> list[str]:
-    """Flags of plain Megatron.
-
-    Args:
-        data: prefix that `prepare_data` wrote.
-        iterations: number of iterations to train.
-    """
     return [
         *_MODEL.flags(),
         *models.TRAINING,

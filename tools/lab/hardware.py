@@ -28,11 +28,7 @@ class Hardware(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, gpu: bool) -> 'Hardware':
-        """Hardware and software of this machine at present.
-
-        Args:
-            gpu: the benchmark uses a CUDA device.
-        """
+        """Hardware and software of this machine at present."""
         return cls(
             processor=_processor(),
             cores=len(os.sched_getaffinity(0)),
@@ -44,7 +40,6 @@ class Hardware(msgspec.Struct, frozen=True):
         )
 
     def line(self) -> str:
-        """Summary for people."""
         device = f'{self.gpu}, ' if self.gpu else ''
         return (
             f'{device}{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB, load '

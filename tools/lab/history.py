@@ -74,7 +74,6 @@ class Episode:
 
     @property
     def replaced(self) -> list[int]:
-        """Ranks with a new process."""
         return sorted({event.rank for event in kind_of(self.events, WorkerStarted)})
 
     @property
@@ -151,7 +150,6 @@ class History:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks with at least one event."""
         return sorted(self.by_rank)
 
     @cached_property
@@ -162,7 +160,6 @@ class History:
 
     @property
     def end(self) -> float:
-        """Time of the newest event."""
         return self.events[-1].time
 
     @property
@@ -172,7 +169,6 @@ class History:
 
     @cached_property
     def places(self) -> dict[int, Protected]:
-        """The newest description of each rank."""
         return {event.rank: event for event in kind_of(self.events, Protected)}
 
     @property
@@ -188,7 +184,6 @@ class History:
 
     @property
     def losses(self) -> list[LossLogged]:
-        """All logged losses, in the order of time."""
         return kind_of(self.events, LossLogged)
 
     @cached_property
@@ -277,7 +272,6 @@ class History:
 
     @property
     def of_iterations(self) -> str:
-        """Newest iteration, and the total number of iterations if known."""
         target = self.about.train_iterations if self.about else None
         return str(self.iteration) if target is None else f'{self.iteration} of {target}'
 
@@ -294,7 +288,6 @@ class History:
         return (self.end - self.trained_from) / count if count else None
 
     def newest[E: Event](self, kind: type[E]) -> dict[int, E]:
-        """Newest event of a kind, by rank."""
         return {event.rank: event for event in kind_of(self.events, kind)}
 
     @cached_property
@@ -326,7 +319,6 @@ class History:
         return start if start <= self.iteration else None  # the job has restarted before the window
 
     def reduced(self) -> list[ProtectionReduced]:
-        """All reductions of protection, in the order of time."""
         return kind_of(self.events, ProtectionReduced)
 
 
@@ -346,12 +338,10 @@ class Shares(NamedTuple):
 
     @property
     def wall(self) -> float:
-        """Sum of all."""
         return sum(self)
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio."""
         return self.useful / self.wall
 
 
@@ -404,13 +394,7 @@ def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
 def _turns(
     events: Sequence[Event], noticed: Sequence[float], window_s: float
 ) -> list[tuple[float, Doing]]:
-    """Times at which a rank changed its activity, with the new activity.
-
-    Args:
-        events: events of the rank.
-        noticed: times at which any rank noticed a failure.
-        window_s: seconds from one window to the next.
-    """
+    """Times at which a rank changed its activity, with the new activity."""
     turns: list[tuple[float, Doing]] = []
     fresh = False  # set up, but not trained since
     before = 0.0

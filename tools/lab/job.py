@@ -192,7 +192,6 @@ class Job:
         return self.folder / 'events'
 
     def events(self) -> list[Event]:
-        """Events of all ranks so far, in the order of time."""
         if self.events_folder.is_dir():
             self._events.look()
         return self._events.events
@@ -230,7 +229,6 @@ class Job:
         ]
 
     def ranks_of_node(self, rank: int) -> range:
-        """All ranks on the node of `rank`."""
         first = rank // self.workers_per_node * self.workers_per_node
         return range(first, first + self.workers_per_node)
 
@@ -297,7 +295,6 @@ class Job:
         return signalled_at
 
     def release(self, pid: int) -> None:
-        """Continue a stopped worker."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 

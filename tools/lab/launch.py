@@ -72,7 +72,6 @@ class Launch(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.nodes * self.workers_per_node
 
     def environment(self) -> dict[str, str]:
@@ -93,7 +92,6 @@ class Launch(NamedTuple):
 
 
 def add_share_gpu(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that runs jobs on a GPU."""
     parser.add_argument(
         '--share-gpu',
         action='store_true',

@@ -13,7 +13,6 @@ _TAIL_LINES = 12
 
 
 def log_file(folder: Path, rank: int) -> Path:
-    """Log file of a rank in a job's folder."""
     return folder / 'logs' / f'rank{rank}.log'
 
 
@@ -40,7 +39,6 @@ class LocalCluster:
         self._given_up = ''
 
     def start(self) -> None:
-        """Launch the job, initially or again."""
         self._pids.clear()
         with (self._launch.folder / 'launcher.log').open('ab') as log:
             self._process = subprocess.Popen(
@@ -54,7 +52,6 @@ class LocalCluster:
             )
 
     def log_of(self, rank: int) -> Path:
-        """Log file of a rank, over all its processes."""
         return log_file(self._launch.folder, rank)
 
     def pids(self) -> dict[int, int]:
@@ -64,7 +61,6 @@ class LocalCluster:
 
     @property
     def deaths(self) -> list[Death]:
-        """Ended workers that the launcher has seen, in order."""
         self._note_events()
         return list(self._deaths)
 
@@ -75,11 +71,9 @@ class LocalCluster:
         return self._given_up
 
     def exit_status(self) -> int | None:
-        """Exit status of the job's launcher; None while it runs."""
         return self._process.poll()
 
     def tail(self) -> str:
-        """The last lines of the logs of all ranks."""
         lines = []
         for rank in range(self._launch.world_size):
             log = self.log_of(rank)

@@ -39,7 +39,6 @@ class ToyModel(NamedTuple):
     experts: int
 
     def flags(self) -> list[str]:
-        """Flags of Megatron for the model on the CPU, except its depth."""
         return [
             *CPU,
             *_KIND,
@@ -50,21 +49,12 @@ class ToyModel(NamedTuple):
 
 
 def data_flags(data: Path) -> list[str]:
-    """Flags for text with a prefix."""
     return ['--data-path', str(data), '--data-cache-path', str(data.parent / 'cache')]
 
 
 def sparse_flags(
     memory: Path, run_id: str, window: int | str, events: Path | None = None
 ) -> list[str]:
-    """Flags of sparse checkpointing.
-
-    Args:
-        memory: directory in a tmpfs.
-        run_id: name of the run within it.
-        window: W, or `auto`.
-        events: folder of the events; None: no events.
-    """
     return [
         *('--sparse-ckpt', '--sparse-ckpt-strict', '--sparse-ckpt-window', str(window)),
         *('--sparse-ckpt-dir', str(memory), '--sparse-ckpt-run-id', run_id),
@@ -85,11 +75,6 @@ def dense_flags(checkpoints: Path, interval: int, asynchronous: bool) -> list[st
 
 def prepare_text(folder: Path, megabytes: int = 4, quiet: bool = True) -> Path:
     """Write text of the standard library as byte tokens, once; returns its prefix.
-
-    Args:
-        folder: folder of the text.
-        megabytes: limit of its size.
-        quiet: print nothing.
 
     Raises:
         LabError: the text cannot be written.

@@ -110,7 +110,6 @@ def _ignored(site: Path) -> Callable[[str, list[str]], set[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('site', type=Path, help='folder of packages')
     parser.add_argument('target', type=Path, help='file to write, .tar.xz')

@@ -32,7 +32,6 @@ ENGINE = ('--transformer-impl', 'transformer_engine')
 
 
 def add_stand_ins(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that runs jobs on stand-ins."""
     parser.add_argument(
         '--stand-ins',
         action='store_true',

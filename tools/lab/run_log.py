@@ -64,7 +64,6 @@ class RunLog:
 
     @property
     def iterations(self) -> list[Iteration]:
-        """All trained iterations, in the order of the log."""
         return [iteration for attempt in self.attempts for iteration in attempt]
 
     def wall_seconds(self, warm_up: int) -> list[float]:

@@ -44,14 +44,12 @@ class Agents:
         self._secret = secrets.token_hex(16)
 
     def start(self) -> None:
-        """Launch the job, initially or again."""
         self._port = free_port()
         self._logs.mkdir(exist_ok=True)
         for node in range(self._launch.nodes):
             self.start_agent(node)
 
     def start_agent(self, node: int) -> None:
-        """Start or restart the agent of a node."""
         environment = {'MOEVEMENT_SECRET': self._secret, **self._launch.environment()}
         environment['MOEVEMENT_NODE'] = node_name(node)
         with self._log(node).open('ab') as log:
@@ -89,7 +87,6 @@ class Agents:
         return self._log(rank // self._launch.workers_per_node)
 
     def pids(self) -> dict[int, int]:
-        """Present workers by rank."""
         agents = list(self._agents.values())
         return {rank: pid for agent in agents for rank, pid in _workers(agent.pid).items()}
 
@@ -141,7 +138,6 @@ class Agents:
         return workers
 
     def end(self) -> None:
-        """End all processes of the job, first by SIGTERM."""
         running = [agent for agent in self._agents.values() if agent.poll() is None]
         everybody = family([psutil.Process(agent.pid) for agent in running])
         for agent in running:

@@ -25,7 +25,6 @@ from tools.local_slurm.cluster import NODES, LocalSlurm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     cluster = LocalSlurm(args.folder)
     try:
@@ -46,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags of all commands."""
     parser = Parser(
         prog='python -m tools.local_slurm',
         description=__doc__,

@@ -140,7 +140,6 @@ class LocalSlurm:
         return self.query('sinfo', '--noheader', '--Node', '--format=%T').stdout.split()
 
     def query(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of Slurm to its end."""
         return subprocess.run(command, env=self.environment, capture_output=True, text=True)
 
     def processes(self) -> list[psutil.Process]:

@@ -48,7 +48,6 @@ _LAG = '--sparse-ckpt-log-lag'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool on one rank; returns the exit status."""
     own, flags = _split(list(sys.argv[1:] if argv is None else argv))
     args = _parser().parse_args(own)
     parse_megatron_flags(flags)  # exits if a value is wrong

@@ -16,11 +16,7 @@ _REPEATS = 5
 
 
 def memory(directory: Path) -> tuple[int, bool]:
-    """Bytes that are free for windows, and whether the file system is in memory.
-
-    Args:
-        directory: `--sparse-ckpt-dir`, which may not exist yet.
-    """
+    """Bytes that are free for windows, and whether the file system is in memory."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     free, left = shutil.disk_usage(there).free, memory_left()
     in_memory = is_in_memory(there)

@@ -115,7 +115,6 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
 
 
 def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: Console) -> None:
-    """Print the slots for people."""
     slots = zip(plan.slots, _sizes(plan, operators), strict=True)
     rows = [(str(index), gib(size), ' '.join(names)) for index, (names, size) in enumerate(slots)]
     columns = 'slot', 'bytes', 'captured in full'
@@ -123,7 +122,6 @@ def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: C
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, MegatronFlags]:
-    """Parse and check the flags; exits with a message if they are wrong."""
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index('--') if '--' in given else len(given)
     parser = Parser(prog='python -m tools.plan', description=__doc__)
@@ -351,7 +349,6 @@ def _print_json(content: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args, megatron = parse_arguments(argv)
     console, problems = Console(), Console(stderr=True)
     try:

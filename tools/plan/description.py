@@ -55,11 +55,6 @@ def read_as[Description](path: Path, kind: type[Description]) -> Description:
 def build[Description](source: str, data: Any, kind: type[Description]) -> Description:
     """The dataclass `kind` with the fields of a decoded file; see `read_as`.
 
-    Args:
-        source: origin of `data`, for messages.
-        data: decoded content.
-        kind: a dataclass.
-
     Raises:
         DescriptionError: a field is missing, unknown or wrong.
     """

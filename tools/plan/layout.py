@@ -121,7 +121,6 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens per iteration."""
         return self.sequence_length * self.global_batch_size
 
     def micro_batches(self, data: int) -> int:

@@ -52,12 +52,10 @@ class Weights:
 
     @property
     def tensors(self) -> int:
-        """Number of tensors."""
         return self.matrices + self.vectors
 
     @property
     def total(self) -> int:
-        """Number of elements without tensor parallelism."""
         return self.split + self.whole
 
     def per_rank(self, tensor: int) -> int:
@@ -144,7 +142,6 @@ class ModelShape:
 
     @property
     def total_parameters(self) -> int:
-        """Number of all parameters, each counted once."""
         return self._parameters(self.experts)
 
     @property

@@ -45,10 +45,6 @@ _Part = tuple[int, int, int]
 def moved(before: JobPlan, after: JobPlan) -> Moved:
     """What a change of the layout moves.
 
-    Args:
-        before: of the layout that captured the windows.
-        after: of the layout that picks them up, on the same cluster.
-
     Raises:
         FieldError: the layouts divide tensors differently.
     """

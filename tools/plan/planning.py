@@ -153,7 +153,6 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes in use."""
         return -(-self.layout.ranks // self.ranks_per_node)
 
     @property
@@ -212,7 +211,6 @@ class JobPlan:
 
     @property
     def window(self) -> int:
-        """W, iterations."""
         return self.kinds[0].plan.window
 
     def exposed_s(self) -> np.ndarray:
@@ -248,7 +246,6 @@ class JobPlan:
         return slots
 
     def queue_bytes(self) -> int:
-        """Maximum of `queued` over all ranks."""
         return max(int(self.queued(kind).max()) for kind in self.kinds)
 
     def network_bytes(self) -> float:
@@ -301,7 +298,6 @@ class JobPlan:
         return min(1.0, memory.log_lag(job.layout, job.batch, self.persist_s(), job.iteration_s))
 
     def effectiveness(self) -> Sparse:
-        """Recovery and ETTR by closed formulas."""
         failures = self.job.failures
         return Sparse(
             iteration_s=self.job.iteration_s,
@@ -384,7 +380,6 @@ def per_rank(
 def _host_memory(
     job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float
 ) -> HostMemoryPlan:
-    """Host memory for windows of that length."""
     files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
     rings = memory.log_rings([kind.logged for kind in kinds], longest, log_lag)
     twins = None

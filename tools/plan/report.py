@@ -78,7 +78,6 @@ def _stage_json(kind: StageKind) -> dict[str, Any]:
 
 
 def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None:
-    """Print the plan for people."""
     job = plan.job
     text = (
         f'{job.model.name}: {job.model.total_parameters / 1e9:.1f}e9 parameters, '
@@ -282,7 +281,7 @@ def _hardware(plan: JobPlan) -> Iterator[str]:
     if precision.master == 'fp8':
         yield (
             'masters in fp8 lose updates that are small beside a weight; compare the losses '
-            f'({shown("python -m tools.bench.precision")})'
+            f'({shown("python -m tools.bench.overhead")} --precision all)'
         )
     of_full = precision.optimizer_bytes / precision.full_bytes
     state = max(

@@ -37,7 +37,6 @@ def cell(job: Job) -> str:
 
 
 def table() -> str:
-    """The table in Markdown."""
     head = ['Model', *(f'`{name}`' for name in CLUSTERS)]
     rows = [
         [f'`{model}`', *(cell(preset_job(model, cluster)) for cluster in CLUSTERS)]

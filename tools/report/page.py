@@ -46,13 +46,7 @@ class Part(NamedTuple):
 
 
 def render(history: History, title: str, plan: Plan | None) -> str:
-    """HTML of the whole page.
-
-    Args:
-        history: history of the run.
-        title: name of the run.
-        plan: forecast for comparison, if any.
-    """
+    """HTML of the whole page."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -40,7 +40,6 @@ class MemoryRow(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
         return sum(self.kinds.values())
 
 
@@ -115,7 +114,6 @@ def memory_rows(history: History) -> list[MemoryRow]:
 
 
 def figures(history: History) -> dict[str, str]:
-    """Names and values of further figures."""
     found: dict[str, str] = {}
     if history.slots:
         found['iterations per window'] = str(max(len(slots) for slots in history.slots.values()))

@@ -107,7 +107,6 @@ def optimal_interval(system: System) -> dict[str, object]:
 
 
 def print_answer(found: dict[str, object], console: Console) -> None:
-    """Print the results for people."""
     rows = [(name.replace('_', ' '), _text(value)) for name, value in found.items()]
     console.print(terminal.table(('', ''), rows, show_header=False))
 
@@ -125,7 +124,6 @@ def _text(value: object) -> str:
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Return the parser, for its errors, and the parsed flags."""
     parser = Parser(prog='python -m tools.simulate', description=__doc__)
     parser.add_argument('--system', choices=SYSTEMS, required=True)
     parser.add_argument(
@@ -155,7 +153,6 @@ def compute(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in SUBCOMMANDS:
         module = import_module(f'tools.simulate.{SUBCOMMANDS[arguments[0]]}')

@@ -76,7 +76,6 @@ class Renewal:
         fields.require(self.shape >= LEAST_SHAPE, 'shape', self.shape, rule)
 
     def gaps(self, rng: np.random.Generator, histories: int, count: int) -> np.ndarray:
-        """Seconds from each failure to the next, [histories, count]."""
         check_size(histories * count)
         if self.shape == 1:
             return rng.exponential(self.mtbf_s, (histories, count))
@@ -93,7 +92,6 @@ class Renewal:
     def until(
         self, rng: np.random.Generator, histories: int, horizon_s: float, nodes: int
     ) -> FailureTimes:
-        """All failures before `horizon_s`."""
         if math.isinf(self.mtbf_s):
             return FailureTimes(np.empty((histories, 0)), np.empty((histories, 0), dtype=int))
         mean = horizon_s / self.mtbf_s

@@ -138,7 +138,6 @@ _GROUPS = {
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags except the choice of systems."""
     for title, group in _GROUPS.items():
         terminal.add_flags(parser.add_argument_group(title), *group)
 

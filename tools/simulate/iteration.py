@@ -305,7 +305,6 @@ def _timers(log: str) -> list[_Timers]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand; returns the exit status."""
     parser = Parser(prog='python -m tools.simulate iteration', description=__doc__)
     add_flags(
         parser,

@@ -46,14 +46,7 @@ class Axis(NamedTuple):
 
 
 def draw_sweep(series: Mapping[str, Series], axis: Axis, shown: str, target: Path) -> None:
-    """Draw a line per system into an image file.
-
-    Args:
-        series: by system.
-        axis: the varied quantity.
-        shown: label of the other axis.
-        target: file to write.
-    """
+    """Draw a line per system into an image file."""
     with picture(target, figsize=(8, 4.5)) as axes:
         varied = axis.label.removesuffix(' (s)') if axis.seconds else axis.label
         axes.set_title(f'{shown} by {varied}', loc='left')
@@ -73,13 +66,7 @@ def draw_sweep(series: Mapping[str, Series], axis: Axis, shown: str, target: Pat
 
 
 def draw_timeline(timelines: Mapping[str, Timeline], bins: int, target: Path) -> None:
-    """Draw the goodput of each system, and a mark per failure, into an image file.
-
-    Args:
-        timelines: by system, all with the same failures.
-        bins: number of time spans.
-        target: file to write.
-    """
+    """Draw the goodput of each system, and a mark per failure, into an image file."""
     with picture(target, figsize=(9, 4)) as axes:
         axes.set_title('Goodput over the time of the job', loc='left')
         subtitle(axes, f'share of each {tick(_span(timelines, bins))} that went into iterations '

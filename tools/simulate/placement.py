@@ -71,7 +71,6 @@ def survival_report(
     groups: Sequence[Sequence[int]] | None = None,
     distance: LinkCost | None = None,
     samples: int = 100_000,
-    seed: int = 0,
 ) -> list[Placed]:
     """Placements by `place_replicas` for each of `replicas`, and their survival of failed domains.
 
@@ -88,7 +87,7 @@ def survival_report(
         survival = []
         for lost in failed:
             probability = survival_probability(
-                domains, holders, lost, groups=groups, samples=samples, seed=seed
+                domains, holders, lost, groups=groups, samples=samples
             )
             # Two more of each kind, as samples without any loss prove nothing (Agresti and Coull).
             share = (probability * samples + 2) / (samples + 4)

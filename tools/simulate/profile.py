@@ -92,7 +92,6 @@ class Profile:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the experts in full."""
         return sum(op.full_bytes for op in self.operators if op.tokens is not None)
 
     @property

@@ -35,10 +35,6 @@ _COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
 def derive(folder: Path, given: Mapping[str, float]) -> Profile:
     """Derive the profile of a run.
 
-    Args:
-        folder: folder of the events.
-        given: fields that replace measurements.
-
     Raises:
         ProfileError: there are no events, or they are not sufficient.
         FieldError: a field breaks its rule.
@@ -130,7 +126,6 @@ def _pipeline(places: Mapping[int, Protected]) -> Pipeline:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand; returns the exit status."""
     parser = Parser(prog='python -m tools.simulate profile', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')

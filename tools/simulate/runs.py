@@ -117,7 +117,6 @@ class DenseRun(Run):
         return kept
 
     def recovery_s(self, lost: np.ndarray) -> np.ndarray:
-        """Seconds of the restart."""
         return self.restart_s
 
 

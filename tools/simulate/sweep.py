@@ -126,7 +126,6 @@ def print_table(points: Sequence[Point], over: str, what: str, console: Console)
 
 
 def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:
-    """Draw a line per system into an image file."""
     series = {}
     for name in dict.fromkeys(point.system for point in points):
         own = [point for point in points if point.system == name]
@@ -183,7 +182,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[float]]:
-    """The parser, the flags and the values; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.simulate sweep', description=__doc__)
     parser.add_argument('--over', choices=tuple(AXIS), required=True, help='flag that is varied')
     parser.add_argument('--values', required=True, help='comma-separated')
@@ -203,7 +201,6 @@ def parse_arguments(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser, args, values = parse_arguments(argv)
     names = names_of(parser, args.systems)
     with flags.errors(parser):

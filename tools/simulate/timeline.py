@@ -41,20 +41,17 @@ def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Tim
 def parse_arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Return the parser and the flags; exits with a message if they are wrong."""
     parser = Parser(prog='python -m tools.simulate timeline', description=__doc__)
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')
     add_output_flags(parser)
     parser.set_defaults(histories=_HISTORIES)
     args = parser.parse_args(argv)
-    if args.bins < 1:
-        parser.error(f'--bins {args.bins}: must be at least 1')
+    parser.require_at_least_1(args, 'bins')
     return parser, args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser, args = parse_arguments(argv)
     with flags.errors(parser):
         found = timelines(args, names_of(parser, args.systems))

@@ -34,12 +34,7 @@ class Stage(NamedTuple):
 
 
 def show(history: History, now: float) -> Group:
-    """Compose the whole screen.
-
-    Args:
-        history: history of the job so far.
-        now: seconds since the epoch.
-    """
+    """Compose the whole screen."""
     parts: list[Text | Table] = [_headline(history, now), _figures(history), _stages(history)]
     if history.episodes:
         parts.append(_recoveries(history, now))

@@ -51,7 +51,6 @@ _OF_A_RUN = ('export', 'check')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     args = parse_arguments(argv)
     if not args.directory.is_dir():
         print(f'windows: {args.directory} is no directory', file=sys.stderr)
@@ -71,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the flags of all commands."""
     parser = Parser(prog='python -m tools.windows', description=__doc__)
     commands = parser.add_subparsers(dest='command', required=True)
     for name, about in (

@@ -78,11 +78,6 @@ def one_run(found: Sequence[Found], directory: Path) -> str:
 def export(source: Source, output: Path, command: Sequence[str]) -> int:
     """Launch the run once more, to save in `output`; returns the iteration of the checkpoint.
 
-    Args:
-        source: windows of the run.
-        output: directory without a checkpoint.
-        command: launch command of the run; its last arguments are flags of the program.
-
     Raises:
         ExportError: the run has a newer dense checkpoint, or did not save.
     """

@@ -19,11 +19,6 @@ from tools.windows.export import ExportError, saved_in
 def export_offline(window: Newest, output: Path, flags: Sequence[str]) -> int:
     """Save the window in `output`; returns the iteration of the checkpoint. Once in a process.
 
-    Args:
-        window: of one slot.
-        output: directory without a checkpoint.
-        flags: flags of `pretrain_gpt.py`.
-
     Raises:
         ExportError: flags or windows do not allow it; the message names what.
     """

@@ -20,7 +20,6 @@ class Pruned(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes to free."""
         return sum(path.stat().st_blocks * 512 for path in self.files if path.exists())
 
 

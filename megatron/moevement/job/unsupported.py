@@ -71,7 +71,7 @@ _HAZARDS = (
     (
         keeps_fp8_masters,
         'with masters in fp8 updates that are small beside a weight are lost; compare the losses '
-        'with those of --main-params-dtype fp16 (python -m tools.bench.precision)',
+        'with those of --main-params-dtype fp16 (python -m tools.bench.overhead --precision all)',
     ),
     (
         leaves_scales_of_others,

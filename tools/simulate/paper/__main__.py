@@ -108,7 +108,6 @@ def count(cells: Iterable[Cell]) -> list[Count]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status."""
     parser = Parser(
         prog='python -m tools.simulate paper',
         description='Recompute the tables and figures of the paper.',
@@ -152,7 +151,6 @@ def _plain(
 
 
 def cell_table(title: str, cells: Sequence[Cell]) -> Table:
-    """One row per cell of one quantity."""
     columns = '!setting !system !MTBF >!paper >!ours >!differs_by >!exact >!fitted !follows'
     rows = (
         (cell.setting, cell.system, cell.mtbf or 'all', _number(cell, cell.theirs),
@@ -165,7 +163,6 @@ def cell_table(title: str, cells: Sequence[Cell]) -> Table:
 
 
 def claim_table(claims: Sequence[Claim]) -> Table:
-    """One row per number of a figure or of the text."""
     columns = ('where', 'what', '>!paper', '>!ours', '>!differs by', '!follows', 'ours from')
     rows = (
         (
@@ -195,7 +192,6 @@ def constant_table(constants: Iterable[Constants]) -> Table:
 
 
 def summary(report: Report) -> str:
-    """The counts in one line."""
     systems = (tables.CHECKFREQ, tables.GEMINI, tables.MOC, tables.MOEVEMENT)
     ettr, recovery = (
         ', '.join(f'{one.system} {one.follow} of {one.cells}' for one in found)

@@ -63,7 +63,6 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def difference(self) -> float | None:
-        """Our number minus the paper's."""
         return None if self.ours is None else self.ours - self.theirs
 
 
@@ -120,7 +119,6 @@ def fit_all() -> list[Constants]:
 
 
 def all_cells(fits: Fits) -> list[Cell]:
-    """Cells in the order of the tables."""
     return [cell for row in tables.rows() for cell in _row_cells(row, fits.get(row[0].row))]
 
 

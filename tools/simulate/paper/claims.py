@@ -37,7 +37,6 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def difference(self) -> float | None:
-        """Our number minus the paper's."""
         return None if self.ours is None or self.theirs is None else self.ours - self.theirs
 
 
@@ -54,7 +53,6 @@ def found(source: str, statement: str, ours: float, how: str) -> Claim:
 
 
 def follows_if(holds: bool) -> Verdict:
-    """FOLLOWS or DIFFERS."""
     return Verdict.FOLLOWS if holds else Verdict.DIFFERS
 
 

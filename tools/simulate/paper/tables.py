@@ -58,7 +58,6 @@ class Table(msgspec.Struct, frozen=True):
     """A cell, and its unreadable or corrected value."""
 
     def setting(self, name: str) -> Setting:
-        """The setting called `name`."""
         return next(setting for setting in self.settings if setting.name == name)
 
 
@@ -79,7 +78,6 @@ class Condition(NamedTuple):
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """Table, setting and system."""
         return self.table, self.setting.name, self.system
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.tools.samples import HARDWARE, iteration_line
-from tools.bench import model, overhead, overhead_report, precision
+from tools.bench import model, overhead, overhead_report
 from tools.bench.overhead import AGAIN, FORMATS, Bench
 from tools.bench.overhead_report import (
     AGAINST,
@@ -193,7 +193,7 @@ def test_stand_ins_are_asked_for(
 ) -> None:
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
     with pytest.raises(SystemExit):
-        precision.main([])
+        overhead.main(['--precision', 'all'])
     assert 'install it, or give --stand-ins' in capsys.readouterr().err
     assert precisions.program(stand_ins=True) == precisions.STAND_INS != PROGRAM
     assert (ROOT / precisions.STAND_INS).is_file()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison: its rows, its trace, its arithmetic, its table."""
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -52,9 +53,25 @@ def test_a_row_of_the_default_way_has_the_default_recovery() -> None:
     assert config['window'] == 3
 
 
+def test_each_row_of_the_ablation_adds_one_part() -> None:
+    """Of frozen operators, popularity and localized recovery; the last has the defaults."""
+
+    def parts(name: str) -> dict[str, str]:
+        parsed, _ = trainer_parser().parse_known_args(ROWS[name].training_flags(PLACES))
+        return {
+            part: vars(parsed)[f'sparse_ckpt_{part}'] for part in ('freeze', 'order', 'recovery')
+        }
+
+    ways = [parts(name) for name in ('windows', 'windows-frozen', 'global', 'localized')]
+    for before, after in itertools.pairwise(ways):
+        assert sum(before[part] != after[part] for part in before) == 1
+    default = SparseCheckpointConfig()
+    assert ways[-1] == {part: getattr(default, part) for part in ways[-1]}
+
+
 def test_forked_workers_are_hot_spares_already() -> None:
-    assert set(ROWS) - set(chosen('all', forked=True)) == {'localized-spare'}
-    assert chosen('all', forked=False) == ROWS
+    assert set(chosen('all', forked=False)) - set(chosen('all', forked=True)) == {'localized-spare'}
+    assert set(ROWS) - set(chosen('all', forked=False)) == {'windows', 'windows-frozen'}
     with pytest.raises(ValueError, match='starts as a hot spare does'):
         chosen('localized-spare', forked=True)
     with pytest.raises(ValueError, match='no row nothing'):
@@ -72,28 +89,6 @@ def test_a_trace_is_the_same_for_a_seed_and_apart() -> None:
     gaps = [after.at_s - one.at_s for one, after in zip(faults, faults[1:], strict=False)]
     assert min(gaps) >= 5.0 - 0.001
     assert {fault.rank for fault in faults} <= set(range(4))
-
-
-def test_a_trace_survives_its_file(tmp_path: Path) -> None:
-    faults = trace.draw(3, 3, 10.0, 50.0, 4)
-    trace.write(tmp_path / 'trace.csv', faults)
-    assert trace.read(tmp_path / 'trace.csv', 4) == faults
-
-
-@pytest.mark.parametrize(
-    ('text', 'wrong'),
-    [
-        ('time,rank\n1,0\n', 'no column event'),
-        ('time,rank,event\n', 'no fault in it'),
-        ('time,rank,event\n-1,0,kill\n', ":2: time is '-1'"),
-        ('time,rank,event\n1,0,stop\n', ":2: event is 'stop'"),
-        ('time,rank,event\n1,4,kill\n', ":2: rank is '4'"),
-    ],
-)
-def test_a_bad_trace_is_named(text: str, wrong: str, tmp_path: Path) -> None:
-    (tmp_path / 'trace.csv').write_text(text)
-    with pytest.raises(trace.TraceProblem, match=wrong):
-        trace.read(tmp_path / 'trace.csv', 4)
 
 
 # ---- arithmetic
@@ -331,7 +326,6 @@ def test_copies_take_as_long_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) 
         (['--iterations', '47'], 'must be at least 48, 8 x --interval'),
         (['--dense-copy', '0'], '--dense-copy 0: must be above 0'),
         (['--window', 'x'], '--window x: must be a whole number'),
-        (['--trace', '/none.csv'], '/none.csv: cannot be read'),
     ],
 )
 def test_a_bad_flag_is_named(
