@@ -5,8 +5,8 @@ Without `--sparse-ckpt-run-id` a flag that is mistyped makes another run, which 
 would train from the start without a word. So would a run whose node has another name than before.
 """
 
+import fcntl
 import logging
-import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,6 +87,10 @@ def _look_at(other: NodeStore, rank: Rank) -> None:
 
 
 def _lives(holder: Path) -> bool:
-    """A process of this node has the directory; its lock is not tried, which would lock it out."""
-    said = re.match(r'\d+', (holder / 'lock').read_text())
-    return said is not None and Path(f'/proc/{said[0]}').exists()
+    """A process has the directory: its id says nothing, as containers use the same ones again."""
+    with suppress(OSError), open(holder / 'lock', 'rb') as file:
+        try:  # a process that asks for the lock right now asks again
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

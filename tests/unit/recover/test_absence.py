@@ -134,12 +134,13 @@ def test_windows_under_another_name_are_noticed(why: str | None, store: NodeStor
         windows = OwnerWindows(node, 3, 1, capacity())
         for start in 0, 6:
             commit(windows, start)
-        node.close()
         if why != 'it lives':
-            (node.holder_path(3) / 'lock').write_text('999999999 on before')
+            node.close()
     identity = RankIdentity('other' if why == 'it is of another run' else RUN, TOPOLOGY, 0)
     found = take_stock(store, None, identity).traces
     assert found.renamed == ({'before': 6} if why is None else {})
+    for node in nodes:
+        node.close()
 
 
 def test_that_a_window_was_complete_is_remembered_on_disk(store: NodeStore, tmp_path: Path) -> None:
