@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.moevement.job import computing, identity, named_files
-from moevement_ext.memory.window.settings import Differences, differences
+from moevement_ext.memory.window.settings import Differences, decode, differences, encode
 from tests.unit.megatron.moevement.job.test_identity import _parser, parsed
 
 
@@ -201,6 +201,20 @@ def test_a_file_that_a_job_writes_is_no_difference(tmp_path: Path) -> None:
 def test_a_flag_is_told_as_it_is_given() -> None:
     was, now = launched('--data-path', '0.7', 'd'), launched('--data-path', '0.3', 'd')
     assert differences(was, now).lines == ['--data-path: was 0.7 d, is 0.3 d']
+
+
+def test_a_path_that_is_no_utf_8_has_an_identity(tmp_path: Path) -> None:
+    """And another than a path of other such bytes."""
+    prefixes = [str(tmp_path / os.fsdecode(name)) for name in (b'm\xfcller', b'm\xf6ller')]
+    for prefix in prefixes:
+        write_data(Path(prefix), sequences=2)
+    one, other = (launched('--data-path', prefix) for prefix in prefixes)
+    (line,) = differences(decode(encode(one)), decode(encode(other))).decisive
+    assert '\\udcfcller, is' in line
+    args = parsed('--data-path', prefixes[0])
+    assert identity.run_identity(vars(args), 'run') != identity.run_identity(
+        vars(parsed('--data-path', prefixes[1])), 'run'
+    )
 
 
 DECISIVE = (
