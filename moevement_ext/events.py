@@ -6,10 +6,11 @@ write their events, of `launch/launcher_events.py`, to a separate file.
 """
 
 import enum
+import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -374,7 +375,17 @@ def encode(event: Event, rank: int, pid: int, iteration: int = 0) -> bytes:
         'iteration': iteration,
         **event.own_fields(),
     }
-    return msgspec.json.encode(line) + b'\n'
+    return _encoded(line)
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """One line of JSON; bytes of a path that are no UTF-8 become question marks."""
+    try:
+        return msgspec.json.encode(line) + b'\n'
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(line, str_keys=True)
+        text = json.dumps(plain, ensure_ascii=False, separators=(',', ':'))
+        return text.encode(errors='replace') + b'\n'
 
 
 class EventLog:

@@ -19,7 +19,7 @@ from moevement_ext.launch import messages
 from moevement_ext.launch.child import OwnChild, SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.loop import FdLoop
-from moevement_ext.launch.output import Relay, last_lines
+from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
 from moevement_ext.launch.spare_pool import SparePool
 from moevement_ext.launch.staged_faults import logged_iteration
 from moevement_ext.launch.template import Template
@@ -28,6 +28,7 @@ from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.shelf import directories_of
 
 _NOT_STARTED = 1
+_STDERR = 2
 NODE = 'MOEVEMENT_NODE'
 """Environment variable of a worker: the name of its node."""
 
@@ -79,6 +80,7 @@ class Machine:
         self.spares = SparePool(self._config, self._environment, loop, report)
         self._template = Template(job.program, job.flags, self._environment) if job.fork else None
         self._running: dict[int, _Running] = {}
+        self._logs = set[Path]()
         self._pages: ReservedPages | None = None
 
     def obey(self, message: messages.FromSupervisor) -> None:
@@ -135,9 +137,25 @@ class Machine:
     def _new_worker(self, variables: Mapping[str, str], log: Path | None) -> tuple[OwnChild, bool]:
         """Start a worker; True if a hot spare started it, or became it."""
         environment = {**self._environment, **variables}
-        with nullcontext() if log is None else log.open('ab') as output:
+        with nullcontext() if log is None else self._opened(log) as output:
             spare = self.spares.take(environment, output)
             return spare or self._new_process(environment, output), spare is not None
+
+    def _opened(self, log: Path) -> BinaryIO:
+        """A log, or stderr instead of one that is gone since it was written: that ends no job.
+
+        Raises:
+            OSError: the log could never be written, which is a mistake.
+        """
+        try:
+            output = log.open('ab')
+        except OSError as error:
+            if log not in self._logs:
+                raise
+            say_of_launcher(f'its further lines come here, as a log cannot be opened: {error}')
+            return os.fdopen(os.dup(_STDERR), 'ab')
+        self._logs.add(log)
+        return output
 
     def _new_process(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild:
         command = [self._config.program, *self._config.flags]

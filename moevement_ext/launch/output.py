@@ -103,12 +103,11 @@ def say_of_launcher(what: object, good: bool | None = None) -> None:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The newest lines of a log; empty if the file does not exist."""
-    if not log.exists():
-        return []
-    with log.open('rb') as file:
+    """The newest lines of a log; empty if it cannot be read."""
+    with suppress(OSError), log.open('rb') as file:
         file.seek(max(log.stat().st_size - _CHUNK, 0))
         return file.read().decode(errors='replace').splitlines()[-_LAST_LINES:]
+    return []
 
 
 class LogTail:

@@ -25,12 +25,13 @@ _FILES = 'files'
 
 def tell_memory(store: Store, directory: Path) -> None:
     """Report the directory of the run's host memory, the same on all nodes."""
-    _own(store).set(_MEMORY, str(directory))
+    # Paths may have bytes that are no UTF-8.
+    _own(store).set(_MEMORY, os.fsencode(directory))  # type: ignore[arg-type]
 
 
 def told_memory(store: Store) -> Path | None:
     """The directory of the run's host memory; None if no worker reported it."""
-    return Path(store.get(_MEMORY).decode()) if store.check([_MEMORY]) else None
+    return Path(os.fsdecode(store.get(_MEMORY))) if store.check([_MEMORY]) else None
 
 
 def tell_files(store: Store, rank: int, files: bytes) -> None:

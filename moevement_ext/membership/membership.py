@@ -201,16 +201,15 @@ class Membership:
         Ends the process if its GPU is lost: a report would promise a state that is gone.
 
         `reason` and `detect_s` then say why the round ended and how long before this call that was
-        announced: by the launcher, which saw a worker die, or by another rank; `ended_round` that
-        it was by this call.
+        announced, by the launcher or another rank; `ended_round` that it was by this call, and by
+        nothing that had interrupted this rank before.
         """
         self._groups.end_calls()
         round, self.ended_round = self._result.round, False
         while not self._announced(round, reason):
             pass
         self._watch.wait_until_woken()
-        since = time.time() - self._watch.announced
-        self.detect_s = max(since, 0.0)  # the clock of another node may be ahead
+        self.detect_s = max(time.time() - self._watch.announced, 0.0)  # by another node's clock
         self._check_device()  # watched: if it hangs, this process is replaced
         self._watch.stop()
         self.reason = self._watch.reason or reason
@@ -220,7 +219,8 @@ class Membership:
         self._store = store = self._runner.reconnect()  # the other may have been lost
         try:
             if not self._watch.broken.is_set():
-                self.ended_round = end_round(store, round, reason)
+                before = self.broken  # this rank hears of its own announcement, too
+                self.ended_round = end_round(store, round, reason) and not before
                 found = how_broken(store, round) or Ending(time.time(), reason)
                 self._watch.conclude(found.reason, found.since)
         except DistError:

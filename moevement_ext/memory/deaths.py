@@ -2,7 +2,7 @@
 """Deaths of a run's processes on one node, recorded by their watchdogs.
 
 The whole job may restart because one process died, and torchrun does not tell the new processes
-which process died, or when. So each watchdog (`process/watchdog_process.py`, which does not import
+which process died, or when. So each watchdog (`system/watchdog_process.py`, which does not import
 this module) appends a line to a file in the run's directory, and the restarted job reads the file.
 """
 

@@ -40,7 +40,9 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
 # Pause before the next poll, as a part of the time that a window has been awaited.
 _PART = 0.25
 _REMEMBERED = 4
-_WITHDRAW_SECONDS = 10.0
+# Some attempts of the connection; none of them waits long for the next while a rank waits.
+_WITHDRAW_SECONDS = 30.0
+_STOP_SECONDS = 10.0
 
 
 class _Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +82,7 @@ class PersistenceTracker:
         # Seconds from this rank's report of a window to persistence, for the newest windows.
         self._took_s: deque[float] = deque([0.0], _REMEMBERED)
         self._agreed = NOTHING_AGREED
-        self._stopping = False
+        self._stopping = self._is_waited_for = False
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-tracker', daemon=True)
         self._thread.start()
 
@@ -105,7 +107,7 @@ class PersistenceTracker:
         the store, which takes some requests, or after a timeout if the store does not answer.
         """
         done = threading.Event()
-        self._enqueue(partial(self._withdraw, window, done))
+        self._enqueue(partial(self._withdraw, window, done), waits=True)
         if not done.wait(_WITHDRAW_SECONDS):
             logger.warning(
                 'sparse checkpointing: windows after %d could not be withdrawn in %g s; they may '
@@ -119,28 +121,35 @@ class PersistenceTracker:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        self._thread.join(_WITHDRAW_SECONDS)
+        self._thread.join(_STOP_SECONDS)
 
     @property
     def _store(self) -> Store:
         return self._connection.store
 
-    def _enqueue(self, task: Callable[[], None]) -> None:
+    def _enqueue(self, task: Callable[[], None], waits: bool = False) -> None:
         with self._changed:
             self._tasks.append(task)
+            self._is_waited_for |= waits
             self._changed.notify()
 
     def _run(self) -> None:
         pause = 0.0
         while True:
             with self._changed:
-                if pause:  # a pause after a failure, or before the next poll
-                    self._changed.wait_for(lambda: self._stopping, pause)
+                if pause:  # after a failure
+                    self._rest(pause)
                 elif not self._tasks and not self._stopping:
                     self._changed.wait(self._until_next_look())
                 if self._stopping:
                     return
             pause = self._connection.attempt(self._step)
+
+    def _rest(self, pause_s: float) -> None:
+        """Less, if a rank waits or begins to: its recovery goes on, with the store back or not."""
+        shortest_s = min(pause_s, _LONGEST_PAUSE_S)
+        self._changed.wait_for(lambda: self._stopping or self._is_waited_for, pause_s - shortest_s)
+        self._changed.wait_for(lambda: self._stopping, shortest_s)
 
     def _until_next_look(self) -> float | None:
         """Seconds to the next poll; the first poll is late, to spare the store shared by all."""
@@ -157,6 +166,8 @@ class PersistenceTracker:
         while self._tasks:
             self._tasks[0]()  # stays in the queue until done, also after a lost connection
             self._tasks.popleft()
+        with self._changed:
+            self._is_waited_for &= bool(self._tasks)
         self._look()
 
     def _count(self, window: WindowName) -> None:

@@ -3,7 +3,8 @@
 
 An unmounted disk, or a different directory on one node, looks like a job without windows. Starting
 over would then make the other ranks delete their windows. So a job whose windows were complete
-once, and are not complete now, starts over only with an explicit flag.
+once, and are not complete now, starts over only with an explicit flag. So does one that finds
+nothing, while a machine has its windows under another name, as of a container that is gone.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,6 +31,9 @@ class Traces(msgspec.Struct, frozen=True):
     """Start of the newest window known to this rank as complete on all ranks; -1 if none."""
     past: bool
     """Window files (even refused) or a ledger exist: missing windows were deleted on purpose."""
+    renamed: dict[str, int] = {}
+    """If nothing is found: newest start of a window of this run on the machine, by the name that
+    the machine had (see `other_runs.of_other_names`)."""
 
 
 def refuse_to_forget(
@@ -52,6 +56,8 @@ def refuse_to_forget(
         AbsentWindows: all ranks had a newer window, and some ranks have none now.
     """
     known = max(trace.newest_complete for trace in traces)
+    if not (config.forget or held):
+        _refuse_other_names(traces, dense_iteration, config)
     if config.forget or not held or known < max(dense_iteration, 0):
         return
     owners: dict[Window, set[int]] = {}
@@ -67,14 +73,32 @@ def refuse_to_forget(
         places += f' or --sparse-ckpt-disk {config.disk}'
     most = len(owners[nearest])
     starts = sorted({window.start for window in owners if len(owners[window]) == most})
-    tier = f'the dense checkpoint of iteration {dense_iteration}' if dense_iteration >= 0 else ''
     raise AbsentWindows(
         f'all ranks had window {known}, and none is complete now: nothing is in {places} of '
         f'{_named(absent, traces)}; {_named(sorted(owners[nearest]), traces)} have '
         f'windows {", ".join(map(str, starts))}. Mount what is not mounted there, or give all '
         f'nodes the same directories, and start again; {FLAG} goes on from '
-        f'{tier or "the start"} without them.'
+        f'{_tier(dense_iteration) or "the start"} without them.'
     )
+
+
+def _refuse_other_names(
+    traces: Sequence[Traces], dense_iteration: int, config: SparseCheckpointConfig
+) -> None:
+    present = {trace.node for trace in traces}
+    for trace in traces:
+        for name, start in sorted(trace.renamed.items()):
+            if name not in present and start >= max(dense_iteration, 0):
+                raise AbsentWindows(
+                    f'no rank finds a window, but on the node {trace.node} {config.dir} has window '
+                    f'{start} of this run, from when the node was named {name}: launch with '
+                    f'MOEVEMENT_NODE={name} there, and so on each node whose name has changed; '
+                    f'{FLAG} goes on from {_tier(dense_iteration) or "the start"} without them.'
+                )
+
+
+def _tier(dense_iteration: int) -> str:
+    return f'the dense checkpoint of iteration {dense_iteration}' if dense_iteration >= 0 else ''
 
 
 def _named(ranks: Sequence[int], traces: Sequence[Traces]) -> str:

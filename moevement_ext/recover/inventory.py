@@ -25,6 +25,7 @@ from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow
 from moevement_ext.memory.window.settings import digest_of, encode
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
+from moevement_ext.recover import other_runs
 from moevement_ext.recover.absence import Traces
 from moevement_ext.replicate.secret import marks_here
 
@@ -179,7 +180,9 @@ def _traces(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) 
     if disk is not None:
         past |= bool(disk.stored()) or disk.noted_complete()
         told = max(told, disk.newest_complete())
-    return Traces(node_name(), told, past)
+    found = past or bool(store.scan())
+    renamed = {} if found else other_runs.of_other_names(store, identity)
+    return Traces(node_name(), told, past, renamed)
 
 
 def launch_of(identity: RankIdentity) -> str:

@@ -2,11 +2,12 @@
 """Windows of another run on this node that may have been meant: its id follows from its flags.
 
 Without `--sparse-ckpt-run-id` a flag that is mistyped makes another run, which finds no windows and
-would train from the start without a word.
+would train from the start without a word. So would a run whose node has another name than before.
 """
 
+import fcntl
 import logging
-import re
+from contextlib import suppress
 from pathlib import Path
 
 from moevement_ext.errors import SparseCheckpointError
@@ -14,6 +15,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.settings import told
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,30 @@ def say(store: NodeStore, rank: Rank) -> None:
             continue
 
 
+def of_other_names(store: NodeStore, identity: RankIdentity) -> dict[str, int]:
+    """Newest start of a window of this run here, by the name that this machine had.
+
+    Not of emulated nodes that live.
+    """
+    found = dict[str, int]()
+    with suppress(OSError):
+        for path in sorted(store.path.parent.iterdir()):
+            if path.name != store.path.name:
+                with suppress(SparseCheckpointError, OSError):
+                    found |= _of_name(NodeStore(store.root, store.run_id, path.name), identity)
+    return found
+
+
+def _of_name(other: NodeStore, identity: RankIdentity) -> dict[str, int]:
+    windows = other.scan()
+    if not windows or any(_lives(other.holder_path(found.holder)) for found in windows):
+        return {}
+    newest = windows[0]
+    wanted = Expected.of(identity, newest.name)._replace(owner=newest.owner)
+    WindowFile.open(newest.path).verify_identity(wanted)
+    return {other.path.name: newest.name.start}
+
+
 def _look_at(other: NodeStore, rank: Rank) -> None:
     windows = other.scan()
     if not windows or _lives(other.holder_path(windows[0].holder)):
@@ -61,6 +87,10 @@ def _look_at(other: NodeStore, rank: Rank) -> None:
 
 
 def _lives(holder: Path) -> bool:
-    """A process of this node has the directory; its lock is not tried, which would lock it out."""
-    said = re.match(r'\d+', (holder / 'lock').read_text())
-    return said is not None and Path(f'/proc/{said[0]}').exists()
+    """A process has the directory: its id says nothing, as containers use the same ones again."""
+    with suppress(OSError), open(holder / 'lock', 'rb') as file:
+        try:  # a process that asks for the lock right now asks again
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -221,11 +221,17 @@ def _undisturbed(
 
     What a log has dropped since they began is of iterations that they have replayed: a newer window
     is persisted on all ranks then, theirs among them.
+
+    If no process was lost, a rank has waited in vain, and two neighbours that both replay may wait
+    for each other: they begin again, and such recoveries are counted (see `fruitless`).
     """
+    none_lost = all(report.survivor for report in reports)
 
     def is_disturbed(stage: int) -> bool:
         begin = stages - going_on
         neighbours = layout.neighbours([stage])
+        if none_lost and neighbours & going_on:
+            return True
         if neighbours & begin or (stage in layout.tied and layout.tied & begin):
             return True
         reads = under_way[stage].window.start < under_way[stage].target

@@ -43,6 +43,16 @@ def test_a_line_says_when_who_and_what(tmp_path: Path) -> None:
     }
 
 
+def test_bytes_that_are_no_text_cost_no_event_and_no_training(tmp_path: Path) -> None:
+    """As in a path of another encoding, or of any in a locale that knows ASCII alone."""
+    log = EventLog(str(tmp_path), 0)
+    log.emit(events.FailureDetected(reason='/data/m\udcfcller is gone'))
+    log.emit(events.WindowCommitted(start=4, plan='a'))
+    log.close()
+    lost, committed = events.decode((tmp_path / 'rank0.jsonl').read_bytes())
+    assert lost.reason == '/data/m?ller is gone' and committed.start == 4
+
+
 _LOCALIZED = {'scope': 'localized', 'target': 40, 'stages': [1], 'replacements': [2], 'copied': [3]}
 _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0']}
 

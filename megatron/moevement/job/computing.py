@@ -31,6 +31,12 @@ _PACKAGES = (
 ).split()
 
 _DRIVER = Path('/proc/driver/nvidia')
+_CPU_INFO = Path('/proc/cpuinfo')
+# Of a CPU: maker and vector or matrix units, by which libraries choose their kernels.
+_CPU_MAKER = re.compile(r'(?:vendor_id|CPU implementer)\s*:\s*(\S+)')
+_CPU_UNITS = re.compile(r'\n(?:flags|Features)\s*:(.*)')
+_UNIT = re.compile(r'(?:avx|amx|fma|asimd|sve|sme|bf16)\w*')
+_READ_BYTES = 2**20
 _NCCL_SETTINGS = Path('/etc/nccl.conf'), Path(os.path.expanduser('~/.nccl.conf'))
 _VARIABLES = re.compile(
     # NCCL: variables that decide the order of a sum. Addresses and time-outs do not.
@@ -42,10 +48,13 @@ _VARIABLES = re.compile(
     r'|NVIDIA_TF32_OVERRIDE|CUTEDSL_\w+|FP4_RECIPE'
     r'|TORCH_(ALLOW_TF32_\w+|BLAS_\w+|CUDNN_\w+|LINALG_\w+|COMPILE_DISABLE)'
     r'|TORCHINDUCTOR_(?!\w*DIR)\w+|TORCHDYNAMO_DISABLE|PYTORCH_(JIT|TUNABLEOP_\w+)'
+    r'|CUTLASS_EPILOGUE_FUSION|ENABLE_(PERSISTENT_TMA_MATMUL|HOST_SIDE_TMA|T(EMPLATE|MA)_\w+)'
     r'|TRITON_(F32_DEFAULT|CACHE_AUTOTUNING|INTERPRET)|MAMBA_DETERMINISTIC|FLASH_ATTENTION_\w+'
     r'|PYTHONHASHSEED|OMP_(NUM_THREADS|DYNAMIC)|KMP_DETERMINISTIC_REDUCTION'
     r'|MKL_(NUM_THREADS|CBWR|DYNAMIC|ENABLE_INSTRUCTIONS)|OPENBLAS_(NUM_THREADS|CORETYPE)'
     r'|ATEN_CPU_CAPABILITY|(ONE)?DNNL?_(MAX_CPU_ISA|DEFAULT_FPMATH_MODE)'
+    # Another libnccl, libcublas, BLAS or libm in place of the installed one.
+    r'|LD_PRELOAD|GLIBC_TUNABLES|OMP_THREAD_LIMIT'
 )
 
 
@@ -112,7 +121,21 @@ def environment() -> Table:
 
 
 def _cpu() -> Table:
-    return {'instructions of the CPU': torch.backends.cpu.get_cpu_capability()}
+    """What kernels are chosen by, and into how many parts a sum is split.
+
+    The number of threads follows from the cores that a process may use, unless OMP_NUM_THREADS is
+    set: equal environments on machines of unequal sizes compute other bits.
+    """
+    found = {
+        'instructions of the CPU': torch.backends.cpu.get_cpu_capability(),
+        'threads of torch on the CPU': str(torch.get_num_threads()),
+    }
+    with suppress(OSError, ValueError), open(_CPU_INFO, encoding='ascii') as file:
+        first = file.read().partition('\n\n')[0]
+        units = ' '.join(_CPU_UNITS.findall(first)).split()
+        known = sorted({unit for unit in units if _UNIT.fullmatch(unit)})
+        found['CPU'] = ' '.join([*_CPU_MAKER.findall(first), *known])
+    return found
 
 
 def _gpus() -> Table:
@@ -132,5 +155,7 @@ def _with_content(value: str) -> str:
     with suppress(OSError, ValueError):
         path = Path(value)
         if path.is_file():
-            return f'{value} ({xxhash.xxh3_64_hexdigest(path.read_bytes())})'
+            with open(path, 'rb') as file:  # a library may have gigabytes
+                begin = file.read(_READ_BYTES)
+            return f'{value} ({path.stat().st_size} bytes, {xxhash.xxh3_64_hexdigest(begin)})'
     return value

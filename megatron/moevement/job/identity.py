@@ -248,7 +248,8 @@ def _shown(value: object) -> str:
 
 
 def _digest(settings: Settings) -> str:
-    return xxhash.xxh3_64_hexdigest(_text(settings).encode())
+    # Paths may have bytes that are no UTF-8.
+    return xxhash.xxh3_64_hexdigest(_text(settings).encode(errors='surrogateescape'))
 
 
 def _text(value: object) -> str:

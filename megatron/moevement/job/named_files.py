@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content of the files that flags name: an equal path does not imply equal content.
 
-Little is read: sizes, counts and the first bytes of data files, and all of other files, which are
+Little is read: sizes, counts and a few places of data files, and all of other files, which are
 small. Files that this rank does not see are left out, as on a node whose stages read no data.
 
 Checked against megatron-core 0.19.2.
@@ -42,6 +42,11 @@ LARGE = 'pretrained_checkpoint ict_load bert_load embedding_path logits_load_dir
 """Flags that name large folders or files, or paths that no supported job reads."""
 
 _HEAD_BYTES = 4096
+# Places where a data file is read, spread over it, its begin and end included: an index of as many
+# documents, or as many tokens of another order, may begin alike. Of many files less is read, as a
+# replacement reads them while the others wait.
+_PLACES = 8
+_ALL_PLACES = 128
 # Of larger files (weights beside a tokenizer), only the size counts.
 _LARGE_BYTES = 64 * 2**20
 _INDEX = struct.Struct('<9sQBQQ')  # magic, version, type, sequences, documents
@@ -123,23 +128,27 @@ def _text_of(blend: object) -> str:
 
 
 def _data(prefixes: Iterable[str]) -> Table:
+    named = [prefix + suffix for prefix in dict.fromkeys(prefixes) for suffix in _DATA_SUFFIXES]
+    places = min(_PLACES, 1 + _ALL_PLACES // max(len(named), 1))
     found = Table()
-    for prefix in dict.fromkeys(prefixes):
-        for suffix in _DATA_SUFFIXES:
-            with suppress(OSError, ValueError):
-                found[prefix + suffix] = _start_of(Path(prefix + suffix))
+    for name in named:
+        with suppress(OSError, ValueError):
+            found[name] = _samples_of(Path(name), places)
     return found
 
 
-def _start_of(path: Path) -> str:
+def _samples_of(path: Path, places: int) -> str:
+    """Size and counts of a data file, and a digest of some of its bytes."""
     with open(path, 'rb') as file:
-        head = file.read(_HEAD_BYTES)
         size = os.fstat(file.fileno()).st_size
-    counts = ''
+        last = max(size - _HEAD_BYTES, 0)
+        offsets = sorted({last * place // max(places - 1, 1) for place in range(places)})
+        samples = [os.pread(file.fileno(), _HEAD_BYTES, offset) for offset in offsets]
+    head, counts = samples[0], ''
     if len(head) >= _INDEX.size and head.startswith(_INDEX_MAGIC):
         *_, sequences, documents = _INDEX.unpack_from(head)
         counts = f', {sequences} sequences, {documents} documents'
-    return f'{size} bytes{counts}, begins {_digest(head)}'
+    return f'{size} bytes{counts}, {_digest(b"".join(samples))}'
 
 
 def _held(path: Path) -> str:

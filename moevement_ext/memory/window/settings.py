@@ -105,7 +105,11 @@ def bounded(settings: RunSettings) -> RunSettings:
     such as the files of a large blend, becomes one digest.
     """
     every = msgspec.structs.asdict(settings)
-    tables: dict[str, Table] = {part: table for part, table in every.items() if table is not UNSET}
+    tables: dict[str, Table] = {
+        part: {_readable(name): _readable(value) for name, value in table.items()}
+        for part, table in every.items()
+        if table is not UNSET
+    }
     for shorten in (_shown, _hashed):
         tables = {part: _each(table, shorten) for part, table in tables.items()}
         if _fits(tables):
@@ -153,6 +157,11 @@ def _lines(one: Mapping[str, str], other: Mapping[str, str], words: tuple[str, s
 
 def _each(table: Mapping[str, str], shorten: Callable[[str], str]) -> Table:
     return {name: shorten(value) for name, value in table.items()}
+
+
+def _readable(text: str) -> str:
+    """Bytes of a path that are no UTF-8 as escapes."""
+    return text.encode(errors='backslashreplace').decode()
 
 
 def _shown(value: str) -> str:

@@ -431,6 +431,24 @@ def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None
     assert 'rank1.log' in failure(job)
 
 
+def test_a_log_that_is_gone_costs_no_worker(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder was moved away, or its file server is gone."""
+    logs = tmp_path / 'logs'
+
+    def lose(event: Event) -> None:
+        if isinstance(event, WorkerEnded) and logs.exists():
+            logs.rename(tmp_path / 'old')
+
+    job.on_event = lose
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run('1.0=kill', '1.1=print:here', nodes=2, log_dir=logs) == 0
+    assert ended(job) == {0: [0], 1: [-9, 0]}
+    said = capfd.readouterr().err
+    assert 'rank1.log' in said and 'here' in said.splitlines()
+
+
 # Staged failures
 
 

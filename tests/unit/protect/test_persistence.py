@@ -11,6 +11,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.memory.window.agreed import MAX_GIVEN_UP, Agreed
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.protect import store_connection
 from moevement_ext.protect.persistence import PersistenceTracker
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.protect.distant_store import DistantStore
@@ -338,6 +339,28 @@ def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFix
     server.repair()
     assert heard.get(timeout=4 * DEADLINE_S) == Agreed(window(4))
     assert caplog.text.count('out of reach') == 1
+    tracker.stop()
+
+
+def test_a_withdrawal_does_not_wait_for_a_store_that_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had been away for long, so that it is asked every half a minute."""
+    monkeypatch.setattr(store_connection, '_FIRST_RETRY_SECONDS', 1000.0)
+    monkeypatch.setattr(store_connection, '_LAST_RETRY_SECONDS', 1000.0)
+    server = DistantStore()
+    heard: queue.Queue[Agreed] = queue.Queue()
+    tracker = PersistenceTracker(server.connect(TIMEOUT), 0, 2, heard.put)
+    tracker.report(window(0))
+    tracker.report(window(4))
+    wait_for(lambda: not tracker._tasks)
+    server.cut()
+    tracker.look()
+    wait_for(lambda: 'out of reach' in caplog.text)
+    server.repair()
+    tracker.withdraw_after(window(0))
+    assert 'withdrawn' not in caplog.text and not tracker._tasks
+    assert tracker._counted_windows() == [window(0)]
     tracker.stop()
 
 

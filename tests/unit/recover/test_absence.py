@@ -19,6 +19,7 @@ from tests.unit.memory.samples import (
     TOPOLOGY,
     WINDOW,
     capacity,
+    commit,
     make_file,
     named,
     tmpfs_directory,
@@ -85,6 +86,18 @@ def test_nothing_is_waited_for_in_vain(
         refuse_to_forget([], traces(known, -1), -1, SparseCheckpointConfig())
 
 
+def test_a_name_that_a_node_had_before_is_named() -> None:
+    renamed = [Traces('pod-7', -1, False, {'pod-1': 24}), Traces('pod-8', -1, False, {})]
+    said = refusal([], renamed, -1, SparseCheckpointConfig())
+    assert 'pod-7' in said and 'has window 24 of this run' in said
+    assert 'MOEVEMENT_NODE=pod-1' in said and 'goes on from the start without them' in said
+    assert 'the dense checkpoint of iteration 24' in refusal([], renamed, 24, CONFIG)
+    refuse_to_forget([], renamed, 25, CONFIG)
+    refuse_to_forget([], renamed, -1, SparseCheckpointConfig(forget=True))
+    emulated = [renamed[0], Traces('pod-1', -1, False)]
+    refuse_to_forget([], emulated, -1, CONFIG)
+
+
 @pytest.fixture
 def store() -> Iterator[NodeStore]:
     with tmpfs_directory() as shm:
@@ -109,6 +122,25 @@ def test_that_a_window_was_complete_is_remembered_in_memory(store: NodeStore) ->
     again.forget_after(0)
     assert Ledger.read_complete(store.ledger_path(0), IDENTITY) == -1
     store.close()
+
+
+@pytest.mark.parametrize('why', [None, 'it is of another run', 'it lives', 'its own is here, too'])
+def test_windows_under_another_name_are_noticed(why: str | None, store: NodeStore) -> None:
+    """The name of a container, say, changes with each start, and the memory of its host stays."""
+    nodes = [NodeStore(store.root, 'run1', 'before')]
+    if why == 'its own is here, too':
+        nodes.append(store)
+    for node in nodes:
+        windows = OwnerWindows(node, 3, 1, capacity())
+        for start in 0, 6:
+            commit(windows, start)
+        if why != 'it lives':
+            node.close()
+    identity = RankIdentity('other' if why == 'it is of another run' else RUN, TOPOLOGY, 0)
+    found = take_stock(store, None, identity).traces
+    assert found.renamed == ({'before': 6} if why is None else {})
+    for node in nodes:
+        node.close()
 
 
 def test_that_a_window_was_complete_is_remembered_on_disk(store: NodeStore, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def going_on(found: Job) -> set[int]:
         ([1, 2], [4], [1, 2]),
         ([1, 2], [3], []),  # nor does the one that reads what its neighbour sends anew
         ([0], [], [0]),
+        ([0, 2], [], [0, 2]),
+        ([0, 1, 3], [], [3]),  # each may wait for the other, which no log tells
     ],
 )
 def test_who_has_no_neighbour_that_begins_goes_on(

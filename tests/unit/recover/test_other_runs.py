@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.memory.holder_lock import HolderLock
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_name
@@ -49,7 +50,8 @@ def with_window(shm: Path) -> Path:
         file.reserve_slot(slot, header.payload_bytes)
         file.seal_slot(msgspec.structs.replace(header, settings=b'' if slot else settings))
     store.close()
-    (store.holder_path(0) / 'lock').write_text('999999999 on node0')
+    # As in a container that was started again.
+    (store.holder_path(0) / 'lock').write_text(f'{os.getpid()} on node0')
     return shm
 
 
@@ -88,8 +90,9 @@ def test_a_run_that_was_named_is_meant(root: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_job_that_lives_is_left_alone(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (root / 'run-before' / 'node0' / '0' / 'lock').write_text(f'{os.getpid()} on node0')
+    lock = HolderLock(root / 'run-before' / 'node0' / '0' / 'lock')
     assert said(root, caplog) == ''
+    lock.release()
 
 
 def test_what_is_no_run_is_passed_over(root: Path, caplog: pytest.LogCaptureFixture) -> None:

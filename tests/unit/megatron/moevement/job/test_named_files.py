@@ -2,16 +2,19 @@
 """What files hold that flags name belongs to the identity of a run, and not their paths alone."""
 
 import json
+import os
 import re
 import struct
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.moevement.job import computing, identity, named_files
-from moevement_ext.memory.window.settings import Differences, differences
+from moevement_ext.memory.window.settings import Differences, decode, differences, encode
 from tests.unit.megatron.moevement.job.test_identity import _parser, parsed
 
 
@@ -126,6 +129,40 @@ def test_data_that_were_built_anew_are_noticed(
         assert '2 sequences, 3 documents' in lines[0] and '3 sequences, 4 documents' in lines[0]
 
 
+@pytest.mark.parametrize('suffix', ['.idx', '.bin'])
+@pytest.mark.parametrize('at', [0.1, 0.5, 1.0], ids='{:.0%}'.format)
+@pytest.mark.parametrize('rest', [0, 10], ids=['alone', 'of ten'])
+def test_data_of_the_same_size_and_begin_are_noticed(
+    suffix: str, at: float, rest: int, data: str, tmp_path: Path
+) -> None:
+    """As an index of the same documents in another order, or tokens of another vocabulary."""
+    path = Path(data + suffix)
+    path.write_bytes(path.read_bytes() + bytes(2**17))
+    more = [str(tmp_path / f'more{number}') for number in range(rest)]
+    flags = '--data-path', *more, data
+    before = launched(*flags)
+    with open(path, 'r+b') as file:
+        file.seek(int(at * (2**17 - 2**15)))
+        file.write(b'\1' * 2**15)
+    (line,) = differences(before, launched(*flags)).decisive
+    assert line.startswith(f'{path}: was ')
+
+
+def test_of_many_data_files_little_is_read(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement reads it while all ranks wait."""
+    for suffix in '.idx', '.bin':
+        Path(data + suffix).write_bytes(bytes(2**17))
+    read = []
+    pread = os.pread
+    monkeypatch.setattr(os, 'pread', lambda *how: read.append(how) or pread(*how))
+    links = [f'{data}{number}' for number in range(100)]
+    for link in links:
+        for suffix in '.idx', '.bin':
+            Path(link + suffix).symlink_to(data + suffix)
+    named_files.held_by_files({'data_path': links})
+    assert len(read) == 200
+
+
 def test_data_that_a_rank_does_not_see_are_no_difference(data: str) -> None:
     before = launched('--data-path', data)
     for suffix in ('.idx', '.bin'):
@@ -166,10 +203,25 @@ def test_a_flag_is_told_as_it_is_given() -> None:
     assert differences(was, now).lines == ['--data-path: was 0.7 d, is 0.3 d']
 
 
+def test_a_path_that_is_no_utf_8_has_an_identity(tmp_path: Path) -> None:
+    """And another than a path of other such bytes."""
+    prefixes = [str(tmp_path / os.fsdecode(name)) for name in (b'm\xfcller', b'm\xf6ller')]
+    for prefix in prefixes:
+        write_data(Path(prefix), sequences=2)
+    one, other = (launched('--data-path', prefix) for prefix in prefixes)
+    (line,) = differences(decode(encode(one)), decode(encode(other))).decisive
+    assert '\\udcfcller, is' in line
+    args = parsed('--data-path', prefixes[0])
+    assert identity.run_identity(vars(args), 'run') != identity.run_identity(
+        vars(parsed('--data-path', prefixes[1])), 'run'
+    )
+
+
 DECISIVE = (
     'NCCL_ALGO NCCL_PROTO NCCL_MIN_NCHANNELS NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_BUFFSIZE '
     'CUBLAS_WORKSPACE_CONFIG NVTE_FUSED_ATTN NVTE_ALLOW_NONDETERMINISTIC_ALGO OMP_NUM_THREADS '
-    'NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCHINDUCTOR_MAX_AUTOTUNE MKL_CBWR'
+    'NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCHINDUCTOR_MAX_AUTOTUNE MKL_CBWR '
+    'LD_PRELOAD GLIBC_TUNABLES OMP_THREAD_LIMIT ENABLE_PERSISTENT_TMA_MATMUL'
 ).split()
 INDIFFERENT = (
     'NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_HOSTID NCCL_TOPO_DUMP_FILE CUBLASLT_LOG_LEVEL NVTE_DEBUG '
@@ -199,7 +251,7 @@ def test_nccl_is_told_by_files_as_well(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv('NCCL_TOPO_FILE', str(settings))
     found = computing.environment()
     assert found['NCCL_ALGO'] == 'Tree' and re.fullmatch(
-        rf'{settings} \(\w+\)', found['NCCL_TOPO_FILE']
+        rf'{settings} \(\d+ bytes, \w+\)', found['NCCL_TOPO_FILE']
     )
     assert 'NCCL_DEBUG' not in found
 
@@ -212,6 +264,46 @@ def test_versions_and_the_program_are_told(tmp_path: Path, monkeypatch: pytest.M
     assert {'torch', 'megatron-core', 'megatron-moevement', 'python'} <= found.keys()
     program.write_text('two')
     assert found['program'] != computing.versions(on_cpu=True)['program']
+
+
+def test_as_many_threads_as_a_machine_has_cores_are_told(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Without OMP_NUM_THREADS a sum is split by them, and has other bits."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    numbers = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    found = []
+    for threads in 1, 2:
+        torch.set_num_threads(threads)
+        found.append((numbers.sum().item(), computing.versions(on_cpu=True)))
+    assert found[0][0] != found[1][0]
+    (line,) = differences(*(identity.RunSettings(versions=one) for _, one in found)).doubtful
+    assert line == 'threads of torch on the CPU: was 1, is 2'
+    assert 'threads of torch on the CPU' not in computing.versions(on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ('said', 'told'),
+    [
+        (
+            'processor : 0\nvendor_id\t: X\nflags\t\t: fpu amx_bf16 avx2 sse\n\nprocessor : 1',
+            'X amx_bf16 avx2',
+        ),
+        (
+            'processor : 0\nFeatures\t: fp asimd sve2\nCPU implementer\t: 0x41\n\n',
+            '0x41 asimd sve2',
+        ),
+        (None, None),
+    ],
+)
+def test_matrix_units_of_a_cpu_are_told(
+    said: str | None, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two with AVX512 for torch one may have AMX, which multiplies bfloat16 in another order."""
+    if said is not None:
+        (tmp_path / 'cpuinfo').write_text(said)
+    monkeypatch.setattr(computing, '_CPU_INFO', tmp_path / 'cpuinfo')
+    assert computing.versions(on_cpu=True).get('CPU') == told
 
 
 @pytest.mark.parametrize('change', ['longer', 'one more', 'other bytes'])
