@@ -70,6 +70,7 @@ if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, 
         warming,
     )
     from moevement_ext import faults
+    from moevement_ext.recover.relayout import surplus
 
     dataset_helpers.use_compiled()
     if cpu_device.needed():
@@ -222,15 +223,17 @@ def warm_up(flags: Sequence[str]) -> None:
         warming.warm_up()
 
 
-def _flags_of_layout(flags: Sequence[str], ranks: int) -> list[str]:
-    """Flags to add, so that the layout fits; see `layout_choice.fitted`."""
+def _take_layout(flags: Sequence[str]) -> list[str]:
+    """Flags to add, so that the layout fits; ranks for which it has no place are set aside."""
 
-    def too_little(flags: Sequence[str]) -> str | None:
-        return layout_memory.too_little(
-            flags, ranks, layout_memory.NodeCapacity.here(), _add_arguments
-        )
+    def too_little(flags: Sequence[str], ranks: int) -> str | None:
+        capacity = layout_memory.NodeCapacity.here()
+        return layout_memory.too_little(flags, ranks, capacity, _add_arguments)
 
-    return layout_choice.fitted(flags, ranks, too_little)
+    started = int(os.environ.get('WORLD_SIZE', '1'))
+    chosen = layout_choice.fitted(flags, started, too_little)
+    surplus.set_aside(chosen.ranks)
+    return chosen.flags
 
 
 def main() -> None:
@@ -240,8 +243,8 @@ def main() -> None:
     if _PROTECTED in sys.argv:
         warming.install()
         dense_tier.let_flags_count_as_given()  # the parser may load the flags of a checkpoint
-    with user_errors.in_one_line():
-        sys.argv += _flags_of_layout(sys.argv[1:], int(os.environ.get('WORLD_SIZE', '1')))
+        with user_errors.in_one_line():
+            sys.argv += _take_layout(sys.argv[1:])
     args = parse_and_validate_args(extra_args_provider=_add_arguments)
     with user_errors.in_one_line():
         fp8_masters.take_place(args)

@@ -10,7 +10,7 @@ from megatron.moevement.counters import Counters
 from megatron.moevement.facts import Settings, UpstreamArguments, facts_of
 from megatron.moevement.job import planned_exits
 from megatron.moevement.job.megatron_loop import decode_handover
-from megatron.moevement.job.protected import protected_job
+from megatron.moevement.job.protected import protected_job, serve_instead
 from megatron.moevement.job.session import Session
 from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
@@ -21,6 +21,7 @@ from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.job.digest_file import refuse_unwritable, write_digest
 from moevement_ext.job.ending import announce
 from moevement_ext.recover.handover import handovers
+from moevement_ext.recover.relayout import surplus
 from moevement_ext.system.leaving import leave
 
 
@@ -47,6 +48,8 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
     compiled.make_repeatable(args.deterministic_mode, warns=args.rank == 0)
     refuse_unsupported(settings)
     config, facts = config_from_args(args), facts_of(args)
+    if surplus.is_surplus():
+        leave(serve_instead(settings, config, facts.timeout))
     data = UpstreamData(facts.dataloader_type == 'cyclic', args.full_validation)
     operations = OperationCount(upstream.floating_point_operations)
     with protected_job(settings, facts, args, config, data, operations) as session:

@@ -8,12 +8,23 @@ from torch.distributed import DistError
 
 from moevement_ext.launch.statements import tell_finished
 from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.recover.relayout import surplus
 
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
-def announce(rank: int, code: int) -> None:
-    """Report to the launcher that this process is done and will end with exit status `code`."""
+def announce(rank: int, code: int, freed: bool = False) -> None:
+    """Report to the launcher that this process is done and will end with exit status `code`.
+
+    Rank 0 also says it to the ranks that did not train.
+
+    Args:
+        rank: of this process.
+        code: exit status.
+        freed: the windows of the run are freed.
+    """
+    if rank == 0:
+        surplus.dismiss(code, freed)
     with suppress(DistError):  # the launcher may be gone already
         store = launcher_store(_STORE_TIMEOUT)
         if store is not None:

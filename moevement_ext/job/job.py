@@ -462,7 +462,7 @@ class Job:
         if keeps:
             self.part()
         torch.distributed.barrier()  # no rank frees windows that another may need to recover
-        announce(self.rank.number, 0)
+        announce(self.rank.number, 0, freed=not (keeps or reads_memory()))
         self.close(remove=not keeps)
 
     def write_digest(self, path: str) -> None:

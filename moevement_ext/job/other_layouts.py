@@ -11,8 +11,10 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.protect.parting import part
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
-from moevement_ext.recover.relayout.found import NOTHING, Candidate, find, require_parts, shelf_of
+from moevement_ext.recover.relayout import surplus
+from moevement_ext.recover.relayout.found import NOTHING, Candidate, find, require_parts
 from moevement_ext.recover.relayout.picking_up import PickingUp
+from moevement_ext.recover.relayout.stock import shelf_of
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -28,7 +30,7 @@ class OtherLayouts:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._shelf = None if rank.config.elastic == OFF else shelf_of(rank)
+        self._shelf = None if rank.config.elastic == OFF else shelf_of(rank.config, rank.run_id)
         self._elsewhere = NOTHING
 
     @property
@@ -61,7 +63,13 @@ class OtherLayouts:
         shelf, runs = self._shelf, self._elsewhere.runs
         if shelf is None or is_export():
             return
-        memory.forget_other_layouts = lambda: shelf.remove(runs)
+
+        def forget() -> None:
+            shelf.remove(runs)
+            if self._rank.number == 0:  # it is the first of its node
+                surplus.let_go()
+
+        memory.forget_other_layouts = forget
         if disk is not None:
             disk.forget_other_layouts = lambda: shelf.remove_on_disk(runs)
 

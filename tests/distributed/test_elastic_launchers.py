@@ -7,6 +7,7 @@ checkpoint to the next.
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -96,10 +97,7 @@ def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
     shrunk, grown = job.events_of(Relaid)
     assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
     assert left_over(job) == []
-    small = ['--save', str(tmp_path / 'small'), *DENSE, '--exit-interval', str(grown.dense_at)]
-    trained(cluster, SMALL, tmp_path / 'dense', shrunk.dense_at, *QUIET, *small)
-    expected = plain(cluster, LARGE, tmp_path / 'small', grown.dense_at, *QUIET)
-    assert_equal(read_digest(job), expected)
+    assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
 
 
 def test_a_requeued_job_goes_on_with_fewer_nodes(
@@ -127,6 +125,50 @@ def test_a_requeued_job_goes_on_with_fewer_nodes(
     assert shrunk.dense_at >= 3
     expected = plain(cluster, SMALL, tmp_path / 'dense', shrunk.dense_at, *QUIET)
     assert_equal(read_digest(job), expected)
+
+
+def test_the_launcher_on_one_machine_goes_on_with_fewer_nodes_and_with_more(
+    job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Nodes of one worker: of three, for which there is no layout, two train."""
+    stall = tmp_path / 'stall'
+    logs = [job.directory / f'launch{nodes}.log' for nodes in (4, 3)]
+    for nodes, train, start, log in ((4, 4, 3, logs[0]), (3, 2, 8, logs[1])):
+        with launched(job, nodes, log, stall) as launcher:
+            hold_at_window(start, job, train, stall, [log])
+            everything = psutil.Process(launcher.pid)
+            for process in [everything, *everything.children(recursive=True)]:
+                process.kill()
+    assert 'rank 2 does not train: the layout has no place for it' in logs[1].read_text()
+    grows = job.directory / 'launch-again.log'
+    with launched(job, 4, grows, stall) as launcher:
+        assert launcher.wait(START_S) == 0, tails([grows])
+    shrunk, grown = job.events_of(Relaid)
+    assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
+    assert left_over(job) == []
+    assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
+
+
+def launched(job: Cluster, nodes: int, log: Path, stall: Path) -> subprocess.Popen[bytes]:
+    """The launcher of emulated nodes, with the job's flags."""
+    launch = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', str(nodes)]
+    with log.open('wb') as output:
+        return subprocess.Popen(
+            [*launch, '--', 'pretrain_gpt.py', *job.flags],
+            cwd=ROOT,
+            env={**os.environ, 'MOEVEMENT_STALL_FILE': str(stall)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def through_small(
+    cluster: Callable[..., Cluster], folder: Path, shrunk: Relaid, grown: Relaid
+) -> dict:
+    """Digest of plain Megatron that goes from four ranks to two, and back."""
+    small = ['--save', str(folder / 'small'), *DENSE, '--exit-interval', str(grown.dense_at)]
+    trained(cluster, SMALL, folder / 'dense', shrunk.dense_at, *QUIET, *small)
+    return plain(cluster, LARGE, folder / 'small', grown.dense_at, *QUIET)
 
 
 def submitted(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several layouts a start takes, by the number of its ranks and their memory.
+"""Which of several layouts a start takes, and how many ranks, by their number and memory.
 
 `--sparse-ckpt-elastic-layouts` is decided from the command line, before upstream parses it: what
 is chosen is appended as flags, of which the last counts.
@@ -10,6 +10,7 @@ Checked against megatron-core 0.19.2.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from moevement_ext.config import ConfigurationError
 
@@ -69,34 +70,47 @@ class LayoutSizes:
         return None
 
 
+class Chosen(NamedTuple):
+    """What a start takes."""
+
+    ranks: int
+    """Ranks that train: the first ones of those that the launcher has started."""
+    flags: list[str]
+    """To append to the command line."""
+
+
 def fitted(
-    arguments: Sequence[str], ranks: int, too_little: Callable[[Sequence[str]], str | None]
-) -> list[str]:
-    """Flags to append to a command line, so that its layout fits; none if it does already.
+    arguments: Sequence[str], started: int, too_little: Callable[[Sequence[str], int], str | None]
+) -> Chosen:
+    """The layout with the most ranks that fits; that of the flags before others with as many.
 
     Args:
         arguments: the command line.
-        ranks: the number that the launcher has started.
-        too_little: says of a command line with the flags of a layout for which there is too little
-            memory (`layout_memory`); called of those that fit the number of ranks.
+        started: number of ranks that the launcher has started.
+        too_little: says of a command line with the flags of a layout, and its number of ranks, for
+            which there is too little memory (`layout_memory`); called of those that fit the number.
 
     Raises:
         ConfigurationError: no layout fits; the message says why, for each.
     """
     own, fallbacks = _of(arguments)
     if not fallbacks:
-        return []
-    reasons = []
-    for text in ('', *filter(None, fallbacks.split(';'))):
-        layout = _changed(own, text) if text else own
-        flags = _flags(layout) if text else []
-        misfit = layout.misfit(ranks) or too_little([*arguments, *flags])
-        if misfit is None:
-            return flags
-        reasons.append(f'{layout}: {misfit}')
+        return Chosen(started, [])
+    layouts: list[tuple[LayoutSizes, list[str]]] = [(own, [])]
+    for text in filter(None, fallbacks.split(';')):
+        layout = _changed(own, text)
+        layouts.append((layout, _flags(layout)))
+    reasons: dict[str, str] = {}
+    for ranks in range(started, 0, -1):
+        for layout, flags in layouts:
+            misfit = layout.misfit(ranks) or too_little([*arguments, *flags], ranks)
+            if misfit is None:
+                return Chosen(ranks, flags)
+            reasons.setdefault(str(layout), misfit)
     raise ConfigurationError(
-        f'{FLAG}: no layout fits {ranks} ranks, all of which must have a place: '
-        f'{"; ".join(reasons)}. List one that does, or start another number of ranks.'
+        f'{FLAG}: no layout fits {started} ranks, or fewer: '
+        f'{"; ".join(f"{layout}: {misfit}" for layout, misfit in reasons.items())}. '
+        'List one that does, or start another number of ranks.'
     )
 
 

@@ -49,7 +49,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     remove = _saved(facts, session.job.committed) and _is_loaded(facts, code) and not reads_memory()
     if not remove:
         session.job.part()
-    announce(facts.rank, int(code))
+    announce(facts.rank, int(code), freed=remove)
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
         directory = facts.save if remove else session.job.kept_in.parent
         print(protection_lines.exit_line(session.job.committed, remove, directory), flush=True)

@@ -2,8 +2,11 @@
 """A Megatron job from the rendezvous of its ranks to its end, for any training loop."""
 
 import logging
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts, Settings
@@ -22,6 +25,8 @@ from megatron.moevement.state.operation_count import OperationCount
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.job.job import Job
 from moevement_ext.job.joining import join
+from moevement_ext.job.surplus_rank import SurplusRank
+from moevement_ext.system.exit_signal import listened_for
 
 logger = logging.getLogger(__name__)
 
@@ -76,3 +81,20 @@ def protected_job(
     with session.job:
         yield session
         session.say_what_stays()
+
+
+def serve_instead(settings: Settings, config: SparseCheckpointConfig, timeout: timedelta) -> int:
+    """Serve the windows of this node to a layout that has no place for this process.
+
+    Args:
+        settings: all settings of the job.
+        config: settings of sparse checkpointing.
+        timeout: for the others to come.
+
+    Returns:
+        Exit status of the job, once it has ended.
+    """
+    if settings.get('exit_signal_handler'):  # those that train end at it, and dismiss this process
+        signal.signal(listened_for(sys.argv), signal.SIG_IGN)
+    run_id = identity.run_name(settings, config)
+    return SurplusRank(identity.rank_identity(settings, 0, config), config, run_id, timeout).serve()

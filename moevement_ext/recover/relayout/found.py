@@ -4,43 +4,21 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
-from moevement_ext.config import node_name
 from moevement_ext.errors import UserError
 from moevement_ext.membership.rank import Rank
-from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import Window
-from moevement_ext.memory.window.placed import Layout, Placed, Seat
-from moevement_ext.memory.window.settings import RunSettings, decode, differences, told
-from moevement_ext.memory.window.slot import SlotHeader
-from moevement_ext.plan.strategy.choice import disk_only
+from moevement_ext.memory.window.placed import Layout, Seat
+from moevement_ext.memory.window.settings import told
+from moevement_ext.recover.relayout import surplus
+from moevement_ext.recover.relayout.stock import Stock, take_stock
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMED = 8
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """A part that a rank sees, with what its first slot says."""
-
-    part: Part
-    placed: Placed
-    operators: list[str]
-    """Operators of which the owner has any byte."""
-
-
-class Stock(msgspec.Struct, frozen=True):
-    """What a rank sees of other layouts."""
-
-    seen: list[Seen]
-    runs: list[str]
-    """Directories in which everything is of this training."""
-    refused: list[str] = []
-    """Reasons to refuse windows of another training, by name, with both values."""
 
 
 @dataclass
@@ -77,6 +55,8 @@ class Elsewhere:
     """Directories on this node that are worthless once all ranks have a window of their own."""
     torn: list[Candidate] = field(default_factory=list)
     """If there are no candidates: windows of which some owners' parts are missing."""
+    beside: surplus.Answers = surplus.NO_ANSWERS
+    """From ranks that do not train; their numbers follow those of this layout."""
 
     @property
     def dense_at(self) -> int:
@@ -95,13 +75,6 @@ class OtherTraining(UserError):
     """Windows of the run are of another training."""
 
 
-def shelf_of(rank: Rank) -> Shelf:
-    """The other layouts of the run, as this rank sees them."""
-    disk = rank.config.disk
-    store = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
-    return Shelf(store, None if disk is None else Path(disk))
-
-
 def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | None) -> Elsewhere:
     """Look for windows of other layouts on all nodes and disks. Collective.
 
@@ -114,9 +87,11 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
     Raises:
         StoreInUseError: a live job has another layout of the run.
     """
-    stock = _take_stock(rank, shelf)
+    stock = take_stock(rank.identity, rank.config, shelf)
     encoded = rank.exchange('other-layouts', msgspec.msgpack.encode(stock))
     stocks = [msgspec.msgpack.decode(item, type=Stock) for item in encoded]
+    beside = surplus.ask(rank, {one.host for one in stocks})
+    stocks += beside.stocks
     everything = [
         one
         for one in merged(stocks)
@@ -124,7 +99,7 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
     ]
     whole = [one for one in everything if one.complete]
     _say_refused(rank, sorted({reason for stock in stocks for reason in stock.refused}))
-    return Elsewhere(whole, stock.runs, [] if whole else everything)
+    return Elsewhere(whole, stock.runs, [] if whole else everything, beside)
 
 
 def require_parts(elsewhere: Elsewhere, own: int) -> None:
@@ -179,45 +154,6 @@ def merged(stocks: Sequence[Stock]) -> list[Candidate]:
         for holders in one.holders.values():
             holders.sort(key=lambda holder: holder[1].on_disk)
     return sorted(found.values(), key=lambda one: (one.window.dense_at, one.window), reverse=True)
-
-
-def _take_stock(rank: Rank, shelf: Shelf) -> Stock:
-    placed = rank.identity.placed
-    if not isinstance(placed, Placed):
-        return Stock([], [])
-    seen, runs, refused = [], [], set[str]()
-    for run in shelf.runs():
-        parts = list(shelf.look(run))
-        ours = [one for one in parts if _training(one[1]) == placed.training]
-        if len(ours) == len(parts):
-            runs.append(run)
-        foreign = (header for _, header in parts if _training(header) != placed.training)
-        refused.update(f'{run}: {_in_what(header, rank)}' for header in foreign)
-        seen += [
-            _seen(part, header)
-            for part, header in ours
-            if part.on_disk or not disk_only(rank.config)
-        ]
-    return Stock(seen, runs, sorted(refused))
-
-
-def _training(header: SlotHeader) -> str | None:
-    return header.placed.training if isinstance(header.placed, Placed) else None
-
-
-def _in_what(header: SlotHeader, rank: Rank) -> str:
-    """In what the training that captured a slot is another one."""
-    if not isinstance(header.placed, Placed):
-        return f'format version {header.version} says no layout, so that only its own reads it'
-    was = decode(header.settings) if header.settings else RunSettings()
-    was, now = (msgspec.structs.replace(one, layout={}) for one in (was, rank.identity.settings))
-    return told(differences(was, now).decisive) or 'it is of another training'
-
-
-def _seen(part: Part, header: SlotHeader) -> Seen:
-    assert isinstance(header.placed, Placed)
-    operators = {record.operator for record in header.records}
-    return Seen(part, header.placed, sorted(operators))
 
 
 def _missing(candidates: Iterable[Candidate]) -> str:

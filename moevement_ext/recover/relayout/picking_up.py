@@ -21,6 +21,7 @@ from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.recover.whole_job import Source
 from moevement_ext.replicate.client import PeerLost
 from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.replicate.shelf_client import ShelfClient
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +117,17 @@ class PickingUp:
             f'{placed.layout} | {exact} | {self._relaying.kept(candidate.layout)} |'
         )
 
+    def _client(self, number: int) -> ShelfClient:
+        """Make a client of another rank; numbers of surplus ranks follow those that train."""
+        beyond = number - self._rank.world_size
+        if beyond < 0:
+            return self._memory.shelf_client(number)
+        return self._elsewhere.beside.client(beyond)
+
     def _relaid(self, candidate: Candidate) -> WindowFile | None:
         """This rank's part, committed in its memory; None if something is damaged everywhere."""
         began = time.perf_counter()
-        client = self._memory.shelf_client
-        fetcher = Fetcher(self._rank.number, self._shelf, candidate.holders, client)
+        fetcher = Fetcher(self._rank.number, self._shelf, candidate.holders, self._client)
         own = self._operators.slices.keys()
         wanted = [owner for owner, held in candidate.operators.items() if held & own]
         try:

@@ -11,7 +11,7 @@ from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
-from moevement_ext.recover.relayout import found
+from moevement_ext.recover.relayout.stock import take_stock
 
 PLACED = Placed('training', Layout(2, data=2), Seat())
 HEADER = SlotHeader(
@@ -40,10 +40,7 @@ def test_host_memory_is_no_source_where_the_disk_alone_is(
     window = Window(WindowName(4, 'plan'), 1)
     parts = [(Part('run.a', window, 0, on_disk), HEADER) for on_disk in (False, True)]
     shelf = SimpleNamespace(runs=lambda: ['run.a'], look=lambda run: parts)
-    rank = SimpleNamespace(
-        identity=RankIdentity('run', 'topology', 0, placed=PLACED),
-        config=SparseCheckpointConfig(**given),
-    )
-    stock = found._take_stock(rank, shelf)  # type: ignore[arg-type]
+    identity = RankIdentity('run', 'topology', 0, placed=PLACED)
+    stock = take_stock(identity, SparseCheckpointConfig(**given), shelf)  # type: ignore[arg-type]
     assert [seen.part.on_disk for seen in stock.seen] == counting
     assert stock.runs == ['run.a'], 'what is in memory is freed all the same'

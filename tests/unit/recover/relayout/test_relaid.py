@@ -28,8 +28,9 @@ from moevement_ext.memory.window.slot import (
     decode_context,
 )
 from moevement_ext.recover.relayout.fetching import Fetcher
-from moevement_ext.recover.relayout.found import Candidate, Seen, Stock, merged
+from moevement_ext.recover.relayout.found import Candidate, merged
 from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
+from moevement_ext.recover.relayout.stock import Seen, Stock
 from moevement_ext.replicate.client import PeerRefused
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.shelf_client import ShelfClient

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.moevement.job.layout_choice import FLAG, fitted
+from megatron.moevement.job.layout_choice import FLAG, Chosen, fitted
 from moevement_ext.config import ConfigurationError
 
 FLAGS = (
@@ -14,18 +14,20 @@ FLAGS = (
 ).split()
 
 
-def enough(flags: Sequence[str]) -> str | None:
+def enough(flags: Sequence[str], ranks: int) -> str | None:
     return None
 
 
 def sizes(ranks: int, layouts: str, *more: str) -> dict[str, int]:
-    added = fitted([*FLAGS, *more, FLAG, layouts], ranks, enough)
+    chosen = fitted([*FLAGS, *more, FLAG, layouts], ranks, enough)
+    assert chosen.ranks == ranks, 'some would not train'
+    added = chosen.flags
     return dict(zip(added[::2], map(int, added[1::2]), strict=True))
 
 
 def test_flags_that_fit_stay() -> None:
     assert sizes(4, 'ep=4') == sizes(8, 'ep=4') == {}
-    assert fitted(FLAGS, 3, enough) == []  # nothing is chosen without the flag
+    assert fitted(FLAGS, 3, enough) == Chosen(3, [])  # nothing is chosen without the flag
 
 
 def test_the_first_that_fits_is_taken() -> None:
@@ -39,17 +41,40 @@ def test_the_first_that_fits_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
+    ('started', 'layouts', 'train', 'expert'),
+    [
+        (3, 'ep=2', 2, 2),
+        (5, 'ep=2', 4, None),  # that of the flags
+        (7, 'ep=2;ep=4', 4, None),
+        (9, 'pp=3,ep=3', 8, None),
+        (3, 'pp=1', 2, 1),
+        (3, 'pp=1,ep=3', 2, None),
+    ],
+)
+def test_the_most_ranks_that_fit_train(
+    started: int, layouts: str, train: int, expert: int | None
+) -> None:
+    flags = [*FLAGS, FLAG, layouts]
+    if train == 2 and expert is None:
+        flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
+    chosen = fitted(flags, started, enough)
+    sizes = dict(zip(chosen.flags[::2], chosen.flags[1::2], strict=True))
+    found = sizes.get('--expert-model-parallel-size')
+    assert (chosen.ranks, found) == (train, None if expert is None else str(expert))
+
+
+@pytest.mark.parametrize(
     ('ranks', 'layouts', 'why'),
     [
-        (3, 'pp=1', r'3 ranks are not divided by 2.*8 samples of a batch are not divided by 3'),
-        (9, 'pp=3,ep=3', '4 layers are not divided by 3'),
-        (6, 'ep=3', '4 experts are not divided by 3'),
+        (1, 'pp=2', r'no layout fits 1 ranks, or fewer: pp=2,ep=2.*1 ranks are not divided by 2'),
+        (2, 'pp=3,ep=3', r'pp=2,ep=2.*not divided by 4; pp=3,ep=3.*2 ranks are not divided by 3'),
+        (3, 'ep=8', '3 ranks are not divided by 8'),
         (2, 'instances=4', '2 data-parallel ranks are not divided by 4'),
     ],
 )
 def test_why_none_fits(ranks: int, layouts: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
-        sizes(ranks, layouts)
+        fitted([*FLAGS, FLAG, layouts], ranks, enough)
 
 
 @pytest.mark.parametrize('layouts', ['pp', 'pp=0', 'tp=2', 'pp=two'])

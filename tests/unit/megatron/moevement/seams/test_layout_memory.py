@@ -97,10 +97,10 @@ def test_the_first_layout_that_fits_is_taken_or_each_is_named_with_its_bytes() -
     flags = [*MODEL, *host, *sizes('ep=1'), FLAG, 'ep=2;ep=8']
     device = planned(sizes('ep=4'), 8)
 
-    def too_little_here(given: Sequence[str]) -> str | None:
-        return too_little(given, 8, NodeCapacity(8, device), add_arguments)
+    def too_little_here(given: Sequence[str], ranks: int) -> str | None:
+        return too_little(given, ranks, NodeCapacity(8, device), add_arguments)
 
-    assert fitted(flags, 8, too_little_here)[2:4] == ['--expert-model-parallel-size', '8']
+    assert fitted(flags, 8, too_little_here).flags[2:4] == ['--expert-model-parallel-size', '8']
     device = planned(sizes('ep=8'), 8) // 2
     with pytest.raises(ConfigurationError, match='no layout fits 8 ranks') as refusal:
         fitted(flags, 8, too_little_here)

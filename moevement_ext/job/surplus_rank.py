@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process for which the layout has no place: serves the windows of its node, and waits."""
+
+import logging
+import os
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+from torch.distributed import DistError, DistStoreError, Store
+
+from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.job.ending import announce
+from moevement_ext.launch.statements import tell_joining
+from moevement_ext.membership.exchange import leave
+from moevement_ext.membership.rendezvous import launcher_store
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import base_of
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.recover.relayout import surplus
+from moevement_ext.recover.relayout.stock import shelf_of, take_stock
+from moevement_ext.recover.relayout.surplus import Call, Dismissed, LetGo, Message, SurplusAnswer
+from moevement_ext.replicate.own_address import host_identity, local_host
+from moevement_ext.replicate.replica_server import ReplicaServer
+from moevement_ext.replicate.secret import given_in, of_attempt
+from moevement_ext.store.outside import meet_there
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_FOR_ITS_LAUNCHER = timedelta(seconds=2)
+_LOST = 1
+
+
+class SurplusRank:
+    """Takes the place of a job in a process that does not train. Main thread.
+
+    Args:
+        identity: of any rank that trains.
+        config: settings.
+        run_id: name of the run's directory in host memory.
+        timeout: for rank 0 to come, and after the end of an earlier start for the next.
+    """
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        config: SparseCheckpointConfig,
+        run_id: str,
+        timeout: timedelta,
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._run_id = run_id
+        self._timeout = timeout
+        self._rank = surplus.own_rank()
+        self._launcher = os.getppid()
+        self._server: ReplicaServer | None = None
+        self._runs: list[str] = []
+
+    def serve(self) -> int:
+        """Do what rank 0 says, until the job ends; returns the exit status.
+
+        Raises:
+            UserError: another job has the windows of the run, or this node cannot be reached.
+        """
+        meet_there(self._config, base_of(self._run_id), self._timeout)
+        print(
+            f' sparse ckpt | rank {self._rank} does not train: the layout has no place for it | '
+            f'it serves the windows of node {node_name()} |',
+            flush=True,
+        )
+        try:
+            return self._obey(surplus.meeting_place(self._timeout))
+        except DistError as error:
+            logger.warning('rank %d, which did not train, has lost the job: %s', self._rank, error)
+            return _LOST
+        finally:
+            self._stop_serving()
+
+    def _obey(self, store: Store) -> int:
+        self._tell_launcher()
+        number = store.add(surplus.MESSAGES, 0)
+        message = self._message(store, number) if number else None
+        if isinstance(message, Call):  # of this start, or of one that has ended: it does no harm
+            self._answer(store, number, message)
+        ended = isinstance(message, Dismissed)
+        while True:
+            number += 1
+            message = self._message(store, number, self._timeout if ended else None)
+            ended = False
+            if isinstance(message, Call):
+                self._answer(store, number, message)
+            elif isinstance(message, LetGo):
+                self._free()
+            else:
+                return self._end(message)
+
+    def _end(self, message: Dismissed | None) -> int:
+        """End with the job; without a message, with one that ended before this process began."""
+        if message is None:
+            return 0
+        if message.freed:
+            self._free()
+        announce(self._rank, message.code)
+        return message.code
+
+    def _free(self) -> None:
+        self._stop_serving()
+        shelf_of(self._config, self._run_id).remove(self._runs)
+
+    def _tell_launcher(self) -> None:
+        with suppress(DistError):
+            launcher = launcher_store(self._timeout)
+            if launcher is not None:
+                tell_joining(launcher, self._rank)
+
+    def _message(self, store: Store, number: int, limit: timedelta | None = None) -> Message | None:
+        """The message of this number; None: it did not come in time.
+
+        Raises:
+            DistError: the store, or the launcher, is gone.
+        """
+        key, waited = surplus.key_of(number), timedelta()
+        decode = msgspec.msgpack.Decoder(Message).decode
+        while True:
+            try:
+                store.wait([key], _LOOKS_FOR_ITS_LAUNCHER)
+                message: Message = decode(store.get(key))
+                return message
+            except DistStoreError:  # not yet
+                waited += _LOOKS_FOR_ITS_LAUNCHER
+            if os.getppid() != self._launcher:
+                raise DistError('its launcher is gone')
+            if limit is not None and waited > limit:
+                return None
+
+    def _answer(self, store: Store, number: int, call: Call) -> None:
+        """Leave in the store what this node has, and serve it from now on."""
+        self._stop_serving()
+        shelf = shelf_of(self._config, self._run_id)
+        stock = take_stock(self._identity, self._config, shelf)
+        secret, address = given_in(os.environ), ('', 0)
+        if secret is not None:
+            several = set(call.hosts) != {host_identity()}
+            host = local_host(self._config.interface, several)
+            node = NodeStore(Path(self._config.dir), self._run_id, node_name())
+            secret = of_attempt(secret, call.salt)
+            self._server = ReplicaServer(node, self._rank, {}, secret, (host, 0))
+            self._server.serve_shelf(shelf)
+            address = self._server.address
+        self._runs = stock.runs
+        answer = msgspec.msgpack.encode(SurplusAnswer(stock, *address))
+        leave(store, surplus.answers_to(number), self._rank, answer)
+        store.set(surplus.answered(number, self._rank), '1')
+
+    def _stop_serving(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+            self._server = None

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one process sees of other layouts of its training, in host memory and on disk."""
+
+from pathlib import Path
+
+import msgspec
+
+from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import Part, Shelf
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.placed import Placed
+from moevement_ext.memory.window.settings import RunSettings, decode, differences, told
+from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.plan.strategy.choice import disk_only
+from moevement_ext.replicate.own_address import host_identity
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A part that a rank sees, with what its first slot says."""
+
+    part: Part
+    placed: Placed
+    operators: list[str]
+    """Operators of which the owner has any byte."""
+
+
+class Stock(msgspec.Struct, frozen=True):
+    """What a rank sees of other layouts."""
+
+    seen: list[Seen]
+    runs: list[str]
+    """Directories in which everything is of this training."""
+    refused: list[str] = []
+    """Reasons to refuse windows of another training, by name, with both values."""
+    host: str = ''
+    """The machine on which it is seen."""
+
+
+def shelf_of(config: SparseCheckpointConfig, run_id: str) -> Shelf:
+    """The other layouts of the run, as this node sees them."""
+    store = NodeStore(Path(config.dir), run_id, node_name())
+    return Shelf(store, None if config.disk is None else Path(config.disk))
+
+
+def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Shelf) -> Stock:
+    """What there is of other layouts, as seen from this process.
+
+    Args:
+        identity: of this rank, or of any rank of the job for one that is surplus.
+        config: settings.
+        shelf: the other layouts.
+
+    Raises:
+        StoreInUseError: a live job has another layout of the run.
+    """
+    placed = identity.placed
+    if not isinstance(placed, Placed):
+        return Stock([], [], host=host_identity())
+    seen, runs, refused = [], [], set[str]()
+    for run in shelf.runs():
+        parts = list(shelf.look(run))
+        ours = [one for one in parts if _training(one[1]) == placed.training]
+        if len(ours) == len(parts):
+            runs.append(run)
+        foreign = (header for _, header in parts if _training(header) != placed.training)
+        refused.update(f'{run}: {_in_what(header, identity)}' for header in foreign)
+        seen += [
+            _seen(part, header) for part, header in ours if part.on_disk or not disk_only(config)
+        ]
+    return Stock(seen, runs, sorted(refused), host_identity())
+
+
+def _training(header: SlotHeader) -> str | None:
+    return header.placed.training if isinstance(header.placed, Placed) else None
+
+
+def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
+    """In what the training that captured a slot is another one."""
+    if not isinstance(header.placed, Placed):
+        return f'format version {header.version} says no layout, so that only its own reads it'
+    was = decode(header.settings) if header.settings else RunSettings()
+    was, now = (msgspec.structs.replace(one, layout={}) for one in (was, identity.settings))
+    return told(differences(was, now).decisive) or 'it is of another training'
+
+
+def _seen(part: Part, header: SlotHeader) -> Seen:
+    assert isinstance(header.placed, Placed)
+    operators = {record.operator for record in header.records}
+    return Seen(part, header.placed, sorted(operators))

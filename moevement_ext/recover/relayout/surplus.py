@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks for which a layout has no place: those that train ask them for windows, and dismiss them.
+
+A launcher may have started more ranks than the largest layout can use. The others do not train:
+they serve the windows in the memory of their nodes, and end with the job
+(`job/surplus_rank.py`).
+
+Rank 0 numbers what it says to them in the store of the job. Keys, all with the prefix
+`sparse-ckpt-surplus`: `messages` (how many there are), `message/<n>`, `answered/<n>/<rank>`, and
+the answers, as `membership.exchange` leaves them. An answer belongs to one message, so that what an
+earlier start of the job has said counts for nothing.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import DistError, PrefixStore, Store
+
+from moevement_ext.membership.exchange import left_by
+from moevement_ext.membership.rank import Rank
+from moevement_ext.recover.relayout.stock import Stock
+from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.secret import VARIABLE, given_in, of_attempt
+from moevement_ext.replicate.shelf_client import ShelfClient
+from moevement_ext.store import nearest
+
+logger = logging.getLogger(__name__)
+
+_SURPLUS = 'MOEVEMENT_SURPLUS_RANKS'
+_TO_CONNECT = timedelta(seconds=60)
+_TO_ANSWER = timedelta(minutes=5)
+MESSAGES = 'messages'
+
+
+class Call(msgspec.Struct, frozen=True, tag=True):
+    """Ranks that train look for windows."""
+
+    salt: bytes
+    """Random and public, of the secret with which windows are served."""
+    hosts: list[str]
+    """Machines of those ranks."""
+
+
+class LetGo(msgspec.Struct, frozen=True, tag=True):
+    """Windows of other layouts are worthless now."""
+
+
+class Dismissed(msgspec.Struct, frozen=True, tag=True):
+    """The job ends."""
+
+    code: int
+    """Exit status."""
+    freed: bool
+    """Windows of other layouts are worthless, too."""
+
+
+Message = Call | LetGo | Dismissed
+
+
+class SurplusAnswer(msgspec.Struct, frozen=True):
+    """What one surplus rank sees, and where it serves that."""
+
+    stock: Stock
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the surplus ranks said that answered."""
+
+    answers: Sequence[SurplusAnswer]
+    secret: bytes
+
+    @property
+    def stocks(self) -> list[Stock]:
+        """What each sees."""
+        return [answer.stock for answer in self.answers]
+
+    def client(self, index: int) -> ShelfClient:
+        """A client of one, by its place in `stocks`; not yet connected."""
+        answer = self.answers[index]
+        return ShelfClient((answer.host, answer.port), self.secret)
+
+
+NO_ANSWERS = Answers([], b'')
+
+
+def set_aside(ranks: int) -> None:
+    """Have only the first `ranks` of the ranks that the launcher has started train.
+
+    The one place where a variable of the launcher is written anew. Called once, before upstream
+    or the engine reads `WORLD_SIZE`.
+    """
+    started = int(os.environ.get('WORLD_SIZE', '1'))
+    if ranks < started:
+        os.environ |= {'WORLD_SIZE': str(ranks), _SURPLUS: str(started - ranks)}
+
+
+def is_surplus() -> bool:
+    """True if this process does not train."""
+    return int(os.environ.get(_SURPLUS, '0')) > 0 and own_rank() >= _training()
+
+
+def own_rank() -> int:
+    """The rank that the launcher has given to this process."""
+    return int(os.environ.get('RANK', '0'))
+
+
+def _training() -> int:
+    return int(os.environ['WORLD_SIZE'])
+
+
+def _numbers() -> range:
+    count = int(os.environ.get(_SURPLUS, '0'))
+    return range(_training(), _training() + count) if count else range(0)
+
+
+def meeting_place(timeout: timedelta) -> Store:
+    """A connection to the job's store, with the keys of this module.
+
+    Raises:
+        DistError: it is not reached in that time.
+    """
+    address = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
+    return PrefixStore('sparse-ckpt-surplus', nearest.connect(*address, timeout))
+
+
+def ask(rank: Rank, hosts: set[str]) -> Answers:
+    """What surplus ranks see of other layouts. Collective over those that train.
+
+    Args:
+        rank: this rank.
+        hosts: machines of all ranks that train.
+    """
+    if not _numbers():
+        return NO_ANSWERS
+    secret, salt = given_in(os.environ), new_secret()
+    found = _answers(Call(salt, sorted(hosts))) if rank.number == 0 else []
+    encoded = rank.exchange('surplus', msgspec.msgpack.encode((salt, found)))[0]
+    salt, answers = msgspec.msgpack.decode(encoded, type=tuple[bytes, list[SurplusAnswer]])
+    if secret is not None:
+        return Answers(answers, of_attempt(secret, salt))
+    if rank.number == 0 and any(answer.stock.seen for answer in answers):
+        logger.warning(
+            'windows in the memory of nodes of which no rank trains are not read: that needs '
+            '%s in the environment, the same on all nodes.',
+            VARIABLE,
+        )
+    return NO_ANSWERS
+
+
+def _answers(call: Call) -> list[SurplusAnswer]:
+    try:
+        store = meeting_place(_TO_CONNECT)
+        number = _say(store, call)
+        with suppress(DistError):  # what some have left still counts
+            store.wait([answered(number, one) for one in _numbers()], _TO_ANSWER)
+        left = [left_by(store, answers_to(number), one) for one in _numbers()]
+    except DistError as error:
+        logger.warning('surplus ranks are not asked for windows: %s', error)
+        return []
+    silent = [one for one, answer in zip(_numbers(), left, strict=True) if answer is None]
+    if silent:
+        logger.warning('surplus ranks %s did not say which windows they see', silent)
+    return [
+        msgspec.msgpack.decode(answer, type=SurplusAnswer) for answer in left if answer is not None
+    ]
+
+
+def let_go() -> None:
+    """Have surplus ranks free the windows of other layouts. Any thread of rank 0."""
+    _tell(LetGo())
+
+
+def dismiss(code: int, freed: bool) -> None:
+    """End surplus ranks, as `Dismissed` says. Rank 0, while the job's store is there."""
+    _tell(Dismissed(code, freed))
+
+
+def _tell(message: Message) -> None:
+    if not _numbers():
+        return
+    try:
+        _say(meeting_place(_TO_CONNECT), message)
+    except DistError as error:  # the launcher has gone, and ends them
+        logger.warning('surplus ranks were not told: %s', error)
+
+
+def _say(store: Store, message: Message) -> int:
+    number = store.add(MESSAGES, 1)
+    store.set(key_of(number), msgspec.msgpack.encode(message))  # type: ignore[arg-type]
+    store.get(key_of(number))  # it has arrived: this process may be the store's
+    return number
+
+
+def key_of(number: int) -> str:
+    """Key of a message."""
+    return f'message/{number}'
+
+
+def answered(number: int, rank: int) -> str:
+    """Key that is there once a rank's answer to a message is."""
+    return f'answered/{number}/{rank}'
+
+
+def answers_to(number: int) -> str:
+    """Name of the answers to a message, as of `membership.exchange.leave`."""
+    return f'surplus/{number}'

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More ranks are started than a layout has places: some train, others serve what they hold.
+
+Three ranks on two nodes follow four that were killed, and only two fit a layout. What they come to
+is compared, bit for bit, with plain Megatron of two ranks.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import Relaid
+from tests.distributed.conftest import read_digest
+from tests.distributed.harness.cluster import Cluster
+from tests.distributed.test_elastic import (
+    BEFORE_AN_UPDATE,
+    ONE,
+    Layout,
+    again,
+    differing,
+    killed,
+    left_over,
+    plain,
+    relaid,
+    trained,
+)
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
+
+LARGE, SMALL = (Layout(ranks, expert=ranks, sharded=True) for ranks in (4, 2))
+THREE_RANKS = Layout(3, expert=4, sharded=True)
+LAYOUTS = ['--sparse-ckpt-elastic-layouts', 'ep=2']
+ALONE = ['--sparse-ckpt-replicas', '0']
+DENSE = '--dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist --save-interval 1'.split()
+IDLES = 'rank 2 does not train: the layout has no place for it'
+
+
+@pytest.mark.parametrize('struck', [False, True], ids=['sound', 'struck'])
+def test_a_rank_without_a_place_serves_the_windows_of_its_node(
+    struck: bool, cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Only its node has the parts of two ranks; a launcher replaces who dies, itself too."""
+    job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
+    after = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, *ALONE)
+    strikes = {'fail_at': '0:11:forward'} if struck else {}
+    assert after.survive(**strikes) == ({0: 1} if struck else {})
+    assert IDLES in after.output(0)
+    assert relaid(after).dense_at >= 6
+    assert after.events_of(Relaid, rank=1)[-1].remote_bytes
+    assert after.events_of(Relaid, rank=2) == []
+    assert left_over(job) == []
+    expected = plain(cluster, SMALL, tmp_path / 'dense', relaid(after).dense_at)
+    assert_equal(read_digest(after), expected)
+
+
+def test_a_job_that_is_killed_again_grows_again(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """Without a launcher's store: rank 0 has the store, and ends with what it says last."""
+    job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS)
+    shrunk = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS)
+    assert -9 in shrunk.run(fail_at=BEFORE_AN_UPDATE.replace('optimizer', 'relay'))
+    assert -9 in shrunk.run(fail_at='0:12:forward')
+    assert len(left_over(job)) == 1
+    grown = again(job, cluster, LARGE, *ONE, *LAYOUTS)
+    grown.finish(timeout_s=300.0)
+    assert relaid(grown).dense_at > relaid(shrunk).dense_at >= 6
+    assert left_over(job) == []
+    small = ['--save', str(tmp_path / 'small'), *DENSE]
+    until = ['--exit-interval', str(relaid(grown).dense_at)]
+    dense = tmp_path / 'dense'
+    trained(cluster, SMALL, dense, relaid(shrunk).dense_at, *small, *until)
+    expected = plain(cluster, LARGE, tmp_path / 'small', relaid(grown).dense_at)
+    assert_equal(read_digest(grown), expected)
+
+
+def test_without_a_secret_what_a_surplus_rank_holds_is_missing(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
+    refused = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, *ALONE)
+    assert 0 not in refused.run()
+    assert 'that needs MOEVEMENT_SECRET in the environment' in refused.output(0)
+    assert 'no node here has the parts of ranks 2, 3' in refused.output(0)
+    assert len(left_over(job)) == 1
+    started_over = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, '--sparse-ckpt-forget')
+    started_over.finish(timeout_s=300.0)
+    assert IDLES in started_over.output(0)
+    assert left_over(job) == []
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    """But for the streams of random numbers that upstream gives to all shards of the experts."""
+    allowed = {(rank, 'rng/expert-parallel-rng') for rank in expected['ranks']}
+    assert differing(found, expected) <= allowed
