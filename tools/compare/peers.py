@@ -27,7 +27,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tools.bench.host_memory import LOG, files_by_kind
 from tools.compare import peer_program, peer_rows, running
@@ -41,6 +40,7 @@ from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.run_log import RunLog
+from tools.lab.tables import say, table
 from tools.lab.trained import Trained, train
 
 _PROG = 'python -m tools.compare peers'
@@ -269,20 +269,14 @@ def cells(row: PeerResult) -> list[str]:
 
 
 def print_report(report: PeerReport, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    say(report.hardware.line())
-    table = Table('')
-    for column in COLUMNS:
-        table.add_column(column, justify='right')
-    for row in report.rows.values():
-        table.add_row(row.title, *cells(row))
+    say(console, report.hardware.line())
+    columns = ['', *(f'>{column}' for column in COLUMNS)]
+    rows = [(row.title, *cells(row)) for row in report.rows.values()]
     wide = Console(file=console.file, width=max(console.width, 200))
-    wide.print(table, soft_wrap=True)
-    say(f'{RANKS} ranks, {report.rounds} rounds; iteration and CPU: over plain Megatron.')
+    wide.print(table(columns, rows), soft_wrap=True)
+    say(console, f'{RANKS} ranks, {report.rounds} rounds; iteration and CPU: over plain Megatron.')
     for name, (why, shown) in report.cannot.items():
-        say(f'{name}: {why}\n    {shown}')
+        say(console, f'{name}: {why}\n    {shown}')
 
 
 def markdown(report: PeerReport) -> str:

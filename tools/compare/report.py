@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tools.compare import measuring
 from tools.compare.measuring import PHASES, Curves, Figures
@@ -17,6 +16,7 @@ from tools.compare.running import RANKS, Course, Lived
 from tools.compare.trace import PlannedFault
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
+from tools.lab.tables import say, table
 
 # Characters in a line of a document.
 _WIDTH = 100
@@ -220,21 +220,15 @@ def notes(report: Comparison) -> list[str]:
 
 
 def print_report(report: Comparison, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
     for line in caption(report.conditions):
-        say(line)
-    table = Table('')
-    for column in COLUMNS:
-        table.add_column(column, justify='right')
-    for row in report.rows.values():
-        table.add_row(marked(row), *cells(row))
+        say(console, line)
+    columns = ['', *(f'>{column}' for column in COLUMNS)]
+    rows = [(marked(row), *cells(row)) for row in report.rows.values()]
     # A table of so many columns is cut at the width of a terminal, and useless then.
     wide = Console(file=console.file, width=max(console.width, 220))
-    wide.print(table, soft_wrap=True)
+    wide.print(table(columns, rows), soft_wrap=True)
     for line in notes(report):
-        say(line)
+        say(console, line)
 
 
 def marked(row: RowResult) -> str:
