@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures this project beside others that protect the same trainer, as they come.
+"""Compares this project with other projects, unmodified, that protect the same trainer.
 
     scripts/peers.sh && python -m tools.compare peers
     python -m tools.compare peers --rows plain,localized-spare,nvrx-in-job --json peers.json
 
-A small GPT on 2 ranks; everything protects every iteration, without any limit on copies. In each
-round every row runs once: its iterations and CPU time are measured, its memory is sampled, then one
-rank gets SIGKILL, and the seconds count until an iteration ends that was not there before. The load
-of the machine stands beside each figure, as it changes all of them.
+A small GPT trains on 2 ranks; every row protects every iteration, without limits on copies. In each
+round every row runs once: the tool measures iterations and CPU time, samples memory, then kills one
+rank (SIGKILL) and measures the seconds until the end of the first new iteration. The report shows
+the load of the machine, which affects all figures.
 
-What runs two pipeline stages is compared with plain Megatron on two stages; lm-resiliency, which
-restores different iterations on different stages, has data parallelism and its own plain run.
+Rows with two pipeline stages are compared with plain Megatron on two stages. lm-resiliency restores
+different iterations on different stages, so it runs with data parallelism, beside a plain run of
+its own.
 
 Exit status: 0 done, 1 a row of this project ended in other bits, 2 no result.
 """
@@ -67,9 +68,9 @@ class PeerFigures(msgspec.Struct, frozen=True):
     memory_mb: float
     """Anonymous memory of all processes beyond that of plain Megatron."""
     back_s: float | None
-    """Seconds from SIGKILL to an iteration that was not there before; None: not killed."""
+    """Seconds from SIGKILL to the first new iteration; None: not killed."""
     start_s: float
-    """Part of them until the last new process ran the program."""
+    """Part of `back_s`, until the last new process ran the program."""
     again: int
     """Iterations that were logged again."""
     different: list[str]
@@ -95,7 +96,7 @@ class PeerReport(msgspec.Struct, frozen=True):
     rounds: int
     rows: dict[str, PeerResult]
     cannot: dict[str, tuple[str, str]]
-    """What did not run: why, and the command or log that shows it."""
+    """Reason, and the command or log that shows it, by row that did not run."""
 
     @property
     def exact(self) -> bool:

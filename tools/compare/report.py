@@ -21,7 +21,7 @@ from tools.lab.tables import say, table
 # Characters in a line of a document.
 _WIDTH = 100
 VALIDATION = 'validation losses'
-"""Beside kinds of state: what evaluations gave."""
+"""Reported like a kind of state."""
 COLUMNS = (
     'I or W', 'iteration', 'bytes/it', 'stall/it ms', 'recovery s', 'of it start', 'restore',
     'again', 'stage-it again', 'PLT', 'loss diff', 'bits', 'ETTR', 'warm', 'predicted', 'diff',
@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """What holds for all rows."""
+    """Conditions of all rows."""
 
     hardware: Hardware
     loads: list[float]
@@ -97,7 +97,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
-    """What a job comes to, beside plain Megatron in the same round.
+    """Compute the figures of a job, relative to plain Megatron in the same round.
 
     Raises:
         LabError: the job did not recover from a fault.
@@ -224,7 +224,7 @@ def print_report(report: Comparison, console: Console) -> None:
         say(console, line)
     columns = ['', *(f'>{column}' for column in COLUMNS)]
     rows = [(marked(row), *cells(row)) for row in report.rows.values()]
-    # A table of so many columns is cut at the width of a terminal, and useless then.
+    # At the width of a terminal, rich would cut the columns.
     wide = Console(file=console.file, width=max(console.width, 220))
     wide.print(table(columns, rows), soft_wrap=True)
     for line in notes(report):
