@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser
+from tools.lab.tables import table
 from tools.simulate import placement as expert_placement
 from tools.simulate.placement import Placed, survival_report
 
@@ -128,15 +129,13 @@ def experts_report(args: argparse.Namespace) -> dict[str, Any]:
 
 def ranks_table(placements: Sequence[Placed]) -> Table:
     """A row for each number of replicas, a column for each number of failed nodes."""
-    table = Table(title='Probability that nothing is lost', title_justify='left')
-    for heading in ('copies', 'holders', 'load', 'links between switches'):
-        table.add_column(heading, justify='right')
-    for lost in placements[0].survival:
-        table.add_column(f'{lost.failed} failed', justify='right')
+    columns = ['>copies', '>holders', '>load', '>links between switches']
+    columns += [f'>{lost.failed} failed' for lost in placements[0].survival]
+    rows = []
     for placed in placements:
         least, most = placed.load
         away = placed.mean_distance
-        table.add_row(
+        rows.append((
             str(placed.replicas),
             str(placed.holders),
             str(least) if least == most else f'{least} to {most}',
@@ -146,8 +145,8 @@ def ranks_table(placements: Sequence[Placed]) -> Table:
                 + (f' ±{one.standard_error:.4f}' if one.standard_error else '')
                 for one in placed.survival
             ),
-        )
-    return table
+        ))  # fmt: skip
+    return table(columns, rows, title='Probability that nothing is lost', title_justify='left')
 
 
 def print_experts(found: dict[str, Any], console: Console) -> None:
@@ -155,13 +154,14 @@ def print_experts(found: dict[str, Any], console: Console) -> None:
     console.print(f"replicas: {' '.join(map(str, found['replicas']))}", highlight=False)
     fit = 'fit, so the overlap is optimal' if found['representatives_fit'] else 'do not all fit'
     console.print(f"representatives: {found['representatives']}; they {fit}", highlight=False)
-    table = Table(title='Probability that every expert survives', title_justify='left')
-    for heading in ('failed', 'maximum rank overlap', 'spread (mean)'):
-        table.add_column(heading, justify='right')
     pairs = zip(found['maximum_rank_overlap'], found['spread'], strict=True)
-    for lost, (overlap, spread) in enumerate(pairs, start=1):
-        table.add_row(str(lost), f'{overlap:.3f}', f'{spread:.3f}')
-    console.print(table)
+    rows = [
+        (str(lost), f'{overlap:.3f}', f'{spread:.3f}')
+        for lost, (overlap, spread) in enumerate(pairs, start=1)
+    ]
+    columns = ('>failed', '>maximum rank overlap', '>spread (mean)')
+    title = 'Probability that every expert survives'
+    console.print(table(columns, rows, title=title, title_justify='left'))
 
 
 def _power(text: str) -> float:

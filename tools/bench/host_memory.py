@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts for the host memory that protection takes: files by kind, and memory of the processes.
+"""Measures the host memory that protection uses: files by kind, and memory of the processes.
 
     python -m tools.bench.host_memory --json host-memory.json
     python -m tools.bench.host_memory --reserve /dev/shm
 
-A small model trains on two emulated nodes, with windows of each given length and without
-protection, which its processes are compared with. Every quarter of a second the files in the tmpfs
-and the private memory of the workers are read; of each the largest and the last value in training
-count. Bytes do not depend on the load of the machine.
+A small model trains on two emulated nodes, without protection as the reference, and with windows of
+each given length. Every quarter of a second the tool reads the sizes of the files in the tmpfs and
+the private memory of the workers; it reports the largest and the last value during training. Bytes
+do not depend on the load of the machine.
 
-With `--reserve` no job runs: a GB of the directory is reserved several times, as for a window file,
-and the CPU seconds of each time are printed. They depend on the huge pages of its mount.
+With `--reserve` no job runs: the tool reserves 1 GB in the directory several times, as for a window
+file, and prints the CPU seconds of each reservation. They depend on the huge pages of the mount.
 
 Exit status: 0 done, 2 a run failed.
 """
@@ -56,7 +56,7 @@ class Account(msgspec.Struct, frozen=True):
     last: dict[str, int]
     """Value at the end of training by kind."""
     captured: int
-    """Bytes of the newest window's slots, of all ranks, as the log of the last rank has them."""
+    """Bytes of the newest window's slots, over all ranks, from the log of the last rank."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True):
@@ -68,9 +68,9 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
 
 def files_by_kind(root: Path) -> Counter[str]:
-    """Bytes of files below the directory of a run: windows by holder and state, and others.
+    """Return bytes of the files of a run: windows by holder and state, and others.
 
-    A file that is renamed meanwhile is left out.
+    Files that are renamed during the scan are left out.
     """
     found: Counter[str] = Counter()
     for path in root.rglob('*'):
@@ -148,7 +148,7 @@ def account(windows: str, data: Path, output: Path, args: argparse.Namespace) ->
 
 
 def reserve(folder: Path, tries: int) -> list[float]:
-    """CPU seconds of reserving a GB (10^9 bytes) in a directory, sorted."""
+    """Return CPU seconds to reserve 1 GB (10^9 bytes) in a directory, ascending."""
     spent = []
     for number in range(tries):
         path = folder / f'moevement-reserve-{os.getpid()}-{number}'

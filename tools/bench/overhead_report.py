@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.run_log import RunLog
+from tools.lab.tables import say, table
 
 PLAIN, SPARSE, AGAINST = 'plain', 'sparse', 'sparse-against'
 DISK = 'sparse-disk'
@@ -124,37 +124,40 @@ def identical(rounds: Sequence[Sequence[Run]]) -> bool:
 
 
 def print_report(report: OverheadReport, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
     engine = {None: '', True: ', stand-ins for Transformer Engine', False: ', Transformer Engine'}
-    say(report.hardware.line() + engine[report.stand_ins])
-    table = Table()
-    for column in ('precision', '', 'iteration (ms)', 'ratio', 'CPU s / rank', 'CPU ratio',
-                   'exposed (ms)', 'slots (MiB)', 'loss'):  # fmt: skip
-        table.add_column(column, justify='left' if column in ('precision', '') else 'right')
-    for precision, variants in report.variants.items():
-        for variant in variants.values():
-            windows = f', window {", ".join(map(str, variant.windows))}' if variant.windows else ''
-            table.add_row(
-                precision,
-                variant.title + windows,
-                variant.iteration_ms.text(0),
-                variant.ratio.text(3),
-                variant.cpu_s.text(),
-                variant.cpu_ratio.text(),
-                variant.exposed_ms.text(1) if variant.exposed_ms else '-',
-                ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in variant.slot_bytes) or '-',
-                'NaN' if variant.loss is None else f'{variant.loss:.3f}',
-            )
-    console.print(table)
+    say(console, report.hardware.line() + engine[report.stand_ins])
+    columns = (
+        'precision', '', '>iteration (ms)', '>ratio', '>CPU s / rank', '>CPU ratio',
+        '>exposed (ms)', '>slots (MiB)', '>loss',
+    )  # fmt: skip
+    rows = [
+        (precision, *_cells(variant))
+        for precision, variants in report.variants.items()
+        for variant in variants.values()
+    ]
+    console.print(table(columns, rows))
     rounds = len(next(iter(report.rounds.values())))
     say(
+        console,
         f'{report.ranks} ranks on 2 emulated nodes, {rounds} rounds of {report.iterations} '
         f'iterations, the first {report.warm_up} dropped; per round the median, over rounds the '
         'median (and the range). Slots are those of the last window of the last rank; one slot is '
-        'what a dense checkpoint takes. Losses: mean of the last tenth of the iterations.'
+        'what a dense checkpoint takes. Losses: mean of the last tenth of the iterations.',
     )
     different = [precision for precision, same in report.identical.items() if not same]
-    verdict = f'[bold red]DIFFERENT in {", ".join(different)}[/]' if different else 'equal'
-    say(f'Final states of all runs of a precision, bit for bit: {verdict}.')
+    verdict = f'DIFFERENT in {", ".join(different)}' if different else 'equal'
+    say(console, f'Final states of all runs of a precision, bit for bit: {verdict}.')
+
+
+def _cells(variant: Variant) -> tuple[str, ...]:
+    windows = f', window {", ".join(map(str, variant.windows))}' if variant.windows else ''
+    return (
+        variant.title + windows,
+        variant.iteration_ms.text(0),
+        variant.ratio.text(3),
+        variant.cpu_s.text(),
+        variant.cpu_ratio.text(),
+        variant.exposed_ms.text(1) if variant.exposed_ms else '-',
+        ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in variant.slot_bytes) or '-',
+        'NaN' if variant.loss is None else f'{variant.loss:.3f}',
+    )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from moevement_ext.events import (
     Event,
@@ -19,6 +18,7 @@ from tools.lab.evidence import kind_of
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.run_log import Iteration, RunLog
+from tools.lab.tables import say, table
 
 STAGES = 4
 VICTIM = 2
@@ -180,26 +180,24 @@ def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
 
 
 def print_report(report: RecoveryReport, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    say(report.hardware.line())
-    table = Table()
-    for column in ('', 'seconds to a new iteration', 'ratio', 'stage-iterations again'):
-        table.add_column(column, justify='right' if column else 'left')
-    for method in report.methods.values():
-        again = f'{method.stage_iterations:.0f}'
-        table.add_row(method.title, method.seconds.text(), method.ratio.text(), again)
-    console.print(table)
+    say(console, report.hardware.line())
+    columns = ('', '>seconds to a new iteration', '>ratio', '>stage-iterations again')
+    rows = (
+        (one.title, one.seconds.text(), one.ratio.text(), f'{one.stage_iterations:.0f}')
+        for one in report.methods.values()
+    )
+    console.print(table(columns, rows))
     for method in report.methods.values():
         phases = ', '.join(f'{name} {value:.2f}' for name, value in method.phases.items())
-        say(f'{method.title}: {phases} s')
+        say(console, f'{method.title}: {phases} s')
     victim = f'rank {VICTIM}' if report.lose == WORKER else 'all'
     say(
+        console,
         f'{report.stages} stages on {report.stages} emulated nodes, {len(report.rounds)} rounds; '
         f'{victim} killed after iteration {report.kill_after}; window {report.window}, '
-        f'torch_dist every {report.dense_interval} iterations.'
+        f'torch_dist every {report.dense_interval} iterations.',
     )
     for method in report.methods.values():
         verdict = f'differs in: {", ".join(method.different)}' if method.different else 'equal'
-        say(f'Final state against that of an undisturbed run, {method.title}: {verdict}.')
+        what = f'Final state against that of an undisturbed run, {method.title}'
+        say(console, f'{what}: {verdict}.')

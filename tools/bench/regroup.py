@@ -26,7 +26,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
@@ -36,6 +35,7 @@ from tools.lab.benchmark import exit_on_sigterm, run_benchmark
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
+from tools.lab.tables import say, table
 
 _COUNTED = ('file_descriptors', 'threads', 'shm_files', 'store_keys')
 _TIMEOUT = timedelta(seconds=60)
@@ -211,22 +211,17 @@ def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> 
 
 
 def print_report(report: RegroupReport, console: Console) -> None:
-    console.print(report.hardware.line(), highlight=False, soft_wrap=True)
-    console.print(
+    say(console, report.hardware.line())
+    say(
+        console,
         f'{report.processes} processes with {report.groups_per_process} groups each, '
         f'{report.cycles} cycles after {report.warm_up}; the slowest process of each cycle, '
         'median (and the range).\n'
         f'unblock  {report.unblock_s.text(4)} s\n'
         f'renew    {report.renew_s.text(4)} s',
-        highlight=False,
-        soft_wrap=True,
     )
-    table = Table()
-    for column in ('', 'growth'):
-        table.add_column(column, justify='right' if column else 'left')
-    for name, value in report.growth.items():
-        table.add_row(name.replace('_', ' '), f'{value:g}')
-    console.print(table)
+    rows = ((name.replace('_', ' '), f'{value:g}') for name, value in report.growth.items())
+    console.print(table(('', '>growth'), rows))
 
 
 def grew(report: RegroupReport) -> bool:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how soon a job trains again that lost a node and goes on on a spare one.
+"""Measures how soon a job that lost a node trains again on a spare node.
 
     python -m tools.bench.spare_node --rounds 3 --json spare-node.json
 
-The launcher for Slurm runs its agents on this machine, for hosts that are but names: two train a
-pipeline stage each, a third one is spare. Each rank keeps about `--gib` of host memory, most of it
-for its log. The agent of the first host is lost with its worker and its memory. Two ways take
-turns: the spare node has reserved what a rank keeps, as it does; or it has not, and the new worker
-must. Seconds count from the loss to the first new iteration.
+The launcher for Slurm runs all agents on this machine, under three host names: two hosts train one
+pipeline stage each, the third is spare. Each rank reserves about `--gib` of host memory, most of it
+for its log. The first host loses its agent, its worker and its memory. Two variants take turns: the
+spare node has reserved a rank's host memory in advance, as in production; or the new worker must
+reserve it. Seconds count from the loss to the first new iteration.
 
 Exit status: 0 done, 1 states differ from those of plain Megatron, 2 a run failed.
 """
@@ -65,13 +65,13 @@ class Loss(msgspec.Struct, frozen=True):
     kept: int
     """Bytes that a rank keeps in host memory."""
     in_advance: int
-    """Bytes that lay ready on the spare node when the other was lost."""
+    """Bytes reserved on the spare node when the other node was lost."""
     different: list[str]
     """Kinds of state that differ from plain Megatron at the end."""
 
 
 class SpareNodeReport(msgspec.Struct, frozen=True):
-    """Results of both ways, by round."""
+    """Results of both variants, by round."""
 
     hardware: Hardware
     rounds: dict[str, list[Loss]]
@@ -82,7 +82,7 @@ class SpareNodeReport(msgspec.Struct, frozen=True):
 
 
 class _Starter(SlurmStarter):
-    """Notes the loss of a node, and what the spare one has then.
+    """Records the loss of a node, and the memory that the spare node has reserved by then.
 
     Args:
         reserves: the spare node reserves host memory.
@@ -164,7 +164,7 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
 
 @contextmanager
 def _environment(launch: Launch) -> Iterator[None]:
-    """Within it this process, and what it starts, have the environment of the job's workers."""
+    """Give this process, and those it starts, the environment of the job's workers meanwhile."""
     former = dict(os.environ)
     os.environ.update(launch.environment())
     try:
@@ -180,7 +180,7 @@ def _flags(data: Path) -> list[str]:
 
 
 def _log_of(gib: float) -> list[str]:
-    """Flags of a log that takes so much more: what a stage sends in so many iterations."""
+    """Flags that enlarge the log by `gib` GiB, given in iterations of sent tensors."""
     sent_bytes = 2**20  # 4 micro-batches [128, 4, 256] of 16 bits
     return ['--sparse-ckpt-log-lag', str(round(gib * 2**30 / sent_bytes))]
 

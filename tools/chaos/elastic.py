@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job whose processes are all killed again and again; each time it starts in another layout.
+"""Kills all processes of a job repeatedly, and restarts the job in another layout each time.
 
-Its last state is compared, bit for bit, with that of plain Megatron, which goes through the same
-layouts from one dense checkpoint to the next: windows have one iteration, so that the state after
-it is exact in any layout. Dropout is off: streams of random numbers may differ, as upstream drops
-them with another number of stages. No life may begin before a window that all ranks had, and what
-lies in the tmpfs after each death must not grow.
+The final state is compared, bit for bit, with that of plain Megatron, which goes through the same
+layouts from one dense checkpoint to the next. Windows have one iteration, so the state after a
+window is exact in any layout. Dropout is off: upstream drops the streams of random numbers when the
+number of stages changes, so these may differ. No run attempt may begin before a window that all
+ranks had, and the files left in the tmpfs after each attempt must not grow.
 """
 
 import random
@@ -39,7 +39,7 @@ LAYOUTS = (
     Layout('pp2-vp2-ep2', pp=2, vp=2, ep=2, dp=2),
 )
 """Upstream loads a checkpoint of any of them in any other."""
-_LAST = LAYOUTS[2]  # on all nodes, of which each removes what it has
+_LAST = LAYOUTS[2]  # on all nodes, so that each node removes its files
 _TRAINING = (
     '--num-experts 12 --global-batch-size 12 --bf16 --use-distributed-optimizer '
     '--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 '
@@ -48,8 +48,8 @@ _TRAINING = (
 _DENSE = '--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable'.split()
 _ITERATIONS_PER_LIFE = 10
 _IN_RELAY = 0.2
-_BEHIND = 12  # iterations that the newest window may be behind the log
-_FIRST = 5  # lives that say what the tmpfs holds
+_BEHIND = 12  # iterations by which the newest window may lag behind the log
+_FIRST = 5  # attempts that set the expected usage of the tmpfs
 
 
 class Life(NamedTuple):
@@ -58,15 +58,15 @@ class Life(NamedTuple):
     layout: Layout
     nodes: int
     iterations: int = 0
-    """Iterations after those that the life before has logged, then all processes are killed."""
+    """Iterations beyond those of the previous attempt's log, until all processes are killed."""
     delay_s: float = 0.0
     """Seconds from the log line of the last of them to SIGKILL."""
     in_relay: bool = False
-    """Killed instead while it puts the windows of the layout before together."""
+    """Killed instead while it assembles the windows of the previous layout."""
 
 
 class Start(NamedTuple):
-    """What a launcher is asked for."""
+    """Parameters of one launch."""
 
     folder: Path
     """For logs, which does not exist yet."""
@@ -78,19 +78,19 @@ class Start(NamedTuple):
     """Iteration after whose log line all processes are killed; None: the job ends by itself."""
     delay_s: float = 0.0
     fail_at: str = ''
-    """`MOEVEMENT_FAIL_AT`: of a job that dies before it trains."""
+    """`MOEVEMENT_FAIL_AT` of a job that dies before it trains."""
 
 
 class Lived(NamedTuple):
-    """What a life has come to."""
+    """Result of a run attempt."""
 
     life: Life
     began: int | None
-    """Iteration of the state that it went on from; None: it was killed before."""
+    """Iteration of the state that it resumed from; None: it was killed before that."""
     layouts: int
-    """Layouts that had anything in the tmpfs when it was over."""
+    """Number of layouts with files in the tmpfs at its end."""
     nbytes: int
-    """Bytes in the tmpfs then."""
+    """Bytes in the tmpfs at its end."""
 
     def line(self) -> str:
         went_on = 'was killed' if self.began is None else f'went on from {self.began}'
@@ -186,7 +186,7 @@ class ElasticCampaign:
         return Lived(life, began, len(left), _nbytes(left))
 
     def different(self) -> list[Difference]:
-        """What differs from plain Megatron, but for streams of random numbers.
+        """Differences from plain Megatron, except in streams of random numbers.
 
         Raises:
             LabError: plain Megatron failed.
@@ -211,10 +211,9 @@ class ElasticCampaign:
         return [one for one in found if not one.name.startswith('rng/')]
 
     def growth(self) -> str | None:
-        """Why the tmpfs was not flat, or something was left in it; None if it was.
+        """Reason why usage of the tmpfs grew, or files were left at the end; None if neither.
 
-        A life that is killed before it has windows of its own leaves those of the layout before,
-        too.
+        An attempt that is killed before its first window also leaves those of the previous layout.
         """
         *killed, last = self.lived
         if last.nbytes or last.layouts:
@@ -255,7 +254,7 @@ class ElasticCampaign:
 
 
 def _in_relay(at: int) -> str:
-    """Fault points of a rank that puts any window together that there may be.
+    """Fault points that hit while a rank assembles any of the possible windows.
 
     Args:
         at: newest iteration of any log.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
+from tools.lab import tables
 from tools.lab.evidence import kind_of
 from tools.lab.history import Episode
 
@@ -54,17 +55,15 @@ def devices(events: Sequence[Event]) -> list[str]:
 
 
 def table(found: Sequence[Episode]) -> Table:
-    shown = Table(title='Recoveries', title_justify='left')
-    for column in ('', 'scope', 'stages', 'replaced ranks', 'replayed', 'seconds', 'verified',
-                   'differing'):  # fmt: skip
-        shown.add_column(column, justify='left' if column == 'scope' else 'right')
-    for number, one in enumerate(found, 1):
-        seconds = max(sum(event.seconds.values()) for event in one.recovered)
-        shown.add_row(
-            str(number), one.scope, _listed(one.stages), _listed(replaced(one)), str(one.replayed),
-            f'{seconds:.1f}', str(one.verified), str(len(one.differing)),
-        )  # fmt: skip
-    return shown
+    columns = ('>', 'scope', '>stages', '>replaced ranks', '>replayed', '>seconds', '>verified',
+               '>differing')  # fmt: skip
+    rows = (
+        (str(number), one.scope, _listed(one.stages), _listed(replaced(one)), str(one.replayed),
+         f'{max(sum(event.seconds.values()) for event in one.recovered):.1f}', str(one.verified),
+         str(len(one.differing)))
+        for number, one in enumerate(found, 1)
+    )  # fmt: skip
+    return tables.table(columns, rows, title='Recoveries', title_justify='left')
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts ways to survive failures side by side: one job, one trace of failures, one table.
+"""Compares fault-tolerance methods under one trace of failures, in one table.
 
     python -m tools.compare --quick
     python -m tools.compare --json compare.json --plot pictures
@@ -7,16 +7,16 @@
     python -m tools.compare --rows windows,windows-frozen,global,localized    # part by part
     python -m tools.compare peers    # other projects; its own --help
 
-A small GPT on 4 emulated nodes trains to its end once for each row, and the same ranks are killed,
-or lose their node with its memory, at the same seconds after the warm-up, by whose end each row has
-a complete checkpoint. Plain Megatron without failures runs first in every round; ratios are taken
-within a round. Each prediction is the simulator's, from the profile of the same job. Copies to host
-memory and sends of windows are limited, or a toy would hide everything: a capture of the whole
-state takes --dense-copy iterations.
+A small GPT on 4 emulated nodes trains to its end once per row. In every row the same ranks are
+killed, or lose their node with its memory, at the same times after the warm-up, which is long
+enough for a complete checkpoint. Plain Megatron without failures runs first in every round; ratios
+are taken within a round. The simulator predicts ETTR from the profile of the same job. Rates of
+copies to host memory and of replication are limited, since a toy model would hide all of them: a
+capture of the whole state takes --dense-copy iterations.
 
-With --quick all workers are forks of one process that has imported the program, as hot spares
-are; otherwise they are new processes, and the start of a process takes most of a recovery on a CPU.
-`start` is that time; `warm` is ETTR without it. PLT: share of all tokens whose updates were lost.
+With --quick all workers are forks of one process that has imported the program, like hot spares;
+otherwise they are new processes, whose start takes most of a recovery on a CPU. `start` is that
+time; `warm` is ETTR without it. PLT: share of all tokens whose updates were lost.
 
 Exit status: 0 done, 1 a row that promises equal bits ended in others, 2 no result.
 """
@@ -49,10 +49,10 @@ from tools.lab.figures import replacing
 from tools.lab.hardware import Hardware
 
 _PROG = 'python -m tools.compare'
-# Parts of the duration of plain Megatron after the warm-up, between which faults are drawn.
+# Faults are drawn between these parts of plain Megatron's duration after the warm-up.
 _FIRST, _LAST = 0.2, 0.8
 _LEAST_NETWORK_GB_PER_S = 0.02
-# Each row has a complete checkpoint after so many intervals.
+# Number of intervals after which each row has a complete checkpoint.
 _INTERVALS_OF_WARM_UP = 2
 # By flag: with --quick, and without.
 _SIZES = {'iterations': (48, 120), 'faults': (2, 4), 'rounds': (1, 2)}
@@ -106,7 +106,7 @@ class _Round:
         self._plain: dict[bool, Lived] = {}
 
     def plain(self, copies: bool) -> Lived:
-        """Plain Megatron in the layout of a row, run once."""
+        """Run plain Megatron in the layout of a row, once per round."""
         if copies not in self._plain:
             self._plain[copies] = self.course.plain(self.number, copies)
         return self._plain[copies]
@@ -175,7 +175,7 @@ def _drawn(args: argparse.Namespace, plain: Lived) -> list[PlannedFault]:
 
 
 def _limited(course: Course, dense_copy: float, iteration_s: float) -> Course:
-    """With the limits that the pace of plain Megatron asks for."""
+    """Add rate limits, derived from the pace of plain Megatron."""
     copy = STATE_BYTES / (dense_copy * iteration_s) / 1e9
     return course._replace(
         copy_gb_per_s=copy, network_gb_per_s=max(2 * copy, _LEAST_NETWORK_GB_PER_S)
@@ -183,7 +183,7 @@ def _limited(course: Course, dense_copy: float, iteration_s: float) -> Course:
 
 
 def show(report: Comparison, console: Console, args: argparse.Namespace) -> None:
-    """Print the report, and write what was asked for.
+    """Print the report, and write the requested files.
 
     Raises:
         LabError: a file cannot be written.

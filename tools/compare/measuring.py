@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job of a comparison comes to: pure functions of its log and events."""
+"""Figures of a job of a comparison: pure functions of its log and events."""
 
 import itertools
 import statistics
@@ -29,7 +29,7 @@ class Comeback(NamedTuple):
     """The recovery from one fault."""
 
     seconds: float
-    """From the fault to the first iteration that was not there before it."""
+    """From the fault to the first iteration that had not been trained before it."""
     phases: dict[str, float]
     """Seconds by phase, of `PHASES`."""
     engine: dict[str, float]
@@ -42,7 +42,7 @@ class Curves(msgspec.Struct, frozen=True):
     faults: list[tuple[float, str]]
     """Seconds and kind."""
     kept: list[tuple[float, int]]
-    """Seconds at which each iteration was trained that was kept, and its number."""
+    """Seconds and number of each iteration that was kept."""
     hit: list[int]
     """Newest iteration before each fault."""
     validated: dict[int, float]
@@ -69,17 +69,17 @@ class Figures(msgspec.Struct, frozen=True):
     again: float
     """Stage-iterations computed again, per fault."""
     lost_tokens: float | None
-    """Share of all tokens whose updates of experts were lost (PLT); None: cannot happen."""
+    """Share of all tokens whose updates of experts were lost (PLT); None: the row loses none."""
     loss_difference: float
     """Loss of the last iteration, minus that of plain Megatron."""
     different: list[str]
     """Kinds of state that differ from plain Megatron at the end."""
     ettr: float
-    """Time of the iterations that were kept, at the pace of plain Megatron, over all time."""
+    """Time of the kept iterations at the pace of plain Megatron, divided by the whole time."""
     ettr_warm: float
     """The same without the seconds until new processes ran the program."""
     predicted: float | None
-    """By the simulator, from the profile of this run; None: it has no such system."""
+    """By the simulator, from the profile of this run; None: the simulator lacks the system."""
     unprotected: int
     """Faults before the first checkpoint was complete."""
     curves: Curves
@@ -107,7 +107,7 @@ def ettr(log: RunLog, iteration_s: float, without_s: float = 0.0) -> float:
 
 
 def undisturbed(log: RunLog, strikes: Sequence[Strike]) -> list[float]:
-    """Seconds of the iterations in which, and right after which, nothing failed."""
+    """Seconds of the iterations without a failure, during or right after them."""
     pairs = itertools.pairwise(log.iterations)
     return [
         after.time - before.time
@@ -192,10 +192,10 @@ def curves(lived: Lived) -> Curves:
 
 
 def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
-    """Milliseconds in an iteration for which training waits for checkpoints, mean.
+    """Return the mean milliseconds per iteration for which training waits for checkpoints.
 
-    Sparse checkpointing logs them. Around a save of Megatron, they are what an iteration takes
-    longer than others, evaluations apart.
+    Sparse checkpointing logs them. For Megatron's saves they are the additional time of the
+    iterations that save, compared with others; iterations with an evaluation are left out.
     """
     log = lived.trained.log
     if keeps is not Keeps.DISK:
@@ -214,9 +214,9 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
 
 
 def period(keeps: Keeps, lived: Lived, interval: int) -> int:
-    """Iterations between two checkpoints, or of a window; without any, of the job.
+    """Return the iterations between two checkpoints, or of a window; without any, of the job.
 
-    In host memory, the median distance of windows that a rank committed.
+    For host memory it is the median distance of committed windows.
     """
     if keeps is Keeps.DISK:
         return interval
@@ -238,10 +238,10 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
     if keeps is Keeps.NOTHING:
         return 0
     if keeps is Keeps.DISK:
-        # The next iteration after a synchronous save is logged once that is complete.
+        # The iteration after a synchronous save is logged once the save is complete.
         ready = min((item.time for item in log if item.number > interval), default=0.0)
     else:
-        # One that is copied to disk counts once all ranks have it there.
+        # A checkpoint that is copied to disk counts once all ranks have it there.
         events = lived.trained.events
         on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
         persisted = [event.time for event in kind_of(events, WindowPersisted)]
@@ -250,6 +250,6 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
 
 
 def lost_tokens(lived: Lived) -> float | None:
-    """Share of all tokens whose updates of experts were lost, by the newest word of each rank."""
+    """Share of all tokens whose updates of experts were lost, by each rank's newest event."""
     newest = {event.rank: event.share for event in kind_of(lived.trained.events, TokensLost)}
     return statistics.mean(newest.values()) if newest else None

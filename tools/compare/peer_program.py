@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer under another project's protection, as its documents say to call it."""
+"""The trainer under another project's protection, called as that project's documentation says."""
 
 import gc
 import os
@@ -67,9 +67,9 @@ def _set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _restarted_in_process(train: Callable[[], None]) -> None:
-    """Train under nvidia-resiliency-ext's in-process restart; the checks of its GPUs are left out.
+    """Train under nvidia-resiliency-ext's in-process restart, without its checks of GPUs.
 
-    Upstream's own wrapper stands around less than parsing and training, and does not start again.
+    Upstream's own wrapper covers only part of parsing and training, and does not restart here.
     """
     from megatron.core import mpu, rerun_state_machine
     from nvidia_resiliency_ext import inprocess
@@ -79,7 +79,7 @@ def _restarted_in_process(train: Callable[[], None]) -> None:
     port = int(os.environ['MASTER_PORT'])
 
     class Forget(inprocess.finalize.Finalize):
-        """Removes what Megatron holds of the interrupted try."""
+        """Removes Megatron's global state of the interrupted attempt."""
 
         def __call__(self, state: Any) -> Any:
             training.destroy_global_state()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other projects beside this one: how each protects the trainer, and what starts its workers."""
+"""Rows of `compare peers`: how each project protects the trainer, and how its workers start."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ _PROGRAM = str(Path(peer_program.__file__).relative_to(ROOT))
 
 
 class Elastic(Agents):
-    """torchrun with its own rendezvous: the static one keeps addresses of dead workers.
+    """torchrun with the c10d rendezvous: the static one keeps addresses of dead workers.
 
     Attributes:
         module: the module that starts the workers.
@@ -44,14 +44,14 @@ class Elastic(Agents):
 
 
 class InJob(Elastic):
-    """nvidia-resiliency-ext's launcher, which restarts workers without a new job."""
+    """nvidia-resiliency-ext's launcher, which restarts workers within the job."""
 
     module = 'nvidia_resiliency_ext.fault_tolerance.launcher'
     more = ('--ft-ignore-missing-cfg',)
 
 
 class Loose(Agents):
-    """Starts each worker as a process of its own, and does nothing when one dies."""
+    """Starts each worker as a separate process, and does not replace dead ones."""
 
     def start_agent(self, node: int) -> None:
         """Start a worker; each counts as a node."""
@@ -82,7 +82,7 @@ class Loose(Agents):
 
 
 class PeerPlaces(NamedTuple):
-    """What the flags of a peer need to know."""
+    """Values that the flags of a peer depend on."""
 
     folder: Path
     memory: Path

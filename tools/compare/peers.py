@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures this project beside others that protect the same trainer, as they come.
+"""Compares this project with other projects, unmodified, that protect the same trainer.
 
     scripts/peers.sh && python -m tools.compare peers
     python -m tools.compare peers --rows plain,localized-spare,nvrx-in-job --json peers.json
 
-A small GPT on 2 ranks; everything protects every iteration, without any limit on copies. In each
-round every row runs once: its iterations and CPU time are measured, its memory is sampled, then one
-rank gets SIGKILL, and the seconds count until an iteration ends that was not there before. The load
-of the machine stands beside each figure, as it changes all of them.
+A small GPT trains on 2 ranks; every row protects every iteration, without limits on copies. In each
+round every row runs once: the tool measures iterations and CPU time, samples memory, then kills one
+rank (SIGKILL) and measures the seconds until the end of the first new iteration. The report shows
+the load of the machine, which affects all figures.
 
-What runs two pipeline stages is compared with plain Megatron on two stages; lm-resiliency, which
-restores different iterations on different stages, has data parallelism and its own plain run.
+Rows with two pipeline stages are compared with plain Megatron on two stages. lm-resiliency restores
+different iterations on different stages, so it runs with data parallelism, beside a plain run of
+its own.
 
 Exit status: 0 done, 1 a row of this project ended in other bits, 2 no result.
 """
@@ -27,7 +28,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tools.bench.host_memory import LOG, files_by_kind
 from tools.compare import peer_program, peer_rows, running
@@ -41,6 +41,7 @@ from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.run_log import RunLog
+from tools.lab.tables import say, table
 from tools.lab.trained import Trained, train
 
 _PROG = 'python -m tools.compare peers'
@@ -67,9 +68,9 @@ class PeerFigures(msgspec.Struct, frozen=True):
     memory_mb: float
     """Anonymous memory of all processes beyond that of plain Megatron."""
     back_s: float | None
-    """Seconds from SIGKILL to an iteration that was not there before; None: not killed."""
+    """Seconds from SIGKILL to the first new iteration; None: not killed."""
     start_s: float
-    """Part of them until the last new process ran the program."""
+    """Part of `back_s`, until the last new process ran the program."""
     again: int
     """Iterations that were logged again."""
     different: list[str]
@@ -95,7 +96,7 @@ class PeerReport(msgspec.Struct, frozen=True):
     rounds: int
     rows: dict[str, PeerResult]
     cannot: dict[str, tuple[str, str]]
-    """What did not run: why, and the command or log that shows it."""
+    """Reason, and the command or log that shows it, by row that did not run."""
 
     @property
     def exact(self) -> bool:
@@ -269,20 +270,14 @@ def cells(row: PeerResult) -> list[str]:
 
 
 def print_report(report: PeerReport, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    say(report.hardware.line())
-    table = Table('')
-    for column in COLUMNS:
-        table.add_column(column, justify='right')
-    for row in report.rows.values():
-        table.add_row(row.title, *cells(row))
+    say(console, report.hardware.line())
+    columns = ['', *(f'>{column}' for column in COLUMNS)]
+    rows = [(row.title, *cells(row)) for row in report.rows.values()]
     wide = Console(file=console.file, width=max(console.width, 200))
-    wide.print(table, soft_wrap=True)
-    say(f'{RANKS} ranks, {report.rounds} rounds; iteration and CPU: over plain Megatron.')
+    wide.print(table(columns, rows), soft_wrap=True)
+    say(console, f'{RANKS} ranks, {report.rounds} rounds; iteration and CPU: over plain Megatron.')
     for name, (why, shown) in report.cannot.items():
-        say(f'{name}: {why}\n    {shown}')
+        say(console, f'{name}: {why}\n    {shown}')
 
 
 def markdown(report: PeerReport) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from tools.compare import measuring
 from tools.compare.measuring import PHASES, Curves, Figures
@@ -17,11 +16,12 @@ from tools.compare.running import RANKS, Course, Lived
 from tools.compare.trace import PlannedFault
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
+from tools.lab.tables import say, table
 
 # Characters in a line of a document.
 _WIDTH = 100
 VALIDATION = 'validation losses'
-"""Beside kinds of state: what evaluations gave."""
+"""Reported like a kind of state."""
 COLUMNS = (
     'I or W', 'iteration', 'bytes/it', 'stall/it ms', 'recovery s', 'of it start', 'restore',
     'again', 'stage-it again', 'PLT', 'loss diff', 'bits', 'ETTR', 'warm', 'predicted', 'diff',
@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 class Conditions(msgspec.Struct, frozen=True):
-    """What holds for all rows."""
+    """Conditions of all rows."""
 
     hardware: Hardware
     loads: list[float]
@@ -97,7 +97,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
-    """What a job comes to, beside plain Megatron in the same round.
+    """Compute the figures of a job, relative to plain Megatron in the same round.
 
     Raises:
         LabError: the job did not recover from a fault.
@@ -220,21 +220,15 @@ def notes(report: Comparison) -> list[str]:
 
 
 def print_report(report: Comparison, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
     for line in caption(report.conditions):
-        say(line)
-    table = Table('')
-    for column in COLUMNS:
-        table.add_column(column, justify='right')
-    for row in report.rows.values():
-        table.add_row(marked(row), *cells(row))
-    # A table of so many columns is cut at the width of a terminal, and useless then.
+        say(console, line)
+    columns = ['', *(f'>{column}' for column in COLUMNS)]
+    rows = [(marked(row), *cells(row)) for row in report.rows.values()]
+    # At the width of a terminal, rich would cut the columns.
     wide = Console(file=console.file, width=max(console.width, 220))
-    wide.print(table, soft_wrap=True)
+    wide.print(table(columns, rows), soft_wrap=True)
     for line in notes(report):
-        say(line)
+        say(console, line)
 
 
 def marked(row: RowResult) -> str:

@@ -10,7 +10,7 @@ from tools.lab import models
 
 
 class Keeps(enum.StrEnum):
-    """Where a row keeps the state that it recovers from."""
+    """Storage of the state that a row recovers from."""
 
     NOTHING = 'nothing'
     DISK = 'disk'
@@ -20,7 +20,7 @@ class Keeps(enum.StrEnum):
 
 
 class Places(NamedTuple):
-    """What the flags of a job need to know."""
+    """Values that the flags of a job depend on."""
 
     folder: Path
     """Folder of the job."""
@@ -47,19 +47,19 @@ class Row(NamedTuple):
     flags: str = ''
     """Further flags of the trainer; names of `Places` in braces are filled in."""
     exact: bool = True
-    """Promises the bits of a run without failures."""
+    """The row promises the bits of a run without failures."""
     lossy: bool = False
     """Recovers without some updates of experts."""
     restarts_all: bool = False
     """Every failure restarts all workers."""
     spares: int = 0
-    """Hot spares, where processes really start."""
+    """Hot spares; none where all workers are forks."""
     asynchronous: bool = False
     """Saves of Megatron in the background."""
     copies: bool = False
     """Optimizers of data-parallel ranks are copies of each other; experts are not sharded."""
     localized: bool = False
-    """Only lost stages go back."""
+    """Only lost stages roll back."""
     saved: int | None = None
     """Experts in a checkpoint, for the simulator of a lossy row."""
     lost_budget: float | None = None
@@ -85,7 +85,7 @@ class Row(NamedTuple):
 
 RUN_ID = 'compare'
 PLAIN = 'plain'
-"""Plain Megatron without failures: what all rows are compared with."""
+"""Plain Megatron without failures, the reference of all rows."""
 _PEERS = '--sparse-ckpt-replicas 1 --sparse-ckpt-network-gb-per-s {network_gb_per_s:g}'
 _WINDOWS = f'--sparse-ckpt-window {{window}} {_PEERS}'
 _STRATEGY = '--sparse-ckpt-strategy'

@@ -59,7 +59,7 @@ class Lived(NamedTuple):
 
 
 class Course(NamedTuple):
-    """What all jobs of a comparison have in common."""
+    """Common parameters of all jobs of a comparison."""
 
     data: Path
     output: Path
@@ -149,7 +149,7 @@ class Course(NamedTuple):
 
 
 def since(log: RunLog, number: int) -> RunLog:
-    """The log from the first line of an iteration on; later lives are whole."""
+    """Return the log from an iteration on; later run attempts are kept whole."""
     attempts = log.attempts
     for place, attempt in enumerate(attempts):
         rest = [item for item in attempt if item.number >= number]

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from rich.table import Table
 
+from tools.lab import tables
+
 GIB = 1 << 30
 _NONE = 'none'
 
@@ -68,20 +70,19 @@ def rates(reports: Sequence[RankReport]) -> dict[str, float]:
 
 def table(reports: Sequence[RankReport]) -> Table:
     """Table for people, with the slowest rank of each node."""
-    shown = Table(title='Slowest of each node', title_justify='left')
-    for column in ('node', 'ranks', 'free GiB', 'copy GB/s', 'next node GB/s'):
-        shown.add_column(column, justify='left' if column == 'node' else 'right')
+    columns = ('node', '>ranks', '>free GiB', '>copy GB/s', '>next node GB/s')
+    rows = []
     for first in first_of_each_node(reports):
         own = [report for report in reports if report.node == first.node]
         sent = [report.neighbour_gb_s for report in own if report.neighbour_gb_s is not None]
-        shown.add_row(
+        rows.append((
             first.node,
             str(len(own)),
             f'{first.memory_free_bytes / GIB:.1f}',
             f'{min(report.copy_gb_s for report in own):.3g}',
             f'{min(sent):.3g}' if sent else '-',
-        )
-    return shown
+        ))  # fmt: skip
+    return tables.table(columns, rows, title='Slowest of each node', title_justify='left')
 
 
 def _of_a_node(report: RankReport, needed_bytes: int) -> list[str]:

@@ -35,6 +35,7 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
 )
 from tools.lab.arguments import Parser
+from tools.lab.tables import table
 from tools.plan.description import (
     DescriptionError,
     Training,
@@ -63,7 +64,7 @@ from tools.plan.side_by_side import (
     with_layout,
 )
 from tools.simulate.fields import FieldError
-from tools.simulate.terminal import Flag, add_flags, table
+from tools.simulate.terminal import Flag, add_flags
 
 PRINTED = 'paper'
 BY_BYTES = 'bytes'

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from moevement_ext.command import shown
 from moevement_ext.memory.budget import GIB, gib
+from tools.lab.tables import say, table
 from tools.plan.planning import JobPlan, StageKind
-from tools.simulate.terminal import table
 
 # Megatron's main gradients are fp32.
 _GRADIENT_BYTES = 4
@@ -84,15 +84,15 @@ def print_plan(plan: JobPlan, console: Console, unused_flags: list[str]) -> None
         f'{job.model.active_parameters / 1e9:.1f}e9 active, on {job.layout.ranks} GPUs of '
         f'{job.nodes} nodes ({job.cluster.name}), {job.iteration_s:.2f} s per iteration'
     )
-    _say(console, text)
+    say(console, text)
     columns = 'stages', '>operators', '>full', '>weights', '>operators of slots', '>GiB of slots'
     title = f'Window of {plan.window}; bytes of the largest rank of a stage'
     console.print(table(columns, map(_stage_row, plan.kinds), title=title))
     console.print(table(('', ''), [*_cost_rows(plan), *_recovery_rows(plan)], show_header=False))
     for text in warnings(plan):
-        _say(console, f'Warning: {text}.')
+        say(console, f'Warning: {text}.')
     if unused_flags:
-        _say(console, f'Not part of a plan: {" ".join(unused_flags)}')
+        say(console, f'Not part of a plan: {" ".join(unused_flags)}')
 
 
 def _stage_row(kind: StageKind) -> tuple[str, ...]:
@@ -159,10 +159,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             parts.append([number])
     return ' '.join(str(p[0]) if len(p) == 1 else f'{p[0]}-{p[-1]}' for p in parts)
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 # ---- reasons and warnings

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from moevement_ext.memory.budget import GIB, gib
+from tools.lab.tables import table
 from tools.plan.description import DescriptionError
 from tools.plan.layout import Layout
 from tools.plan.moving import Moved, moved
 from tools.plan.planning import Job, JobPlan, iteration_seconds
 from tools.plan.report import as_json, infeasible, rank_bytes
-from tools.simulate.terminal import table
 
 _FIELDS = {'gpus': 'ranks', 'pipeline': 'pipeline', 'expert': 'expert', 'chunks': 'chunks'}
 FORM = 'gpus=N,pipeline=N,expert=N,chunks=N'

@@ -30,6 +30,7 @@ from rich.console import Console
 
 from moevement_ext.plan.strategy import intervals
 from tools.lab.arguments import Parser
+from tools.lab.tables import table
 from tools.simulate import closed_form, flags, terminal
 from tools.simulate.closed_form import Dense
 from tools.simulate.experts import PartialRun
@@ -108,7 +109,7 @@ def optimal_interval(system: System) -> dict[str, object]:
 
 def print_answer(found: dict[str, object], console: Console) -> None:
     rows = [(name.replace('_', ' '), _text(value)) for name, value in found.items()]
-    console.print(terminal.table(('', ''), rows, show_header=False))
+    console.print(table(('', ''), rows, show_header=False))
 
 
 def _text(value: object) -> str:

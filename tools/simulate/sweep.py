@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
+from tools.lab.tables import table
 from tools.simulate import flags, terminal
 from tools.simulate.closed_form import Dense
 from tools.simulate.experts import PartialRun
@@ -122,7 +123,7 @@ def print_table(points: Sequence[Point], over: str, what: str, console: Console)
         texts = ['-' if cell is None else f'{shown(cell, what):.4g}' for cell in cells]
         rows.append([f'{value:g}', *texts])
     columns = [f'>{name}' for name in (AXIS[over], *names)]
-    console.print(terminal.table(columns, rows, title=SHOWN[what]))
+    console.print(table(columns, rows, title=SHOWN[what]))
 
 
 def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, tables on a terminal, JSON without infinity, and errors of pictures."""
+"""Flags, JSON without infinity, and errors of pictures."""
 
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.table import Table
 
 
 class Flag(NamedTuple):
@@ -29,32 +27,6 @@ def add_flags(container: Any, *flags: Flag) -> None:
         name, *values = flag
         given = zip(Flag._fields[1:], values, strict=True)
         container.add_argument(name, **{key: value for key, value in given if value is not None})
-
-
-def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    styles: Iterable[str | None] | None = None,
-    **options: Any,
-) -> Table:
-    """A table for `Console.print`.
-
-    Args:
-        columns: headings; `>` before one right-aligns its cells, `!` keeps them on one line.
-        rows: cells.
-        styles: one for each row.
-        options: options of rich's Table.
-    """
-    made = Table(**options)
-    for name in columns:
-        bare = name.lstrip('>!')
-        marks = name[: len(name) - len(bare)]
-        justify: Any = 'right' if '>' in marks else 'left'
-        made.add_column(bare, justify=justify, no_wrap='!' in marks)
-    listed = list(rows)
-    for cells, style in zip(listed, styles or [None] * len(listed), strict=True):
-        made.add_row(*cells, style=style)
-    return made
 
 
 def print_json(value: object, indent: int | None = 2) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tools.lab.arguments import Parser
+from tools.lab.tables import table
 from tools.simulate import flags, terminal
 from tools.simulate.failures import Renewal
 from tools.simulate.fields import FieldError
@@ -85,7 +86,7 @@ def _print_table(found: dict[str, Timeline]) -> None:
         )
         for name, one in found.items()
     ]
-    Console().print(terminal.table(('system', '>hours', '>failures', '>goodput'), rows))
+    Console().print(table(('system', '>hours', '>failures', '>goodput'), rows))
 
 
 if __name__ == '__main__':

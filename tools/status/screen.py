@@ -3,15 +3,16 @@
 
 from collections import Counter
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rich.console import Group, JustifyMethod
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from tools.lab.history import Episode, History, Pace, shares
 from tools.lab.layouts import layouts
 from tools.lab.plots import Doing
+from tools.lab.tables import table
 from tools.lab.text import duration
 
 _RECOVERIES = 5
@@ -21,6 +22,7 @@ _LATE_WINDOWS = 3  # as in the corresponding alert
 _DEAD_WINDOWS = 10
 _LATE_S, _DEAD_S = 60.0, 600.0  # minimum: other hosts see events some seconds late
 _WELL = 'bold green'
+_BARE: dict[str, Any] = {'title_justify': 'left', 'box': None, 'pad_edge': False}
 
 
 class Stage(NamedTuple):
@@ -164,20 +166,18 @@ def _protection(history: History) -> Text:
 
 
 def _stages(history: History) -> Table:
-    table = Table(title='Stages', title_justify='left', box=None, pad_edge=False)
     found = stages(history)
     present = [doing for doing in Doing if any(stage.doing[doing] for stage in found)]
-    words = [doing.split(' ')[0] for doing in present]
-    for column in ('stage', 'hosts', 'ranks', *words, 'iteration'):
-        table.add_column(column, justify='left' if column == 'hosts' else 'right')
+    words = [f'>{doing.split(" ")[0]}' for doing in present]
+    rows = []
     for stage in found:
         least, greatest = stage.iterations
-        table.add_row(
+        rows.append((
             stage.title, _hosts(history, stage.ranks), str(len(stage.ranks)),
             *(str(stage.doing[doing] or '') for doing in present),
             str(least) if least == greatest else f'{least} to {greatest}',
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    return table(('>stage', 'hosts', '>ranks', *words, '>iteration'), rows, title='Stages', **_BARE)
 
 
 def _hosts(history: History, ranks: list[int]) -> str:
@@ -189,13 +189,10 @@ def _hosts(history: History, ranks: list[int]) -> str:
 def _recoveries(history: History, now: float) -> Table:
     found = history.episodes
     title = f'Newest of {len(found)} failures'
-    table = Table(title=title, title_justify='left', box=None, pad_edge=False)
-    for column in ('at', 'came back', 'replaced', 'replayed', 'verified', 'differ', 'lasted'):
-        justify: JustifyMethod = 'left' if column == 'came back' else 'right'
-        table.add_column(column, justify=justify, no_wrap=column in ('at', 'lasted'))
-    for episode in found[-_RECOVERIES:]:
-        table.add_row(*_row(episode, now), style='bold red' if episode.differing else None)
-    return table
+    columns = ('>!at', 'came back', '>replaced', '>replayed', '>verified', '>differ', '>!lasted')
+    newest = found[-_RECOVERIES:]
+    styles = ['bold red' if episode.differing else None for episode in newest]
+    return table(columns, [_row(one, now) for one in newest], styles, title=title, **_BARE)
 
 
 def _row(episode: Episode, now: float) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the newest window that all ranks of its layout have, wherever their files lie."""
+"""Chooses the newest window that is complete for all ranks of its layout, on any node."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def by_window(found: Sequence[Found]) -> list[list[Found]]:
 
 
 def missing(files: Sequence[Found]) -> list[int]:
-    """Ranks of the layout that none of these files is of; none for windows that do not say it."""
+    """Ranks of the layout without a file here; empty if the window does not state its layout."""
     layout = files[0].layout
     ranks = range(0 if layout is None else layout.ranks)
     return sorted(set(ranks) - {one.rank for one in files})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says of each window whether the job that some flags start would go on from it."""
+"""Tells for each window whether a job with the given flags would resume from it."""
 
 import warnings
 from collections.abc import Iterator, Sequence

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser
+from tools.lab.tables import table
 from tools.simulate.paper import memory, tables
 from tools.simulate.paper.cells import Cell, Constants, Verdict, all_cells, fit_all
 from tools.simulate.paper.claims import Claim, all_claims
-from tools.simulate.terminal import table
 
 PIPE_WIDTH = 120
 FOLLOWS = {

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and lines on a terminal."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: no markup, no colors, no line breaks of its own."""
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    styles: Iterable[str | None] | None = None,
+    **options: Any,
+) -> Table:
+    """A table for `Console.print`.
+
+    Args:
+        columns: headings; `>` before one right-aligns its cells, `!` keeps them on one line.
+        rows: cells.
+        styles: one for each row.
+        options: options of rich's Table.
+    """
+    made = Table(**options)
+    for name in columns:
+        bare = name.lstrip('>!')
+        marks = name[: len(name) - len(bare)]
+        justify: Any = 'right' if '>' in marks else 'left'
+        made.add_column(bare, justify=justify, no_wrap='!' in marks)
+    listed = list(rows)
+    for cells, style in zip(listed, styles or [None] * len(listed), strict=True):
+        made.add_row(*cells, style=style)
+    return made
