@@ -26,7 +26,7 @@ DIALECT = {
     'again, from scratch': r'anew',
     'uselessly': r'in vain',
     'the previous, earlier': r'of before|the (one|ones|life|lives) before',
-    'name the noun': r'such a one|what of|so many|so often|those of before',
+    'name the noun': r'such a one|what of|so many|so often',
     'must be; or active': r'(is|are|was|were) to be',
     'forever; or say which limit': r'without end',
     'custom, your own': r"one's own|of ours|of yours",
@@ -118,25 +118,22 @@ def test_persons_are_found(source: str, offends: bool) -> None:
     assert bool(persons(source)) is offends
 
 
-def text_of(page: str) -> Iterator[tuple[int, str]]:
-    """Lines of a page without code: fenced, indented or in backticks; and without targets of links.
-
-    Code is replaced by spaces, so that numbers of lines stay.
-    """
+def without_code(page: str) -> str:
+    """A page with spaces for code (fenced, indented or in backticks) and for targets of links."""
     fences = re.compile(r'^```.*?^```', re.M | re.S)
     blocks = re.compile(r'(?<=\n\n)(?: {4}.*\n)+')
     for code in (fences, blocks, re.compile(r'`[^`]*`'), re.compile(r'\]\([^)\s]*\)')):
         page = code.sub(lambda found: re.sub(r'[^\n]', ' ', found[0]), page)
-    yield from enumerate(page.splitlines(), 1)
+    return page
 
 
 def dialect(page: str) -> list[str]:
-    """Words of the dialect, with the line and what to write instead."""
+    """Words of the dialect, also across lines, with the line and what to write instead."""
+    text = without_code(page)
     return [
-        f'{number}: {found[0]!r}; write: {plain}'
-        for number, line in text_of(page)
+        f'{text.count("\n", 0, found.start()) + 1}: {" ".join(found[0].split())!r}; write: {plain}'
         for plain, words in DIALECT.items()
-        for found in re.finditer(rf'\b({words})\b', line, re.IGNORECASE)
+        for found in re.finditer(rf'\b({words.replace(" ", r"\s+")})\b', text, re.IGNORECASE)
     ]
 
 
@@ -148,7 +145,7 @@ def dialect(page: str) -> list[str]:
         ('We restart, and all met in our store.\n', 3),
         ('```text\nanew\n```\n', 0),
         ('Text:\n\n    comes back from: window 3\n\nText.\n', 0),
-        ('- A list\n  comes back in\n    its third line, as ever.\n', 2),
+        ('- A list\n  comes\n  back in\n    its third line, as ever.\n', 2),
         ('The system `ours` of\n`tools as ever` and [this](anew.md#what-of).\n', 0),
         ('The power of it, goes only once, renewed.\n', 0),
     ],
