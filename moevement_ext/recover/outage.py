@@ -123,7 +123,7 @@ class Outage:
         speaker = next((rank for rank, report in enumerate(reports) if report.survivor), None)
         if speaker != self._rank or since is None:
             return
-        away_s = time.time() - since
+        away_s = max(time.time() - since, 0.0)  # the clock may have been set back
         if verdict.window is not None:
             seconds = {**seconds, 'replaying': self._replay_s}
         self._unsaid = _never_fails(lambda: self._summary(store, verdict, away_s, seconds))
@@ -178,11 +178,11 @@ def of_the_whole_job(
         spares = '' if launcher is None else failures.told_spares(launcher)
         if told is not None:
             gone = Gone(told.rank, '', f'(pid {told.pid}) {told.how}', told.at)
-            return summary(deaths([gone]), told.at, spares)
+            return summary(deaths([gone]), _if_past(told.at), spares)
         if first_death is not None:
             how = f'(pid {first_death.pid}) was the first to end,'
             gone = Gone(first_death.rank, '', how, first_death.time)
-            return summary(deaths([gone]), first_death.time, spares)
+            return summary(deaths([gone]), _if_past(first_death.time), spares)
         return summary('the job was launched again', None, spares)
 
     found = _never_fails(make)
@@ -210,6 +210,11 @@ def _never_fails[T](make: Callable[[], T]) -> T | None:
     except Exception:
         logger.warning('sparse checkpointing: a recovery is not summed up', exc_info=True)
         return None
+
+
+def _if_past(at: float) -> float | None:
+    """None of a time that is still to come, by the clock of another node, or one set back."""
+    return at if at <= time.time() else None
 
 
 def _gone(launcher: Store | None, rank: int, node: str, pid: int) -> Gone:

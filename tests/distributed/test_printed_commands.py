@@ -32,7 +32,7 @@ _PYTHON = r'(\.venv/bin/)?python -m '
 RUNS = {
     r'scripts/demo\.sh': r'demo: bit_identical=true .*',
     rf'{_PYTHON}tools\.chaos --faults 20 --seed 1$': r'chaos: faults=20 .* bit_identical=true .*',
-    rf'{_PYTHON}tools\.chaos --help': r'--resume DIR .*',
+    rf'{_PYTHON}tools\.chaos --help': r'--elastic .*',
     r'(\.venv/bin/python )?scripts/local_cluster\.py .* examples/': r'\[launcher.*',
     rf'{_PYTHON}tools\.drill ': r'drill passed, all bits are equal: .*',
     r'\.venv/bin/torchrun --nproc-per-node 8 --max-restarts 100 ': r'.*',

@@ -125,6 +125,15 @@ def test_the_launcher_knows_why_all_started_again(
     assert '| rank 3 (pid 77) was killed by SIGKILL at ' in out and ' s | goes on' in out
 
 
+def test_no_job_was_away_for_less_than_no_time(
+    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clock of the node where the first process ended is ahead."""
+    out = whole_job(Death(time.time() + 7200, 2, 99), capsys)
+    assert '(pid 99) was the first to end' in out
+    assert 'away: since a time that nothing here has seen' in out
+
+
 def test_the_reason_of_another_start_is_not_believed(
     launcher: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
