@@ -25,14 +25,15 @@ def require(holds: bool, field: str, value: object, rule: str) -> None:
         raise FieldError(field, f'is {value!r}; {rule}')
 
 
-def positive(field: str, value: float, rule: str = 'give a number above 0') -> None:
+def positive(field: str, value: float) -> None:
     """Require that `value` is finite and above 0."""
-    require(math.isfinite(value) and value > 0, field, value, rule)
+    require(math.isfinite(value) and value > 0, field, value, 'give a number above 0')
 
 
-def not_negative(field: str, value: float, rule: str = 'give a finite number, 0 or more') -> None:
+def not_negative(field: str, value: float) -> None:
     """Require that `value` is finite and 0 or more."""
-    require(math.isfinite(value) and value >= 0, field, value, rule)
+    good = math.isfinite(value) and value >= 0
+    require(good, field, value, 'give a finite number, 0 or more')
 
 
 def positive_or_infinite(field: str, value: float) -> None:
