@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the output of workers goes, over all their lives."""
+
+from pathlib import Path
+
+import pytest
+
+from moevement_ext.events import Event
+from moevement_ext.launch.launcher_events import WorkerEnded
+from tests.unit.launch.conftest import Job
+from tests.unit.launch.test_supervisor import ended, failure
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+
+
+def test_one_log_per_rank_over_all_lives(job: Job, tmp_path: Path) -> None:
+    logs = tmp_path / 'made' / 'logs'
+    job.finish_when = lambda: len(job.started(0)) == 2
+    flags = ('0.0=print:first', '0.0=kill', '0.1=print:second', '1.0=print:other')
+    assert job.run(*flags, nodes=2, log_dir=logs) == 0
+    assert (logs / 'rank0.log').read_text() == 'importing\nfirst\nimporting\nsecond\n'
+    assert (logs / 'rank1.log').read_text() == 'importing\nother\n'
+
+
+def test_without_logs_each_line_tells_the_rank(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=print:first', '0.0=kill', '0.1=print:second', nodes=2) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        '[rank 0] first',
+        *['[rank 0] importing'] * 2,
+        '[rank 0] second',
+        '[rank 1] importing',
+    ]
+
+
+def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
+    (tmp_path / 'rank1.log').mkdir()
+    job.finish_when = lambda: False
+    assert job.run(nodes=2, log_dir=tmp_path) == 1
+    assert 'it failed by itself 3 times' in failure(job)
+    assert 'cannot be started on node1: ' in failure(job)
+    assert 'rank1.log' in failure(job)
+
+
+def test_a_log_that_is_gone_costs_no_worker(
+    job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder was moved away, or its file server is gone."""
+    logs = tmp_path / 'logs'
+
+    def lose(event: Event) -> None:
+        if isinstance(event, WorkerEnded) and logs.exists():
+            logs.rename(tmp_path / 'old')
+
+    job.on_event = lose
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run('1.0=kill', '1.1=print:here', nodes=2, log_dir=logs) == 0
+    assert ended(job) == {0: [0], 1: [-9, 0]}
+    said = capfd.readouterr().err
+    assert 'rank1.log' in said and 'here' in said.splitlines()
