@@ -111,12 +111,14 @@ class Bench(NamedTuple):
             raise LabError(f'{variant}: no iteration after the first {self.warm_up} has a loss')
         slots = log.captured
         exposed = [slot.exposed_ms for slot in slots[self.warm_up :]]
-        cpu_s = clocks[0].seconds(measured[0].time, measured[-1].time)
+        span = measured[0].time, measured[-1].time
+        iterations = len(seconds) * self.ranks
         return Run(
             variant=variant,
             iteration_s=statistics.median(seconds),
             all_iterations_s=seconds,
-            cpu_s=cpu_s / len(seconds) / self.ranks,
+            cpu_s=clocks[0].seconds(*span) / iterations,
+            helpers_s=clocks[0].beside_training(*span) / iterations,
             exposed_ms=statistics.mean(exposed) if exposed else None,
             windows=[slot.window for slot in slots],
             slot_bytes=[slot.nbytes for slot in slots[-slots[-1].window :]] if slots else [],

@@ -40,6 +40,8 @@ class Run(msgspec.Struct, frozen=True):
     all_iterations_s: list[float]
     cpu_s: float
     """CPU seconds of an iteration, per rank."""
+    helpers_s: float
+    """Those of all threads but the one that trains."""
     exposed_ms: float | None
     """Mean exposed time of an iteration, as the last rank logs it."""
     windows: list[int]
@@ -70,6 +72,8 @@ class Variant(msgspec.Struct, frozen=True):
     """Iteration time divided by that of plain Megatron in the same round."""
     cpu_s: Spread
     cpu_ratio: Spread
+    helpers: Spread
+    """CPU time that helper threads add, divided by all of plain Megatron's in the same round."""
     exposed_ms: Spread | None
     windows: list[int]
     """Values of W during the run."""
@@ -112,11 +116,16 @@ def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
         ratio=Spread.of([runs[name].iteration_s / runs[PLAIN].iteration_s for runs in rounds]),
         cpu_s=Spread.of([run.cpu_s for run in runs]),
         cpu_ratio=Spread.of([runs[name].cpu_s / runs[PLAIN].cpu_s for runs in rounds]),
+        helpers=Spread.of([_helpers(runs[name], runs[PLAIN]) for runs in rounds]),
         exposed_ms=Spread.of(exposed) if exposed else None,
         windows=sorted({window for run in runs for window in run.windows}),
         slot_bytes=runs[-1].slot_bytes,
         loss=runs[-1].loss,
     )
+
+
+def _helpers(run: Run, plain: Run) -> float:
+    return (run.helpers_s - plain.helpers_s) / plain.cpu_s
 
 
 def identical(rounds: Sequence[Sequence[Run]]) -> bool:
@@ -128,7 +137,7 @@ def print_report(report: OverheadReport, console: Console) -> None:
     say(console, report.hardware.line() + engine[report.stand_ins])
     columns = (
         'precision', '', '>iteration (ms)', '>ratio', '>CPU s / rank', '>CPU ratio',
-        '>exposed (ms)', '>slots (MiB)', '>loss',
+        '>helpers', '>exposed (ms)', '>slots (MiB)', '>loss',
     )  # fmt: skip
     rows = [
         (precision, *_cells(variant))
@@ -142,7 +151,9 @@ def print_report(report: OverheadReport, console: Console) -> None:
         f'{report.ranks} ranks on 2 emulated nodes, {rounds} rounds of {report.iterations} '
         f'iterations, the first {report.warm_up} dropped; per round the median, over rounds the '
         'median (and the range). Slots are those of the last window of the last rank; one slot is '
-        'what a dense checkpoint takes. Losses: mean of the last tenth of the iterations.',
+        'what a dense checkpoint takes. Helpers: CPU time of all threads but the training thread, '
+        "minus that in plain Megatron, over all of plain Megatron's. "
+        'Losses: mean of the last tenth of the iterations.',
     )
     different = [precision for precision, same in report.identical.items() if not same]
     verdict = f'DIFFERENT in {", ".join(different)}' if different else 'equal'
@@ -157,6 +168,7 @@ def _cells(variant: Variant) -> tuple[str, ...]:
         variant.ratio.text(3),
         variant.cpu_s.text(),
         variant.cpu_ratio.text(),
+        variant.helpers.text(3),
         variant.exposed_ms.text(1) if variant.exposed_ms else '-',
         ' '.join(f'{nbytes / _MIB:.1f}' for nbytes in variant.slot_bytes) or '-',
         'NaN' if variant.loss is None else f'{variant.loss:.3f}',

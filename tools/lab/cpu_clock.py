@@ -34,8 +34,7 @@ def spent(pids: Sequence[int]) -> Spent:
     training_s = total_s = 0.0
     for pid in pids:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            nanoseconds = Path(f'/proc/{pid}/task/{pid}/schedstat').read_text().split()[0]
-            training_s += int(nanoseconds) / 1e9
+            training_s += _first_thread(pid)
             total_s += _with_children(psutil.Process(pid))
     return Spent(time.time(), total_s, training_s)
 
@@ -59,6 +58,7 @@ class CpuClock:
         self._workers: list[psutil.Process] = []
         self._times: list[float] = []
         self._seconds: list[float] = []
+        self._training: list[float] = []
 
     def sample(self, log: RunLog) -> None:
         """Take one sample if the job trains; call it often."""
@@ -68,11 +68,27 @@ class CpuClock:
             self._workers = [psutil.Process(pid) for pid in self._job.pids() if pid]
         self._times.append(time.time())
         self._seconds.append(sum(_with_children(worker) for worker in self._workers))
+        self._training.append(sum(_first_thread(worker.pid) for worker in self._workers))
 
     def seconds(self, begin: float, end: float) -> float:
         """CPU seconds between two times (seconds since the epoch), interpolated between samples."""
-        used = np.interp([begin, end], self._times, np.maximum.accumulate(self._seconds))
+        return self._between(begin, end, self._seconds)
+
+    def beside_training(self, begin: float, end: float) -> float:
+        """As `seconds`, without those of the first thread of each worker, which trains."""
+        return self.seconds(begin, end) - self._between(begin, end, self._training)
+
+    def _between(self, begin: float, end: float, seconds: Sequence[float]) -> float:
+        used = np.interp([begin, end], self._times, np.maximum.accumulate(seconds))
         return float(used[1] - used[0])
+
+
+def _first_thread(pid: int) -> float:
+    """CPU seconds of the first thread of a process; 0 if it is gone."""
+    with contextlib.suppress(OSError):
+        nanoseconds = Path(f'/proc/{pid}/task/{pid}/schedstat').read_text().split()[0]
+        return int(nanoseconds) / 1e9
+    return 0.0
 
 
 def _with_children(process: psutil.Process) -> float:
