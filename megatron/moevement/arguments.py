@@ -334,7 +334,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4": a start takes that of the '
         'flags if its ranks and their memory fit, else the first of these that fits; ranks for '
         'which none has a place do not train. Sizes that are left out are 1; tensor parallelism '
-        'stays.',
+        'stays, and that of experts (etp) unless it is given.',
     )
     group.add_argument(
         '--sparse-ckpt-elastic-exact',

@@ -46,7 +46,15 @@ class Layout(NamedTuple):
 
 
 VPP = ('--num-layers-per-virtual-pipeline-stage', '1')
+_ETP = '--expert-tensor-parallel-size'
 INSTANCES = ('--num-distributed-optimizer-instances', '2')
+TENSOR_PARALLEL = tuple(
+    '--tensor-model-parallel-size 2 --sequence-parallel --swiglu '
+    '--moe-token-dispatcher-type allgather'.split()
+)
+ETP_1, ETP_2 = (
+    Layout(4, expert=2, sharded=True, more=(*TENSOR_PARALLEL, _ETP, str(size))) for size in (1, 2)
+)
 CASES = {
     'EP 4 to EP 2': (Layout(4, expert=4, sharded=True), Layout(2, expert=2, sharded=True)),
     'EP 2 to EP 4': (Layout(2, expert=2, sharded=True), Layout(4, expert=4, sharded=True)),
@@ -54,6 +62,8 @@ CASES = {
     'PP 2 to PP 1': (Layout(4, pipeline=2), Layout(2)),
     'DP to PP': (Layout(2), Layout(2, pipeline=2)),
     'DP 4 to DP 3': (Layout(4, sharded=True), Layout(3, sharded=True)),
+    'ETP 1 to ETP 2': (ETP_1, ETP_2),
+    'ETP 2 to ETP 1': (ETP_2, ETP_1),
     'VPP to none': (Layout(2, pipeline=2, more=VPP), Layout(2, pipeline=2)),
 }
 """Upstream loads a checkpoint of the first in the second."""

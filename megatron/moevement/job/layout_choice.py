@@ -21,6 +21,8 @@ _FLAGS = {
     'cp': '--context-parallel-size',
     'instances': '--num-distributed-optimizer-instances',
 }
+_ETP = 'etp'
+_ETP_FLAG = '--expert-tensor-parallel-size'
 
 
 _UNEVEN = (
@@ -49,7 +51,10 @@ class LayoutSizes:
     global_batch: int | None = None
 
     def __str__(self) -> str:
-        return ','.join(f'{name}={getattr(self, name)}' for name in _FLAGS)
+        sizes = {name: getattr(self, name) for name in _FLAGS}
+        if self.expert_tensor is not None:
+            sizes[_ETP] = self.expert_tensor
+        return ','.join(f'{name}={size}' for name, size in sizes.items())
 
     def misfit(self, ranks: int) -> str | None:
         """Why so many ranks cannot have this layout; None if they can."""
@@ -115,20 +120,23 @@ def fitted(
 
 
 def _changed(own: LayoutSizes, text: str) -> LayoutSizes:
-    """A layout by its text, e.g. `pp=2,ep=4`; what it leaves out is 1."""
-    found = dict.fromkeys(_FLAGS, 1)
+    """A layout by its text, e.g. `pp=2,ep=4`; what it leaves out is 1, but ETP stays."""
+    found, known = dict.fromkeys(_FLAGS, 1), [*_FLAGS, _ETP]
     for item in text.split(','):
         name, _, size = item.strip().partition('=')
-        if name not in _FLAGS or not size.isdecimal() or int(size) < 1:
+        if name not in known or not size.isdecimal() or int(size) < 1:
             raise ConfigurationError(
-                f'{FLAG} {text!r}: give sizes of {", ".join(_FLAGS)}, e.g. "pp=2,ep=4;ep=4".'
+                f'{FLAG} {text!r}: give sizes of {", ".join(known)}, e.g. "pp=2,ep=4;ep=4".'
             )
-        found[name] = int(size)
+        found['expert_tensor' if name == _ETP else name] = int(size)
     return replace(own, **found)
 
 
 def _flags(layout: LayoutSizes) -> list[str]:
-    return [item for name, flag in _FLAGS.items() for item in (flag, str(getattr(layout, name)))]
+    given = [item for name, flag in _FLAGS.items() for item in (flag, str(getattr(layout, name)))]
+    if layout.expert_tensor is not None:
+        given += [_ETP_FLAG, str(layout.expert_tensor)]
+    return given
 
 
 def _of(arguments: Sequence[str]) -> tuple[LayoutSizes, str]:
@@ -136,7 +144,7 @@ def _of(arguments: Sequence[str]) -> tuple[LayoutSizes, str]:
     parser.add_argument(FLAG, default='', dest='fallbacks')
     for name, flag in (
         ('tensor', '--tensor-model-parallel-size'),
-        ('expert_tensor', '--expert-tensor-parallel-size'),
+        ('expert_tensor', _ETP_FLAG),
         *_FLAGS.items(),
         ('layers', '--num-layers'),
         ('experts', '--num-experts'),

@@ -4,22 +4,22 @@
 Checked against megatron-core 0.19.2.
 """
 
-import re
 from collections.abc import Callable, Collection, Mapping
 
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.utils import get_model_config
 
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.canonical import canonical_name
+from megatron.moevement.state.expert_division import ExpertDivision, is_of_an_expert
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.model_operators import shares_embedding
 from megatron.moevement.state.optimizer_state import links
 from megatron.moevement.state.relaid_state import relaid, streams_of, told_streams
 from megatron.moevement.state.training_state import TrainingState
+from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
-
-_EXPERT = re.compile(r'\.expert\d+$')
 
 
 class MegatronRelaying:
@@ -46,28 +46,52 @@ class MegatronRelaying:
         self._each_data_rank = each_data_rank
         self._shared = shares_embedding(training.model)
         self._seats: Mapping[int, Seat] = {}
+        self._shards_before = self._layout.expert_tensor
+        config = get_model_config(training.model[0])
+        self._interleaved = config.moe_mlp_glu_interleave_size is not None
+        gated, shards = config.gated_linear_unit, self._layout.expert_tensor
+        self._experts = ExpertDivision(training.operators, shards, gated)
 
     def refuse(self, was: Layout) -> None:
         """Refuse another division of tensors, which ranges do not describe."""
-        for flag, before, now in (
-            ('--tensor-model-parallel-size', was.tensor, self._layout.tensor),
-            ('--expert-tensor-parallel-size', was.expert_tensor, self._layout.expert_tensor),
-        ):
-            if before != now:
-                raise RefusedWindow(
-                    f'windows of {was} are divided by {flag} {before}, and this job by {now}: '
-                    f'start with {flag} {before}, or export a checkpoint (tools.windows export)'
-                )
+        flag, before, now = '--tensor-model-parallel-size', was.tensor, self._layout.tensor
+        if before != now:
+            raise RefusedWindow(
+                f'windows of {was} are divided by {flag} {before}, and this job by {now}: '
+                f'start with {flag} {before}, or export a checkpoint (tools.windows export)'
+            )
+        if self._interleaved and was.expert_tensor != self._layout.expert_tensor:
+            raise RefusedWindow(
+                f'--moe-mlp-glu-interleave-size mixes the rows of experts: start with '
+                f'--expert-tensor-parallel-size {was.expert_tensor}'
+            )
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
-        """Name in the whole model, and the tensor-parallel shard."""
+        """Name in the whole model, and the tensor-parallel shard if both layouts divide alike."""
         name = canonical_name(operator, tensor, self._shared)
-        shard = seat.expert_tensor if _EXPERT.search(operator) else seat.tensor
+        shard = seat.tensor
+        if is_of_an_expert(operator):
+            shard = 0 if self._redivides else seat.expert_tensor
         return f'{name} of shard {shard}' if shard else name
+
+    @property
+    def _redivides(self) -> bool:
+        """The layouts have other expert tensor parallel sizes."""
+        return self._shards_before != self._layout.expert_tensor
+
+    def division_of(self, operator: str, part: str, tensor: str, owner: int | None) -> Division:
+        """Where an expert's shard lies in its tensor."""
+        if not self._redivides:
+            return Division()
+        seat, shards = self._seat, self._layout.expert_tensor
+        if owner is not None:
+            seat, shards = self._seats[owner], self._shards_before
+        return self._experts.of(operator, part, tensor, shards, seat.expert_tensor)
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
         """Owners of this rank's random numbers, and the first of each stage, for its groups."""
         self._seats = seats
+        self._shards_before = 1 + max(seat.expert_tensor for seat in seats.values())
         first = {seat.pipeline: owner for owner, seat in sorted(seats.items(), reverse=True)}
         streams = streams_of(self._seat, seats, self._each_data_rank)
         return {*first.values(), *(owner for owner in streams if owner is not None)}

@@ -74,6 +74,7 @@ def told_streams(was: Layout, now: Layout) -> str:
         ('stages', was.pipeline, now.pipeline),
         ('expert shards', was.expert, now.expert),
         ('tensor shards', was.tensor, now.tensor),
+        ('tensor shards of experts', was.expert_tensor, now.expert_tensor),
     ):
         if after > before:
             anew.append(f'{what} {before} to {after - 1}')

@@ -2,17 +2,24 @@
 """What all owners of a slot hold together, and which ranges of it make up what a rank needs.
 
 Pure: no file and no connection. A tensor has a name that is equal in every layout; the elements of
-its (tensor-parallel) shard lie in ranges on several owners, some of them on more than one.
+its (tensor-parallel) shard lie in ranges on several owners, some of them on more than one. Where
+layouts divide a tensor differently, ranges are those of the whole one.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
+from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader
 
 NameOf = Callable[[str, str, int], str]
 """Name in every layout, of operator and tensor of an owner."""
+DivisionOf = Callable[[Record, int], Division]
+"""Where a record of an owner lies in the tensor of that name."""
+_WHOLE = Division()
 
 
 class Wanted(NamedTuple):
@@ -46,8 +53,12 @@ class _Held(NamedTuple):
     end: int
     owner: int
     record: int
-    nbytes: int
+    begin: int
+    """First byte within the record."""
+    size: int
+    """Bytes of an element."""
     checksum: int
+    """Checksum of the record."""
 
 
 class SlotIndex:
@@ -55,19 +66,31 @@ class SlotIndex:
 
     Args:
         name_of: names a tensor of an owner.
+        division_of: says where its elements lie.
     """
 
-    def __init__(self, name_of: NameOf) -> None:
+    def __init__(
+        self, name_of: NameOf, division_of: DivisionOf = lambda record, owner: _WHOLE
+    ) -> None:
         self._name_of = name_of
+        self._division_of = division_of
         self._held: dict[tuple[str, str, str], list[_Held]] = {}
+        self._sorted: dict[tuple[str, str, str], _Sorted] = {}
 
     def add(self, header: SlotHeader) -> None:
-        """Enter the records of one owner."""
+        """Enter the records of one owner; before the first question."""
         for index, record in enumerate(header.records):
-            held = _Held(
-                record.start, record.end, header.owner, index, record.nbytes, record.checksum
-            )
-            self._held.setdefault(self._key(header.owner, record), []).append(held)
+            held = self._held.setdefault(self._key(header.owner, record), [])
+            size, rest = divmod(record.nbytes, max(record.end - record.start, 1))
+            if rest:
+                raise RefusedWindow(
+                    f'{record.tensor} ({record.part}): {record.nbytes} bytes are no whole elements'
+                )
+            begin = 0
+            division = self._division_of(record, header.owner)
+            for start, end in division.ranges(record.start, record.end):
+                held.append(_Held(start, end, header.owner, index, begin, size, record.checksum))
+                begin += size * (end - start)
 
     def _key(self, owner: int, record: Record) -> tuple[str, str, str]:
         name = self._name_of(record.operator, record.tensor, owner)
@@ -83,12 +106,10 @@ class SlotIndex:
         Raises:
             RefusedWindow: elements are missing, or owners hold different bytes of the same range.
         """
-        held = self._held.get((need.name, need.part, need.dtype), [])
-        if not need.volatile:
-            _require_equal(need, held)
+        held = self._of(need)
         at = need.start
         while at < need.end:
-            here = [item for item in held if item.start <= at < item.end]
+            here = held.around(at)
             if not here:
                 raise RefusedWindow(
                     f'no rank holds {need.name} ({need.part}, {need.dtype}) from element {at} on'
@@ -98,12 +119,34 @@ class SlotIndex:
             yield _piece(chosen, at, end, need)
             at = end
 
+    def _of(self, need: Wanted) -> '_Sorted':
+        """Holders of a tensor, compared once."""
+        key = need.name, need.part, need.dtype
+        if key not in self._sorted:
+            held = self._held.get(key, [])
+            if not need.volatile:
+                _require_equal(need, held)
+            self._sorted[key] = _Sorted(held)
+        return self._sorted[key]
+
+
+class _Sorted:
+    """Ranges in order; some overlap."""
+
+    def __init__(self, held: list[_Held]) -> None:
+        self._held = sorted(held, key=attrgetter('start'))
+        self._longest = max((item.end - item.start for item in held), default=0)
+
+    def around(self, at: int) -> list[_Held]:
+        """Ranges with this element."""
+        first = bisect_right(self._held, at - self._longest, key=attrgetter('start'))
+        last = bisect_right(self._held, at, key=attrgetter('start'))
+        return [item for item in self._held[first:last] if at < item.end]
+
 
 def _piece(held: _Held, start: int, end: int, need: Wanted) -> Portion:
-    size, rest = divmod(held.nbytes, held.end - held.start)
-    if rest:
-        raise RefusedWindow(f'{need.name} ({need.part}): {held.nbytes} bytes are no whole elements')
-    begin, stop = (size * (element - held.start) for element in (start, end))
+    size = held.size
+    begin, stop = (held.begin + size * (element - held.start) for element in (start, end))
     return Portion(held.owner, held.record, begin, stop, size * (start - need.start))
 
 

@@ -13,7 +13,7 @@ import xxhash
 
 from moevement_ext import faults
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
-from moevement_ext.capture.relaying import Relaying
+from moevement_ext.capture.relaying import Division, Relaying
 from moevement_ext.faults import Phase
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.window.file import WindowFile
@@ -146,30 +146,30 @@ class RelaidWindow:
             yield from held.always
 
     def _fill(self, payload: np.ndarray, header: SlotHeader) -> None:
-        index = SlotIndex(self._name_of)
+        index = SlotIndex(self._name_of, self._division_of)
         for headers in self._headers.values():
             index.add(headers[header.slot])
         places: dict[int, list[Place]] = {}
         view, volatile = memoryview(payload), self._volatile()
         for record in header.records:
-            need = self._need(record, volatile)
-            for piece in index.pieces(need, self._fetcher.distance):
-                at = record.offset + piece.at
-                place = view[at : at + piece.end - piece.begin]
-                places.setdefault(piece.owner, []).append((piece, place))
+            at = record.offset
+            for need in self._needs(record, volatile):
+                for piece in index.pieces(need, self._fetcher.distance):
+                    begin = at + piece.at
+                    place = view[begin : begin + piece.end - piece.begin]
+                    places.setdefault(piece.owner, []).append((piece, place))
+                at += need.nbytes
         for owner, wanted in places.items():
             self._fetcher.fetch(owner, header.slot, wanted)
 
-    def _need(self, record: Record, volatile: Collection[tuple[str, str]]) -> Wanted:
-        return Wanted(
-            self._relaying.name_of(record.operator, record.tensor, self._seat),
-            record.part,
-            record.dtype,
-            record.start,
-            record.end,
-            record.nbytes,
-            (record.tensor, record.part) in volatile,
-        )
+    def _needs(self, record: Record, volatile: Collection[tuple[str, str]]) -> Iterator[Wanted]:
+        """Ranges that make up a record, in its order."""
+        name = self._relaying.name_of(record.operator, record.tensor, self._seat)
+        varies = (record.tensor, record.part) in volatile
+        size = record.nbytes // max(record.end - record.start, 1)
+        for start, end in self._division_of(record, None).ranges(record.start, record.end):
+            nbytes = size * (end - start)
+            yield Wanted(name, record.part, record.dtype, start, end, nbytes, varies)
 
     def _volatile(self) -> set[tuple[str, str]]:
         items: Iterator[Sequence[TensorSlice]] = (
@@ -179,6 +179,9 @@ class RelaidWindow:
 
     def _name_of(self, operator: str, tensor: str, owner: int) -> str:
         return self._relaying.name_of(operator, tensor, self._seats[owner])
+
+    def _division_of(self, record: Record, owner: int | None) -> Division:
+        return self._relaying.division_of(record.operator, record.part, record.tensor, owner)
 
 
 def _record(item: TensorSlice, offset: int) -> Record:

@@ -36,8 +36,7 @@ def ranges_are_shifted_by_one() -> None:
 
     def shifted(held: index._Held, start: int, end: int, need: index.Wanted) -> index.Portion:
         piece = original(held, start, end, need)
-        size = held.nbytes // (held.end - held.start)
-        return piece._replace(at=piece.at - size) if piece.at else piece
+        return piece._replace(at=piece.at - held.size) if piece.at else piece
 
     index._piece = shifted
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader
 from moevement_ext.recover.relayout.index import Portion, SlotIndex, Wanted
@@ -83,3 +84,43 @@ def test_owners_that_contradict_each_other_are_named() -> None:
     with pytest.raises(RefusedWindow, match='ranks 0 and 1 hold different bytes of one'):
         [*index.pieces(need(0, 4), lambda owner: owner)]
     assert len([*index.pieces(need(0, 4, volatile=True), lambda owner: owner)]) == 1
+
+
+@given(cuts, st.sampled_from([1, 2, 5]), st.sampled_from([1, 2, 5]))
+def test_shards_of_one_number_become_those_of_another(
+    old: list[int], before: int, after: int
+) -> None:
+    """Each of 4 rows of 10 elements is divided; shards are cut as a sharded optimizer does."""
+    columns = 10
+    whole = [range(columns * row, columns * (row + 1)) for row in range(4)]
+
+    def elements(shard: int, shards: int) -> list[int]:
+        width = columns // shards
+        return [at for row in whole for at in row[width * shard : width * (shard + 1)]]
+
+    def divided(record: Record, owner: int) -> Division:
+        return Division(columns // before, before, owner)
+
+    index = SlotIndex(lambda operator, tensor, owner: tensor, divided)
+    held = {
+        shard: [
+            record('one', start, end, checksum=shard)
+            for start, end in zip(old, old[1:], strict=False)
+            if end <= 40 // before
+        ]
+        for shard in range(before)
+    }
+    for shard, records in held.items():
+        covered = records[-1].end if records else 0
+        rest = [record('one', covered, 40 // before)] if covered < 40 // before else []
+        held[shard] = [*records, *rest]
+        index.add(header(shard, *held[shard]))
+    for shard in range(after):
+        came = []
+        for start, end in Division(columns // after, after, shard).ranges(0, 40 // after):
+            for piece in index.pieces(need(start, end), lambda owner: owner):
+                source = held[piece.owner][piece.record]
+                first = source.start + piece.begin // SIZE
+                count = (piece.end - piece.begin) // SIZE
+                came += elements(piece.owner, before)[first : first + count]
+        assert came == elements(shard, after)

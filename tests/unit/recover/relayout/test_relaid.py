@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic
@@ -55,6 +56,9 @@ class Relaying:
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
         return tensor.partition('.')[2]
+
+    def division_of(self, operator: str, part: str, tensor: str, owner: int | None) -> Division:
+        return Division()
 
     def state_owners(self, seats: Mapping[int, Seat]) -> list[int]:
         return [2]

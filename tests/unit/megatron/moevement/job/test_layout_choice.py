@@ -85,3 +85,11 @@ def test_layouts_that_are_none(layouts: str) -> None:
 
 def test_stages_may_have_different_numbers_of_layers() -> None:
     assert sizes(2, 'pp=2', '--num-layers', '5', '--decoder-first-pipeline-num-layers', '2')
+
+
+def test_tensor_parallelism_of_experts_stays_unless_it_is_given() -> None:
+    dense = ['--tensor-model-parallel-size', '2', '--pipeline-model-parallel-size', '1']
+    flag = '--expert-tensor-parallel-size'
+    assert flag not in sizes(2, 'ep=1', *dense)
+    assert sizes(2, 'ep=2,etp=1', *dense)[flag] == 1
+    assert sizes(2, 'ep=1', *dense, flag, '2')[flag] == 2

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How expert tensor parallelism divides the weights of experts.
+
+The first layer is divided by rows, a gated unit's two halves each; the second by columns. Biases of
+the first layer go with its rows, those of the second are whole on each rank.
+
+Checked against megatron-core 0.19.2.
+"""
+
+import re
+from collections.abc import Mapping
+
+from megatron.moevement.state.model_operators import Operator
+from moevement_ext.capture.relaying import Division
+from moevement_ext.memory.window.refused import RefusedWindow
+
+_EXPERT = re.compile(r'^(.+)\.expert\d+$')
+_WEIGHT = re.compile(r'\.(linear_fc[12]\.(?:weight|bias))\d*$')
+_OF_A_SHARD = re.compile(r'^(?:scale.*|scaling|weight_scale)$')
+_OF_ALL = 'step'
+
+
+def is_of_an_expert(operator: str) -> bool:
+    """True for an operator that expert tensor parallelism divides."""
+    return _EXPERT.match(operator) is not None
+
+
+class ExpertDivision:
+    """Divisions of the experts' tensors on this rank, in its layout and in others.
+
+    Args:
+        operators: of this rank.
+        shards: expert tensor parallel ranks of its layout.
+        gated: the first layer has a gate.
+    """
+
+    def __init__(self, operators: Mapping[str, Operator], shards: int, gated: bool) -> None:
+        self._blocks: dict[tuple[str, str], int] = {}
+        for operator in operators.values():
+            for tensor, parameter in operator.parameters.items():
+                place = _place(operator.name, tensor)
+                if place is not None:
+                    block = _block(place[1], list(parameter.shape), 2 if gated else 1)
+                    self._blocks[place] = block * shards
+
+    def of(self, operator: str, part: str, tensor: str, shards: int, shard: int) -> Division:
+        """Where a shard lies; whole also for what no operator of this rank needs.
+
+        Args:
+            operator: as in a record.
+            part: as in a record.
+            tensor: as in a record.
+            shards: in the layout of the record.
+            shard: of its owner.
+
+        Raises:
+            RefusedWindow: the part belongs to a shard as a whole.
+        """
+        place = _place(operator, tensor)
+        block = 0 if place is None else self._blocks.get(place, 0)
+        if is_of_an_expert(operator) and _OF_A_SHARD.match(part):
+            raise RefusedWindow(
+                f'{tensor} has a scale for each shard ({part}): start with the '
+                '--expert-tensor-parallel-size of before'
+            )
+        if not block or part == _OF_ALL:
+            return Division()
+        return Division(block // shards, shards, shard)
+
+
+def _place(operator: str, tensor: str) -> tuple[str, str] | None:
+    """Layer and kind of a tensor of an expert."""
+    layer, weight = _EXPERT.match(operator), _WEIGHT.search(tensor)
+    return (layer[1], weight[1]) if layer and weight else None
+
+
+def _block(kind: str, shape: list[int], halves: int) -> int:
+    """Elements of a block of a shard; 0: it is not divided."""
+    if kind == 'linear_fc2.bias':
+        return 0
+    if kind == 'linear_fc2.weight':
+        return shape[1]
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel // halves

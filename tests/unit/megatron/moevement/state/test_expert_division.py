@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards of experts' weights lie where upstream's layers divide them."""
+
+import pytest
+import torch
+
+from megatron.moevement.state.expert_division import ExpertDivision
+from megatron.moevement.state.model_operators import Operator
+from moevement_ext.memory.window.refused import RefusedWindow
+
+HIDDEN, UNITS, SHARDS = 3, 8, 4
+FC1 = 'chunk0.decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.'
+FC2 = 'chunk0.decoder.layers.0.mlp.experts.linear_fc2.'
+
+
+def whole(name: str, halves: int) -> torch.Tensor:
+    """The elements of a tensor of an expert, numbered."""
+    shapes = {
+        f'{FC1}weight': [halves * UNITS, HIDDEN],
+        f'{FC1}bias': [halves * UNITS],
+        f'{FC2}weight0': [HIDDEN, UNITS],
+        f'{FC2}bias0': [HIDDEN],
+    }
+    shape = shapes[name]
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+NAMES = [f'{FC1}weight', f'{FC1}bias', f'{FC2}weight0', f'{FC2}bias0']
+
+
+def shard_of(name: str, halves: int, shards: int, shard: int) -> torch.Tensor:
+    """What a rank has of it, as upstream divides it."""
+    tensor = whole(name, halves)
+    if name.startswith(FC1):
+        return torch.cat([half.chunk(shards)[shard] for half in tensor.chunk(halves)])
+    return tensor if tensor.dim() == 1 else tensor.chunk(shards, dim=1)[shard]
+
+
+def division(halves: int) -> ExpertDivision:
+    """Of a rank that is one of four shards."""
+    parameters = {
+        name: torch.nn.Parameter(shard_of(name, halves, SHARDS, 0).float()) for name in NAMES
+    }
+    operators = {'layer1.expert0': Operator('layer1.expert0', 'expert', parameters)}
+    return ExpertDivision(operators, SHARDS, gated=halves == 2)
+
+
+@pytest.mark.parametrize('halves', [1, 2], ids=['plain', 'gated'])
+@pytest.mark.parametrize('shards', [1, 2, 4, 8])
+@pytest.mark.parametrize('name', NAMES)
+def test_each_element_of_a_shard_has_its_place(name: str, shards: int, halves: int) -> None:
+    """Also in layouts with other numbers of shards than this one's, and from any element on."""
+    for shard in range(shards):
+        elements = shard_of(name, halves, shards, shard).flatten().tolist()
+        found = division(halves).of('layer1.expert0', 'exp_avg', name, shards, shard)
+        for start in range(len(elements)):
+            ranges = found.ranges(start, len(elements))
+            assert [at for begin, end in ranges for at in range(begin, end)] == elements[start:]
+
+
+def test_what_is_one_number_is_not_divided() -> None:
+    found = division(2).of('layer1.expert0', 'step', f'{FC1}weight', 2, 1)
+    assert [*found.ranges(0, 1)] == [(0, 1)]
+
+
+def test_a_tensor_of_no_operator_of_this_rank_stays_whole() -> None:
+    """No rank asks for it: another layer, a router."""
+    for operator in ('layer2.expert0', 'layer1.router'):
+        found = division(1).of(operator, 'master', f'{FC1}weight', 2, 1)
+        assert [*found.ranges(3, 9)] == [(3, 9)]
+
+
+@pytest.mark.parametrize('part', ['scale_exp_avg', 'weight_scale', 'scaling'])
+def test_a_scale_of_a_shard_is_refused(part: str) -> None:
+    with pytest.raises(RefusedWindow, match='start with the --expert-tensor-parallel-size of'):
+        division(1).of('layer1.expert0', part, f'{FC1}weight', 2, 1)
