@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoC-System: a checkpoint has all other operators, and K of the N experts of each layer.
+"""MoC-System: a checkpoint has K of the N experts of each layer, and all other operators.
 
-Cai et al., ASPLOS'25 (arXiv 2408.04307). The other experts stay as of an earlier checkpoint. After
-a failure all stages go back to the newest one, and what such experts have learned since their copy
-is lost. K may double whenever too many tokens were lost at the present K.
+Cai et al., ASPLOS'25 (arXiv 2408.04307). The other experts keep their state of an earlier
+checkpoint. After a failure all stages roll back to the newest checkpoint, and updates of those
+experts since their last copy are lost. K may double when too many tokens were lost at the
+present K.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -81,11 +82,11 @@ class Moc:
         self._limit = limit
 
     def first(self) -> PlanParameters:
-        """All of the state in one slot, of which K experts of each layer are new."""
+        """The whole state in one slot, with new copies of K experts of each layer."""
         return PlanParameters(0, 0, 1, {}, idle=self._interval - 1, experts=self._first)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-        """Another K, or other shares of the tokens to choose by."""
+        """A plan with another K or other token shares; None if neither changes."""
         chosen = present
         if self._dynamic:
             share = sum(load.lost for load in loads) / max(sum(load.expected for load in loads), 1)

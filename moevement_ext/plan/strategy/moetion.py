@@ -20,7 +20,7 @@ from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, held_to
 
 _CHANGE, _FRACTION = 0.1, 0.25
 MARGIN = 1.25
-"""Factor by which another number of experts must differ from the present one."""
+"""Factor by which the number of experts must change for a new plan."""
 
 
 def affordable(load: WindowLoad, limit: float | None) -> int | None:
@@ -93,11 +93,11 @@ class Moetion:
         self._limit = limit
 
     def first(self) -> PlanParameters:
-        """All of the state in one slot, of which one expert is new, until the rates are known."""
+        """The whole state in one slot, with one new expert copy, until the rates are known."""
         return PlanParameters(0, 0, 1, {}, experts=1)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-        """Another number of experts, or other shares of the tokens to choose by."""
+        """A plan with another number of experts or token shares; None if neither changes."""
         known = [affordable(load, self._limit) for load in loads]
         counts = [count for count in known if count is not None]
         experts = min(counts) if len(counts) == len(loads) else present.experts
