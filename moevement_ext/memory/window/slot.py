@@ -160,7 +160,7 @@ class ExpertCopies(msgspec.Struct, frozen=True):
     since: Count
     """Iteration from which on tokens were counted."""
     lost: float
-    """Tokens that experts had learned from in vain before, in earlier recoveries."""
+    """Tokens whose updates were lost in earlier recoveries."""
 
     @property
     def routed(self) -> float:

@@ -37,7 +37,7 @@ def in_turn(layers: Sequence[Sequence[str]], most: int, checkpoint: int) -> set[
 def most_unsaved(
     layers: Sequence[Sequence[str]], most: int, unsaved: Mapping[str, float]
 ) -> set[str]:
-    """The K experts of each layer with most tokens since their copy; the first of equal ones."""
+    """The K experts of each layer with most tokens since their copy; ties go to the first."""
     return {
         name
         for experts in layers
@@ -46,12 +46,12 @@ def most_unsaved(
 
 
 def doubled(present: PlanParameters, share: float, limit: float, most: int) -> PlanParameters:
-    """The plan with twice the K, up to `most`, if too much was lost at the present one.
+    """The plan with twice the K, at most `most`, if too many tokens were lost at the present K.
 
     Args:
         present: the plan in force.
         share: tokens lost so far, as a share of all tokens of the training.
-        limit: of what is lost at one K.
+        limit: maximum share lost at one K.
         most: N.
     """
     if present.experts >= most or share - present.lost < limit:

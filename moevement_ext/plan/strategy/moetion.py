@@ -24,11 +24,11 @@ MARGIN = 1.25
 
 
 def affordable(load: WindowLoad, limit: float | None) -> int | None:
-    """Experts of the stage that the budgets of a rank carry in an iteration; None: not known yet.
+    """Experts of the stage that a rank's budgets carry in an iteration; None before the first copy.
 
     Args:
-        load: what the rank measured.
-        limit: as of `held_to`.
+        load: measurements of the rank.
+        limit: as in `held_to`.
     """
     if load.copy_bytes_per_s is None:
         return None
@@ -61,7 +61,7 @@ def divided(total: int, risks: Sequence[float], most: Sequence[int]) -> list[int
         full = {layer for layer in layers if wanted[layer] >= most[layer]}
         if not full:
             return _rounded(found, wanted, left)
-        for layer in full:  # what they cannot take goes to the others
+        for layer in full:  # the other layers share the remainder
             found[layer] = most[layer]
         left -= sum(most[layer] for layer in full)
         layers -= full
