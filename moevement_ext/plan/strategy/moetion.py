@@ -24,7 +24,7 @@ MARGIN = 1.25
 
 
 def affordable(load: WindowLoad, limit: float | None) -> int | None:
-    """Experts of the stage that a rank's budgets carry in an iteration; None before the first copy.
+    """Experts of the stage that a rank's budgets carry in an iteration; None: a rate is unknown.
 
     Args:
         load: measurements of the rank.
