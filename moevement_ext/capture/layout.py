@@ -152,7 +152,7 @@ class SlotLayout:
         self._places: dict[bool, dict[int, list[Piece]]] = {True: {}, False: {}}
 
     def left_out(self, operators: Collection[str]) -> list[Record]:
-        """Records that `copies` leaves to be taken from an earlier window."""
+        """Records that `copies` omits, as an earlier window provides them."""
         return [self.records[index] for index in self._left_out(operators)]
 
     def _left_out(self, operators: Collection[str]) -> list[int]:
@@ -168,7 +168,7 @@ class SlotLayout:
         Args:
             payload: uint8, shape [payload_bytes], in a mapped file.
             volatile: selects volatile or stable slices.
-            without: operators of which nothing is copied but what every slot has.
+            without: operators of which only the `always` slices are copied.
         """
         if without:
             left_out = set(self._left_out(without))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer must say for its state to move to another layout."""
+"""Interface to the trainer for moving its state to another layout."""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
@@ -37,10 +37,10 @@ class Relaying(Protocol):
     """Names in every layout, and the auxiliary state of this one. Training thread."""
 
     def refuse(self, was: Layout) -> None:
-        """Refuse a layout whose tensors this one cannot be made of.
+        """Refuse an earlier layout whose state cannot be converted to this layout.
 
         Raises:
-            RefusedWindow: the message says what must be as it was.
+            RefusedWindow: the message names the setting that must not change.
         """
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
@@ -68,21 +68,21 @@ class Relaying(Protocol):
         """
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
-        """Owners of whose auxiliary state this rank's is made.
+        """Owners whose auxiliary state is the source of this rank's.
 
         Args:
             seats: of all owners.
         """
 
     def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
-        """Auxiliary state of this rank, made of those of `state_owners`.
+        """Merge the auxiliary states of `state_owners` into that of this rank.
 
         Raises:
             RefusedWindow: they contradict each other.
         """
 
     def kept(self, was: Layout) -> str:
-        """What of random numbers goes on, and what begins anew, in words for the log.
+        """Log text: which random number streams continue and which restart.
 
         Args:
             was: the other layout.

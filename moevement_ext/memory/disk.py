@@ -211,8 +211,8 @@ class DiskWindows:
     def prune(self, kept: Collection[WindowName]) -> None:
         """Delete all windows older than the newest of `kept`, except `kept`.
 
-        This includes windows of other runs and windows set aside: the job has come past them.
-        Newer windows stay, as they may be all that is left of an earlier history.
+        This includes windows of other runs and windows set aside: the job has passed their
+        iterations. Newer windows stay, as they may be the only remains of an earlier history.
         """
         self.forget_other_layouts()
         names = {committed_name(name) for name in kept}

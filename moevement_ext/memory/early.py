@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reserves the pages of a rank's files, and maps them, while the rank still builds its model.
 
-How large the files are follows from the model. But a process that takes the place of a lost one
-needs the same files, which the ranks of a job have listed for it; and on a node that has none of
-them, their pages take longer than all else (0.4 s of CPU time for 1 GB). The files are named as
-free ones, so that the set-up finds and completes them, whatever of them is there. It takes over the
-maps as well, as the page tables of 1 GB take 0.2 s: also those of files that are there already.
+The model determines the sizes of the files. A replacement needs the same files as the lost process,
+and the ranks of a job have listed them for it. On a node without these files, reserving their pages
+is the longest step of a start (0.4 s of CPU time for 1 GB). The files get the names of free files,
+so that the set-up finds them and completes a partial set. The set-up also takes over the maps, of
+new and of existing files, since the page tables of 1 GB take 0.2 s.
 """
 
 import logging
@@ -62,35 +62,36 @@ def kept_by(store: NodeStore, holder: int) -> list[KeptFile]:
 
 
 def encode(files: Sequence[KeptFile]) -> bytes:
-    """The bytes that ranks leave for their successors, and for the launcher."""
+    """Encode the list that a rank leaves for its replacement and for the launcher."""
     return msgspec.msgpack.encode(files)
 
 
 def decode(files: bytes) -> list[KeptFile]:
-    """What `encode` was given.
+    """Inverse of `encode`.
 
     Raises:
-        msgspec.MsgspecError: the bytes are of something else.
+        msgspec.MsgspecError: the bytes are no such list.
     """
     return msgspec.msgpack.decode(files, type=list[KeptFile])
 
 
 def sizes_in(files: bytes) -> list[int]:
-    """Bytes with pages of encoded files."""
+    """Return the reserved bytes of each encoded file."""
     return [file.reserved for file in decode(files)]
 
 
 class EarlyReservation:
-    """Reserves and maps files in the directory of a rank on threads.
+    """Reserves and maps the files of a rank on background threads.
 
-    Only those that are there are mapped, if there are windows among them.
+    If the directory already has window files, only existing files are mapped and none are created.
 
-    Without room for all of them, or after an error, none are kept: the set-up then decides.
+    If the files do not all fit, none are created. After an error the created files are deleted. In
+    both cases the set-up reserves the memory itself.
 
     Args:
         store: of this node; not used otherwise before `wait` returns.
         holder: the rank.
-        files: which it is going to need.
+        files: the files that the rank will need.
     """
 
     def __init__(self, store: NodeStore, holder: int, files: Sequence[KeptFile]) -> None:
@@ -115,9 +116,9 @@ class EarlyReservation:
             self._begin(files)
 
     def wait(self) -> None:
-        """Until all is reserved. The training thread, before it reserves what is left.
+        """Wait for the threads. The training thread calls this before it reserves other files.
 
-        It calls `mapped.forget_prepared_maps` when it has done that.
+        Once it has reserved them, it must call `mapped.forget_prepared_maps`.
         """
         for thread in self._threads:
             thread.join()
@@ -127,7 +128,7 @@ class EarlyReservation:
         self._store.close()
 
     def _fits(self, files: Sequence[KeptFile]) -> bool:
-        """True if all are of this directory, and there is room for them."""
+        """True if every file belongs to this directory and all files fit."""
         if not all(_OF_OWNER.fullmatch(file.directory) for file in files):
             return False
         needed = sum(file.reserved for file in files)

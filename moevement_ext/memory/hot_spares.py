@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the hot spares of a node take beside its workers, as these know it."""
+"""Memory that the hot spares of a node take beside its workers, as the workers count it."""
 
 import os
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 VARIABLE = 'MOEVEMENT_HOT_SPARES'
 """Environment variable of a worker: number of hot spares that its launcher keeps on its node."""
 EACH_BYTES = 512 << 20
-"""What one takes: 0.4 GiB once it has imported torch and Megatron on a CPU, and some room."""
+"""Memory of one hot spare: 0.4 GiB after importing torch and Megatron on a CPU, plus a margin."""
 
 
 def variables(count: int) -> dict[str, str]:

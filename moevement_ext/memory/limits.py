@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """System limits that a recovery may exceed although training does not.
 
-A recovery connects new process groups while the old ones are still being destroyed, so for a while
-a rank has twice the open files and threads. So the limits are checked before iteration 1, once
-everything is connected.
+A recovery connects new process groups while the old ones are still being destroyed, so a rank
+temporarily has twice the open files and threads. The limits are checked before iteration 1, once
+all groups are connected.
 """
 
 import os

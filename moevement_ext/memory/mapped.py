@@ -82,7 +82,7 @@ def map_anew(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
         try:
             return _reserved(fd, nbytes, path, reserved)
         except HostMemoryError:
-            os.ftruncate(fd, former)  # what was reserved of the rest is of use to others
+            os.ftruncate(fd, former)  # frees the pages reserved beyond the former size
             raise
     finally:
         os.close(fd)
@@ -118,26 +118,26 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
 
 
 def prepare_map(path: Path, nbytes: int, reserved: int) -> None:
-    """Do what `map_anew` does in advance: it then takes the map, page tables and all. Any thread.
+    """Do the work of `map_anew` in advance; its next call takes over this map. Any thread.
 
     Raises:
-        HostMemoryError: as of `map_anew`.
+        HostMemoryError: as in `map_anew`.
     """
     _keep(path, map_anew(path, nbytes, reserved))
 
 
 def prepare_map_of_existing(path: Path) -> None:
-    """The same for `map_existing`, for writing; nothing is reserved. Any thread.
+    """Do the work of a writable `map_existing` in advance; reserves no pages. Any thread.
 
     Raises:
-        HostMemoryError, OSError, ValueError: as of `map_existing`.
+        HostMemoryError, OSError, ValueError: as in `map_existing`.
     """
     status = path.stat()
     _keep(path, map_existing(path, writable=True, reserved=status.st_blocks * _BLOCK_BYTES))
 
 
 def forget_prepared_maps() -> None:
-    """Unmap what was prepared and not taken."""
+    """Unmap the prepared maps that no call has taken over."""
     _prepared.clear()
 
 
@@ -147,19 +147,19 @@ def _keep(path: Path, mapped: mmap.mmap) -> None:
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    """Map a file of that size for writing, or take the map that was prepared of it."""
+    """Map a file for writing, or take over its prepared map if that has the same size."""
     status = os.fstat(fd)
     mapped = _prepared.pop((status.st_dev, status.st_ino), None)
     return mapped if mapped is not None and len(mapped) == nbytes else mmap.mmap(fd, nbytes)
 
 
 def map_first(path: Path, nbytes: int) -> mmap.mmap:
-    """Map the first bytes of a file for writing; they have pages.
+    """Map the first `nbytes` of a file for writing, with pages reserved.
 
     Raises:
         HostMemoryError: the file is not this user's own.
         OSError: the file cannot be opened or mapped.
-        ValueError: it is smaller.
+        ValueError: the file is smaller.
     """
     fd = private.open_file(path, os.O_RDWR)
     try:
@@ -176,16 +176,16 @@ def reserve_range(array: Bytes, path: Path, begin: int, end: int) -> None:
     Args:
         array: the whole map, writable.
         path: the file.
-        begin: first byte; content before it, and in its page, stays, as does what has pages.
+        begin: first byte. Existing pages keep their content.
         end: one past the last byte.
 
     Raises:
-        HostMemoryError: the file system is too full; a file that was larger before is as before.
+        HostMemoryError: the file system is too full; pages reserved so far stay reserved.
     """
     begin, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, min(in_pages(end), in_pages(array.size))
     if begin >= end:
         return
-    _advise(array, begin, end, _MADV_HUGEPAGE)  # an error means that there are none
+    _advise(array, begin, end, _MADV_HUGEPAGE)  # an error means no huge pages
     for at in range(begin, end, _STEP_BYTES):
         failed = _advise(array, at, min(at + _STEP_BYTES, end), _MADV_POPULATE_WRITE)
         if failed == errno.EINVAL:  # a kernel before 5.14

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _PATH_PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,200}')
 # Prefix of the directory with the stubs of an owner.
 STUB = 'stub-'
-# Directory of pages for ranks that may come.
+# Directory of pages reserved for ranks that may join.
 RESERVED = 'reserved'
 # Prefix of a holder's directory that is being deleted.
 _FORMER = 'former-'
@@ -71,7 +71,7 @@ class NodeStore:
 
     @property
     def reserved(self) -> Path:
-        """Directory of files for ranks that may come to this node (see `reserved_pages`)."""
+        """Directory of files for ranks that may join this node (see `reserved_pages`)."""
         return self.path / RESERVED
 
     def ledger_path(self, holder: int) -> Path:
@@ -101,7 +101,7 @@ class NodeStore:
         return self._scan('')
 
     def scan_stubs(self) -> list[StoredWindow]:
-        """The same of committed stubs; the windows that they are part of need their bases, too."""
+        """List the committed stubs, as `scan`. A stub is useless without its base."""
         return self._scan(STUB)
 
     def _scan(self, kind: str) -> list[StoredWindow]:
@@ -171,7 +171,7 @@ class NodeStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def remove_unused(self) -> None:
-        """Delete the files of all holders that have no live process, and what is empty then."""
+        """Delete the files of all holders without a live process, and empty directories."""
         self.remove_holders_but(())
         self._remove_empty()
 

@@ -43,7 +43,7 @@ def pin(file: MappedFile, nbytes: int | None = None) -> None:
 
     Args:
         file: not registered yet.
-        nbytes: to register, from the beginning of the file; they have pages. None: all.
+        nbytes: bytes to register, from the beginning of the file; they must have pages. None: all.
 
     Raises:
         HostMemoryError: the driver cannot lock this much memory.
@@ -66,14 +66,14 @@ def pin(file: MappedFile, nbytes: int | None = None) -> None:
 
 @contextmanager
 def pinned_as_far_as(file: MappedFile, nbytes: int) -> Iterator[None]:
-    """Register another part of a file, if it is registered; a failure only makes copies slower.
+    """Register another part of a registered file; a failure only makes copies slower.
 
-    No copy to the file may be under way. Inside the context pages after `nbytes` are not
-    registered, and can be given back. Any thread whose device is set.
+    No copy to the file may be in progress. Inside the context, pages after `nbytes` are not
+    registered and can be freed. Any thread whose device is set.
 
     Args:
         file: the file.
-        nbytes: to register, from the beginning of the file; they have pages.
+        nbytes: bytes to register, from the beginning of the file; they must have pages.
     """
     registered = _pinned.get(file)
     if registered is None or registered.nbytes == in_pages(nbytes):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a node for ranks that may come to it, in files that these ranks take over.
+"""Pages reserved on a node for ranks that may join it, in files that these ranks take over.
 
-A spare node reserves what the ranks of the largest node keep, before any node is lost. A rank that
-comes takes a file over by renaming it, so that no page is reserved a second time or lost in
-between; whatever another rank has taken, it reserves itself.
+A spare node reserves as much memory as the ranks of the largest node use, before any node is lost.
+A joining rank takes over a file by renaming it, so that no page is reserved twice or lost in
+between. If no reserved file is left, the rank reserves its own pages.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class ReservedPages:
         self.path = store.reserved
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Reserve files of these sizes in place of all earlier ones; none without room for all.
+        """Replace all earlier files by files of these sizes; if they do not all fit, keep none.
 
         Args:
             sizes: in bytes.
@@ -48,10 +48,10 @@ class ReservedPages:
             self.remove()
 
     def take(self, nbytes: int, to: Path) -> bool:
-        """Rename a reserved file to `to`, the smallest of at least `nbytes`, else the largest.
+        """Rename a reserved file to `to`: the smallest of at least `nbytes`, or the largest.
 
         Returns:
-            False if there is none left.
+            False if no file is left.
         """
         while sizes := self._sizes():
             large = [name for name, size in sizes.items() if size >= nbytes]
@@ -62,11 +62,11 @@ class ReservedPages:
         return False
 
     def nbytes(self) -> int:
-        """Bytes that are left here."""
+        """Bytes of the files that no rank has taken."""
         return sum(self._sizes().values())
 
     def remove(self) -> None:
-        """Free what is left, and remove directories that are empty then."""
+        """Delete the remaining files, and empty directories."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):  # ranks of this node have files
             self.path.parent.rmdir()

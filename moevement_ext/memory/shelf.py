@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows that a run has in other layouts, on this node and on disk.
 
-With `--sparse-ckpt-elastic` a run has a directory for each layout, `<run id>.<digest>`, so that a
-job overwrites nothing of an earlier layout before all of its ranks have a window of their own.
+With `--sparse-ckpt-elastic` a run has one directory per layout, `<run id>.<digest>`. So a job
+overwrites no window of an earlier layout before all of its ranks have their own window.
 """
 
 import fcntl
@@ -51,17 +51,17 @@ class Part(msgspec.Struct, frozen=True, order=True, gc=False):
 
 
 def directory_of(run: str, layout: str) -> str:
-    """Directory of a run in one layout, named by a digest of it."""
+    """Name of the directory of a run in one layout, with a digest of the layout."""
     return f'{run}.{layout[:8]}'
 
 
 def base_of(run_id: str) -> str:
-    """Name of the run that has this directory for one of its layouts."""
+    """Name of the run that a directory from `directory_of` belongs to."""
     return _SUFFIX.sub('', run_id)
 
 
 def directories_of(root: Path, run: str) -> list[str]:
-    """Directories of a run, of all layouts; the first is that of a job that has one for all."""
+    """Directories of a run, sorted; the one without a layout digest, if any, comes first."""
     try:
         names = os.listdir(root)
     except OSError:
@@ -71,7 +71,7 @@ def directories_of(root: Path, run: str) -> list[str]:
 
 
 def left_by_elastic(store: NodeStore) -> list[str]:
-    """Why a job without `--sparse-ckpt-elastic` leaves windows of its run alone."""
+    """Messages about windows that a job without `--sparse-ckpt-elastic` cannot use."""
     found = directories_of(store.root, store.run_id)
     return [
         f'{store.root / name} is of a start with --sparse-ckpt-elastic, and this one is without'
@@ -81,7 +81,7 @@ def left_by_elastic(store: NodeStore) -> list[str]:
 
 
 class ShelvedCopy(NamedTuple):
-    """One copy of a part, verified but for its payload."""
+    """One copy of a part. Everything but its payload is verified."""
 
     path: Path
     headers: list[SlotHeader]
@@ -89,10 +89,10 @@ class ShelvedCopy(NamedTuple):
 
 
 class Shelf:
-    """Reads windows of other layouts of the run. Any thread; writes nothing but `remove`.
+    """Reads windows of other layouts of the run. Any thread. Only the `remove*` methods write.
 
     Args:
-        store: of this node, in the directory of this layout.
+        store: store of this node, in the directory of this layout.
         disk: `--sparse-ckpt-disk`.
     """
 
@@ -112,10 +112,10 @@ class Shelf:
         return sorted(found - {own})
 
     def look(self, run: str) -> Iterator[tuple[Part, SlotHeader]]:
-        """Whole windows of a layout with the header of their first slot; payloads are not read.
+        """Yield the whole windows of a layout with the header of slot 0; reads no payloads.
 
         Raises:
-            StoreInUseError: a live job has that layout.
+            StoreInUseError: a live job uses that layout.
         """
         store = NodeStore(self._store.root, run, self._node)
         on_disk = () if self._disk is None else (self._disk / run).glob('rank*/lock')
@@ -136,15 +136,15 @@ class Shelf:
         """Headers of a part, slot 0 first.
 
         Raises:
-            RefusedWindow: it is not here, or damaged.
+            RefusedWindow: the part is missing here or damaged.
         """
         return self._opened(part)[0].headers
 
     def read(self, part: Part, slot: int, index: int) -> memoryview:
-        """Bytes of the record `index` of a slot, verified; from another copy if one is damaged.
+        """Return the verified bytes of record `index` of a slot, from any undamaged copy.
 
         Raises:
-            RefusedWindow: no copy here is undamaged.
+            RefusedWindow: this node has no undamaged copy.
         """
         refusals = []
         for copy in self._opened(part):
@@ -166,7 +166,7 @@ class Shelf:
         return data
 
     def remove(self, runs: list[str]) -> None:
-        """Delete what no live process has of these layouts, in the memory of this node."""
+        """Delete files of these layouts without a live process, in the memory of this node."""
         for run in runs:
             NodeStore(self._store.root, run, self._node).remove_unused()
 
@@ -247,10 +247,10 @@ def _on_disk(path: Path) -> ShelvedCopy:
 
 
 def _require_idle(locks: Iterable[Path]) -> None:
-    """Wait for processes of an earlier start that are just ending.
+    """Wait for ending processes of an earlier run attempt.
 
     Raises:
-        StoreInUseError: one lives on.
+        StoreInUseError: one of the processes is still alive after the wait.
     """
     for lock in locks:
         deadline = time.monotonic() + LOCK_SECONDS
@@ -265,7 +265,7 @@ def _require_idle(locks: Iterable[Path]) -> None:
 
 
 def _is_free(lock: Path) -> bool:
-    """No process has the lock; a shared one does not keep others from looking."""
+    """True if no process holds the lock. The shared lock taken here excludes no other reader."""
     try:
         fd = private.open_file(lock, os.O_RDONLY)
     except OSError:

@@ -59,20 +59,19 @@ def window_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int =
         state_bytes: weights and optimizer state in the largest window of that length, whatever the
             order of the operators (`byte_planner.window_bytes_bound`), without alignment.
         longest_window: W, iterations.
-        needed_bytes: known size of headers, alignment and buffers, if it is known; counts only
-            if it exceeds the usual room.
+        needed_bytes: lower bound of the result; 0 if the exact size of the content is unknown.
     """
     room = align_up(state_bytes // _PAYLOAD_PER_ROOM) + longest_window * SLOT_ROOM_BYTES
     return max(PREAMBLE_BYTES + align_up(state_bytes) + room, needed_bytes)
 
 
 def stub_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
-    """Size of a file for stubs (see `window.twin`): what a window file has besides the state.
+    """Size of a file for stubs (see `window.twin`): a window file without the state.
 
     Args:
-        state_bytes: as of `window_file_bytes`.
+        state_bytes: as in `window_file_bytes`.
         longest_window: W, iterations.
-        needed_bytes: what a stub is known to take, if it is; only more than usual counts.
+        needed_bytes: lower bound of the result; 0 if the exact size of a stub is unknown.
     """
     room = window_file_bytes(state_bytes, longest_window) - align_up(state_bytes)
     return max(room, needed_bytes)
@@ -120,8 +119,8 @@ def rank_memory(
 
     Args:
         window_file: size of its window files.
-        replica_files: size of a window file of each rank that it holds replicas of, and of a file
-            for stubs of each that it is a twin of.
+        replica_files: size of a window file for each rank whose replicas it holds, and of a stub
+            file for each rank whose twin it is.
         log_ring: size of its log.
         disk: windows are copied to disk, which holds a third file during a copy.
     """

@@ -57,7 +57,7 @@ class AutoWindow:
 
     def __init__(self, shortest: Callable[[Measured], int | None], longest: int) -> None:
         self._shortest = shortest
-        # Less, once a rank has found that others have taken its space.
+        # Reduced when a rank reports that it has host memory for shorter windows only.
         self._longest = longest
         self._window = 0
         # Measurements in windows of the current length.

@@ -28,7 +28,7 @@ class TokenCounter(Protocol):
         """Counts by expert operator since the last call; while counting, of a whole iteration."""
 
     def make_up(self, tokens: Mapping[str, float]) -> None:
-        """Have experts that have lost so many tokens drop fewer, if there is a limit of them."""
+        """Make experts drop fewer tokens to make up for lost ones, if capacity has a limit."""
 
     def take_capacity(self) -> float | None:
         """Capacity of an expert, in tokens since the last call; None without a limit."""
@@ -45,7 +45,7 @@ class NoTokens:
         return {}
 
     def make_up(self, tokens: Mapping[str, float]) -> None:
-        """There is no limit."""
+        """Do nothing, as capacity is unlimited."""
 
     def take_capacity(self) -> float | None:
         """Always None: no limit."""
@@ -77,19 +77,19 @@ class WindowLoad(msgspec.Struct, frozen=True):
     room: int | None = None
     """Longest W that this rank has host memory for; None: that of all ranks."""
     lost: float = 0.0
-    """Tokens that experts have learned from in vain, of this rank and in all recoveries."""
+    """Tokens of this rank whose updates were lost, over all recoveries."""
     expected: float = 0.0
-    """Tokens of this rank in all of the training, once for each expert that one goes to."""
+    """Tokens of this rank in the whole training, counted once per expert that receives them."""
     experts: int = 0
-    """Experts of a layer, of which a lossy strategy copies some."""
+    """Experts per layer; a lossy strategy copies some of them."""
     stage_experts: int = 0
     """Experts of all layers of the stage."""
     expert_bytes: int = 0
-    """Bytes of this rank's parts of them."""
+    """Bytes of this rank's parts of the stage's experts."""
     other_bytes: int = 0
-    """Bytes of all else that a checkpoint of this rank has."""
+    """Bytes of the rest of this rank's checkpoint."""
     holders: int = 0
-    """Peers that are sent its checkpoints."""
+    """Number of peers that receive this rank's checkpoints."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

@@ -132,9 +132,9 @@ def checkpoint_s(
     Args:
         nbytes: of a checkpoint of one slot.
         copied: rate of copies to host memory in bytes/s; None before the first.
-        sent: send rate in bytes/s; None before the first that nothing held up.
+        sent: send rate in bytes/s; None before the first unthrottled send.
         copies: number of holders of replicas.
-        limit: as of `held_to`; it holds sends up, so that no other rate may be known.
+        limit: as in `held_to`; it throttles sends, so that no other rate may be known.
     """
     rate = held_to(sent, 1.0, limit)
     if copied is None or (copies and rate is None):
@@ -174,7 +174,7 @@ def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
 
 
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
-    """The fewest slots that the links carry on every stage and the cores can spare.
+    """Return the fewest slots that the links carry on every stage and that the cores allow.
 
     A longer window may need more at its end than a shorter one, so all lengths are tried in turn.
     The cores never rule out every window: where each window exceeds the share, because the fixed

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage has sent, kept for neighbours that replay (paper section 3.4)."""
+"""Tensors that a stage has sent, kept for neighbour stages that replay (paper section 3.4)."""

@@ -56,7 +56,7 @@ class _Completion(NamedTuple):
 
 
 class _Shrunk(NamedTuple):
-    """The ring has become smaller. What was appended before comes before this."""
+    """Queued after all earlier completions once the ring has become smaller."""
 
 
 class UpstreamLog:
@@ -192,10 +192,10 @@ class UpstreamLog:
                 self._ring.resize(capacity_bytes)
 
     def shrink(self, capacity_bytes: int) -> None:
-        """Be no larger than this size once no record lies behind it. Any thread.
+        """Shrink the ring to this size once no record lies beyond it. Any thread.
 
-        Records stay, and as many fit as into a ring of this size. The worker thread gives the pages
-        back, when training has appended the first record after that.
+        Records stay, and as many fit as in a ring of this size. The ring shrinks in a later
+        `append`; the worker thread then frees the pages.
         """
         with self._changed:
             self._ring.limit = min(capacity_bytes, self._ring.capacity)
@@ -233,7 +233,7 @@ class UpstreamLog:
         return None
 
     def _copied(self, record: _Record) -> bytes:
-        """The bytes at the record's place, whatever they are now."""
+        """Copy the bytes at the record's offset; a newer record may have overwritten them."""
         with self._changed:
             array, used = self.array, self._map
             used.readers += 1
@@ -392,7 +392,7 @@ class UpstreamLog:
             self._changed.notify_all()
 
     def _give_back(self) -> None:
-        """Give back what the ring has no use for; all that was copied there has arrived."""
+        """Free the pages beyond the ring's capacity; all copies to them are complete."""
         with self._resizing:
             former, capacity = self._map, self._ring.capacity
             if capacity >= former.array.size:
@@ -410,7 +410,10 @@ class UpstreamLog:
     # On any thread
 
     def _use(self, mapped: RingMap) -> None:
-        """Use another map of the same pages, with the lock; the former goes with its last copy."""
+        """Switch to another map of the same pages. Needs the lock.
+
+        The former map is unmapped after the last copy that uses it.
+        """
         self._map, self.array = mapped, mapped.array
         self._changed.notify_all()
 

@@ -24,8 +24,8 @@ class Ring:
 
     Attributes:
         capacity: size of the ring in bytes.
-        limit: size that it is to have: while it is smaller than `capacity`, regions lie behind it
-            only if there is no room before it.
+        limit: target size. While it is below `capacity`, a region is placed beyond it only if there
+            is no room before it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -56,11 +56,11 @@ class Ring:
         self._regions.pop()
 
     def resize(self, capacity: int) -> None:
-        """Be larger; new space is used once the newest region lies behind the oldest."""
+        """Enlarge the ring; new space is used once the newest region lies behind the oldest."""
         self.capacity = self.limit = capacity
 
     def shrink(self) -> bool:
-        """Be as large as `limit` from now on, unless that is no change, or a region lies behind it.
+        """Reduce the capacity to `limit`, unless a region lies beyond it.
 
         Returns:
             True if the ring is smaller now.

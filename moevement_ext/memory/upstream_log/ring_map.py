@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps of the file of an upstream log, one after another as its ring changes its size."""
+"""Maps of the file of an upstream log; each change of the ring's size makes a new map."""
 
 import mmap
 from pathlib import Path
@@ -13,7 +13,7 @@ from moevement_ext.memory.pinning import pin
 
 
 class RingMap:
-    """The first bytes of the file. Whatever copies to them, or reads them, keeps this object.
+    """The first bytes of the file. Every copy to them and every reader must keep this object.
 
     Args:
         path: the file.
@@ -42,7 +42,7 @@ class RingMap:
 
     @classmethod
     def of_size(cls, path: Path, nbytes: int, pinned: bool) -> Self:
-        """Give the file this size; its content stays as far as it goes.
+        """Resize the file and map it; content within the new size stays.
 
         Raises:
             HostMemoryError: there is no room, the file is not this user's own, or CUDA cannot pin.
@@ -59,5 +59,5 @@ class RingMap:
         return type(self)(self.path, map_first(self.path, nbytes), self._pinned)
 
     def give_back(self, first: int) -> None:
-        """Give back the pages from byte `first` on, which nothing is to read or to write again."""
+        """Free the pages from byte `first` on; they must not be read or written afterwards."""
         release_range(self.array, first, self.array.size)

@@ -85,9 +85,9 @@ class WindowFile:
     Attributes:
         path: current path; changes when the store renames the file.
         array: uint8 view over the whole map, e.g. to wrap in a tensor and register as pinned.
-        room: bytes with pages, from the beginning: what windows of the length in force take. The
-            rest of the file is a hole.
-        kept: what an earlier window has alike with this one, if that is known.
+        room: bytes with pages, from the beginning: the size of windows of the length in force.
+            The rest of the file is a hole.
+        kept: byte ranges shared with an earlier window, if they are known.
     """
 
     def __init__(

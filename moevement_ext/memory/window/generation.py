@@ -30,7 +30,7 @@ class FileSize(NamedTuple):
     """Bytes of a window file."""
 
     capacity: int
-    """Size of the longest window that may come."""
+    """Size of the longest possible window."""
     room: int
     """Bytes with pages: the size of the longest window in force."""
 

@@ -190,10 +190,10 @@ class OwnerWindows:
             self._free(self._being_filled(file))
 
     def agree(self, agreed: Agreed) -> None:
-        """Record the ranks' agreement; other windows up to the newest may then be recycled.
+        """Record the ranks' agreement; outdated and given up windows may then be recycled.
 
-        An older agreement changes nothing. The windows need not exist here: so a holder that was
-        disconnected for a while learns that its windows are useless.
+        An older agreement changes nothing. The windows need not exist here, so that a holder that
+        was disconnected for a while can recycle its useless windows.
         """
         with self._lock:
             self._agreed = self._agreed.joined(agreed)
@@ -215,7 +215,7 @@ class OwnerWindows:
         """Free all windows that begin after `start`, persisted or not.
 
         Called after a recovery that resumed from window `start` (-1: from a dense checkpoint or
-        from iteration 0): later windows belong to a past that did not happen.
+        from iteration 0): later windows belong to an abandoned history.
         """
         with self._lock:
             self._agreed = self._agreed.without_persisted_after(start)
@@ -291,7 +291,7 @@ class OwnerWindows:
             return self._file(name)
 
     def awaited(self, name: WindowName, seconds: float) -> WindowFile | None:
-        """The same, waited for."""
+        """Wait up to `seconds` for `file` to return a committed window."""
         with self._committed:
             self._committed.wait_for(lambda: self._file(name) is not None, seconds)
             return self._file(name)
@@ -346,7 +346,7 @@ class OwnerWindows:
         return [*free, *(g for g in oldest if not self._is_needed(g) and not g.held)]
 
     def _fit_recyclable(self) -> None:
-        """Bring files without a needed window to the size in force, before their turn comes."""
+        """Free surplus pages of files without a needed window, before they are reused."""
         for generation in filter(self._fits, self._recyclable()):
             larger = generation.file.room > self._room
             if larger and generation.state is not FileState.FREE:
@@ -434,7 +434,7 @@ class OwnerWindows:
                 self._adopt_free(path)
 
     def _room_of(self, path: Path) -> int | None:
-        """Pages for a file of an earlier process: all of one that has another size."""
+        """Bytes with pages for an adopted file; None (all) if the file has another size."""
         return self._room if path.lstat().st_size == self.capacity_bytes else None
 
     def _adopt_free(self, path: Path) -> None:
@@ -455,7 +455,7 @@ class OwnerWindows:
         self._generations.append(Generation(file, index, FileState.FREE))
 
     def _adopt_cut_off(self, path: Path) -> bool:
-        """False if nothing in it can be read.
+        """Adopt an incomplete window; False if the file is unreadable.
 
         The file keeps its name: if this process dies soon, the next one compares with it, too.
         """

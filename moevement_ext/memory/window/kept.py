@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a payload has alike with that of an earlier window, so that its holders are not sent it."""
+"""Byte ranges that a payload shares with an earlier window, so that they need not be sent."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,16 +16,16 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """Ranges of the payload of a window of one slot."""
 
     window: WindowName
-    """The earlier window, of the same owner, that has them."""
+    """The earlier window of the same owner that contains the ranges."""
     ranges: list[Range]
     """In the order of the payload; they do not overlap."""
 
     def rest(self, nbytes: int, earlier: int | None = None) -> list[tuple[int, int]]:
-        """First byte and end of what lies between the ranges, in a payload of `nbytes`.
+        """Begin and end of the gaps between the ranges, in a payload of `nbytes`.
 
         Args:
             nbytes: size of the payload.
-            earlier: size of the earlier one; None: taken for granted.
+            earlier: size of the earlier payload; None: not checked.
 
         Raises:
             ValueError: the ranges are not in order, or not within the payloads.
@@ -45,7 +45,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same bytes in as few ranges as there can be."""
+    """Merge adjacent ranges."""
     found: list[Range] = []
     for here, there, count in ranges:
         if found and _ends(found[-1]) == (here, there):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parallel layout of the job that captured a window, and the owner's place in it, as numbers.
 
-Another layout can pick a window up with these: operators have the same names on all ranks of all
-jobs, ranges of tensors are those of the whole (tensor-parallel) shard, and the place says which
-tensor-parallel shard it is.
+A job in another layout can load a window with these numbers: operators have the same names on all
+ranks of all jobs, ranges of tensors refer to the whole (tensor-parallel) shard, and the place tells
+which tensor-parallel shard it is.
 """
 
 from typing import Annotated

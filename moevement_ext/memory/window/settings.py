@@ -2,9 +2,9 @@
 """Settings of a job by name, so that messages about a difference can show both values.
 
 The first slot of every window carries the settings. Digests of run and layout show *that* two jobs
-differ; the settings show in what. They include values that no digest covers, since a rank may not
-know them (a file that its node has not mounted) or since a difference need not change a bit (a
-version, the environment).
+differ; the settings show which values differ. They include values that no digest covers: a rank may
+be unable to read them (a file that its node has not mounted), or a difference need not change a bit
+(a version, the environment).
 """
 
 import zlib
@@ -88,7 +88,7 @@ def differences(
 
 
 def of_protection(one: RunSettings, other: RunSettings, words: tuple[str, str]) -> list[str]:
-    """Lines, as those of `differences`, on what two ranks of a job must share."""
+    """Lines, as in `differences`, about flags that two ranks of a job must share."""
     return _lines(one.protection or {}, other.protection or {}, words)
 
 

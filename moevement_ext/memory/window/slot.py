@@ -140,27 +140,27 @@ def frame_bytes_bound(header: SlotHeader) -> int:
 
 
 class ExpertCopy(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot has of one expert, where it has some as of an earlier one.
+    """State of one expert in a slot of a lossy strategy, possibly of an earlier iteration.
 
-    Tokens are those of this rank's micro-batches that were routed to the expert.
+    Counts tokens of this rank's micro-batches that were routed to the expert.
     """
 
     version: Count
     """Iteration of the state in the slot."""
     learned: float
-    """Tokens whose updates that state has, or that were lost before."""
+    """Tokens whose updates are in that state, or that were lost before."""
     routed: float
     """Tokens by the iteration of the slot."""
 
 
 class ExpertCopies(msgspec.Struct, frozen=True):
-    """What a slot has of all experts of the stage, on every rank of it."""
+    """State of all experts of the stage in a slot; the same on every rank of the stage."""
 
     experts: dict[str, ExpertCopy]
     since: Count
     """Iteration from which on tokens were counted."""
     lost: float
-    """Tokens that experts had learned from in vain before, in earlier recoveries."""
+    """Tokens whose updates were lost in earlier recoveries."""
 
     @property
     def routed(self) -> float:
@@ -190,11 +190,11 @@ class SlotContext(msgspec.Struct, frozen=True, omit_defaults=True):
     state: bytes
     """Encoded RNG, scheduler, scaler and data position, opaque to the engine."""
     copies: ExpertCopies | None = None
-    """What a lossy strategy notes of experts."""
+    """Versions and token counts of experts, under a lossy strategy."""
 
 
 def older_experts(header: SlotHeader) -> frozenset[str]:
-    """Experts that a slot of a lossy strategy has as of an earlier iteration."""
+    """Experts whose state in a slot of a lossy strategy is of an earlier iteration."""
     copies = decode_context(header.context).copies if header.context else None
     return frozenset() if copies is None else copies.older_than(header.iteration)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A window of one rank in the memory of its twin, which captures the same bytes anyway.
+"""A window of one rank in the memory of its twin, a peer that captures the same bytes.
 
-Such peers have the same shard of weights and optimizer state, but not the same of all: random
-numbers, a rank's own counters and amax histories. So the twin keeps a *stub* of each window: an
-ordinary window of few bytes. Each of its slots holds what is the owner's own, and in its context
-the whole frame of the owner's slot, hence the checksums of all records. The other bytes are those
-of the twin's own window of the same name, its *base*. A stub is committed only if they are the
-same, by their checksums; what is put together of both is bit for bit what the owner had captured.
+Twins have the same shard of weights and optimizer state, but differ in random numbers, counters of
+the rank and amax histories. So the twin keeps a *stub* of each window: an ordinary window of few
+bytes. Each slot of a stub holds the records that differ, and in its context the whole frame of the
+owner's slot, hence the checksums of all records. The other bytes come from the twin's own window of
+the same name, the *base*. A stub is committed only if the checksums of these bytes match, so stub
+and base together are bit for bit the window that the owner captured.
 """
 
 from collections.abc import Collection, Iterator
@@ -34,12 +34,12 @@ OwnParts = Collection[tuple[str, str]]
 
 
 def stub_of(file: WindowFile, slot: int, own_parts: OwnParts) -> SlotBlob:
-    """What a twin lacks of a sealed slot, as a slot of a stub.
+    """Build the stub of a sealed slot: the records that the twin lacks.
 
     Args:
         file: the owner's window, perhaps not yet complete.
         slot: index of the slot.
-        own_parts: what is the owner's own.
+        own_parts: tensors and parts in which twins differ.
     """
     header, frame = file.header(slot), bytes(file.slot_blob(slot).frame)
     payload, content, records = file.payload(slot), bytearray(), []
@@ -53,7 +53,7 @@ def stub_of(file: WindowFile, slot: int, own_parts: OwnParts) -> SlotBlob:
 
 
 def stub_window_bytes(file: WindowFile, own_parts: OwnParts) -> int:
-    """Size of a file for the stub of a window, as far as the window is sealed."""
+    """Size of a file for the stub of a window; counts sealed slots only."""
     blobs = [stub_of(file, slot, own_parts) for slot in file.slots()]
     return window_capacity((len(blob.payload), len(blob.frame)) for blob in blobs)
 
@@ -63,7 +63,7 @@ def stub_capacity(largest: SlotHeader, own_parts: OwnParts, settings_bytes: int)
 
     Args:
         largest: header with every record of the rank, and with the longest context.
-        own_parts: what is its own.
+        own_parts: tensors and parts in which twins differ.
         settings_bytes: room for the settings in the first slot.
     """
     own = [record for record in largest.records if (record.tensor, record.part) in own_parts]
@@ -74,10 +74,10 @@ def stub_capacity(largest: SlotHeader, own_parts: OwnParts, settings_bytes: int)
 
 
 def owner_header(stub: SlotHeader, path: Path | str) -> SlotHeader:
-    """The header that the owner has sealed, from that of its stub.
+    """Decode the owner's header from the header of its stub.
 
     Raises:
-        CorruptWindow: it is none.
+        CorruptWindow: the stub contains no such header.
     """
     try:
         header = decode_frame(stub.context)
@@ -162,13 +162,13 @@ class TwinWindow:
 
 
 def base_path(stub: Path) -> Path:
-    """Where the base of a stub is: under the same name, among the holder's own windows."""
+    """Path of the base of a stub: the same file name, among the holder's own windows."""
     holder = stub.parent.parent
     return holder / holder.name / stub.name
 
 
 def twin_windows(found: list[StoredWindow]) -> list[StoredWindow]:
-    """Those stubs of which the base is there."""
+    """Return the stubs whose base exists."""
     return [stored for stored in found if base_path(stored.path).exists()]
 
 
@@ -183,7 +183,7 @@ def _stub_header(header: SlotHeader, records: list[Record], frame: bytes) -> Slo
 
 
 def _require_same(header: SlotHeader, base: SlotHeader, stub: SlotHeader, path: Path) -> None:
-    """The base has all bytes of a slot but those in the stub."""
+    """Check that the base has all bytes of a slot that the stub lacks."""
     own = {_identity(record) for record in stub.records}
     theirs = {_identity(record): record for record in base.records}
     if (header.run, header.topology, header.name) != (base.run, base.topology, base.name):
@@ -205,7 +205,7 @@ def _require_same(header: SlotHeader, base: SlotHeader, stub: SlotHeader, path: 
 
 
 def _is_same(record: Record, found: Record | None, is_own: bool) -> bool:
-    """It lies in the same place, and unless it is the owner's own its bytes are the same."""
+    """True if both have the same offset and, unless `is_own`, the same checksum."""
     if found is None or found.offset != record.offset:
         return False
     return is_own or found.checksum == record.checksum

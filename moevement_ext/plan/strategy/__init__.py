@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpointing strategies: what is captured when, and what a failure is recovered from."""
+"""Checkpointing strategies: when which state is captured, and the source of a recovery."""

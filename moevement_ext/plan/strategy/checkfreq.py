@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """CheckFreq: snapshot to host memory, persist to disk in the background, at a tuned frequency.
 
-Mohan et al., FAST'21. Of a checkpoint only what the next iteration does not hide of the snapshot
-holds training up; one checkpoint is persisted at a time. The interval is the shortest in which
-these stalls stay within a bound, and the disk keeps up. It is profiled in the first iterations, and
-grows when the stalls exceed the bound later. Only what all ranks have on disk is recovered from.
+Mohan et al., FAST'21. A checkpoint stalls training only for the part of the snapshot that the next
+iteration does not hide. One checkpoint is persisted at a time. The interval is the shortest that
+keeps these stalls within a bound and that the disk sustains. It is profiled in the first iterations
+and grows when later stalls exceed the bound. A recovery uses only checkpoints that all ranks have
+on disk.
 """
 
 import math
@@ -19,9 +20,9 @@ def shortest_interval(iteration_s: float, stall_s: float, persist_s: float, boun
 
     Args:
         iteration_s: seconds of an iteration without checkpoints.
-        stall_s: seconds by which a checkpoint holds training up.
-        persist_s: seconds of its way to disk.
-        bound: share of the training time for the stalls.
+        stall_s: seconds by which a checkpoint delays training.
+        persist_s: seconds to persist a checkpoint on disk.
+        bound: maximum share of the training time for the stalls.
     """
     hides = math.ceil(persist_s / iteration_s)
     return max(1, hides, math.ceil(stall_s / (bound * iteration_s)))
@@ -40,10 +41,10 @@ class CheckFreq(DenseCycles):
         self._bound = bound
 
     def demanded(self, period: int, loads: Sequence[WindowLoad]) -> int | None:
-        """A longer interval, where the present one breaks the bound or is too short for a disk.
+        """A longer interval, if the present one breaks the bound or is too short for the disk.
 
-        Stalls and disks are those of the slowest rank, for which the others wait. That rank alone
-        measures an iteration without its own stall, so the shortest iteration counts.
+        Stalls and disk times are those of the slowest rank, as the others wait for it. Only that
+        rank measures an iteration without its own stall, so the shortest iteration counts.
         """
         persisted = [load.persist_s for load in loads if load.persist_s is not None]
         if len(persisted) < len(loads):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LossyStrategy the strategy that a job is configured for.
+"""Builds the strategy that a job is configured for.
 
-The modules of other strategies are imported by jobs that use them only.
+A job imports only the module of its own strategy.
 """
 
 import math
@@ -16,7 +16,7 @@ from moevement_ext.plan.strategy.strategy import LossyStrategy, Strategy
 
 
 def disk_only(config: SparseCheckpointConfig) -> bool:
-    """True if windows in host memory are no source of a recovery."""
+    """True if a recovery never starts from windows in host memory."""
     return config.strategy == CHECKFREQ
 
 
@@ -29,7 +29,7 @@ def only_source(config: SparseCheckpointConfig, run_id: str, rank: int) -> Path 
 
 
 def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
-    """The strategy of a job, if that is a lossy one."""
+    """The strategy of a job that is configured for a lossy one."""
     if config.strategy == MOETION:
         from moevement_ext.plan.strategy.moetion import Moetion
 

@@ -10,11 +10,11 @@ from moevement_ext.plan.byte_planner import WindowPlan
 
 
 class Cycle(NamedTuple):
-    """What a stage captures, in which iterations. Every rank captures its own part.
+    """The state that a stage captures in each iteration. Every rank captures its own part.
 
-    Cycles begin at `origin`, `origin + period`, ... on every rank, so that ranks which learn of a
-    plan late join at the next boundary. The first iterations of a cycle are its window, one slot
-    each; the others, which are `idle`, capture nothing. `digest` covers the plans of all stages, so
+    Cycles begin at `origin`, `origin + period`, ... on every rank, so that a rank that receives a
+    plan late joins at the next boundary. The first iterations of a cycle are its window, one slot
+    each; the other, `idle` iterations capture nothing. `digest` covers the plans of all stages, so
     that windows of different plans never count as one. Of two cycles, the one with the higher
     `version` is later.
     """
@@ -39,7 +39,7 @@ class Cycle(NamedTuple):
 
     @property
     def interval(self) -> int | UnsetType:
-        """The same for an event, which has it only if there are idle iterations."""
+        """`period` as an event reports it: unset without idle iterations."""
         return self.period if self.idle else UNSET
 
     def position(self, iteration: int) -> int:

@@ -11,10 +11,10 @@ CONFIRMED = 2
 
 
 class DenseCycles(ABC):
-    """An interval that is fixed, or follows what is measured.
+    """An interval that is fixed, or follows measurements.
 
-    It changes once `CONFIRMED` cycles in a row demand that, and then as little as they demand: a
-    hiccup in one of them changes nothing. All ranks change at the same iteration, as with any plan.
+    It changes once `CONFIRMED` cycles in a row demand a change, by the smallest demanded step, so
+    an outlier in one cycle has no effect. All ranks change at the same iteration, as with any plan.
 
     Args:
         fixed: k; None: `demanded` decides, and the first cycles are of one iteration.
@@ -24,13 +24,13 @@ class DenseCycles(ABC):
 
     def __init__(self, fixed: int | None) -> None:
         self._fixed = fixed
-        # Intervals demanded in cycles of the present one, the newest ones.
+        # Newest demands, from cycles of the present interval.
         self._seen: list[int] = []
         self._period = 0
 
     @abstractmethod
     def demanded(self, period: int, loads: Sequence[WindowLoad]) -> int | None:
-        """The interval to go over to, mostly `period`; None: not enough is measured yet.
+        """The demanded interval, mostly `period`; None if measurements are missing.
 
         Args:
             period: the present interval.
@@ -38,11 +38,11 @@ class DenseCycles(ABC):
         """
 
     def first(self) -> PlanParameters:
-        """All of the state in one slot."""
+        """The whole state in one slot."""
         return PlanParameters(0, 0, 1, {}, idle=(self._fixed or 1) - 1)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-        """The same with another interval."""
+        """The present plan with another interval; None if it does not change."""
         if self._fixed is not None:
             return None
         demanded = self.demanded(present.period, loads)

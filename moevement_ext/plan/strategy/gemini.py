@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemini: all of the state every k iterations, in host memory of the rank and of its peers.
+"""Gemini: the whole state every k iterations, in host memory of the rank and of its peers.
 
-Wang et al., SOSP'23. What the interval does not hide of copy and traffic holds training up. A
-failure rolls all stages back to the newest checkpoint of which all copies are complete.
+Wang et al., SOSP'23. Copies and traffic that the interval does not hide stall training. A failure
+rolls all stages back to the newest checkpoint of which all copies are complete.
 """
 
 import math
@@ -15,14 +15,14 @@ from moevement_ext.plan.strategy.dense import DenseCycles
 from moevement_ext.plan.strategy.intervals import daly_s, young_s
 
 MARGIN = 1.25
-"""Factor by which another interval must be better to be changed to."""
+"""Factor by which another interval must be better to replace the present one."""
 
 
 def best_interval(rule: str, iteration_s: float, checkpoint_s: float, mtbf_s: float) -> int:
     """Iterations from one checkpoint to the next.
 
-    'young' and 'daly' are for the stall of a checkpoint with one iteration to hide behind. 'oracle'
-    tries every interval up to the one that hides all: a longer one only loses more.
+    'young' and 'daly' use the stall of a checkpoint that one iteration hides in part. 'oracle'
+    tries every interval up to the one that hides all of it: a longer one only loses more.
 
     Args:
         rule: one of `config.INTERVAL_RULES`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds from one checkpoint to the next, by formulas for a stall and a mean time to failure."""
+"""Optimal seconds between checkpoints, from the stall of one and the mean time to failure."""
 
 import math
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoC-System: a checkpoint has all other operators, and K of the N experts of each layer.
+"""MoC-System: a checkpoint has K of the N experts of each layer, and all other operators.
 
-Cai et al., ASPLOS'25 (arXiv 2408.04307). The other experts stay as of an earlier checkpoint. After
-a failure all stages go back to the newest one, and what such experts have learned since their copy
-is lost. K may double whenever too many tokens were lost at the present K.
+Cai et al., ASPLOS'25 (arXiv 2408.04307). The other experts keep their state of an earlier
+checkpoint. After a failure all stages roll back to the newest checkpoint, and updates of those
+experts since their last copy are lost. K may double when too many tokens were lost at the
+present K.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +37,7 @@ def in_turn(layers: Sequence[Sequence[str]], most: int, checkpoint: int) -> set[
 def most_unsaved(
     layers: Sequence[Sequence[str]], most: int, unsaved: Mapping[str, float]
 ) -> set[str]:
-    """The K experts of each layer with most tokens since their copy; the first of equal ones."""
+    """The K experts of each layer with most tokens since their copy; ties go to the first."""
     return {
         name
         for experts in layers
@@ -45,12 +46,12 @@ def most_unsaved(
 
 
 def doubled(present: PlanParameters, share: float, limit: float, most: int) -> PlanParameters:
-    """The plan with twice the K, up to `most`, if too much was lost at the present one.
+    """The plan with twice the K, at most `most`, if too many tokens were lost at the present K.
 
     Args:
         present: the plan in force.
         share: tokens lost so far, as a share of all tokens of the training.
-        limit: of what is lost at one K.
+        limit: maximum share lost at one K.
         most: N.
     """
     if present.experts >= most or share - present.lost < limit:
@@ -81,11 +82,11 @@ class Moc:
         self._limit = limit
 
     def first(self) -> PlanParameters:
-        """All of the state in one slot, of which K experts of each layer are new."""
+        """The whole state in one slot, with new copies of K experts of each layer."""
         return PlanParameters(0, 0, 1, {}, idle=self._interval - 1, experts=self._first)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-        """Another K, or other shares of the tokens to choose by."""
+        """A plan with another K or other token shares; None if neither changes."""
         chosen = present
         if self._dynamic:
             share = sum(load.lost for load in loads) / max(sum(load.expected for load in loads), 1)

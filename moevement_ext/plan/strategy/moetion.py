@@ -20,15 +20,15 @@ from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, held_to
 
 _CHANGE, _FRACTION = 0.1, 0.25
 MARGIN = 1.25
-"""Factor by which another number of experts must differ from the present one."""
+"""Factor by which the number of experts must change for a new plan."""
 
 
 def affordable(load: WindowLoad, limit: float | None) -> int | None:
-    """Experts of the stage that the budgets of a rank carry in an iteration; None: not known yet.
+    """Experts of the stage that a rank's budgets carry in an iteration; None: a rate is unknown.
 
     Args:
-        load: what the rank measured.
-        limit: as of `held_to`.
+        load: measurements of the rank.
+        limit: as in `held_to`.
     """
     if load.copy_bytes_per_s is None:
         return None
@@ -61,7 +61,7 @@ def divided(total: int, risks: Sequence[float], most: Sequence[int]) -> list[int
         full = {layer for layer in layers if wanted[layer] >= most[layer]}
         if not full:
             return _rounded(found, wanted, left)
-        for layer in full:  # what they cannot take goes to the others
+        for layer in full:  # the other layers share the remainder
             found[layer] = most[layer]
         left -= sum(most[layer] for layer in full)
         layers -= full
@@ -93,11 +93,11 @@ class Moetion:
         self._limit = limit
 
     def first(self) -> PlanParameters:
-        """All of the state in one slot, of which one expert is new, until the rates are known."""
+        """The whole state in one slot, with one new expert copy, until the rates are known."""
         return PlanParameters(0, 0, 1, {}, experts=1)
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-        """Another number of experts, or other shares of the tokens to choose by."""
+        """A plan with another number of experts or token shares; None if neither changes."""
         known = [affordable(load, self._limit) for load in loads]
         counts = [count for count in known if count is not None]
         experts = min(counts) if len(counts) == len(loads) else present.experts

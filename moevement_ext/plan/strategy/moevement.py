@@ -10,7 +10,7 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_pla
 
 
 class MoEvement:
-    """Windows of W slots; W follows the links, and the order of the experts their popularity.
+    """Windows of W slots. W follows the link rates; experts are ordered by popularity.
 
     Args:
         order: `--sparse-ckpt-order`.
@@ -39,7 +39,7 @@ class MoEvement:
         return PlanParameters(0, 0, self._first, {})
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-        """Another order, or another W, once enough has changed."""
+        """A plan with another order or W, once loads or rates have changed enough."""
         return decide_plan(
             present,
             loads,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of a strategy.
 
-A strategy is pure: it knows no rank, no file and no clock. Rank 0 asks it for the next plan, from
-the measurements of all ranks. What a failure may be recovered from is in `choice`. The rest is the
-same for all strategies: captures, windows, replicas, disk and recovery.
+A strategy is pure: it uses no rank, no file and no clock. Rank 0 asks it for the next plan, from
+the measurements of all ranks. `choice` names the source of a recovery. Captures, windows, replicas,
+disk and recovery are the same for all strategies.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from moevement_ext.plan.strategy.cycle import Cycle
 
 
 class Strategy(Protocol):
-    """What is captured when."""
+    """Decides when which state is captured."""
 
     counts_tokens: bool
     """Plans depend on the load of the experts."""
@@ -32,7 +32,7 @@ class Strategy(Protocol):
 
 
 class LossyStrategy(Strategy, Protocol):
-    """One whose checkpoints have some experts as of an earlier checkpoint."""
+    """A strategy whose checkpoints keep the state of some experts from an earlier checkpoint."""
 
     makes_up: bool
     """After a recovery, experts that lost tokens get more capacity, where that has a limit."""
@@ -40,7 +40,7 @@ class LossyStrategy(Strategy, Protocol):
     def choose(
         self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
     ) -> Collection[str]:
-        """Experts that a checkpoint takes. All ranks of a stage choose the same, without a word.
+        """Experts that a checkpoint copies. All ranks of a stage choose alike, without messages.
 
         Args:
             layers: all experts of each layer of the stage.
