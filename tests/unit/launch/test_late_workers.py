@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements that are stopped before they join the others."""
+"""Replacements that hang before they join the other ranks."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def lives_that_join(job: Job, *attempts: tuple[int, int]) -> None:
 
 
 def test_who_does_not_come_to_join_is_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its peers, which joined long ago, would wait for it until they give the job up."""
+    """Otherwise its peers, which joined long ago, would wait until they give up the job."""
     monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
     lives_that_join(job, (0, 0), (1, 0), (1, 2))
     job.finish_when = lambda: len(job.started(1)) == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents get in, whoever else connects."""
+"""Agents are accepted, whatever other clients connect."""
 
 import resource
 import socket
@@ -47,7 +47,7 @@ def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> Non
 
 
 def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Listener) -> None:
-    """And among them agents get in: the oldest stranger gives way."""
+    """Agents are still accepted: the oldest unauthenticated connection is closed."""
     process = psutil.Process()
     before = process.num_threads(), process.num_fds()
     with ExitStack() as strangers:
@@ -63,7 +63,7 @@ def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Li
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '::1'])
 def test_agents_come_over_either_protocol(listener: Listener, host: str) -> None:
-    """The name of the launcher's host may stand for an address of IPv6 alone."""
+    """The name of the launcher's host may have an IPv6 address only."""
     if host == '::1' and not socket.has_dualstack_ipv6():
         pytest.skip('no IPv6 here')
     connect(Address(host, listener.port, SECRET), 'a', [])
@@ -92,7 +92,7 @@ def test_too_many_open_files_pass(listener: Listener) -> None:
 
 
 def test_heartbeats_reach_an_agent_that_nobody_has_time_for() -> None:
-    """The launcher waits for a store, say."""
+    """For example, while the launcher waits for a store."""
     listener = Listener(SECRET)
     there = connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
     assert readable(listener.fd, 30.0)

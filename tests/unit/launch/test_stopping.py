@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher that is asked to end asks its workers in their own words."""
+"""A launcher that is signalled to end sends its workers their exit signal."""
 
 import signal
 

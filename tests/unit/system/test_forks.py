@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What children that a process forks must not have of it: its connections, and its garbage."""
+"""Forked children must not keep their parent's connections or collect its garbage."""
 
 import os
 import signal
@@ -119,7 +119,7 @@ def test_connections_of_a_killed_process_end_before_its_children(on: bool, tmp_p
 
 
 def test_numbers_of_connections_are_not_given_to_other_files() -> None:
-    """What the child still believes to be a connection may be closed at any time."""
+    """The child may close descriptors of former connections at any time."""
     with socket.create_server(('127.0.0.1', 0)) as server:
         pid = os.fork()
         if pid == 0:

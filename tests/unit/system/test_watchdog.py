@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as silence; and real processes that hang."""
+"""Definition of silence, and real processes that hang."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_only_looks_in_turn_that_show_nothing_are_silence(seen: list[str], silen
 def test_time_in_which_the_machine_stood_still_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of a virtual machine that is moved."""
+    """As when a virtual machine is migrated."""
     clock = Clock()
     monkeypatch.setattr(watchdog_process, 'time', clock)
 
@@ -91,7 +91,7 @@ def test_a_process_that_hangs_up_has_as_much_time_as_others(
 def test_a_process_gives_heartbeats_as_long_as_its_threads_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever its other threads wait for."""
+    """Whatever the other threads wait for."""
     listener = tmp_path / 'listens'
     listener.write_text('import os\nwhile found := os.read(0, 9):\n    os.write(2, found)\n')
     monkeypatch.setattr(watchdog, '_PROGRAM', listener)
@@ -136,7 +136,7 @@ signal.pause()
 def watched(
     what: str, *kept_in: Path, silent_s: float = NEVER_S, stderr: int = subprocess.PIPE
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process, and the one that watches it."""
+    """A process and its watchdog."""
     process = subprocess.Popen(
         [sys.executable, '-c', PROGRAM, what, str(silent_s), *map(str, kept_in)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
@@ -248,13 +248,13 @@ def joining(
 
 
 def watchers(process: Forked) -> list[list[str]]:
-    """Their command lines."""
+    """Command lines of the watchdogs."""
     found = [child.cmdline() for child in psutil.Process(process.pid).children()]
     return [line for line in found if 'watchdog_process.py' in ' '.join(line)]
 
 
 def test_who_is_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
-    """Its peers wait for it, and torchrun starts another only when it is dead."""
+    """Its peers wait for it, and torchrun replaces it only when it is dead."""
     with joining(tmp_path, 1, timeout_s=5.0) as process:  # long enough to get there
         assert process.stdout.readline() == 'joined\n'
         process.send_signal(signal.SIGSTOP)

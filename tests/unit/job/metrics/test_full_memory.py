@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics in a tmpfs that is full, before or after they begin: real processes in a small mount."""
+"""Metrics in a tmpfs that is full before or after the start: real processes in a small mount."""
 
 import subprocess
 import sys
