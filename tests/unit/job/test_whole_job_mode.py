@@ -129,7 +129,7 @@ def recorded(job: Job) -> list[int]:
     [(False, range(1, WINDOW + WINDOW)), (True, range(0))],
     ids=['from a window', 'from the start'],
 )
-def test_a_attempt_that_begins_earlier_does_not_believe_the_ledger_of_the_one_before(
+def test_an_attempt_that_begins_earlier_ignores_the_previous_ledger(
     windows_lost: bool, believed: range, rank: Rank
 ) -> None:
     """Its norms may differ: another dense checkpoint, other kernels."""
@@ -149,7 +149,7 @@ def test_a_attempt_that_begins_earlier_does_not_believe_the_ledger_of_the_one_be
         assert recorded(job) == list(believed)
 
 
-def test_a_ledger_that_was_lost_knows_again_what_a_conversion_has_replayed(rank: Rank) -> None:
+def test_a_conversion_restores_ledger_entries_of_replayed_iterations(rank: Rank) -> None:
     """As after a recovery from disk: a stage lost next needs the entries to replay alone."""
     with attempt(rank, ITERATIONS) as job:
         assert job.protection is not None

@@ -97,7 +97,9 @@ def test_how_long_a_job_has_left(programs: Path, shown: str, seconds: float | No
     assert allocation._seconds_left('42') == seconds
 
 
-def test_the_end_of_a_job_is_seen_coming(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_is_followed_when_it_changes(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time limit is extended meanwhile, and the controller does not answer at the end."""
     waits: list[float] = []
     now = 1000.0

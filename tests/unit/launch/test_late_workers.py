@@ -19,7 +19,9 @@ def lives_that_join(job: Job, *attempts: tuple[int, int]) -> None:
     job.on_event = note
 
 
-def test_who_does_not_come_to_join_is_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_does_not_join_is_replaced(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise its peers, which joined long ago, would wait until they give up the job."""
     monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
     lives_that_join(job, (0, 0), (1, 0), (1, 2))

@@ -91,7 +91,7 @@ def test_too_many_open_files_pass(listener: Listener) -> None:
     assert arrived(listener) == ['a']
 
 
-def test_heartbeats_reach_an_agent_that_nobody_has_time_for() -> None:
+def test_heartbeats_reach_agents_while_the_launcher_is_busy() -> None:
     """For example, while the launcher waits for a store."""
     listener = Listener(SECRET)
     there = connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])

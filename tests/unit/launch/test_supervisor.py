@@ -230,7 +230,7 @@ def test_killed_when_all_others_had_finished(job: Job) -> None:
 
 
 @pytest.mark.parametrize('said', [True, False])
-def test_who_has_finished_may_end_before_the_job_fails(job: Job, said: bool) -> None:
+def test_a_finished_worker_may_end_before_the_job_fails(job: Job, said: bool) -> None:
     """It frees its memory meanwhile, or finishes writing."""
 
     def note(event: Event) -> None:

@@ -150,7 +150,7 @@ def test_spares_are_of_no_use(job: Job) -> None:
         LaunchConfig(str(job.program), spares=1, fork=True)
 
 
-def test_who_is_killed_as_soon_as_it_is_forked_dies(job: Job) -> None:
+def test_a_worker_killed_right_after_its_fork_dies(job: Job) -> None:
     """It leads no group of processes yet, of which all could be killed."""
     template = Template(str(job.program), [], os.environ)
     try:

@@ -53,7 +53,7 @@ def test_an_error_of_memory_that_is_not() -> None:
     ]  # fmt: skip
 
 
-def test_what_was_wrong_before_anybody_looked() -> None:
+def test_a_fault_before_the_first_reading_is_reported() -> None:
     """A spare node reports it at its first reading."""
     assert harms(sequence({**SOUND, 'action': Action.NODE_REBOOT})) == [Harm.DEVICE]
     assert harms(sequence({**SOUND, 'action': Action.DRAIN_P2P})) == [Harm.WORN]
@@ -75,7 +75,7 @@ def test_devices_are_told_apart() -> None:
         ((8, 13, 31, 43, 45, 68, 121, 137, 999), Harm.NOTED),
     ],
 )
-def test_what_the_catalog_says(xids: tuple[int, ...], harm: Harm) -> None:
+def test_harms_are_those_of_the_catalog(xids: tuple[int, ...], harm: Harm) -> None:
     """Xid 45 follows every killed process and must not end its replacement."""
     for xid in xids:
         assert meaning_of(xid)[0] is harm, xid

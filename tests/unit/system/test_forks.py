@@ -75,7 +75,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_process_groups_that_are_garbage_are_left_to_the_parent(tmp_path: Path) -> None:
+def test_garbage_process_groups_are_left_to_the_parent(tmp_path: Path) -> None:
     """Collecting them hangs in a fork, which has none of their threads."""
     program = tmp_path / 'program.py'
     program.write_text(GARBAGE)

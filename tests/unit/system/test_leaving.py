@@ -73,7 +73,7 @@ threading.Event().wait()
 """
 
 
-def test_a_process_whose_output_nobody_takes_ends() -> None:
+def test_a_process_whose_output_cannot_be_written_ends() -> None:
     """Its log is on a full disk; buffered output must not keep a thread from ending it."""
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': ''}
     with open('/dev/full', 'w') as full:

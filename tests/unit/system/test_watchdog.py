@@ -253,7 +253,7 @@ def watchers(process: Forked) -> list[list[str]]:
     return [line for line in found if 'watchdog_process.py' in ' '.join(line)]
 
 
-def test_who_is_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
+def test_a_process_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
     """Its peers wait for it, and torchrun replaces it only when it is dead."""
     with joining(tmp_path, 1, timeout_s=5.0) as process:  # long enough to get there
         assert process.stdout.readline() == 'joined\n'
