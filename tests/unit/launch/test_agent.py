@@ -49,7 +49,7 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
     assert isinstance(supervisor.receive(), messages.Alive)
 
 
-def test_a_busy_agent_gives_heartbeats_and_outlives_its_being_busy(
+def test_a_busy_agent_sends_heartbeats_and_survives(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example, it waits for a file system; afterwards it carries out the pending orders."""

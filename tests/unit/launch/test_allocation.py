@@ -67,7 +67,7 @@ def test_a_controller_that_does_not_answer_is_waited_for(programs: Path, lost: s
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
 
 
-def test_a_job_goes_back_without_nodes_that_are_of_no_use(programs: Path) -> None:
+def test_a_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
     """Nodes excluded at submission stay excluded."""
     allocation.requeue('42', {'c', 'b'})
     assert (programs / 'scontrol.requeued').read_text() == '42\n'

@@ -224,7 +224,7 @@ def test_a_spare_host_reserves_what_the_largest_seat_keeps(
         assert not list(root.iterdir())  # nothing is left after the job
 
 
-def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:
+def test_events_of_the_spares_of_a_host_are_reported(job: SlurmJob) -> None:
     def kill_first(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 1:
             os.kill(event.pid, signal.SIGKILL)
@@ -379,7 +379,7 @@ def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
     assert child.reap() == -signal.SIGUSR1
 
 
-def test_an_agent_leaves_it_to_the_supervisor_what_a_signal_means(job: SlurmJob) -> None:
+def test_an_agent_ignores_signals_and_leaves_them_to_the_supervisor(job: SlurmJob) -> None:
     """Slurm may send it to all processes of a step."""
 
     def send_all(event: Event) -> None:

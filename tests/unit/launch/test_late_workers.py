@@ -31,7 +31,7 @@ def test_a_replacement_that_does_not_join_is_replaced(
     assert late == [WorkerLate(1, job.started(1)[1].pid)]
 
 
-def test_at_the_start_of_a_job_nobody_is_late(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_workers, '_TO_JOIN_S', 0.0)
     looks = []
     launcher = job.supervisor(nodes=2)

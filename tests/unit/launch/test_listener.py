@@ -34,7 +34,7 @@ def arrived(listener: Listener) -> list[str]:
     return [here.host for here, _ in listener.take()]
 
 
-def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> None:
+def test_a_silent_client_delays_no_agent(listener: Listener) -> None:
     with ExitStack() as strangers:
         for _ in range(20):  # of whom each is listened to for seconds
             stranger = socket.create_connection(('127.0.0.1', listener.port))

@@ -108,7 +108,7 @@ def test_store_that_stands_still_is_lost_until_it_goes_on(
     assert len(job.started()) == 2
 
 
-def test_without_a_store_who_waits_is_given_up(
+def test_without_a_store_a_waiting_worker_is_given_up(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 2.0)

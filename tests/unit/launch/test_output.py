@@ -102,7 +102,7 @@ def test_a_line_that_never_ends_is_passed_on(capsys: pytest.CaptureFixture[str])
     assert len(said + capsys.readouterr().out) >= printed
 
 
-def test_nobody_fails_for_want_of_a_place_to_print(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_output_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     lines: list[str] = []
     relay = Relay(reader, '', lines.append)

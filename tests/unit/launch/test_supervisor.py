@@ -333,7 +333,7 @@ def test_stop_asks_first_even_those_that_hang(job: Job) -> None:
     assert ended(job) == {0: [-15], 1: [-15]}
 
 
-def test_stop_kills_who_does_not_listen(job: Job) -> None:
+def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
     job.finish_when = lambda: False
     job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
     flags = ('0.0=deaf', '0.0=print:iteration 1/')

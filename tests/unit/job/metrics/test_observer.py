@@ -57,7 +57,7 @@ def test_what_is_not_known_has_no_value() -> None:
         assert values.get('moevement_disk_bytes') == disk_bytes
 
 
-def test_what_grows_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_figures_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated readings, and the last one at the end, do not count twice."""
     monkeypatch.setattr(metrics, '_PERIOD_S', 0.001)
     meter, looks, enough = Noted(), [0], threading.Event()
