@@ -8,16 +8,16 @@
 # --ipc=host (or a large --shm-size): the windows live in /dev/shm, at least one copy of the
 # training state of every rank on the node. --ulimit memlock=-1: they are pinned for copies.
 #
-# The base brings PyTorch, Transformer Engine and Apex built for each other. It must hold
-# PyTorch >= 2.11 and Python >= 3.12; pip refuses an older one below.
+# The base has PyTorch, Transformer Engine and Apex built for each other. It must have
+# PyTorch >= 2.11 and Python >= 3.12; pip refuses older versions below.
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:26.05-py3
 FROM ${BASE_IMAGE}
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /opt/moevement
 
-# NVIDIA's images name constraints of their own in PIP_CONSTRAINT, which our packages need not fit.
-# Ours keep pip from replacing what the base compiled: it fails instead.
+# PIP_CONSTRAINT of NVIDIA's images has constraints that this project's packages need not satisfy.
+# These constraints keep pip from replacing packages compiled for the base: pip fails instead.
 RUN --mount=type=bind,target=/src,rw \
     pip list --format=freeze \
         | grep -iE '^(torch|triton|pytorch-triton|transformer[-_]engine|apex|flash[-_]attn|numpy)' \
@@ -26,10 +26,10 @@ RUN --mount=type=bind,target=/src,rw \
         '/src[tools,metrics]' nvidia-ml-py \
     && rm /tmp/base-constraints.txt
 
-# For torchrun; all other programs are those of the command.
+# For torchrun; the command runs all other programs.
 COPY pretrain_gpt.py ./
 
-# Any user id may run it: caches go where everybody can write, nothing here needs root.
+# Any user id may run the image: caches are in a world-writable directory, and nothing needs root.
 ENV HOME=/tmp \
     TRITON_CACHE_DIR=/tmp/triton \
     TORCHINDUCTOR_CACHE_DIR=/tmp/inductor \

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine of native sparse checkpointing for Mixture-of-Experts training; never imports Megatron.
 
-A loop on plain torch needs `Job` and `TorchTrainer`; one that implements `Trainer` by itself, the
-other names. They are imported on first use, as they need torch.
+A loop on plain torch needs `Job` and `TorchTrainer`. A loop that implements `Trainer` itself needs
+the other names. Both groups need torch and are therefore imported on first use.
 """
 
 from importlib import import_module
@@ -69,7 +69,7 @@ _FOR_LOOPS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name for loops on first use: a wrong installation is explained before torch."""
+    """Import a name on first use, so that a broken installation is reported before torch loads."""
     if name in _FOR_LOOPS:
         return getattr(import_module(f'{__name__}.{_FOR_LOOPS[name]}'), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `moevement`: one for all programs. It imports nothing but the one that is called.
+"""The command `moevement`, a front end of all programs. It imports only the program that it runs.
 
-A program here is a module as `python -m` runs it, and `moevement NAME` is the same. Most are in
-`tools` and started from a checkout, whose folders a wheel has in `moevement_ext/programs`: as
-packages of their own, `tools` and `scripts` would meet those of others.
+Each program is a module; `moevement NAME` is equivalent to `python -m MODULE`. Most programs are in
+`tools` of a checkout. A wheel has these folders in `moevement_ext/programs`, because top-level
+packages named `tools` and `scripts` could collide with those of other distributions.
 """
 
 import re
@@ -16,16 +16,16 @@ from typing import NamedTuple
 _PACKAGE = Path(__file__).resolve().parent
 _INSTALLED = _PACKAGE / 'programs'
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
-"""What holds `tools`, `scripts` and `pretrain_gpt.py`."""
+"""Directory that contains `tools`, `scripts` and `pretrain_gpt.py`."""
 
 
 class Subcommand(NamedTuple):
-    """What a name stands for."""
+    """One program of the command."""
 
     module: str
     does: str
     script: str = ''
-    """Runs it in a checkout."""
+    """Path of the script that runs the program in a checkout, if it has one."""
 
 
 PROGRAMS = {
@@ -84,17 +84,20 @@ _PRINTED = re.compile(
     + '|'.join(map(re.escape, sorted(_NAMES, key=len, reverse=True)))
     + r')(?!\.?\w)'
 )
-# The name that was called, once the command runs.
+# Name of the running program; empty unless the command started this process.
 _running: list[str] = []
 
 
 def called() -> str | None:
-    """How this process was started: as `moevement plan`, say; None: not by the command."""
+    """Return the command that started this process, such as `moevement plan`, or None."""
     return f'moevement {_running[0]}' if _running else None
 
 
 def shown(text: str) -> str:
-    """Help or a message that names programs, in the words by which this process was started."""
+    """Return the text with programs named as `moevement NAME`, if the command started the process.
+
+    Help and messages then repeat the form of the command line that the user typed.
+    """
     return _PRINTED.sub(_renamed, text) if _running else text
 
 
@@ -106,7 +109,7 @@ def _renamed(found: re.Match[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the program that is named; returns the exit status if there is none."""
+    """Run the named program in this process; return the exit status if no program runs."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ['--version']:
         from moevement_ext import __version__
@@ -125,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become(name: str, arguments: Sequence[str]) -> None:
-    """Run it as `python -m` would, its exit status included."""
+    """Run the program as `python -m` would, including its exit status."""
     _running[:] = [name]
     if str(ROOT) not in sys.path[:1]:
         sys.path.insert(0, str(ROOT))
@@ -143,7 +146,10 @@ def _become(name: str, arguments: Sequence[str]) -> None:
 
 
 def _with_trainer(arguments: Sequence[str]) -> list[str]:
-    """What launchers are to run is a file; where the folder has none, it is the one of here."""
+    """Replace `pretrain_gpt.py` by its path under `ROOT` unless the current directory has the file.
+
+    Launchers take the program as a file.
+    """
     found = list(arguments)
     if _TRAINER in found and not Path(_TRAINER).exists():
         found[found.index(_TRAINER)] = str(ROOT / _TRAINER)

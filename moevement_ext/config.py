@@ -21,7 +21,7 @@ STOP = 'stop'
 GPU = 'gpu'
 RESTART = 'restart'
 SLOWEST_NETWORK_GB_PER_S = 0.02
-"""Twice the rate at which a peer gives up waiting."""
+"""Twice the rate below which a peer stops waiting for a transfer."""
 POPULARITY = 'popularity'
 SOFT = 'soft'
 DECAYED = 'decayed'
@@ -48,7 +48,7 @@ _OF_WINDOWS = 'window max_window cpu_share order freeze reorder_fraction reorder
 _OF_REPLICAS = 'replicas verify_replicas network_gb_per_s topology'
 _OF_EXPERTS = 'experts expert_choice lost_share'
 _OF_LAYOUTS = 'elastic elastic_layouts elastic_exact'
-# Fields that say nothing to a strategy.
+# Fields without effect, by strategy.
 _WITHOUT_USE = {
     MOEVEMENT: ['interval', 'mtbf', 'overhead_bound', *_OF_EXPERTS.split()],
     GEMINI: [*_OF_WINDOWS.split(), 'overhead_bound', *_OF_EXPERTS.split()],
@@ -62,7 +62,7 @@ _WITHOUT_USE = {
     ],
 }  # fmt: skip
 _DENSE = {'window': 1, 'max_window': 1, 'order': FIXED}
-# Values that a strategy gives to fields that are left at their defaults.
+# Values that a strategy assigns to fields left at their defaults.
 _SETTLED: dict[str, dict[str, Any]] = {
     MOEVEMENT: {'recovery': LOCALIZED},
     GEMINI: {**_DENSE, 'recovery': GLOBAL},
@@ -71,14 +71,14 @@ _SETTLED: dict[str, dict[str, Any]] = {
     MOETION: {**_DENSE, 'recovery': GLOBAL},
 }
 LONGEST_WINDOW = 10_000
-"""Iterations; more than the slots of any window file."""
+"""Upper limit of a window, in iterations; no window file has this many slots."""
 
 
 class ConfigurationError(UserError):
     """A setting breaks a rule; the message names the flag and what to do."""
 
 
-# Fields whose values may differ from node to node.
+# Fields that may differ between nodes.
 _OF_A_NODE = (
     'dir disk_gb_per_s network_gb_per_s cpu_share run_id host_memory_gb interface topology '
     'max_wait store stuck_timeout bind strict events metrics'
@@ -90,38 +90,38 @@ class SparseCheckpointConfig:
     """One field per `--sparse-ckpt-*` flag."""
 
     strategy: str = MOEVEMENT
-    """'moevement': a slice of the state in every iteration; 'gemini': all of it every `interval`
-    iterations, in memory; 'checkfreq': the same, on disk; 'moc': as 'gemini', but some experts of
-    each layer only, so that a recovery loses updates of the others; 'moetion': the same in every
-    iteration, with as many experts as it hides, those with most to lose."""
+    """'moevement': a slice of the state in every iteration; 'gemini': the whole state every
+    `interval` iterations, in memory; 'checkfreq': the same, on disk; 'moc': as 'gemini', but only
+    some experts of each layer, so that a recovery loses updates of the others; 'moetion': as 'moc',
+    in every iteration, with as many experts as training hides, those with most updates to lose."""
     interval: int | str = AUTO
-    """Iterations from one checkpoint to the next. 'auto': gemini, moc: 1; checkfreq: the fewest
-    within `overhead_bound`. 'young', 'daly', 'oracle': gemini, the best for `mtbf`."""
+    """Iterations between checkpoints. 'auto': 1 for gemini and moc, for checkfreq the fewest within
+    `overhead_bound`. 'young', 'daly', 'oracle' (gemini only): the optimum for `mtbf`."""
     mtbf: float | None = None
-    """Mean seconds between failures of the job, for these three."""
+    """Mean seconds between failures of the job, for the intervals 'young', 'daly' and 'oracle'."""
     overhead_bound: float = 0.03
-    """Share of training time that checkpoints of 'checkfreq' may take."""
+    """Maximum share of training time spent on checkpoints, with 'checkfreq'."""
     experts: int | str = 1
-    """Experts of each layer in a checkpoint of 'moc'; 'dynamic': 1, which doubles when
+    """Experts of each layer in a checkpoint of 'moc'; 'dynamic': starts with 1 and doubles when
     `lost_share` is reached."""
     expert_choice: str = SEQUENTIAL
-    """Experts of a checkpoint: 'sequential': in turn; 'load': those with most tokens since their
-    copy, by the shares of the tokens."""
+    """Choice of the experts in a checkpoint: 'sequential': in turn; 'load': those with most tokens
+    since their last copy, by their token shares."""
     lost_share: float = 0.0375
-    """Share of the tokens of the training, lost by recoveries, at which 'dynamic' doubles."""
+    """Share of all training tokens lost in recoveries at which 'dynamic' doubles its experts."""
     window: int | str = AUTO
-    """Iterations per window, or 'auto': the fewest that the links carry and the cores spare."""
+    """Iterations per window, or 'auto': the fewest that links and spare cores can sustain."""
     max_window: int = 8
-    """The longest window that 'auto' may choose. Host memory is reserved for this window, or for
-    the longest that fits."""
+    """The longest window that 'auto' may choose. Host memory is reserved for a window of this
+    length, or for the longest that fits."""
     cpu_share: float = 0.02
-    """Share of a node's cores that 'auto' leaves to the threads that copy, check, send and receive
-    windows, where these cores also train; 0: no limit. A GPU's host has no such limit."""
+    """Share of a node's cores that the 'auto' window grants to the threads that copy, check, send
+    and receive windows, if training runs on the CPU; 0: no limit. With GPUs there is no limit."""
     replicas: int = 2
     """Copies of each rank's windows on other failure domains."""
     network_gb_per_s: float | str = AUTO
-    """Limit in GB/s (10^9 bytes) of a rank's sends to holders of its windows; 'auto': spread the
-    slots over their window, by measured times; 'off' or 0: full speed of the link."""
+    """Rate limit in GB/s (10^9 bytes) of a rank's sends to the holders of its windows; 'auto':
+    spread the slots over their window, by measured times; 'off' or 0: no limit."""
     dir: str = f'/dev/shm/moevement-{os.geteuid()}'
     """Directory in a tmpfs, owned by this user."""
     disk: str | None = None
@@ -140,17 +140,17 @@ class SparseCheckpointConfig:
     topology: str | None = None
     """JSON file {node name: failure domain}."""
     log_lag: float = 1.0
-    """Room in the log, in iterations from the start of the copy of a window's last slot until the
-    window is persisted."""
+    """Spare capacity of the log, in iterations, for the time from the start of the copy of a
+    window's last slot until the window is persisted."""
     max_wait: float = 1.0
     """Maximum seconds that training waits for a window's persistence before it skips the next."""
     verify_replicas: int = 1
     """A holder verifies the checksums of every n-th window received from a rank before the window
     counts as replicated. Every reader of a window verifies it in any case."""
     order: str = POPULARITY
-    """Experts captured last, so frozen longest in a replay: 'popularity': most tokens; 'soft': most
-    router weight; 'decayed': most tokens recently; 'capacity': fullest; 'fixed': no reordering,
-    the model's order."""
+    """Experts captured last, hence frozen longest in a replay: 'popularity': those with most
+    tokens; 'soft': with most router weight; 'decayed': with most recent tokens; 'capacity': the
+    fullest; 'fixed': no reordering, the order of the model."""
     freeze: str = ON
     """'on': a replay skips weight gradients of operators that are not restored yet; 'off': a replay
     computes and drops them."""
@@ -161,30 +161,31 @@ class SparseCheckpointConfig:
     store: str | None = None
     """HOST:PORT of a store outside the training nodes; None: the launcher's store."""
     recovery: str = AUTO
-    """'localized': only the stages that lost a worker roll back; 'global': all stages roll back in
-    the living processes, without an upstream log; 'whole-job': all workers restart; 'auto':
+    """'localized': only the stages that lost a worker roll back; 'global': all stages roll back,
+    surviving processes stay, no upstream log; 'whole-job': all workers restart; 'auto':
     'localized', or 'global' if the strategy keeps no log."""
     hang_timeout: float = 60.0
     """Seconds without a heartbeat after which a worker counts as hung."""
     verify: str = REPORT
     """Compare a recovered state with captures newer than its window: 'off', 'report', or 'stop'."""
     stuck_timeout: float = 600.0
-    """Seconds without progress, while its training thread waits for no other rank, after which a
-    worker ends to be replaced; 0: never."""
+    """Seconds without progress, not counting waits for other ranks, after which a worker ends and
+    is replaced; 0: never."""
     bind: str = GPU
     """'gpu': bind each worker to the CPUs near its GPU; 'off': keep the launcher's binding."""
     elastic: str = OFF
-    """'restart': a job with another parallel layout goes on from the windows of the last one."""
+    """'restart': a job with another parallel layout resumes from the windows of the previous
+    layout."""
     elastic_layouts: str | None = None
-    """Layouts that a start takes if the number of its ranks does not fit the flags; the first that
-    fits."""
+    """Alternative layouts if the number of ranks does not fit the flags; the first that fits is
+    used."""
     elastic_exact: bool = False
-    """Refuse windows of another layout that it can only continue up to rounding."""
+    """Refuse windows of another layout that the new layout can continue only up to rounding."""
     forget: bool = False
-    """Start over although some ranks still have windows that all ranks had."""
+    """Start from scratch although some ranks still have windows that were once complete."""
     strict: bool = False
-    """Stop if memory cannot be set up, or if the windows belong to another launch, instead of
-    training with less protection, or from an earlier state."""
+    """Stop if memory cannot be set up or the windows belong to another launch, instead of training
+    with less protection or from an earlier state."""
     events: str | None = None
     """Directory for events as JSON lines."""
     metrics: int | None = None
@@ -249,9 +250,9 @@ class SparseCheckpointConfig:
             _ = self.store_address
 
     def _settle(self) -> None:
-        """Refuse fields without use for the strategy, and give them its values.
+        """Refuse fields that the strategy does not use, and fill in the values that it implies.
 
-        So the rest of the program asks for values, not for strategies.
+        The rest of the program then depends on values, not on strategies.
         """
         _one_of('--sparse-ckpt-strategy', self.strategy, *STRATEGIES)
         settled, flag = _SETTLED[self.strategy], f'--sparse-ckpt-strategy {self.strategy}'
@@ -371,19 +372,19 @@ class SparseCheckpointConfig:
         return host, int(port)
 
     def of_all_ranks(self) -> dict[str, str]:
-        """Values that all ranks must share, by flag: they decide on windows and recoveries."""
+        """Return the values that must be equal on all ranks, by flag."""
         own = {name: value for name, value in asdict(self).items() if name not in _OF_A_NODE}
         own['disk'] = 'none' if self.disk is None else 'given'
         return {_flag(name): str(value) for name, value in own.items()}
 
     @property
     def longest_window(self) -> int:
-        """The W for which host memory is reserved."""
+        """Window length, in iterations, for which host memory is reserved."""
         return self.max_window if isinstance(self.window, str) else self.window
 
 
 def network_rate(text: str) -> float | str:
-    """Value of `--sparse-ckpt-network-gb-per-s`, for `argparse`."""
+    """Parse the value of `--sparse-ckpt-network-gb-per-s`, for `argparse`."""
     try:
         return text if text in (AUTO, OFF) else float(text)
     except ValueError:
@@ -393,7 +394,7 @@ def network_rate(text: str) -> float | str:
 
 
 def node_name() -> str:
-    """Name of this node; `MOEVEMENT_NODE` overrides it on machines that emulate several nodes."""
+    """Return the name of this node; `MOEVEMENT_NODE` overrides it for emulated nodes."""
     return os.environ.get('MOEVEMENT_NODE') or socket.gethostname()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moving bytes costs of the cores of a node, as measured on the threads that do it."""
+"""Measures the CPU time of moving bytes, on the threads that move them."""
 
 import threading
 import time
@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Pieces of work that count: some windows, so that it follows the machine and is no chance.
+# Number of newest measurements in the average: several windows, to smooth noise yet follow changes.
 _NEWEST = 32
 
 
 class CpuCost:
-    """CPU seconds that one kind of work takes for a byte. Any thread.
+    """CPU seconds per byte of one kind of work. Any thread.
 
-    What a thread waits costs nothing. Threads that the work starts itself (OpenMP's, with
-    OMP_NUM_THREADS above 1) are not seen.
+    Waiting costs nothing. Threads that the work itself starts (OpenMP's, with OMP_NUM_THREADS above
+    1) are not measured.
     """
 
     def __init__(self) -> None:
@@ -24,22 +24,22 @@ class CpuCost:
 
     @contextmanager
     def of(self, nbytes: int) -> Iterator[None]:
-        """Count the work within, on the thread that does it; what fails does not count.
+        """Measure the work within the context, on the calling thread; failed work does not count.
 
         Args:
-            nbytes: that it moves; 0: of bytes that count elsewhere, as a second pass over them.
+            nbytes: bytes moved; 0 for a second pass over bytes that are counted elsewhere.
         """
         began = time.thread_time()
         yield
         self.add(nbytes, time.thread_time() - began)
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Count work that is done."""
+        """Count finished work of `nbytes` that took `seconds` of CPU time."""
         with self._lock:
             self._newest.append((nbytes, seconds))
 
     def s_per_byte(self) -> float:
-        """CPU seconds; 0 before the first."""
+        """Return the recent average of CPU seconds per byte; 0 before the first measurement."""
         with self._lock:
             newest = list(self._newest)
         moved = sum(nbytes for nbytes, _ in newest)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that lines are appended to, and survive the death of the process."""
+"""Append-only file of lines that survive the death of the writing process."""
 
 import errno
 import logging
@@ -19,8 +19,8 @@ _TAIL = 1 << 16
 def _to_append(path: Path) -> FileIO:
     """Open a file for appending after its last complete line.
 
-    A line that SIGKILL, a full file system or a power loss has cut off would merge with the first
-    new line, and neither would be readable.
+    A line truncated by SIGKILL, a full file system or a power loss would merge with the first new
+    line, and neither would be readable.
 
     Raises:
         OSError: the file cannot be opened, or is no event file that this user may change.
@@ -62,9 +62,8 @@ def _check_cut_off(file: FileIO, begin: int) -> None:
 class EventFile:
     """Appends one JSON object per line; a written line survives the death of the process.
 
-    The next process that opens the file removes a line that a death cut off. Safe to call from any
-    thread. If the file system refuses a line (full, gone), a warning ends the file; training
-    continues.
+    The next process that opens the file removes a truncated last line. Thread-safe. If a write
+    fails, a warning is logged and later lines are dropped; training continues.
 
     Args:
         path: the file; its directory is created if necessary.
@@ -79,7 +78,7 @@ class EventFile:
         self._file: FileIO | None = _to_append(path)
 
     def append(self, line: bytes) -> None:
-        """Write a line of `encode`."""
+        """Write one line as returned by `events.encode`."""
         with self._lock:
             if self._file is not None:
                 self._write(self._file, line)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of a run as JSON lines, one file per rank: their classes, writer and reader.
 
-A line has the fields of `Event`, including the event's name, and the fields of its class. Launchers
-write their events, of `launch/launcher_events.py`, to a separate file.
+A line has the fields of `Event`, the event's name, and the fields of its class. Launchers write
+their own events (`launch/launcher_events.py`) to a separate file.
 """
 
 import enum
@@ -122,7 +122,7 @@ class Protected(Event, frozen=True, kw_only=True):
     experts: list[str]
     """The operators that are experts."""
     strategy: str | UnsetType = UNSET
-    """`--sparse-ckpt-strategy`, if it is another one than moevement."""
+    """`--sparse-ckpt-strategy`, unless it is moevement."""
     interval: int | UnsetType = UNSET
     """Iterations from one window to the next, if not all are captured."""
 
@@ -141,7 +141,7 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     training_s: float | UnsetType = UNSET
     """Seconds in iterations since the start of the process, without replays."""
     exposed_s: float | UnsetType = UNSET
-    """Seconds since then by which sparse checkpointing delayed training."""
+    """Seconds by which sparse checkpointing delayed training since the start of the process."""
     copy_bytes_per_s: float | None | UnsetType = UNSET
     """Measured rate of the copies to host memory."""
     send_bytes_per_s: float | None | UnsetType = UNSET
@@ -231,20 +231,20 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
 
 
 class Relaid(Event, frozen=True, kw_only=True):
-    """This rank put its part of a window together from what another layout has left."""
+    """This rank assembled its part of a window from the windows of another layout."""
 
     name = EventName.RELAID
 
     start: int
     """First iteration of the window."""
     dense_at: int
-    """Iteration of its last slot."""
+    """Iteration of the last slot of the window."""
     was: str
-    """The layout that captured it."""
+    """The layout that captured the window."""
     local_bytes: int
-    """Read on this node, or on a disk that it sees."""
+    """Bytes read on this node, or from a disk that it can access."""
     remote_bytes: int
-    """Read from other ranks."""
+    """Bytes read from other ranks."""
     seconds: float
 
 
@@ -277,7 +277,7 @@ class Recovered(Event, frozen=True, kw_only=True):
     iterations: int | UnsetType = UNSET
     """Iterations whose loss or gradient norm was compared with the ledger."""
     went_on: int | UnsetType = UNSET
-    """Failures of other stages during this rank's replay, which continued; localized only."""
+    """Failures of other stages that this rank's replay survived; localized only."""
 
     @property
     def localized(self) -> bool:
@@ -291,34 +291,34 @@ class Recovered(Event, frozen=True, kw_only=True):
 
 
 class TokensLost(Event, frozen=True, kw_only=True):
-    """A recovery of a lossy strategy: updates of experts that this rank's state lacks from here.
+    """Expert updates that this rank's state lacks after a recovery of a lossy strategy.
 
-    Tokens are those of this rank's micro-batches, once for each expert that they were routed to;
-    the sum over all ranks is that of the job.
+    Counts tokens of this rank's micro-batches, once for each expert that they were routed to; the
+    sum over all ranks is the total of the job.
     """
 
     name = EventName.TOKENS_LOST
 
     start: int
-    """Iteration that all ranks went back to."""
+    """Iteration to which all ranks rolled back."""
     versions: dict[str, int]
     """Iteration of the state of each expert of the stage, at most `start`."""
     tokens: float
-    """Tokens that experts have learned from in vain, in this recovery."""
+    """Tokens whose expert updates this recovery lost."""
     lost: float
-    """In all recoveries so far, of this recovery's past."""
+    """Tokens lost in all recoveries that led to this state, including this one."""
     share: float
     """`lost` as a share of all tokens of the training (PLT)."""
 
 
 class NextTier(Event, frozen=True, kw_only=True):
-    """A recovery drops one way and tries the next."""
+    """A recovery abandons one source of windows and tries the next."""
 
     name = EventName.NEXT_TIER
 
     reason: str
     tier: str
-    """The next way to recover."""
+    """The source that is tried next."""
 
 
 class DeviceProblem(Event, frozen=True, kw_only=True):
@@ -352,7 +352,7 @@ _NAME = msgspec.json.Decoder(_Named)
 def decode(lines: bytes) -> Iterator[Event]:
     """Decode complete lines; skips events of unknown names, and a truncated last line.
 
-    An event class is known once its module is imported.
+    An event name is known once the module of its class is imported.
 
     Raises:
         msgspec.ValidationError: a line is no JSON object, or lacks a field of its class.
@@ -389,13 +389,13 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
 
 
 class EventLog:
-    """The events of a rank. Safe to call from any thread; never ends training (invariant I6).
+    """Writes the events of a rank. Thread-safe; no error ends training (invariant I6).
 
     Args:
         directory: `--sparse-ckpt-events`; None: no events are written.
         rank: global rank of this process.
-        required: refuse an unwritable directory; otherwise only warn. A process that joins a
-            running job matters more than its events.
+        required: raise if the directory is not writable; otherwise only warn, as for a process that
+            joins a running job.
 
     Attributes:
         iteration: the newest iteration committed on this rank.

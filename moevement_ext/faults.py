@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fault points: places in the code where a process can kill itself for a test.
+"""Fault points: code locations at which a process can kill itself for a test.
 
 `MOEVEMENT_FAIL_AT=<rank>:<iteration>:<phase>[:<attempt>]` selects a fault point; commas separate
-several. The death is real (SIGKILL), for tests and demonstrations, and the log announces it.
-`attempt` counts the starts of the job (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the
-variable every call is one comparison.
+several. The process kills itself with SIGKILL; a warning in the log names each fault at the start.
+`attempt` is the run attempt (`TORCHELASTIC_RESTART_COUNT`), 0 by default. Without the variable a
+fault point costs one comparison.
 
 `MOEVEMENT_STALL_FILE=<path>`: loading of a micro-batch blocks while the file `<path>.<process id>`
 exists, like a loader with a hung file system.
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
-    """Places where a process can die, named after the code at each call of `point`."""
+    """Fault points, named after the code around each call of `point`."""
 
     # An iteration
     FORWARD = 'forward'
@@ -54,7 +54,7 @@ class Phase(StrEnum):
     CONNECT = 'connect'
     FETCH = 'fetch'
     RELAY = 'relay'
-    """A slot of another layout's window is put together."""
+    """A slot is assembled from the windows of another layout."""
     LOAD = 'load'
     CONVERT = 'convert'
     CATCH_UP = 'catch-up'
@@ -64,7 +64,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Fault:
-    """The place where this process dies."""
+    """The fault point at which this process kills itself."""
 
     iteration: int
     phase: Phase
@@ -79,7 +79,7 @@ _iteration = 0
 
 
 def arm(rank: int) -> None:
-    """Read the environment, and warn in the log of every fault of this process.
+    """Read the faults of this process from the environment, and log a warning for each.
 
     Called once by each worker, on its training thread.
 
@@ -120,7 +120,7 @@ def armed() -> bool:
 
 
 def point(phase: Phase) -> None:
-    """Die here if this fault point is selected. Any thread."""
+    """Kill this process if this fault point is selected. Any thread."""
     if _armed and Fault(_iteration, phase) in _armed:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 class TokenBucket:
     """Delays a thread to limit its rate. One thread uses it.
 
-    Bytes may exceed the rate by at most `burst`, however little was used before.
+    After any idle time, at most `burst` bytes exceed the rate.
 
     Args:
         wait: waits the given seconds (0 or more); returns True to end the wait.
@@ -25,7 +25,7 @@ class TokenBucket:
         self._wait = wait
         self._burst = burst
         self._clock = clock
-        # Time at which the rate covers all taken bytes.
+        # Time at which all bytes taken so far are within the rate.
         self._paid_at = -float('inf')
         self.held_up = 0
         """Number of waits."""

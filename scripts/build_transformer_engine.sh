@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Builds Transformer Engine against the torch of .venv, on a machine without a GPU: Python can
-# import it there for tests of its rules (tests/transformer_engine), but its kernels need a GPU.
-# PyPI has only the source of its torch extension, 33 files of plain C++; without optimisation, as
-# here, compiling takes about 45 minutes on one core. Needs a CUDA toolkit and g++; wheels and
-# source come from PyPI. An interrupted call can be repeated and continues; a call after a complete
-# build is instant.
+# Builds Transformer Engine against the torch of .venv, on a machine without a GPU: there it can be
+# imported for tests of its rules (tests/transformer_engine), but its kernels need a GPU. PyPI has
+# only the source of its torch extension, 33 files of plain C++. Compiled without optimisation, as
+# here, they take about 45 minutes on one core. Needs a CUDA toolkit and g++; wheels and source come
+# from PyPI. After an interruption, repeat the call to continue; after a complete build a call is
+# instant.
 #
 #   scripts/build_transformer_engine.sh ~/transformer-engine
 #   . ~/transformer-engine/environment && .venv/bin/python -m pytest -q tests/transformer_engine
@@ -18,7 +18,7 @@
 #
 # --torch VERSION: build against this version, in a separate environment (default: that of .venv).
 # --arch ARCH: keep only device code of this architecture, such as 90 for an H100; with --pack.
-# --pack FILE: write the packages there, without headers and tests (tools/lab/pack_libraries.py).
+# --pack FILE: write the packages to FILE, without headers and tests (tools/lab/pack_libraries.py).
 # MAX_JOBS: number of files compiled in parallel, with ninja (default: one per core).
 # CUDA_HOME: the CUDA toolkit (default: /usr/local/cuda).
 

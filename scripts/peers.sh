@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Installs the packages that `python -m tools.compare peers` measures beside this project into a
-# folder of their own, .peers, which nothing else reads. They use the torch and Megatron of .venv,
-# whatever they ask for. A second call is instant.
+# Installs the packages that `python -m tools.compare peers` compares with this project into .peers,
+# a folder that no other program reads. They use the torch and Megatron of .venv, whatever versions
+# they require. A second call is instant.
 #
 #   scripts/setup_env.sh && scripts/peers.sh && .venv/bin/python -m tools.compare peers
 
@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly TARGET=.peers
 readonly PEERS=(nvidia-resiliency-ext==0.7.0 lm-resiliency==0.2.0 torchft==0.2.0)
-# What they import, beside what .venv has; none of it brings another torch.
+# Imports of these packages that .venv lacks; none of them installs another torch.
 readonly NEEDED=(defusedxml fastapi grpcio httpx nvidia-ml-py pydantic-settings slowapi uvicorn)
 readonly STAMP=$TARGET/.installed
 
@@ -23,10 +23,10 @@ install() {
 }
 install "${NEEDED[@]}"
 for peer in "${PEERS[@]}"; do
-    # Wheels for a newer glibc than that of this system: their Python runs all the same.
+    # Wheels for a newer glibc than this system's; their Python code works nevertheless.
     install --no-deps --upgrade --platform manylinux_2_39_x86_64 \
         --platform manylinux2014_x86_64 --platform any "$peer"
 done
-# Its entry point for torchrun has a wrong signature and is warned of in every process.
+# Its entry point for torchrun has a wrong signature and causes a warning in every process.
 rm -f "$TARGET"/lm_resiliency-*.dist-info/entry_points.txt
 echo "${PEERS[*]} ${NEEDED[*]}" >"$STAMP"

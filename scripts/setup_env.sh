@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Creates .venv in this checkout with everything the trainer, the tools and the tests need.
-# A second call is instant; a change of setup.py or of the Python version installs again.
+# A second call is instant, unless setup.py or the Python version has changed.
 # Safe to call from several processes at once; continues after an interrupted call.
 #
 #   scripts/setup_env.sh && .venv/bin/python pretrain_gpt.py --help
 #   scripts/setup_env.sh --cpu    # to try it: PyTorch without CUDA, 0.2 GB instead of 5
 #
-# PyTorch for --cpu is that of TORCH_CPU_INDEX, an index for pip.
+# With --cpu, PyTorch comes from the pip index TORCH_CPU_INDEX.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Trains as scripts/slurm_pretrain.sbatch does, but launcher and store run on this host, such as a
-# login or management node: no training node holds them, so any training node may be lost.
+# Trains like scripts/slurm_pretrain.sbatch, but launcher and store run on this host, such as a
+# login or management node: the job survives the loss of any training node.
 #
 #   scripts/slurm_from_here.sh --nodes=9 --time=24:00:00 -- <flags of pretrain_gpt.py>
 #
 # Flags before -- go to salloc; without flags after it the script trains the example of
-# scripts/slurm_job.sh. SPARE_NODES (1) of --nodes are spare. The script ends with the job, which
-# scancel ends. BEFORE_END (120) seconds before the end of the time the workers get SIGTERM, and
-# save with --exit-signal-handler.
+# scripts/slurm_job.sh. SPARE_NODES (1) of --nodes are spare. The script ends with the job; scancel
+# ends both. BEFORE_END (120) seconds before the time limit the workers get SIGTERM, and save with
+# --exit-signal-handler.
 
 set -euo pipefail
 MOEVEMENT_HOME=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -3,12 +3,12 @@
 #
 # Common part of the batch scripts: the launcher, and default flags of the program. Variables:
 #
-#   MOEVEMENT_HOME  the checkout, on a file system that all nodes see (where sbatch is called)
+#   MOEVEMENT_HOME  the checkout, on a shared file system (default: where sbatch is called)
 #   PYTHON          runs the launcher on the batch host (its .venv/bin/python)
 #   AGENT_PYTHON    runs agents and workers on the nodes (the same); words before it wrap it
 #   STEP_FLAGS      more flags of the srun that starts them
 #
-# In an image, with the checkout at the same path in it (both examples bring /dev/shm along):
+# In an image, with the checkout at the same path inside (both examples also mount /dev/shm):
 #
 #   pyxis:     AGENT_PYTHON=python STEP_FLAGS="--container-image=IMAGE --container-mounts=$PWD:$PWD"
 #   apptainer: AGENT_PYTHON="apptainer exec --nv --bind $PWD IMAGE.sif python"
@@ -34,7 +34,7 @@ train() {
         "${launch[@]}" -- "$program" "${flags[@]}"
 }
 
-# Slurm sets one variable on nodes of the job, salloc the other on its host: such as 8, or h100:8.
+# Slurm sets one variable on nodes of the job, salloc the other on its host. Values: 8, or h100:8.
 gpus_per_node() {
     local asked=${SLURM_GPUS_PER_NODE:-1}
     echo "${SLURM_GPUS_ON_NODE:-${asked##*:}}"
@@ -57,7 +57,7 @@ example() {
     local checkpoints=${CHECKPOINTS:-$PWD/checkpoints/$SLURM_JOB_NAME}
     local parallel model training data protection logging
 
-    # One pipeline stage a node.
+    # One pipeline stage per node.
     parallel=(
         --pipeline-model-parallel-size 4
         --expert-model-parallel-size 8
@@ -111,10 +111,10 @@ example() {
         --split '98,2,0'
     )
 
-    # Sparse checkpoints in host memory every iteration; dense ones on disk, rarely, for losses that
-    # host memory cannot recover, and at the end of the job's time. The next job with the same
-    # CHECKPOINTS resumes from disk; or, by the name of the run, from the memory of nodes that it
-    # gets again.
+    # Sparse checkpoints go to host memory in every iteration. Dense checkpoints go to disk, rarely,
+    # for losses that host memory cannot recover, and before the time limit of the job. The next job
+    # with the same CHECKPOINTS resumes from disk, or, identified by the name of the run, from the
+    # memory of nodes that it gets again.
     protection=(
         --sparse-ckpt
         --sparse-ckpt-run-id "$(basename "$checkpoints")"

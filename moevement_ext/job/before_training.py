@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked, and watched, once all ranks are connected and before they train."""
+"""Checks and hang detection that start when all ranks are connected, before training."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def check_limits(rank: Rank, protection: Protection | None, joining: bool) -> None:
-    """Check the system limits of a recovery. Training thread.
+    """Check the system limits that a recovery needs. Training thread.
 
     Args:
         rank: this rank.

@@ -57,7 +57,7 @@ def refuse_unwritable(path: str) -> None:
 
 
 def digest_of_slices(slices: Mapping[str, OperatorSlices]) -> dict[str, str]:
-    """Digests of all captured tensors of this rank, by part and name."""
+    """Return the digests of all captured tensors of this rank, by part and name."""
     return {
         f'{item.part}/{item.tensor}': digest_of_tensor(item.source)
         for operator in slices.values()
@@ -66,13 +66,13 @@ def digest_of_slices(slices: Mapping[str, OperatorSlices]) -> dict[str, str]:
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> str:
-    """SHA-256 of the elements of a tensor, in their order."""
+    """Return the SHA-256 digest of a tensor's elements in row-major order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return digest_of_bytes(flat.view(torch.uint8).numpy().tobytes())
 
 
 def digest_of_bytes(content: bytes) -> str:
-    """SHA-256 as hexadecimal digits."""
+    """Return the SHA-256 digest in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

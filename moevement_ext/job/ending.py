@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a process, as its launcher is told."""
+"""Announces the planned end of a process to its launcher."""
 
 from contextlib import suppress
 from datetime import timedelta

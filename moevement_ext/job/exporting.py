@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export: a relaunch by `tools.windows export` that only saves the content of the run's windows.
 
-An export needs a window that fits its flags. Without one it ends instead of training from the
-start, which would overwrite the windows. At its end the windows stay.
+An export needs a window that fits its flags. Without one it ends instead of training from scratch,
+which would overwrite the windows. The windows remain after an export.
 """
 
 import os
@@ -10,7 +10,7 @@ import os
 from moevement_ext.errors import UserError
 
 VARIABLE = 'MOEVEMENT_EXPORT'
-"""Environment variable of an export: the tier that it reads."""
+"""Environment variable of an export; its value is the tier to read."""
 _MEMORY = 'memory'
 
 

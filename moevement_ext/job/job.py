@@ -68,9 +68,9 @@ _TIMEOUT = timedelta(minutes=10)
 class Job:
     """Sparse checkpointing in this process; the training thread calls the methods.
 
-    A loop of one's own gets it from `join`. Construct it before the first process group, as it sets
-    NCCL's environment variables. As a context it ends the job on all ranks: host memory is freed
-    after the last iteration; before it, or after an exception, windows stay for the next launch.
+    Custom loops call `join`. Construct it before the first process group, as it sets NCCL's
+    environment variables. As a context manager it ends the job on all ranks: after the last
+    iteration host memory is freed; after an earlier end or an exception the windows remain.
 
     Args:
         rank: this rank.
@@ -78,8 +78,8 @@ class Job:
         store: for `torch.distributed`; None: torch creates its own.
 
     Attributes:
-        keeps_windows: windows stay after the end; None: if it comes before the last iteration.
-        entry: the present call of the loop.
+        keeps_windows: windows remain after the end; None: if it comes before the last iteration.
+        entry: the current call of the loop.
 
     Raises:
         UserError: `--sparse-ckpt-disk` is not usable.
@@ -123,15 +123,15 @@ class Job:
         backend: str = 'nccl',
         timeout: timedelta = _TIMEOUT,
     ) -> Self:
-        """Meet the other ranks of the launcher, and connect `torch.distributed` to them.
+        """Rendezvous with the other ranks of the launcher and connect `torch.distributed`.
 
-        A process takes the GPU of its `LOCAL_RANK`, unless it has chosen another one.
+        The process selects the GPU with index `LOCAL_RANK`, unless it has already selected a GPU.
 
         Args:
             config: settings of sparse checkpointing.
-            settings: all that decides bits, by name; windows of other settings are refused.
+            settings: all that can change bits, by name; windows of other settings are refused.
             backend: of `torch.distributed`: nccl, or gloo without a GPU.
-            timeout: limit of a collective, and for all ranks to arrive.
+            timeout: limit of a collective and of the rendezvous.
 
         Raises:
             UserError: a setting breaks a rule, or this process has other settings than the job
@@ -143,10 +143,10 @@ class Job:
         return job
 
     def init_process_group(self, timeout: timedelta) -> None:
-        """Replace `torch.distributed.init_process_group`, by which no survivor could reconnect.
+        """Replace `torch.distributed.init_process_group`, whose groups survivors cannot reconnect.
 
-        A process that joins a running job connects to no other rank before training: its groups
-        stand in for real ones until then.
+        A process that joins a running job connects to no other rank before training; until then it
+        has fake process groups.
         """
         connect(self.rank, self.store, self.joining, timeout)
 
@@ -161,13 +161,13 @@ class Job:
 
         Args:
             build: builds the trainer; the argument is True to load the newest dense checkpoint.
-            load_dense: loads the dense checkpoint into the built trainer, if the recovery from
-                memory turned out to be impossible.
+            load_dense: loads the dense checkpoint into the built trainer, if recovery from memory
+                proves impossible.
             dense_iteration: iteration of the dense checkpoint, -1 if there is none.
             last_iteration: iteration at which training ends, None if unknown.
 
         Raises:
-            UserError: an export finds no window, or this layout cannot go on from that of before.
+            UserError: an export finds no window, or this layout cannot continue the previous one.
             HostMemoryError: host memory cannot be set up, although there are windows to recover
                 from or protection is required.
         """
@@ -194,7 +194,7 @@ class Job:
     def _find(
         self, dense_iteration: int, last_iteration: int | None
     ) -> tuple[whole_job.Predecessor | None, float]:
-        """Windows of an earlier start of the job, unless joining, and seconds of the search."""
+        """Return an earlier start's windows, None if joining, and the seconds of the search."""
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
@@ -242,10 +242,10 @@ class Job:
         self._on_disk = next(kept, None)
 
     def _protect(self, required: bool) -> None:
-        """Reserve host memory and connect to the peers; after a failure training is unprotected.
+        """Reserve host memory and connect to the peers; if that fails, training is unprotected.
 
         Args:
-            required: there are windows to recover from; unprotected training would lose progress.
+            required: raise instead, since unprotected training would lose the windows found.
         """
         trainer, config = self.trainer, self.rank.config
         if config.bind != OFF:
@@ -309,7 +309,7 @@ class Job:
     # Training
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """Run the training loop from the window's dense iteration; again after failures.
+        """Run the training loop from the window's dense iteration; call it again after failures.
 
         Args:
             run: the loop; it calls `step` for every iteration.
@@ -334,14 +334,14 @@ class Job:
 
     @property
     def iteration(self) -> int:
-        """Number of committed iterations, from which the loop goes on."""
+        """Number of committed iterations; the loop continues from here."""
         return self.trainer.iteration
 
     def step(self, iteration: int | None = None) -> Any:
         """Run the iteration after `iteration`, after any pending recovery.
 
         Args:
-            iteration: number of committed iterations; None: as the trainer counts them.
+            iteration: number of committed iterations; None: the trainer's count.
 
         Returns:
             The last result of `Trainer.iterate`, or `LOOP_ENDS`.
@@ -371,7 +371,7 @@ class Job:
         os._exit(EXIT_STUCK)
 
     def _start(self) -> UnprotectedMode | WholeJobMode:
-        """Begin to capture, with the plan of the joined job or with a first plan."""
+        """Start capturing, with the running job's plan if joining, otherwise with a new plan."""
         if self.protection is None:
             return UnprotectedMode(self.trainer)
         store = own_store(self.membership, self.rank)
@@ -472,7 +472,7 @@ class Job:
         write_digest(path, self.iteration, entries)
 
     def part(self) -> None:
-        """Before a planned end, keep the state for any layout, if elastic. All ranks call it."""
+        """Before a planned end, if elastic, keep the state for any layout. All ranks call this."""
         if self.protection is not None and not self.recovering:
             self._layouts.part(self.protection, self.trainer, self.committed)
 

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Joined(NamedTuple):
-    """This process in its job."""
+    """Result of `join`."""
 
     rank: Rank
     membership: Membership | None
@@ -66,7 +66,7 @@ def join(
     timeout: timedelta,
     not_localized: str | None = None,
 ) -> Joined:
-    """Meet the other ranks; once in the lifetime of a process.
+    """Rendezvous with the other ranks. Called once per process.
 
     Args:
         identity: identity of this rank.
@@ -74,7 +74,7 @@ def join(
         run_id: name of the run's directory in host memory.
         backend: of `torch.distributed`: gloo or nccl.
         config: settings.
-        timeout: for all ranks to arrive.
+        timeout: limit for the arrival of all ranks.
         not_localized: reason why any failure restarts the whole job, or None.
 
     Raises:
@@ -102,11 +102,12 @@ def join(
 def join_launched(
     config: SparseCheckpointConfig, settings: Mapping[str, object], backend: str, timeout: timedelta
 ) -> Joined:
-    """Join with the rank that the launcher gives to this process in its environment.
+    """Join with the rank that the launcher has set in the environment of this process.
 
     Args:
         config: settings.
-        settings: all that decides bits, by name; values are compared as text.
+        settings: every setting that can change the bits of the result, by name; values are
+            compared as text.
         backend: as of `join`.
         timeout: as of `join`.
     """
@@ -129,7 +130,7 @@ def _meet(
     timeout: timedelta,
     not_localized: str | None,
 ) -> tuple[Membership | None, Store | None]:
-    """Meet the other ranks, if the launcher's store outlives the workers."""
+    """Rendezvous with the other ranks, if the launcher's store outlives the workers."""
     directory = Path(config.dir)
     of_all_layouts = run_id if config.elastic == OFF else base_of(run_id)
     ask_again_soon()
@@ -171,7 +172,7 @@ def _meet(
 def _take_part(
     membership: Membership, identity: RankIdentity, config: SparseCheckpointConfig
 ) -> None:
-    """Begin the job, or join it if this process has the same settings."""
+    """Start the job with the other ranks, or join it if this process has the same settings."""
     if not membership.joining:
         launched_alike.check_protection(membership.store, membership.reports, identity)
         if identity.rank == 0:
@@ -210,7 +211,7 @@ def connect(rank: Rank, store: Store | None, joining: bool, timeout: timedelta) 
 
 
 def own_store(membership: Membership | None, rank: Rank) -> Store:
-    """A separate connection to the launcher's store, with a key prefix of this start of the job."""
+    """Return a separate connection to the launcher's store, with this run attempt's key prefix."""
     if membership is not None:
         return membership.archive
     default = torch.distributed.distributed_c10d._get_default_store()

@@ -46,7 +46,7 @@ class LocalizedMode(WholeJobMode):
         self._recovery: LocalizedRecovery | None = None
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """Run the training loop; again after failures of other ranks."""
+        """Run the training loop; call it again after failures of other ranks."""
         self.trainer.pipeline.log_to(self.protection.memory.log)
         self._recovery = LocalizedRecovery(
             self.rank,
@@ -56,7 +56,8 @@ class LocalizedMode(WholeJobMode):
             self.protection.planner,
             self._position(),
         )
-        # A process that joins is awaited, and was forked from one that did this, or begins cold.
+        # Not when joining: survivors wait for this process, which was forked from one that has
+        # done this, or starts cold.
         settled = nullcontext() if self._membership.joining else garbage.settled()
         try:
             with settled:
@@ -83,7 +84,7 @@ class LocalizedMode(WholeJobMode):
         return super().recovering or self.recovery.pending()
 
     def updating(self) -> None:
-        """Note that the optimizer begins to write."""
+        """Record that the optimizer begins to write."""
         if self.running:
             with self.protection.checkpointer.statistics.device_wait():
                 self.recovery.updating()
@@ -96,11 +97,11 @@ class LocalizedMode(WholeJobMode):
         super().stepped(skipped)
 
     def begins(self, start: Start) -> None:
-        """Note that the iteration after `start` begins."""
+        """Record that the iteration after `start` begins."""
         self.recovery.begin(start)
 
     def committed(self, start: Start) -> None:
-        """Note that the update that leads to `start` is written."""
+        """Record that the update that leads to `start` is written."""
         self.recovery.stepped(start)
 
     def verifications(self) -> list[Verification]:
@@ -108,11 +109,14 @@ class LocalizedMode(WholeJobMode):
         return [*super().verifications(), self.recovery.verification]
 
     def converted(self, start: Start) -> None:
-        """Note that all stages are at `start`."""
+        """Record that all stages are at `start`."""
         self.recovery.converted(start)
 
     def failed(self, error: Exception) -> None:
-        """Handle an error of the program; after training, a death of another rank restarts all."""
+        """Handle an error of the training program.
+
+        If another worker died after training had ended, all workers restart.
+        """
         if self._trained and self.recovery.announced():  # for any error
             self.recovery.give_up('a worker died after training had ended')
 

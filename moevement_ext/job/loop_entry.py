@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Enters the training loop, and leaves it after a step was interrupted, whatever the loop does."""
+"""Calls the training loop, and leaves it after an interrupted step even if the loop continues."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ logger = logging.getLogger(__name__)
 
 
 class LoopGoesOn(BaseException):
-    """Raised when the loop caught the error that interrupted a step, and asks for the next step."""
+    """The loop caught the error that interrupted a step and requested the next step."""
 
 
 class LoopEntry:
-    """The present call of the loop. Training thread only.
+    """The current call of the loop. Training thread only.
 
     Attributes:
         cut_off: the error that interrupted a step, until the loop is left.
@@ -42,7 +42,7 @@ class LoopEntry:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Note the error that interrupts a step.
+        """Record the error that interrupts a step.
 
         Raises:
             LoopGoesOn: an earlier step was interrupted.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU of this process: choice, CPU binding and monitoring.
 
-A process whose GPU is lost ends before a collective hangs on that GPU.
+A process that loses its GPU ends, so that no collective hangs on that GPU.
 
 The launcher then replaces the process and decides whether the device is usable; the launcher for
 Slurm watches all devices of its nodes.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a rank that a process in its place reserves before its model is built."""
+"""Host memory files of a rank, which its replacement reserves before it builds the model."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -14,17 +14,20 @@ from moevement_ext.memory import early
 from moevement_ext.memory.node_store import NodeStore
 
 _STORE_TIMEOUT = timedelta(seconds=60)
-# Under which ranks leave the list of their files.
+# Store key of a rank's list of files.
 _FILES = 'files'
 
 
 def node_store(rank: Rank) -> NodeStore:
-    """The run's host memory on this node."""
+    """Return the run's host memory on this node."""
     return NodeStore(Path(rank.config.dir), rank.run_id, node_name())
 
 
 def reserve_early(rank: Rank, membership: Membership | None) -> early.EarlyReservation | None:
-    """Begin to reserve what a lost process kept, which this one takes the place of."""
+    """Start reserving the files of the lost process that this process replaces.
+
+    Return None if that process left no list of its files.
+    """
     left = None if membership is None else left_by(membership.archive, _FILES, rank.number)
     if left is None:
         return None
@@ -32,7 +35,7 @@ def reserve_early(rank: Rank, membership: Membership | None) -> early.EarlyReser
 
 
 def leave_for_successors(rank: Rank, membership: Membership | None, store: NodeStore) -> None:
-    """Tell which files this rank keeps: to a process that replaces it, and to the launcher."""
+    """Publish the list of this rank's files for a later replacement and for the launcher."""
     if membership is None:
         return
     files = early.encode(early.kept_by(store, rank.number))

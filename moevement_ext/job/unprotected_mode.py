@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job without host memory: training goes on without protection."""
+"""Mode of a job that has no host memory and trains without protection."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A protected job in which a failure restarts all workers.
+"""Mode of a protected job in which a failure restarts all workers.
 
 Every iteration captures a slot. If this start of the job found windows of an earlier one, the first
 iteration converts them, all stages together.
@@ -27,8 +27,8 @@ from moevement_ext.recover.summary import Summary
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification, Verified
 
-# Seconds for slower ranks to receive the last messages of this rank and reach the same point; a
-# rank that does not reach it has the window, too.
+# Time for slower ranks to receive the last messages of this rank and reach the same point; a rank
+# that does not reach this point has the window as well.
 _OTHERS_S = 2.0
 
 # Longest list of ranks in one message.
@@ -50,7 +50,7 @@ class Restart:
     seconds: dict[str, float]
     """Duration of each phase on this rank."""
     tokens_lost: float | None = None
-    """Those of all ranks; see `Verified`."""
+    """Tokens lost on all ranks; see `Verified`."""
 
     @property
     def catches_up_to(self) -> int:
@@ -59,7 +59,10 @@ class Restart:
 
 
 def tokens_lost(rank: Rank, protection: Protection, conversion: Conversion) -> float | None:
-    """Tokens that experts of all ranks learned from in vain; collective with a lossy strategy."""
+    """Return the tokens whose expert updates are lost, over all ranks; None if none can be.
+
+    Collective with a lossy strategy.
+    """
     lost = protection.lose_tokens(conversion.file())
     if lost is None:
         return None
@@ -131,7 +134,7 @@ class WholeJobMode:
         self.protection.checkpointer.before_update()
 
     def updating(self) -> None:
-        """Note that the optimizer begins to write."""
+        """Record that the optimizer begins to write."""
 
     def stepped(self, skipped: bool) -> None:
         """Record the update; during a conversion an update commits nothing."""
@@ -167,13 +170,13 @@ class WholeJobMode:
     # For subclasses
 
     def begins(self, start: Start) -> None:
-        """Note that the iteration after `start` begins."""
+        """Record that the iteration after `start` begins."""
 
     def committed(self, start: Start) -> None:
-        """Note that the update that leads to `start` is written."""
+        """Record that the update that leads to `start` is written."""
 
     def converted(self, start: Start) -> None:
-        """Note that all stages are at `start`."""
+        """Record that all stages are at `start`."""
 
     def verifications(self) -> list[Verification]:
         """Verifications of this process's finished and current recoveries."""
@@ -181,11 +184,11 @@ class WholeJobMode:
 
     @property
     def running(self) -> bool:
-        """True while an iteration runs that will be committed."""
+        """True while an iteration runs whose update will be committed."""
         return self._running is not None
 
     def drop_conversion(self) -> None:
-        """Drop the conversion of all stages, after a failure led to a new decision."""
+        """Drop the pending conversion of all stages, after a failure led to a new verdict."""
         if self._converting:
             self._converting = False
             self._catch_up_to = NOWHERE
@@ -277,7 +280,7 @@ class WholeJobMode:
         if refused:
             window, predecessor = self._restart.conversion.window, self._restart.predecessor
             told = '; '.join(refused[:_MOST_TOLD])
-            for entry in self._restart.recorded:  # they judge the next tier, too
+            for entry in self._restart.recorded:  # also needed to judge the next tier
                 self.protection.memory.ledger.append(entry)
             whole_job.refuse(self.protection, window, told, self.rank, predecessor)
         self.protection.accept()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the workers of a job, here or on other nodes, and others in place of those that die."""
+"""Launchers: start the workers of a job on this machine or on nodes, and replace dead workers."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's process on a node: starts the workers that the supervisor orders, and hot spares.
+"""The launcher's process on a node: starts hot spares and the workers that the supervisor orders.
 
 The agent also watches the GPUs of the node, so that no rank runs on an unusable GPU.
 
-`MOEVEMENT_SUPERVISOR` holds the address of the supervisor and the secret of the job. No process
-that the agent started outlives the agent, and the agent does not outlive the connection.
+`MOEVEMENT_SUPERVISOR` holds the address of the supervisor and the secret of the job. Processes
+started by the agent do not outlive the agent, and the agent does not outlive the connection.
 """
 
 import logging
@@ -65,7 +65,7 @@ class Agent:
         self._proxy: NodeProxy | None = None
 
     def run(self) -> None:
-        """Work until the supervisor is gone; returns when no process of the job runs here."""
+        """Serve until the connection ends; return when no process of the job runs on this node."""
         self._loop.watch(self._link.fd, self._obey)
         self._loop.watch(self._devices.fd, self._tell_of_devices)
         self._devices.watch()
@@ -124,12 +124,12 @@ def connect(
     """Connect to the supervisor and introduce this node.
 
     Args:
-        address: of the supervisor.
+        address: address of the supervisor.
         host: name of this node.
         devices: faults of this node's GPUs.
 
     Raises:
-        OSError: no supervisor answers, or the supervisor of another job.
+        OSError: no supervisor answers, or it belongs to another job.
     """
     sock = socket.create_connection((address.host, address.port), _CONNECT_S)
     connection = Connection(sock)

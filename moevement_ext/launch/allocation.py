@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from moevement_ext.config import ConfigurationError
 
-# Slurm notices a lost node after `SlurmdTimeout`, by default five minutes.
+# Twice Slurm's default `SlurmdTimeout` (five minutes), after which it notices a lost node.
 _TO_NOTICE_S = 600.0
 _POLL_S = 5.0
 # The time limit of a running job may change.
@@ -35,10 +35,10 @@ def hostnames(nodes: str) -> tuple[str, ...]:
 
 
 def call_before_end(job: str, before_s: float, call: Callable[[], object]) -> None:
-    """Wait until `before_s` seconds before the job's time limit, then call; without a limit, never.
+    """Invoke `call` `before_s` seconds before the job's time limit; never without a limit.
 
-    Runs on its own thread, since Slurm's controller may be slow. While the controller does not
-    answer, its last answer holds.
+    Run this on a thread of its own, since Slurm's controller may be slow. While the controller does
+    not answer, its last answer is used.
     """
     end = math.inf
     while time.monotonic() < end - before_s:
@@ -53,15 +53,15 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     """Wait until Slurm has removed lost nodes from the job, so that the job can be requeued.
 
     A job requeued earlier may get the lost nodes again, and Slurm 22.05 does not replace their
-    resources, such as GPUs (the steps end with "Invalid generic resource"). A controller that does
-    not answer, perhaps lost with the nodes, could not requeue the job at all.
+    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait goes on while
+    the controller does not answer, perhaps lost with the nodes, as it could not requeue the job.
 
     Args:
         job: Slurm's job id.
-        lost: hosts. The wait is bounded, as Slurm may take some of them for sound.
+        lost: lost hosts. The wait is bounded, as Slurm may consider some of them healthy.
 
     Returns:
-        The hosts that Slurm takes for sound.
+        The lost hosts that Slurm considers healthy.
     """
     deadline = time.monotonic() + _TO_NOTICE_S
     while (sound := _still_has(job, lost)) != set() and time.monotonic() < deadline:
@@ -83,7 +83,7 @@ def requeue(job: str, excluded: Collection[str]) -> None:
 
 
 def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
-    """The lost hosts that Slurm still counts to the job; None if the controller does not answer."""
+    """Return lost hosts that Slurm still assigns to the job; None if its controller is silent."""
     asked = _ask('squeue', '--noheader', f'--jobs={job}', '--format=%N')
     if asked.returncode != 0:
         return None
@@ -109,7 +109,7 @@ def _excluded(job: str) -> list[str]:
 
 
 def _insist(*command: str) -> None:
-    # Repeated: Slurm kills all processes of a job that it requeues, also this command.
+    # Repeated: Slurm kills all processes of a job that it requeues, including this command.
     for _ in range(_TRIES):
         if subprocess.run(command, check=False).returncode == 0:
             break

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Becomes a command that Linux kills when the command's parent process dies.
+"""Runs a command that Linux kills when the command's parent process dies.
 
     bound.py <parent pid> <command ...>
 
-The launcher starts all its processes through this program, so that no process outlives the
-launcher, even if the launcher is killed. This program runs as a file, without the package, and
-becomes the command by exec, which keeps the process id and the parent-death signal. (`preexec_fn`
-could do the same in the fork, but Python advises against it in a process with threads, such as the
-launcher's store.)
+The launcher starts all its processes through this program, so that none outlives the launcher, even
+if the launcher is killed. This program runs as a file, without the package, and replaces itself
+with the command by exec, which keeps the process id and the parent-death signal. (`preexec_fn`
+could do the same in the fork, but Python advises against it in a process with threads, such as
+those of the launcher's store.)
 """
 
 import ctypes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process of the job, worker or spare, with all the processes that it starts."""
+"""One process of the job, worker or spare, together with its descendants."""
 
 import math
 import os
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 TO_DIE_S = 120.0
-"""After SIGKILL: freeing hundreds of GB takes long; a process blocked in a driver never dies."""
+"""Limit for a death after SIGKILL: freeing hundreds of GB takes long, and a process that is blocked
+in a driver never dies."""
 _BOUND = Path(__file__).with_name('bound.py')
 
 
 class Child(ABC):
     """A Python process in its own session (out of reach of Ctrl-C), bound to this process.
 
-    Linux kills the process when the *thread* that started it ends. Linux does not kill the
-    processes that it started itself; they belong to its process group.
+    Linux kills the process when the *thread* that started it ends. The kernel does not kill the
+    descendants of the process, which are in its process group.
 
     Attributes:
         pid: process id.
@@ -38,7 +39,7 @@ class Child(ABC):
         self._killed_at: float | None = None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and its children; does nothing after `reap`."""
+        """Send a signal to the process group; does nothing after `reap`."""
         if self.ended:
             return
         if number == signal.SIGKILL and self._killed_at is None:
@@ -64,7 +65,7 @@ class Child(ABC):
         return self._how_it_ended() == 0
 
     def reap(self) -> int:
-        """Wait until the process is dead, kill its own children unless it ended well, and reap it.
+        """Wait for the death of the process and reap it; after an error, also kill its descendants.
 
         Returns:
             Exit status, or the negative number of the signal that killed it.
@@ -81,7 +82,7 @@ class Child(ABC):
 
     @abstractmethod
     def _how_it_ended(self) -> int:
-        """Wait until the process is dead; returns as `reap`, and keeps the process id reserved."""
+        """Wait for the death; return as `reap`, but keep the process id reserved."""
 
     @abstractmethod
     def _reap(self) -> int:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers on the nodes of an allocation, and moves a lost node's ranks to a spare node.
 
-A *seat* is one of the job's nodes: its ranks and their number, `GROUP_RANK`. Hosts take seats; the
-other hosts are spares and hold hot spares for all workers of a seat, while a host in a seat holds
-some for workers that die while it lives. When a host is lost, a spare host takes its seat at once;
-if Slurm leaves the lost host in the allocation and it answers again, it becomes a spare. A host
-with an unusable device counts as lost for the rest of the job.
+A *seat* is a node slot of the job: its number (`GROUP_RANK`) and its ranks. Each seat is assigned
+to a host. The other hosts are spares, with hot spares for all workers of a seat; a host in a seat
+has hot spares for its own workers that die. When a host is lost, a spare host takes its seat at
+once. If Slurm leaves the lost host in the allocation and it answers again, it becomes a spare. A
+host with an unusable device counts as lost for the rest of the job.
 
 The connection to the agent shows that a host is lost: within a second if the host's processes die,
 and after `SILENT_S` if the host falls silent. Slurm notices later, after `SlurmdTimeout` (by
@@ -52,7 +52,7 @@ _HERE = '127.0.0.1'
 
 
 class NoNodeLeft(LaunchError):
-    """A seat is empty, and no host can take it."""
+    """A seat is empty and no host is available."""
 
     exit_code = EXIT_WHOLE_JOB
 
@@ -61,7 +61,7 @@ class SlurmStarter:
     """`Starter` of workers on other nodes.
 
     Args:
-        hosts: of the allocation; the first hosts take the seats, in this order.
+        hosts: hosts of the allocation; the first hosts take the seats, in this order.
         start_step: starts the agent of a host.
         config: job configuration; `nodes` is the number of seats.
         loop: calls this object when an agent sends a message.
@@ -93,7 +93,7 @@ class SlurmStarter:
         self._met = False
         self._gathered = False
         self._reserve: messages.Reserve | None = None
-        # Hot spares on each node that trains.
+        # Number of hot spares on each node with a seat.
         self._spares = 0
 
     def open(self, port: int) -> None:
@@ -113,21 +113,21 @@ class SlurmStarter:
     def start(
         self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        """Restart a rank; its process starts as soon as a host has the rank's seat."""
+        """Start or restart a rank; its process starts once the rank's seat has a host."""
         own = rank_variables(self._config, rank, restarts)
         child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
         self._start_waiting()
         return child
 
     def keep_spares(self) -> None:
-        """Start the hot spares of the nodes that train; spare nodes have theirs from the start."""
+        """Start hot spares on nodes with a seat; spare nodes have theirs from the start."""
         self._spares = self._config.spares
         for node in self._nodes.values():
             if node.seat is not None:
                 node.send(messages.KeepSpares(self._spares))
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
-        """Have each spare node reserve what the ranks of the largest node keep."""
+        """Make each spare node reserve the memory that the largest seat uses."""
         seats = [self._config.ranks_of(seat) for seat in range(self._config.nodes)]
         of_seats = [[size for rank in ranks for size in files[rank]] for ranks in seats]
         largest = max(of_seats, key=sum)
@@ -256,7 +256,7 @@ class SlurmStarter:
     # Seats
 
     def _are_enough(self) -> bool:
-        """True if all hosts are connected, or after a while enough of them."""
+        """True if all hosts are connected, or enough hosts after `_GATHER_S`."""
         coming = [node for node in self._nodes.values() if node.is_coming]
         there = [node for node in self._nodes.values() if node.is_spare]
         enough = len(there) >= self._config.nodes
@@ -287,7 +287,7 @@ class SlurmStarter:
         return False
 
     def _look_for_another(self, seat: int) -> None:
-        """Without a spare: wait for a host that is connecting, or restart the agent of a host."""
+        """Without a spare, wait for a connecting host or restart the agent of a lost one."""
         absent = [node for node in self._nodes.values() if node.link is None]
         for node in absent:
             if not (node.is_coming or node.broken) and node.tried < self._vacated:

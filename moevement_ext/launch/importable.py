@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells a program that hot spares can import from one that would train on import."""
+"""Detects whether hot spares can import a program, or whether it would train on import."""
 
 import ast
 from pathlib import Path
 
 
 def default_spares(program: str) -> int:
-    """Hot spares of a node that trains, if no number is given: 1 for a program with a main guard.
+    """Return the default number of hot spares per node: 1 for a program with a main guard, else 0.
 
     Args:
         program: path of the program.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects replacements that hang before they join the other ranks, which cannot see them yet."""
+"""Detects replacements that hang before the rendezvous, where other ranks cannot detect them."""
 
 import time
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ from torch.distributed import Store
 from moevement_ext.launch.statements import told_joining, told_survivors
 from moevement_ext.launch.worker import Worker
 
-# Seconds to import a program; survivors wait longer.
+# Limit for a replacement to import the program and join; survivors wait longer.
 _TO_JOIN_S = 300.0
 
 
 class LateWorkers:
-    """Ages of the processes that have not joined yet. One thread uses it."""
+    """Ages of the processes that have not joined yet. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, float]] = {}
-        # Process ids, by rank, that have joined or were killed.
+        # Ids of the processes that have joined or were killed, by rank.
         self._settled: dict[int, int] = {}
 
     def late(self, store: Store, living: Sequence[Worker]) -> list[Worker]:
-        """Return the workers to kill, each once, for which the other ranks wait in vain.
+        """Return the workers that have not joined in time and must be killed, each worker once.
 
-        Sends no request to the store before a worker can be late. No worker is late at the start
-        of a job, which may take long.
+        Sends no request to the store before a worker can be late. At the start of a job, which may
+        take long, no worker is late.
 
         Args:
             store: the part of the store that belongs to this launch.

@@ -47,7 +47,7 @@ class LaunchConfig:
     nodes: int = 1
     workers_per_node: int = 1
     spares: int = 0
-    """Processes that have imported the program and wait for a worker to die."""
+    """Hot spares: processes that have imported the program and wait for a worker to die."""
     fork: bool = False
     """Fork all workers from one process that has imported the program."""
     max_restarts: int = 100

@@ -5,7 +5,7 @@ from moevement_ext.errors import EXIT_USER_ERROR, SparseCheckpointError
 
 
 class LaunchError(SparseCheckpointError):
-    """The job cannot go on.
+    """The job cannot continue.
 
     Attributes:
         exit_code: exit status of the launcher.
@@ -15,6 +15,6 @@ class LaunchError(SparseCheckpointError):
 
 
 class UserMistake(LaunchError):
-    """A worker has refused its flags or its environment."""
+    """A worker rejected its flags or its environment."""
 
     exit_code = EXIT_USER_ERROR

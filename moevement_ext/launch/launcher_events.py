@@ -67,7 +67,7 @@ class WorkerStopped(Event, frozen=True):
 
 
 class WorkerLostAtExit(Event, frozen=True):
-    """A signal killed a worker after all its work was done, before its process ended."""
+    """A signal killed a worker that had finished its work, before its process ended."""
 
     name = 'worker_lost_at_exit'
     rank: int
@@ -103,7 +103,7 @@ class WorkerUnkillable(Event, frozen=True):
 
 
 class AllStartAgain(Event, frozen=True):
-    """The launcher restarts all workers, as they cannot go on without the dead worker."""
+    """The launcher restarts all workers, as they cannot continue without the dead worker."""
 
     name = 'all_start_again'
     reason: str
@@ -171,7 +171,7 @@ class SpareEnded(Event, frozen=True):
 
 
 class SpareMissing(Event, frozen=True):
-    """A hot spare could not start; the job goes on with one spare fewer."""
+    """A hot spare could not start; the job continues with one spare fewer."""
 
     name = 'spare_missing'
     reason: str
@@ -221,7 +221,7 @@ class NodeLost(Event, frozen=True):
     name = 'node_lost'
     host: str
     node: int | None
-    """The job's node that the host was; None: a spare."""
+    """The seat of the host, that is, its node number in the job; None: a spare."""
     reason: str
 
     def __str__(self) -> str:
@@ -259,7 +259,7 @@ class JobRecovered(Event, frozen=True):
     name = 'job_recovered'
     line: str
     spares: str
-    """The spares that are left, in words."""
+    """Description of the remaining spares."""
 
     def __str__(self) -> str:
         line = self.line.strip().removeprefix('sparse ckpt | ').removesuffix(' |')

@@ -18,8 +18,8 @@ ADDRESS_VARIABLE = 'MOEVEMENT_SUPERVISOR'
 """Environment variable of an agent; the agent removes it before it starts workers."""
 _HEARTBEAT_S = 1.0
 _MESSAGE_S = 10.0
-# Longest pause that counts as silence: this process, or the whole allocation, may have been
-# suspended.
+# Limit of the silence counted between two checks: this process, or the whole allocation, may have
+# been suspended in between.
 _MOST_BETWEEN_LOOKS_S = 2.0
 
 
@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> 'Address':
-        """Parse the string that `str` made."""
+        """Parse the result of `str`."""
         host, port, secret = text.rsplit(' ', 2)
         return cls(host, int(port), bytes.fromhex(secret))
 
@@ -67,7 +67,7 @@ class Link[Received]:
     def silent_s(self) -> float:
         """Seconds since the peer's last message; 0 while a received message is unread.
 
-        So the peer does not count as silent while this process is busy or stopped.
+        A peer therefore does not count as silent while this process is busy or stopped.
         """
         now = time.monotonic()
         if _is_ready(self.fd, select.POLLIN):
@@ -115,7 +115,7 @@ class Link[Received]:
 
 
 class Beats:
-    """Thread that sends heartbeats, so that a busy process does not count as lost.
+    """Background thread that sends heartbeats, so that a busy process does not count as lost.
 
     Args:
         links: returns the open links; called on that thread before each round.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepts agents on its own threads, so that a stranger blocks neither supervisor nor agents."""
+"""Accepts agents on threads of its own.
+
+A connection from an unauthenticated peer then blocks neither the supervisor nor other agents.
+"""
 
 import logging
 import os
@@ -17,12 +20,12 @@ from moevement_ext.replicate.strangers import Strangers
 logger = logging.getLogger(__name__)
 
 _GREETING_S = 5.0
-# After an error such as too many open files, which may pass.
+# Pause after an error that may be temporary, such as too many open files.
 _PAUSE_S = 1.0
 
 
 class Arrival(NamedTuple):
-    """An agent that knows the secret of the job."""
+    """An authenticated agent."""
 
     here: Here
     link: Link[FromAgent]

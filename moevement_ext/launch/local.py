@@ -64,7 +64,7 @@ class LocalStarter:
     def start(
         self, rank: int, restarts: int, heard: Callable[[int], None] | None = None
     ) -> RemoteChild:
-        """Restart a rank from a hot spare, as a fork of the template, or as a new process."""
+        """Start or restart a rank: from a hot spare, by a fork of the template, or from scratch."""
         own = variables_here(self._config, rank, restarts)
         child = self._children.add(rank, restarts, {**self._variables, **own}, heard)
         child.start_on(self)
@@ -78,7 +78,7 @@ class LocalStarter:
         """Does nothing: no rank moves to another node."""
 
     def spares_left(self) -> str:
-        """Describe the hot spares; without one, a new process starts more slowly."""
+        """Describe the hot spares; without a spare a replacement starts more slowly."""
         ready, starting = (0, 0) if self._machine is None else self._machine.spares.count
         more = f' ({starting} starting)' if starting else ''
         return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls functions when file descriptors become readable, on one thread."""
+"""Event loop of one thread: calls functions when file descriptors become readable."""
 
 import selectors
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class FdLoop:
             self._selector.unregister(fd)
 
     def turn(self, timeout_s: float) -> None:
-        """Wait until a descriptor is readable, at most `timeout_s`, and make the calls."""
+        """Wait at most `timeout_s` until a descriptor is readable, then call its callback."""
         for key, _ in self._selector.select(timeout_s):
             # An earlier call of this turn may have closed the descriptor, or reused its number.
             if self._selector.get_map().get(key.fd) is key:

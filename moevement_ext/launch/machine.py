@@ -51,7 +51,7 @@ class _Running(NamedTuple):
 
 
 class Machine:
-    """Starts and signals processes and reports their ends. One thread uses it.
+    """Starts and signals processes and reports their ends. Not thread-safe.
 
     Args:
         job: the program and its environment.
@@ -115,7 +115,7 @@ class Machine:
             self._pages.remove()
 
     def _start(self, order: messages.StartWorker) -> None:
-        """Start a worker; an OS error, of its log or of the fork, counts as the worker's end."""
+        """Start a worker; an OS error of its log or of the fork counts as the worker's end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
         try:
@@ -135,7 +135,7 @@ class Machine:
         self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
 
     def _new_worker(self, variables: Mapping[str, str], log: Path | None) -> tuple[OwnChild, bool]:
-        """Start a worker; True if a hot spare started it, or became it."""
+        """Start a worker; the flag is True if a hot spare forked the worker or became it."""
         environment = {**self._environment, **variables}
         with nullcontext() if log is None else self._opened(log) as output:
             spare = self.spares.take(environment, output)
@@ -175,7 +175,7 @@ class Machine:
         self._tell(messages.Ended(key, code, running.last_lines() if code else []))
 
     def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:
-        """Reserve pages on a thread; orders are carried out meanwhile."""
+        """Reserve pages on a thread of its own, so that orders are not delayed."""
         self._pages = ReservedPages(memory)
         threading.Thread(
             target=self._pages.reserve, args=(sizes,), name='launch-reserve', daemon=True

@@ -2,9 +2,9 @@
 """Messages between the supervisor, on the batch host, and the agents, one per node.
 
 An agent sends `Here`, receives the `Program`, and then carries out the supervisor's orders. Both
-send `Alive` every second. When the connection is lost, or silent for `SILENT_S`, the supervisor
-takes the node for lost, and the agent kills its workers and ends, so that no rank runs on two
-nodes for long.
+ends send `Alive` every second. When the connection is lost, or silent for `SILENT_S`, the
+supervisor considers the node lost, and the agent kills its workers and ends, so that no rank runs
+on two nodes for long.
 """
 
 import msgspec
@@ -103,7 +103,7 @@ class KeepSpares(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Reserve pages in host memory for ranks that may come to this node."""
+    """Reserve pages in host memory for ranks that may move to this node."""
 
     directory: str
     """`--sparse-ckpt-dir`."""
@@ -115,7 +115,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True):
 class SimulateNodeLoss(msgspec.Struct, frozen=True, tag=True):
     """Simulate the loss of a node: kill its processes and delete the run's memory there.
 
-    An agent that runs this one node only kills itself, too.
+    An agent also kills itself, as it serves only this node.
     """
 
     node: str

@@ -33,8 +33,8 @@ class Node:
         tried: start of the last step here, in seconds of the monotonic clock.
         why: reason why the host has no agent.
         worn: a device of the host has a fault, but is usable.
-        broken: the fault of an unusable device, or the reason why the host was given up. Stays for
-            the rest of the job, as no message reports a repair.
+        broken: the fault of an unusable device, or the reason why the host was given up. Remains
+            set for the rest of the job, as no message reports a repair.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Node:
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
     def _abandon_step(self) -> None:
-        """Cancel the step without waiting: it ends only once Slurm notices the lost node."""
+        """Cancel the step without waiting, as it ends only once Slurm notices the lost node."""
         if self._step is not None:
             self._step.cancel()
             self._left.append(self._step)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's record of failures: the outcome of each, and of the job.
+"""The launcher's record of failures, recoveries and the end of the job.
 
 Workers report the outcome of a recovery in the store, in one line. The launcher reads the store
-only while a recovery is pending, so that a job without failures costs its store nothing.
+only while a recovery is pending, so that a fault-free job adds no requests to the store.
 """
 
 import time
@@ -45,7 +45,7 @@ class Outcome:
 
     Args:
         report: called with each event.
-        spares: returns a description of the spares that are left.
+        spares: returns a description of the remaining spares.
     """
 
     def __init__(self, report: Callable[[Event], None], spares: Callable[[], str]) -> None:

@@ -14,11 +14,11 @@ from moevement_ext.system.terminal import highlighted
 
 _CHUNK = 1 << 16
 _LAST_LINES = 15
-# Bytes. Progress bars print no newline for days.
+# Bytes; longer lines are split. Progress bars print no newline for days.
 _LONGEST_LINE = 1 << 16
-# Characters: readable, and short enough for a message of the agent.
+# Characters kept of each line: readable, and short enough for a message of the agent.
 _KEPT_OF_A_LINE = 2000
-# More than a pipe holds; children of a dead worker may write into the pipe for ever.
+# More than the capacity of a pipe. Bounded, as children of a dead worker may write for ever.
 _MOST_CHUNKS = 64
 
 
@@ -85,7 +85,7 @@ class Relay:
 
 
 def say(stream: TextIO, text: str) -> None:
-    """Print text; a full disk or a closed terminal does not end the job."""
+    """Print text; ignores errors, as a full disk or a closed terminal must not end the job."""
     with suppress(OSError, ValueError):  # ValueError: stream closed, or another encoding
         stream.write(text)
         stream.flush()
@@ -103,7 +103,7 @@ def say_of_launcher(what: object, good: bool | None = None) -> None:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The newest lines of a log; empty if it cannot be read."""
+    """Return the newest lines of a log; empty if it cannot be read."""
     with suppress(OSError), log.open('rb') as file:
         file.seek(max(log.stat().st_size - _CHUNK, 0))
         return file.read().decode(errors='replace').splitlines()[-_LAST_LINES:]

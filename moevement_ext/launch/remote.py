@@ -43,7 +43,7 @@ class Commands(Protocol):
 
 
 class RemoteChild(Child):
-    """A worker that a machine starts, now or later.
+    """A worker on any machine; its start may still be pending.
 
     Args:
         order: message that starts the worker.
@@ -53,8 +53,8 @@ class RemoteChild(Child):
     Attributes:
         pid: process id; 0 before the start.
         last_lines: the last lines of its output.
-        lost_with: the lost host that this process ran on; empty otherwise.
-        node: of the process; None before it has one.
+        lost_with: host with which this process was lost; empty otherwise.
+        node: node of the process; None before one is assigned.
     """
 
     def __init__(

@@ -25,10 +25,10 @@ class Replacements:
         self._count = 0
 
     def refuse_mistakes(self, ends: Sequence[BadEnd]) -> None:
-        """Refuse to replace a worker after a mistake of the user: the new worker would repeat it.
+        """Refuse to replace a worker after a user error, which a new worker would repeat.
 
-        Such a mistake exists from the start. After a replacement the same exit status may have
-        another cause, such as too little memory on one node, so it is not refused any more.
+        A user error exists from the start. After a replacement the same exit status may have
+        another cause, such as too little memory on one node, and is no longer refused.
 
         Raises:
             UserMistake: a worker ended because of a mistake before any replacement.

@@ -13,7 +13,7 @@ _MOST_RESTARTS = 10
 
 
 class History:
-    """The part of a job's history that decides about a requeue.
+    """State of a job that decides about a requeue.
 
     Attributes:
         lost: hosts without an agent, or with an unusable device.

@@ -3,11 +3,11 @@
 
     python -m moevement_ext.launch.shared_gpu <program> [flags of the program]
 
-NCCL refuses two ranks on one GPU if they are on the same host. So each rank is a separate host
-(`NCCL_HOSTID`), and the ranks talk through sockets as nodes do, with NCCL's own kernels, which
-really hang, abort and reconnect. The ranks share the GPU's time.
+NCCL refuses two ranks on one GPU if they are on the same host. So each rank poses as a separate
+host (`NCCL_HOSTID`), and the ranks communicate through sockets, as nodes do. NCCL's real kernels
+run, hang, abort and reconnect. The ranks share the GPU's time.
 
-As a program, this module becomes one of these workers under another launcher, such as torchrun.
+Run as a program, this module turns into such a worker under another launcher, such as torchrun.
 """
 
 import os

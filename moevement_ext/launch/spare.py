@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hot spare, which imports a program and then waits for a rank; or forks a worker for any.
+"""A hot spare: imports a program, then waits to become a worker or to fork workers.
 
     spare.py <program> <socket> <flag> ...
 
 Imports of torch and Megatron take many seconds, which a spare spends in advance. It also calls the
-program's `warm_up(flags)`, if there is one. Then it says on the socket (the number of a descriptor)
+program's `warm_up(flags)`, if defined. Then it reports on the socket (the number of a descriptor)
 whether it can fork workers: not if the imports have started threads or used a GPU, as neither works
 in a fork. Requests and answers are lines of JSON:
 
     {"fork": order}    forks a worker with the passed descriptor as output; answers its process id
     {"status": pid}    waits for a worker's death; answers as `subprocess.Popen.returncode`
     {"reap": pid}      the same, and releases the process id
-    {"become": order}  is a worker itself from now on, with the passed descriptor as output
+    {"become": order}  becomes a worker itself, with the passed descriptor as output
 
 An order is {"argv": [...], "env": {...}}, with the complete environment. A worker calls `main()` of
 the program. If the connection ends, the spare ends. This file runs without the package, so that
@@ -38,7 +38,7 @@ _GPUS = '/dev/nvidiactl'
 # Result of the CUDA driver.
 _NOT_INITIALIZED = 3
 
-# Environment variables that the program sets where they are missing, as it does in a new process.
+# Environment variables that the program has set because they were missing, as in a new process.
 _set_by_import: dict[str, str] = {}
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         if hasattr(module, 'warm_up'):
             module.warm_up(flags)
         _set_by_import.update((k, v) for k, v in os.environ.items() if k not in before)
-        # Or every worker's collector walks through all that was imported, and copies its pages.
+        # Otherwise every worker's collector visits all imported objects and so copies their pages.
         gc.collect()
         gc.freeze()
         with suppress(BrokenPipeError):  # the launcher is gone
@@ -78,7 +78,7 @@ def _used_a_gpu() -> bool:
 
 
 def _serve(launcher: socket.socket, module: ModuleType) -> bool:
-    """Serve requests until the launcher is gone; True if this process is to be a worker."""
+    """Serve requests until the launcher is gone; True if this process must become a worker."""
     while True:
         text, output, _, _ = socket.recv_fds(launcher, _PIECE_BYTES, 1)
         while text and not text.endswith(b'\n'):

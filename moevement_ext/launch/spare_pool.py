@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hot spares: start in the background, and replace dead workers."""
+"""Keeps hot spares, which start in the background, to replace dead workers."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,8 +16,8 @@ from moevement_ext.launch.template import Template, TemplateLost
 class SparePool:
     """Processes that import the program in advance.
 
-    One that forks workers is enough for any number of them. Where the program cannot be forked, as
-    its import starts threads or uses a GPU, each spare becomes one worker.
+    A spare that can fork serves any number of workers. If the program cannot be forked, as its
+    import starts threads or uses a GPU, each spare becomes one worker.
 
     Args:
         config: launch configuration of the job.
@@ -38,7 +38,7 @@ class SparePool:
         self._loop = loop
         self._report = report
         self._wanted = 0
-        # It is known that a spare cannot fork.
+        # Set once a spare has reported that it cannot fork.
         self._each_is_one = False
         self._importing: list[Template] = []
         self._ready: list[Template] = []
@@ -53,14 +53,14 @@ class SparePool:
 
         Args:
             environment: the worker's complete environment.
-            log: file that the worker prints on; None: the worker prints on a pipe.
+            log: file for the worker's output; None: a pipe.
         """
         command = [self._config.program, *self._config.flags]
         for spare in self._ready:
             try:
                 child = spare.start(command, environment, log)
             except TemplateLost:
-                continue  # its death is noticed next
+                continue  # the loop handles its death next
             if not spare.forks:
                 self._ready.remove(spare)
                 self._loop.forget(spare.process.death)
@@ -74,7 +74,7 @@ class SparePool:
         return len(self._ready), len(self._importing)
 
     def close(self) -> None:
-        """Kill all spares, and with them the workers that they have forked."""
+        """Kill all spares and thereby the workers that they have forked."""
         for spare in [*self._importing, *self._ready]:
             self._drop(spare)
         self._importing.clear()
@@ -105,7 +105,7 @@ class SparePool:
             return start(log)
 
     def _heard_from(self, spare: Template) -> None:
-        """Note that a spare is ready; nothing if its connection has ended, as at its death."""
+        """Record that a spare is ready; ignore a connection that ended, as at the spare's death."""
         self._loop.forget(spare.fd)
         if spare.hear():
             self._importing.remove(spare)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staged failures: their due times, and the host memory that dies with a node."""
+"""Staged failures: when each is due, and the host memory that is deleted with a node."""
 
 import argparse
 import re
@@ -30,7 +30,7 @@ class StagedFaults:
                 self._run = _run_in_memory(config, fault)
 
     def due(self, iteration: int) -> list[StagedFault]:
-        """The failures due once the last rank has logged `iteration`; each is returned once."""
+        """Return the failures due once the last rank has logged `iteration`, each failure once."""
         found = [fault for fault in self.pending if fault.iteration <= iteration]
         self.pending = [fault for fault in self.pending if fault not in found]
         return found

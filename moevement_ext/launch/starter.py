@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of what starts workers: on this machine, or through agents on other nodes."""
+"""Interface for starting workers, on this machine or through agents on other nodes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ class Starter(Protocol):
     """Starts workers for the supervisor; only the supervisor's thread uses it.
 
     Attributes:
-        moves_ranks: ranks of a lost node may move to another one.
+        moves_ranks: ranks of a lost node may move to another node.
     """
 
     moves_ranks: bool
@@ -44,7 +44,7 @@ class Starter(Protocol):
         """
 
     def spares_left(self) -> str:
-        """Describe the spares that are left."""
+        """Describe the remaining spares."""
 
     def look(self) -> None:
         """Do periodic work; called ten times a second.
@@ -65,4 +65,4 @@ class Starter(Protocol):
         """
 
     def close(self) -> None:
-        """End all other processes, once all workers are dead."""
+        """End all other processes; called once all workers are dead."""

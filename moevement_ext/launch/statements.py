@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of workers to the launcher, through its store.
 
-Workers write to the store of the job; the launcher reads the part of that store with the keys of
-its launch.
+Workers write to the store of the job; the launcher reads the keys of its own launch there.
 
 Keys of a launch: `memory` (directory of the run's host memory), `survivors` (set if workers survive
 the death of another worker), `finished/<rank>` (process id and exit status of a finished rank,
 which needs no replacement even if its process is killed), `joining/<rank>` (process id of a rank
 that joins the other ranks, which detect a hang from then on), `files/<rank>` (files that a rank
-keeps in host memory), `files` (number of ranks that have said so).
+keeps in host memory), `files` (number of ranks that have reported their files).
 """
 
 import os
@@ -35,21 +34,21 @@ def told_memory(store: Store) -> Path | None:
 
 
 def tell_files(store: Store, rank: int, files: bytes) -> None:
-    """Report the files that this rank keeps, in a start of all ranks."""
+    """Report the files that this rank keeps in host memory; each rank once per run attempt."""
     own = _own(store)
     own.set(f'{_FILES}/{rank}', files)  # type: ignore[arg-type]
     own.add(_FILES, 1)
 
 
 def told_files(store: Store, world_size: int) -> list[bytes] | None:
-    """What all ranks keep, by rank; None if not all have said so."""
+    """Return the reported files by rank; None until all ranks have reported."""
     if not store.check([_FILES]) or store.add(_FILES, 0) < world_size:
         return None
     return store.multi_get([f'{_FILES}/{rank}' for rank in range(world_size)])
 
 
 def tell_survivors(store: Store) -> None:
-    """Report that workers survive a dead worker until it is replaced."""
+    """Report that the other workers survive the death of a worker until it is replaced."""
     _own(store).set(_SURVIVORS, '1')
 
 
@@ -64,7 +63,7 @@ def tell_joining(store: Store, rank: int) -> None:
 
 
 def told_joining(store: Store, rank: int) -> int | None:
-    """Process id of the newest process of `rank` that joined the others; None if there is none."""
+    """Return the id of the newest process of `rank` that joined the others, or None."""
     return int(store.get(_joining(rank))) if store.check([_joining(rank)]) else None
 
 
@@ -74,7 +73,7 @@ def tell_finished(store: Store, rank: int, code: int) -> None:
 
 
 def told_finished(store: Store, rank: int, pid: int) -> int | None:
-    """The exit status that process `pid` of `rank` announced; None if it announced none."""
+    """Return the exit status that process `pid` of `rank` announced, or None."""
     if not store.check([_finished(rank)]):
         return None
     process, _, code = store.get(_finished(rank)).decode().partition(' ')

@@ -11,7 +11,7 @@ from moevement_ext.launch.child import bound
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 
 AGENT = ('-m', 'moevement_ext.launch.agent')
-# sbatch's settings of GPUs per task; an agent is one task with all GPUs of its node.
+# sbatch's settings of GPUs per task. Removed, as an agent is one task with all GPUs of its node.
 _SHARES = (
     'SLURM_GPUS',
     'SLURM_GPUS_PER_SOCKET',
@@ -25,7 +25,7 @@ class Step:
     """One attempt to run an agent on a node.
 
     Args:
-        command: runs as long as the agent.
+        command: a command that runs as long as the agent.
         environment: the complete environment.
 
     Attributes:
@@ -56,7 +56,7 @@ class Step:
 
 
 StartStep = Callable[[str, Address], Step]
-"""Starts the agent of a host, which connects to an address."""
+"""Starts the agent of the given host, which connects to the given address."""
 
 
 def slurm_step(
@@ -71,7 +71,7 @@ def slurm_step(
 
     Args:
         host: the node.
-        address: that the agent connects to.
+        address: address of the supervisor.
         flags: additional flags of `srun`, such as the container image.
         python: command that runs Python on the node.
     """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts all workers of a job, and replaces a dead worker while the others live on.
+"""Starts all workers of a job, and replaces a dead worker while the others keep running.
 
-torchrun restarts all workers of the agent whose worker died. Here the others live on: the launcher
-announces the failure in its store, which outlives all workers, and a hot spare or a new process
-replaces the dead worker. This holds for a program that reports that its workers survive (see
+torchrun restarts all workers of the agent whose worker died. Here the others keep running: the
+launcher announces the failure in its store, which outlives all workers, and a hot spare or a new
+process replaces the dead worker. This requires a program that reports that its workers survive (see
 `statements`); the workers of any other program restart together, as under torchrun.
 """
 
@@ -62,9 +62,9 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 _GLANCE = timedelta(seconds=1)
 # Timeout of an outside store, which may hang.
 _TO_ANSWER_S = 30.0
-# How long a dead worker waits for a new store.
+# Limit for the replacement of a dead worker while there is no store.
 _WITHOUT_STORE_S = 600.0
-# A worker that fails because of a lost worker may end before the loss is seen.
+# A worker that fails because of a lost worker may end before the loss is detected.
 _SETTLE_S = 1.0
 
 
@@ -80,7 +80,7 @@ class Supervisor:
     Attributes:
         store: the workers' store, which outlives them; the store of `--sparse-ckpt-store` if the
             program has this flag. If that store is lost, the workers end, and all restart with
-            the store that answers then.
+            the next store that answers at this address.
         workers: by rank, while `run` runs and afterwards.
 
     Raises:
@@ -192,7 +192,7 @@ class Supervisor:
         if code != 0:
             self._bad_ends.append(BadEnd(worker, code, time.monotonic()))
 
-    # Bad ends: judged together, since one may have caused another
+    # Bad ends are judged together, since one may have caused another
 
     def _judge_all(self) -> None:
         if not self._bad_ends or self._look_for_store_at is not None:
@@ -278,7 +278,7 @@ class Supervisor:
         return code
 
     def _replace_all(self) -> None:
-        """Replace each dead worker; the others live on."""
+        """Replace each dead worker; the others keep running."""
         while self._bad_ends:
             end = self._bad_ends[0]
             self._outcome.lost(self.store, end)
@@ -288,8 +288,8 @@ class Supervisor:
             self._start(end.worker, end.worker.restarts + 1)
 
     def _start_all_again(self, cause: BadEnd) -> None:
-        """Kill and restart all workers: they may wait for the dead worker for ever."""
-        self._evict()  # a worker that ended because of a hung one asked for this
+        """Kill and restart all workers, as they may wait for the dead worker for ever."""
+        self._evict()  # a worker that ended because of a hung worker has requested this
         self._replacements.add(cause, self.workers)
         self._stop(self._living())
         self._report(AllStartAgain(cause.how))
@@ -333,7 +333,7 @@ class Supervisor:
     # The end
 
     def _terminate(self) -> None:
-        """Send all workers the signal that they listen for, and wait `grace_s` for their ends."""
+        """Send all workers their exit signal, and wait at most `grace_s` for their ends."""
         asked = listened_for(self.config.flags)
         for worker in self._living():
             # From now on a dead worker is not replaced.
@@ -380,7 +380,7 @@ class Supervisor:
             self._lose_store()
 
     def _reserve_elsewhere(self) -> None:
-        """Once the ranks have told what they keep: reserve it where they may move to."""
+        """Once all ranks have reported their files, reserve memory for them on spare nodes."""
         memory = None if self._reserved else told_memory(self._said)
         kept = told_files(self._said, self.config.world_size) if memory is not None else None
         if memory is not None and kept is not None:
@@ -393,7 +393,7 @@ class Supervisor:
             self._look_for_store_at = time.monotonic()
 
     def _look_for_store(self) -> bool:
-        """True if the store answers again; never waits long.
+        """Return True if the store answers again; waits at most about `_GLANCE`.
 
         Raises:
             LaunchError: a dead worker has waited too long for the store.
@@ -426,7 +426,7 @@ class Supervisor:
         if asked == self._evictions:
             return
         for worker in self._living():
-            # An order about an earlier process of the rank is outdated.
+            # A request about an earlier process of the rank is outdated.
             if take_eviction(self._said, worker.rank) == worker.pid:
                 worker.child.signal(signal.SIGKILL)
                 self._report(WorkerEvicted(worker.rank, worker.pid))

@@ -16,28 +16,28 @@ from moevement_ext.launch.launch_errors import LaunchError
 
 _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64
-# A process that takes longer to fork is stopped.
+# A template that takes longer to answer is killed.
 _TO_ANSWER_S = 30.0
 
 
 class TemplateLost(LaunchError):
-    """The template ended, and with it all workers that it has forked."""
+    """The template ended, and with it all workers that it had forked."""
 
 
 class Template:
-    """A process that has imported the program; see `spare.py`. One thread uses it.
+    """A process that imports the program and starts workers; see `spare.py`. Not thread-safe.
 
     Args:
         program: the program to import; workers call its `main()`.
         flags: of the program.
         environment: environment of the import.
-        log: file for what the import prints; None: this process's output.
+        log: file for the output of the import; None: this process's output.
 
     Attributes:
-        process: is dead or a worker, or waits.
-        fd: readable when the program is imported, or the process dead.
-        forks: None before the program is imported; then True if it forks workers, any number of
-            them; False if it can become a worker itself, once.
+        process: the process, which waits, has become a worker, or is dead.
+        fd: readable when the program is imported or the process is dead.
+        forks: None before the program is imported; then True if the process can fork any number of
+            workers; False if it can only become a worker itself, once.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Template:
         Args:
             command: program and its flags.
             environment: the worker's complete environment.
-            log: file that the worker prints on; None: `OwnChild.output`.
+            log: file for the worker's output; None: the pipe `OwnChild.output`.
 
         Raises:
             TemplateLost: the process is dead, or cannot start another worker.
@@ -123,7 +123,7 @@ class Template:
             text = json.dumps({request: value}).encode() + b'\n'
             sent = socket.send_fds(self._socket, [text], list(descriptors))
             if sent < len(text):  # an order may be larger than the socket's buffer
-                self._socket.sendall(text[sent:])  # not of nothing: a new worker has closed its end
+                self._socket.sendall(text[sent:])  # only if needed: a new worker closes its end
         except OSError as error:
             raise self._lost(f': {error}') from error
 
@@ -132,7 +132,7 @@ class Template:
         return TemplateLost(f'the template of all workers is gone{why}')
 
     def close(self) -> int:
-        """Kill the template, and with it all workers that it has forked; returns as `reap`."""
+        """Kill the template and thereby all workers that it has forked; return as `reap`."""
         self.process.signal(signal.SIGKILL)
         code = self.process.reap()
         self.process.close()

@@ -56,7 +56,7 @@ class OutsideStore(RendezvousHandler):
         rank: of this node.
         nodes: number of them.
         run_id: `--rdzv-id`.
-        timeout: for all agents to arrive, and for the store to answer.
+        timeout: limit for the rendezvous of all agents and for answers of the store.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class OutsideStore(RendezvousHandler):
         return cls(host, port, rank, params.max_nodes, params.run_id, timeout)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Connect again before each start of workers, as the store may be a new one.
+        """Connect to the store, again before each start of workers, as the store may be new.
 
-        Keys of another layout in the store are not read.
+        Keys of agents with another number of nodes are not read.
         """
         store = connect(self._host, self._port, self._timeout)
         name = f'agents/{self._run_id}/{self._nodes}'
@@ -97,7 +97,7 @@ class OutsideStore(RendezvousHandler):
         return _BACKEND
 
     def num_nodes_waiting(self) -> int:
-        """Always 0: a new agent takes the place of a lost one."""
+        """Return 0, as a new agent takes the place of a lost one."""
         return 0
 
     def get_run_id(self) -> str:
@@ -112,14 +112,14 @@ class OutsideStore(RendezvousHandler):
         """Does nothing."""
 
     def shutdown(self) -> bool:
-        """Does nothing: the store lives on."""
+        """Does nothing: the store outlives the agents."""
         return True
 
 
 class RestartingAgent(LocalElasticAgent):
-    """Torch's agent, but a mistake of the user ends the job without a restart.
+    """Torch's agent, except that a user error ends the job without a restart.
 
-    At any signal to end, the agent sends its workers the signal that they listen for.
+    On any signal to end, the agent sends its workers their exit signal.
     """
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -130,11 +130,11 @@ class RestartingAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the workers; torch calls this every `--monitor-interval` seconds.
 
-        A mistake of the user exists from the start. After a restart the same exit status may have
-        another cause, such as too little memory on one node.
+        A user error exists from the start. After a restart the same exit status may have another
+        cause, such as too little memory on one node.
 
         Raises:
-            UserError: a worker ended because of a mistake before any restart.
+            UserError: a worker ended because of a user error before any restart.
         """
         result: RunResult = super()._monitor_workers(worker_group)
         if self._remaining_restarts == worker_group.spec.max_restarts:
@@ -148,7 +148,7 @@ class RestartingAgent(LocalElasticAgent):
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Parse torchrun's arguments and set the program's store as rendezvous.
+    """Parse torchrun's arguments and make the program's store the rendezvous of the agents.
 
     Raises:
         ConfigurationError: the program lacks the flag, or torchrun has another rendezvous.

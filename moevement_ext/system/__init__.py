@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node below a job: its processes and signals, its GPUs before a collective hangs on them."""
+"""Node-level facilities: processes, signals, and GPU faults before a collective hangs."""

@@ -19,7 +19,7 @@ def bind(address: str, devices: Path = _DEVICES) -> set[int] | None:
     """Bind the calling thread, and threads and processes that it starts later, near a device.
 
     The binding does not change if the kernel reports no CPUs, as in many virtual machines, or if
-    the process may use none of these CPUs: so a launcher's binding stays.
+    the process may use none of these CPUs; a launcher's own binding then remains.
 
     Args:
         address: PCI address of the device, such as `0000:1b:00.0`.

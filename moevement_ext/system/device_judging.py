@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides from readings alone whether devices are usable."""
+"""Decides from readings whether devices are usable; does not access the devices."""
 
 import enum
 from typing import NamedTuple
@@ -47,13 +47,13 @@ class Finding(NamedTuple):
 
 
 class Judge:
-    """Judges the devices of the given readings. One thread at a time uses it."""
+    """Finds faults in readings of devices. Not thread-safe."""
 
     def __init__(self) -> None:
         self._told: set[Finding] = set()
 
     def judge(self, reading: Reading) -> list[Finding]:
-        """New faults, the worst last; a lasting fault is returned once."""
+        """Return new faults, the worst last; a persistent fault is returned once."""
         if reading.xids:
             errors = (meaning_of(xid) for xid in reading.xids if xid != RECOVERY_ACTION_CHANGED)
             return sorted(Finding(reading.device, *error) for error in errors)

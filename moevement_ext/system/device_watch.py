@@ -17,12 +17,12 @@ _LOOKS_BETWEEN_READINGS = 5
 class DeviceWatch:
     """Reports new faults of some devices, until closed.
 
-    The driver's error reports are passed on at once; all other values are read every five seconds
+    Error reports of the driver are passed on at once; all other values are read every five seconds
     and after each error report.
 
     Args:
         source: of readings; only the watching thread uses it.
-        judge: with the state of earlier readings of these devices.
+        judge: has the state of earlier readings of these devices.
         found: called on the thread with each finding.
     """
 

@@ -2,8 +2,8 @@
 """Signals that end a job: those a launcher handles, and the one its workers listen for.
 
 Slurm and its users send SIGUSR1 or SIGUSR2 before the time limit, as often as SIGTERM. Megatron's
-workers listen for the signal of `--exit-signal`, with `--exit-signal-handler`. So at any of these
-signals a launcher sends its workers the signal of `--exit-signal`.
+workers handle the signal of `--exit-signal`, if `--exit-signal-handler` is given. So on any of
+these signals a launcher sends its workers the signal of `--exit-signal`.
 """
 
 import signal
@@ -19,9 +19,9 @@ _FLAG = '--exit-signal'
 
 
 def listened_for(flags: Sequence[str]) -> signal.Signals:
-    """The exit signal in a program's flags; SIGTERM by default.
+    """Return the exit signal in a program's flags; SIGTERM by default.
 
-    The program itself refuses an unknown name.
+    Also SIGTERM for an unknown name, which the program itself refuses.
     """
     name = signal.SIGTERM.name
     for number, flag in enumerate(flags):

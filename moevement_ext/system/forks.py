@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes forked children, such as data loader workers, drop their parent's connections.
 
-A connection ends only when the last process that holds it is gone. Loader workers notice the death
-of their trainer seconds later; until then the trainer's peers would take it to be alive.
+A connection ends only when the last process that holds it has ended. Loader workers notice the
+death of their trainer seconds later; until then the trainer would appear alive to its peers.
 
-Children also do not collect their parent's garbage. After a failure this contains old process
+Children also do not collect their parent's garbage. After a failure it contains old process
 groups, whose destructors wait for threads that a fork does not have: the child would hang or crash.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps what a process has imported and set up out of garbage collections.
+"""Excludes objects from imports and set-up from garbage collections.
 
-A survivor collects garbage in each recovery. Megatron and torch are some 400,000 objects, which a
-collection would visit for tenths of a second of CPU time, on all ranks of a host at once.
+A survivor collects garbage in each recovery. Megatron and torch consist of some 400,000 objects;
+visiting them takes tenths of a second of CPU time, on all ranks of a host at once.
 """
 
 import gc
@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Collect garbage; collections within the context skip all objects that exist now.
+    """Collect garbage once; collections within the context skip all objects that exist now.
 
-    What exists now and is dropped within the context is freed then, unless it is part of a cycle.
+    Skipped objects are still freed when their last reference is dropped, but not if they are part
+    of a reference cycle.
     """
     gc.collect()
     gc.freeze()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends processes that a dead worker left behind: dense checkpoint writers, loader workers.
 
-Upstream's checkpoint writer, several hundred MB each, waits for its parent for ever and would go
-on writing beside its successor. A launcher that kills or loses one worker does not end these
-processes, so the replacement of a dead rank ends them.
+Upstream's checkpoint writer, with several hundred MB of memory each, waits for its parent for ever
+and would go on writing beside its successor. A launcher that kills or loses one worker does not end
+these processes, so the replacement of a dead rank ends them.
 
 Processes of the rank's new start are no orphans: a wrapper that the launcher has started and that
 runs this process (`nsys profile`, `apptainer exec`, a script), and other children of the wrapper.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills this process when it hangs under torchrun, which itself would not kill it.
+"""Kills this process when it hangs under torchrun, as torchrun itself does not.
 
 A process that is stopped, or whose Python threads all hang, cannot end itself, and torchrun starts
 a replacement only once it is dead. So a small child process listens for its heartbeats. A process
@@ -22,7 +22,7 @@ _of_set_up: 'list[Watchdog]' = []
 
 
 def under_torchrun() -> bool:
-    """True if torchrun, which kills no hung process, launched this one; our launchers do."""
+    """True if torchrun launched this process; unlike this package's launchers it kills no hangs."""
     return 'TORCHELASTIC_RUN_ID' in os.environ
 
 
@@ -37,7 +37,7 @@ def watch_set_up(silent_s: float) -> None:
 
 
 def set_up_is_over() -> None:
-    """Stop the watchdog of the set-up; the caller starts the one of training. Main thread."""
+    """Stop the watchdog of the set-up; the caller starts that of training. Main thread."""
     while _of_set_up:
         _of_set_up.pop().close()
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills its parent process when that sends no heartbeat for too long.
+"""Kills its parent process when the parent sends no heartbeat for too long.
 
     watchdog_process.py <process id> <seconds> <rank> [<directory> <say>]
 
 Heartbeats are bytes on stdin. The watchdog runs as a file, without any package, and ends with the
-watched process. When that dies, the watchdog records the death in the directory of the run, for the
-next start of the job (see `memory/deaths.py`). With `say` 1 it prints that the windows there stay,
-as a process terminated in the middle of a step cannot.
+watched process. It records the death of that process in the directory of the run, for the next
+start of the job (see `memory/deaths.py`). With `say` 1 it also prints that the windows there stay,
+as a process that is terminated in the middle of a step cannot do this itself.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages are lost while another one replays, more often than it comes to an end."""
+"""Repeated losses of stages while another stage replays, before its replay ends."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of a drawn seed, and of chosen ones: nothing is lost, the bits are those of no fault."""
+"""Faults of random and fixed seeds: nothing is lost, and the bits equal a fault-free run."""
 
 import re
 import secrets

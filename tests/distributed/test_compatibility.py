@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of Megatron without a rule against them: a stage that dies has every bit again.
+"""Megatron flags that no rule refuses: a lost stage recovers every bit.
 
 Each case tries several at once.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that went on from a dense checkpoint is protected as one that began from the start."""
+"""A job resumed from a dense checkpoint is protected like a job started from scratch."""
 
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The power of all nodes fails: host memory is gone, and the job comes back from disk."""
+"""All nodes lose power: host memory is gone, and the job recovers from disk."""
 
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real launchers that start a job again with other numbers of ranks: it goes on in another layout.
+"""Real launchers restart a job with another number of ranks, and it resumes in another layout.
 
 What it comes to is compared with plain Megatron, which goes through the same layouts from one dense
 checkpoint to the next.

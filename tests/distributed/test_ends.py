@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of a job that no failure brings about: what is left in host memory, and what is said."""
+"""Ends of a job without a failure: remaining host memory, and messages."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of a run that has ended become a checkpoint that upstream's own loader reads."""
+"""Windows of an ended run are exported as a checkpoint that upstream's own loader reads."""
 
 import re
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that compute in fp8; with delayed scaling their scales come back with every slot.
+"""Jobs that compute in fp8; with delayed scaling every slot restores their scales.
 
 On a CPU stand-ins with the rules of Transformer Engine's layers do it (`tests/stand_ins`).
 """

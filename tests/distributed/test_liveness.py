@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nobody waits for the stuck, and nobody who is on the way is taken for stuck."""
+"""Ranks do not wait for stuck ranks, and slow ranks are not mistaken for stuck ones."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes of data loaders: recoveries start new ones, and the old ones go."""
+"""Worker processes of data loaders: recoveries start new workers, and the old workers end."""
 
 import contextlib
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers are SIGKILLed one by one; only their stage replays, and every bit is as if none died."""
+"""SIGKILLs of single workers: only their stage replays, with the bits of a fault-free run."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long job all workers of which die again and again, and each launch goes on from the last one.
+"""A long job whose workers all die repeatedly; each launch resumes from the previous one.
 
 After each launch its recovery is looked at, and what it replayed was compared with captures of the
 launch before wherever some were left.

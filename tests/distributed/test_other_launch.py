@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's agent is started again with another flag, by mistake: what it starts takes no part."""
+"""A node's agent is restarted with another flag by mistake; its workers are refused."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement comes to a node that has less than the one that was lost."""
+"""A replacement runs on a node with fewer resources than the lost node."""
 
 from collections.abc import Callable
 from pathlib import Path

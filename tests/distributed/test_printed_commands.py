@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command that documents and `--help` print is run, as it is printed, for its last line.
+"""Every command in documents and `--help` is run as printed; its last output line is compared.
 
-In a folder that looks like the checkout, with the files that the commands name. What a reader puts
-in is put in: flags of a small model for `<flags>`, what `...` leaves out. A long one gets a flag
-more that makes it short.
+Commands run in a copy of the checkout's layout that has the files they name. Placeholders are
+filled in: flags of a small model for `<flags>`, and what `...` omits. Long commands get an
+additional flag that shortens them.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recovery computes other bits and is refused; what comes next goes on from the right ones."""
+"""A recovery that computes other bits is refused, and the next recovery has the right bits."""
 
 import shutil
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run says: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
+"""Reports of a run: its log lines and upstream's, TensorBoard, events, checkpoints, evaluation."""
 
 import re
 import statistics

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks meet in a store that no node of theirs holds, and that dies all the same."""
+"""The store is outside the training nodes, and dies."""
 
 import os
 import signal

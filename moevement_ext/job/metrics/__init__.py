@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics for an operator: what protection costs, how far it lags, what recoveries were like."""
+"""Metrics for operators of a cluster: cost and lag of protection, and recoveries."""

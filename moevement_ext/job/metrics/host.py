@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves the metrics of all ranks of a host on one port for Prometheus.
 
-Each process writes its page to a file every second. The process that holds a lock answers on the
-port for all; after its end another process takes over. Counters of dead processes stay, so that the
-counters of a rank add up over its restarts; gauges of dead processes are dropped.
+Each process writes its page to a file every second. The process that holds a lock serves the pages
+of all processes; after its end another process takes over. Counters of dead processes are kept, so
+that a rank's counters add up over its restarts; gauges of dead processes are dropped.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Host:
         run_id: name of the run.
 
     Attributes:
-        reader: OpenTelemetry reader that makes the page from the values of a `Meter`.
+        reader: OpenTelemetry reader that renders the page from the values of a `Meter`.
 
     Raises:
         ConfigurationError: the library is missing or disabled.
@@ -65,7 +65,7 @@ class Host:
         self._writing = threading.Lock()
 
     def publish(self) -> None:
-        """Replace the page of this process. Any thread. A full file system only keeps it old."""
+        """Replace the page of this process; a write error leaves the old page. Any thread."""
         new = self._own.with_suffix('.new')
         try:
             with self._writing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instruments: names and sources of all metrics. The names are stable, as dashboards use them."""
+"""Names and sources of all metrics. The names are stable, as dashboards depend on them."""
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Instrument(NamedTuple):
     """One metric of every rank."""
 
     name: str
-    """Name by the rules of Prometheus, whose exporter appends `_total` to counters."""
+    """Name in Prometheus style; the exporter appends `_total` to counters."""
     counts: bool
     """True for a counter, which adds up over restarts of a rank; False for a gauge."""
     help: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns events and figures of this rank into metrics."""
+"""Converts events and figures of this rank into metrics."""
 
 import asyncio
 import contextlib
@@ -30,8 +30,8 @@ def observe(rank: Rank) -> 'Observer | None':
     """Start recording metrics of a rank; None if no exporter is configured.
 
     Raises:
-        ConfigurationError: the library of `--sparse-ckpt-metrics` is missing; but a process that
-            joins a running job goes on without metrics.
+        ConfigurationError: the library of `--sparse-ckpt-metrics` is missing. A process that joins
+            a running job only logs a warning.
     """
     config, host, readers = rank.config, None, []
     if config.metrics is not None:
@@ -59,7 +59,7 @@ def observe(rank: Rank) -> 'Observer | None':
 class Observer:
     """Records events of this rank, and once a second the figures of its protection.
 
-    The training thread only counts rare events here, and no error reaches training (invariant I6).
+    The training thread only counts rare events; no error reaches training (invariant I6).
 
     Args:
         meter: receives the values.
@@ -94,7 +94,7 @@ class Observer:
             logger.exception('an event is missing in the metrics')
 
     def watch(self, figures: Callable[[], Figures], last_iteration: int) -> None:
-        """Start a thread that records these figures once a second.
+        """Record these figures once a second from now on, on the metrics thread.
 
         Args:
             figures: returns the current figures.

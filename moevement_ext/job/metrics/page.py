@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP server of the page for Prometheus, on the calling thread alone.
+"""HTTP server of the Prometheus page, on the event loop of the calling thread.
 
-The port is open to every client that reaches the host, and the process trains. So clients get a
-bounded number of descriptors, bytes and seconds, and no thread. A new connection closes the oldest
-silent one, so that Prometheus can always connect.
+The port is open to every client that can reach the host, and this process trains. So descriptors,
+bytes and time per client are bounded, and clients get no threads. At the connection limit a new
+connection closes the oldest, so that Prometheus can always connect.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MOST_CONNECTIONS = 16
 _BACKLOG = 64
 _MOST_REQUEST_BYTES = 8192
 _REQUEST_S = 5.0
-# Seconds for a slow client.
+# Limit for sending a page to a slow client.
 _ANSWER_S = 20.0
 
 Page = Callable[[str], tuple[str, bytes]]

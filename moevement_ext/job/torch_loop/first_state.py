@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state before the first step, as a capture needs tensors to copy from the start on."""
+"""Creates optimizer state before the first step, so that captures have tensors to copy."""
 
 import torch
 from torch import optim
 
 from moevement_ext.config import ConfigurationError
 
-# Their state is all zeros before the first step.
+# Optimizers whose state is all zeros before the first step.
 _BEGIN_AT_ZERO = (
     *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW),
     *(optim.RMSprop, optim.SGD),
@@ -14,12 +14,12 @@ _BEGIN_AT_ZERO = (
 
 
 def create_state(optimizer: optim.Optimizer) -> None:
-    """Create the state that the first step would create, as that step would find it.
+    """Create the state that the first step would create, with its initial values.
 
-    State that is there stays; so do parameters. No gradient may be there.
+    Existing state and parameters do not change. No parameter may have a gradient.
 
     Raises:
-        ConfigurationError: the state of this optimizer does not begin at zero.
+        ConfigurationError: the initial state of this optimizer is not known to be zero.
     """
     for group in optimizer.param_groups:
         for parameter in group['params']:

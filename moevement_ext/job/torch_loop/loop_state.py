@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All but tensors of the model that an iteration of a loop on plain torch starts from, as bytes."""
+"""Auxiliary state of a loop on plain torch: everything but operators at an iteration's start."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,15 +28,15 @@ class _Encoded(msgspec.Struct, array_like=True):
 
 
 class LoopState:
-    """Counters, random numbers, and what the loop adds. Training thread only.
+    """Counters, random number generators, and the loop's own state. Training thread only.
 
     Args:
-        state_dict: what the loop adds: numbers, strings, bytes, lists, dicts, small tensors.
+        state_dict: returns the loop's state: numbers, strings, bytes, lists, dicts, small tensors.
         load_state_dict: its inverse.
 
     Attributes:
         iteration: number of committed iterations.
-        reduced: what all ranks reduced together in the newest one.
+        reduced: values reduced over all ranks in the newest iteration.
     """
 
     def __init__(
@@ -50,23 +50,23 @@ class LoopState:
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound of the encoded size; what the loop adds may double."""
+        """Upper bound of the encoded size; leaves room for the state to double."""
         return 2 * len(self.now()) + _SPARE_BYTES
 
     def now(self) -> bytes:
-        """The present state, encoded; between iterations with the random numbers of training."""
+        """Return the encoded state; between iterations with the generator states of training."""
         generators = self._generators or _capture()
         encoded = _Encoded(self.iteration, self.reduced, generators, self._state_dict())
         return msgspec.msgpack.encode(encoded, enc_hook=_encode)
 
     def begins(self) -> bytes:
-        """Start an iteration: drop what the loop has drawn since the one before; return `now`."""
+        """Start an iteration: undo random draws since the last iteration; return `now`."""
         if self._generators is not None:
             restore_generators(self._generators)
         return self.now()
 
     def committed(self) -> bytes:
-        """End an iteration, whose update is written; return `now`."""
+        """End an iteration after its update; return `now`."""
         self._generators = _capture()
         return self.now()
 
@@ -79,7 +79,7 @@ class LoopState:
         restore_generators(found.generators)
 
     def move_data(self, state: bytes) -> None:
-        """Do nothing: batches follow from the iteration, or from what the loop adds."""
+        """Do nothing: the iteration or the loop's own state determines the batches."""
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
         """Set the iteration."""
@@ -91,7 +91,7 @@ class LoopState:
 
     @staticmethod
     def reduced_in(state: bytes) -> list[float]:
-        """What all ranks reduced together in the step before `state`."""
+        """Return the values reduced over all ranks in the step that led to `state`."""
         return _decode(state).reduced
 
 

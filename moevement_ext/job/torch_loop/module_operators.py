@@ -21,12 +21,12 @@ from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 class ModuleOperators:
     """Parameters, buffers and optimizer state of this rank. Training thread only.
 
-    The compute weights of an operator are its parameters. It is frozen by `requires_grad`.
+    The compute weights of an operator are its parameters. `requires_grad` freezes an operator.
 
     Args:
         model: the module, without a wrapper for data parallelism.
         optimizer: of all its parameters.
-        operator_of: name and kind of the operator of a parameter or buffer, by its name.
+        operator_of: maps the name of a parameter or buffer to name and kind of its operator.
 
     Attributes:
         buffers: of the module, which an iteration may change before its update.
@@ -97,7 +97,7 @@ class ModuleOperators:
             targets[record.tensor, record.part].copy_(content.view(dtype))
 
     def freeze(self, names: Collection[str]) -> None:
-        """Freeze exactly these: their parameters get no gradient, and no update."""
+        """Freeze exactly these operators: their parameters get neither gradient nor update."""
         for operator, parameters in self._members.items():
             for parameter in parameters:
                 parameter.requires_grad_(operator not in names)
@@ -135,7 +135,7 @@ def _slice(
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
-    """A replay freezes by `requires_grad`, so that nothing may be frozen in training."""
+    """Refuse frozen parameters, as a replay freezes and thaws by `requires_grad`."""
     if not parameter.requires_grad:
         raise ConfigurationError(
             f'{name} has requires_grad=False; sparse checkpointing does not know of parameters '

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between the pipeline stages of a loop on plain torch."""
+"""Transfers between the pipeline stages of a loop on plain torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from moevement_ext.recover.trainer import Received
 
 
 class TorchPipeline:
-    """Sends to and receives from the neighbour stages; keeps a log, or replays one.
+    """Sends to and receives from the neighbour stages; writes or replays the upstream log.
 
     A stage receives one tensor from each neighbour for each micro-batch. Training thread only.
 
@@ -44,7 +44,7 @@ class TorchPipeline:
             self.logged = Logged(micro_batches * sends * record, record)
 
     def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
-        """One tensor for each micro-batch, from each neighbour."""
+        """Return the number of tensors received per direction: one for each micro-batch."""
         return {
             direction: 0 if other is None else entry.num_microbatches
             for direction, other in self.neighbours.items()
@@ -56,7 +56,7 @@ class TorchPipeline:
 
     @contextmanager
     def replaying(self, received: Mapping[Direction, Received]) -> Iterator[None]:
-        """Receive from logs and send nothing within the context."""
+        """Within the context, receive from logs and send nothing."""
         self._received = received
         try:
             yield
@@ -84,7 +84,7 @@ class TorchPipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = 'cpu',
     ) -> torch.Tensor:
-        """Receive what the stage before sent down, or the stage after sent up."""
+        """Receive activations from the stage before (down), or gradients from that after (up)."""
         faults.point(Phase.P2P)
         if self._received is not None:
             sequence = self._sequence[direction]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training loop on plain torch as recovery sees it."""
+"""Adapts a training loop on plain torch to recovery."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -40,26 +40,26 @@ class _Update(NamedTuple):
 class TorchTrainer:
     """One rank of a loop on plain torch; implements `recover.trainer.Trainer`.
 
-    A loop implements `compute` and `update`; `reduce` if an update needs what all ranks reduce
-    together, `state_dict` and `load_state_dict` if there is more state than random numbers, and
-    `operator_of` if its experts are in no list named `experts`.
+    A subclass implements `compute` and `update`. It also implements `reduce` if an update needs
+    values reduced over all ranks, `state_dict` and `load_state_dict` if there is state besides
+    random number generators, and `operator_of` if the experts are not in a list named `experts`.
 
-    The ranks of a pipeline stage follow each other, hold the same state and compute on different
-    data. All ranks of the job construct it together, in `build` of `Job.set_up`.
+    The ranks of a pipeline stage are consecutive, hold the same state and compute on different
+    data. All ranks of the job construct the trainer together, in `build` of `Job.set_up`.
 
     Args:
         job: of this process.
         model: of this rank's stage, without a wrapper for data parallelism.
         optimizer: of all its parameters.
-        last_iteration: at which training ends.
-        stages: of the pipeline.
-        micro_batches: of an iteration; each stage sends one tensor for each of them.
-        boundary_bytes: the largest tensor that a stage sends.
+        last_iteration: iteration at which training ends.
+        stages: number of pipeline stages.
+        micro_batches: number per iteration; each stage sends one tensor per micro-batch.
+        boundary_bytes: size of the largest tensor that a stage sends.
 
     Attributes:
         model, optimizer, last_iteration: as given.
         pipeline: sends and receives.
-        loop: what is around the iterations; one with evaluations or checkpoints replaces it.
+        loop: actions around iterations; a loop with evaluations or checkpoints replaces it.
         loss: of the newest iteration on this rank.
 
     Raises:
@@ -102,20 +102,20 @@ class TorchTrainer:
     # What a loop implements
 
     def compute(self, iteration: int) -> float | None:
-        """Run the iteration after `iteration` forward and backward; gradients are cleared before.
+        """Run forward and backward of the iteration after `iteration`; gradients are cleared.
 
         The ranks of a stage average their gradients here. In a replay the parameters of frozen
-        operators have no `grad`, the same ones on all ranks of the stage.
+        operators have no `grad`, the same parameters on all ranks of the stage.
 
         Returns:
-            The loss of this rank, None if it has none. A replay must come to the same number.
+            The loss of this rank, or None. A replay must return the same number.
         """
         raise NotImplementedError
 
     def reduce(self) -> list[float]:
-        """Reduce over all ranks what the update needs of them, such as the gradient norm.
+        """Reduce the values that the update needs, such as the gradient norm, over all ranks.
 
-        Not called in a replay, where what was recorded is taken instead. At most 16 numbers.
+        Returns at most 16 numbers. Not called in a replay, which uses the recorded values.
         """
         return []
 
@@ -131,19 +131,21 @@ class TorchTrainer:
         raise NotImplementedError
 
     def state_dict(self) -> Any:
-        """State besides model, optimizer, random numbers and iteration, such as of a schedule.
+        """Return further state, such as that of a schedule.
 
-        Numbers, strings, bytes, lists, dicts and small tensors. It must be complete after `update`.
+        Model, optimizer, random number generators and iteration are not part of it. Allowed are
+        numbers, strings, bytes, lists, dicts and small tensors. Must be complete after `update`.
         """
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore what `state_dict` returned; a tuple in it is a list now."""
+        """Restore the result of `state_dict`; tuples in it have become lists."""
 
     def operator_of(self, name: str) -> tuple[str, str]:
-        """Operator, and its kind, of the parameter or buffer `name`.
+        """Return name and kind of the operator of the parameter or buffer `name`.
 
-        Each expert (kind 'expert') is one, and else each module with parameters of its own.
+        By default each expert is an operator (kind 'expert'), and so is every other module with
+        parameters of its own (kind 'rest').
         """
         if found := _EXPERT.match(name):
             return found[1], 'expert'
@@ -163,8 +165,8 @@ class TorchTrainer:
         group = groups[self.stage]
         assert isinstance(group, dist.ProcessGroup)
         self.operators.group = group
-        # A copy from another rank is exact only where all is the same: random numbers, and no
-        # buffers, in which each rank may note what it has seen of the data.
+        # A copy from another rank is exact only if the auxiliary state is equal and there are no
+        # buffers, as each rank may accumulate statistics of its own data in buffers.
         own = b'' if self._buffers else digest_of_bytes(self.auxiliary_state.now()).encode()
         states = self._job.rank.exchange('auxiliary state', own)
         alike = bool(own) and all(states[member] == own for member in members)
@@ -182,12 +184,12 @@ class TorchTrainer:
         self.auxiliary_state.iteration = iteration
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """Keep the buffers, which the iteration may change; return the auxiliary state."""
+        """Save the buffers, which the iteration may change; return the auxiliary state."""
         copy_all(self._buffers, self.operators.buffers)
         return self.auxiliary_state.begins()
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Restore random numbers, what the loop adds, and buffers."""
+        """Restore the auxiliary state, and the buffers if the iteration had begun."""
         self.auxiliary_state.restore(state)
         if began:
             copy_all(self.operators.buffers, self._buffers)
@@ -220,7 +222,7 @@ class TorchTrainer:
             grad_norms=self.auxiliary_state.reduced,
             overflows=[],
             num_microbatches=self._micro_batches,
-            consumed_samples=0,  # the iteration says where data goes on
+            consumed_samples=0,  # the iteration determines the position in the data
             loss=self.loss,
         )
         return Committed(self.auxiliary_state.committed(), entry)
@@ -235,7 +237,7 @@ class TorchTrainer:
 
     @contextmanager
     def reduced(self, known: LedgerEntry | bytes) -> Iterator[None]:
-        """Use what was recorded within the context, instead of `reduce`."""
+        """Within the context, use the recorded values instead of calling `reduce`."""
         if isinstance(known, LedgerEntry):
             self._known = known.grad_norms
         else:
@@ -254,7 +256,7 @@ class TorchTrainer:
         return [float(number) for number in reduced]
 
     def _state(self) -> dict[str, Any]:
-        """Settings of the parameter groups, which a schedule changes, and what the loop adds."""
+        """Settings of the parameter groups, which a schedule changes, and the loop's own state."""
         groups = [
             {name: value for name, value in group.items() if name != 'params'}
             for group in self.optimizer.param_groups

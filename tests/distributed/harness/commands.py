@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that a test runs to their end, and what they have printed if they do not come to it."""
+"""Runs programs to their end; reports their output if they do not end."""
 
 import subprocess
 from collections.abc import Mapping, Sequence

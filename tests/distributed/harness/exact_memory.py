@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of a job in a tmpfs a node that is as large as the plan says, to the byte.
+"""Host memory of a job in one tmpfs per node, of exactly the planned size in bytes.
 
 What a recovery takes beyond the plan finds no room there.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long job that is struck many times, one failure after the other, in place of a job for each.
+"""One long job with many successive failures, instead of one job per failure.
 
 What a fault spoils is seen where it was made: each recovery compares what it replayed with what
 had been captured (`Recovered.verified`, `differing`), and the final states of all ranks are

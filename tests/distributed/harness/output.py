@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job says, for those who compare it: upstream's log lines, and metrics."""
+"""Parses the output of a job for comparisons: upstream's log lines, and metrics."""
 
 import re
 import urllib.error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fork server does once, so that no worker has to."""
+"""Work that the fork server does once instead of every worker."""
 
 import gc
 

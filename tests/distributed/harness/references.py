@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of runs of plain Megatron that nothing happened to, which many tests compare with.
+"""Digests of fault-free runs of plain Megatron, shared by many tests.
 
 Of this project (which `--sparse-ckpt` switches on) only what takes the digest matters to them, so
 they are kept in `.cache/references` under everything that they do depend on. Each test session

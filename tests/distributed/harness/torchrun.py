@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs jobs under the real launcher: `torchrun` agents as processes of their own."""
+"""Runs jobs under the real launcher: `torchrun` agents in separate processes."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that waits for its disk, so that a test knows what is there; reads without checks."""
+"""Makes training wait for its disk, for deterministic contents; reads without checks."""
 
 import time
 

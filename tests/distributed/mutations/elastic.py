@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to break the way of a state into another layout, one step each."""
+"""Ways to break the conversion of a state into another layout, one step each."""
 
 import msgspec
 

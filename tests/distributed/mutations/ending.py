@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What brings a job to an end of its own: called in each worker before `main`."""
+"""Ways to end a job without a failure; called in each worker before `main`."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that note the state of every operator, and the tokens of every expert."""
+"""Makes workers record the state of every operator and the tokens of every expert."""
 
 import json
 from pathlib import Path

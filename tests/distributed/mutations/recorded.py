@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the place of what records passes, which needs a GPU."""
+"""Replaces the recording of passes, which needs a GPU."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

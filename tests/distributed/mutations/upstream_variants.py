@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream does in other installations, so far as it can be had without them.
+"""Emulates upstream's behaviour in other installations, as far as possible without them.
 
 Also with a step of recovery left out that only these need.
 """

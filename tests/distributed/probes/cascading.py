@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are killed when another one comes to a point of its replay, wherever they are.
+"""Kills ranks when another rank reaches a point of its replay.
 
 The one that replays waits there until all have met, or until it has to leave: how fast the machine
 notices a death does not decide how far it has come by then.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of the probes that look inside a worker: what they find goes beside the digest."""
+"""Shared tools of probes inside a worker; results are written beside the digest."""
 
 import json
 import os

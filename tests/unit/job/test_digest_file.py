@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of digests that cannot be written is refused before training, not after it."""
+"""A digest file that cannot be written is refused before training, not afterwards."""
 
 from pathlib import Path
 

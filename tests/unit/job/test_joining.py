@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank leaves behind is of the run, whatever its layout was."""
+"""Orphans of a rank belong to the run, in any layout."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +12,14 @@ from moevement_ext.memory.window.name import RankIdentity
 
 
 class Enough(Exception):
-    """Ends the set-up."""
+    """Raised to end the set-up."""
 
 
 @pytest.mark.parametrize(('elastic', 'run'), [(OFF, 'run.0123abcd'), (RESTART, 'run')])
 def test_orphans_of_another_layout_are_ended_too(
     elastic: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writers of dense checkpoints take several hundred MB each."""
+    """Dense checkpoint writers use several hundred MB each."""
     asked: list[Path] = []
 
     def watch_set_up(silent_s: float) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop that keeps to itself what interrupts a step is left all the same."""
+"""A loop that swallows the error that interrupts a step is left nevertheless."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU a process takes; the machine that this runs on need not have any."""
+"""Selection of a process's GPU; needs no GPU."""
 
 from types import SimpleNamespace
 

@@ -30,7 +30,7 @@ ITERATIONS = 2 * WINDOW
 
 
 class NotingPipeline(FakePipeline):
-    """Notes in which iteration it was taken over, and what for."""
+    """Records the iteration and the log of each `log_to`."""
 
     def __init__(self) -> None:
         super().__init__(0, 1, Alone())
@@ -43,7 +43,7 @@ class NotingPipeline(FakePipeline):
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    """The only one of its job, which no launcher has started."""
+    """The only rank of a job without a launcher."""
     monkeypatch.delenv('TORCHELASTIC_USE_AGENT_STORE', raising=False)
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
@@ -101,7 +101,7 @@ def test_the_pipeline_is_taken_over_before_training_and_all_is_sealed_after_it(
 
 @contextmanager
 def attempt(rank: Rank, iterations: int) -> Iterator[Job]:
-    """An attempt of the job that has trained to `iterations`; what it leaves is left."""
+    """Run an attempt of the job up to `iterations`; its windows remain."""
     trainer = FakeTrainer(['a', 'b', 'c', 'd'])
     job = Job(rank, None)
     job.set_up(lambda with_dense: trainer, lambda: None, last_iteration=2 * ITERATIONS)
@@ -118,7 +118,7 @@ def attempt(rank: Rank, iterations: int) -> Iterator[Job]:
 
 
 def recorded(job: Job) -> list[int]:
-    """Iterations of which the ledger has an entry."""
+    """Iterations with an entry in the ledger."""
     assert job.protection is not None
     ledger = job.protection.memory.ledger
     return [t for t in range(2 * ITERATIONS) if ledger.get(t) is not None]
@@ -129,10 +129,10 @@ def recorded(job: Job) -> list[int]:
     [(False, range(1, WINDOW + WINDOW)), (True, range(0))],
     ids=['from a window', 'from the start'],
 )
-def test_a_attempt_that_begins_earlier_does_not_believe_the_ledger_of_the_one_before(
+def test_an_attempt_that_begins_earlier_ignores_the_previous_ledger(
     windows_lost: bool, believed: range, rank: Rank
 ) -> None:
-    """Its iterations may come to other norms: another dense checkpoint, other kernels."""
+    """Its norms may differ: another dense checkpoint, other kernels."""
     with attempt(rank, ITERATIONS) as job:
         assert recorded(job) == list(range(1, ITERATIONS + 1))
         assert job.protection is not None
@@ -149,8 +149,8 @@ def test_a_attempt_that_begins_earlier_does_not_believe_the_ledger_of_the_one_be
         assert recorded(job) == list(believed)
 
 
-def test_a_ledger_that_was_lost_knows_again_what_a_conversion_has_replayed(rank: Rank) -> None:
-    """As after a recovery from disk: a stage lost next replays it, too, and alone."""
+def test_a_conversion_restores_ledger_entries_of_replayed_iterations(rank: Rank) -> None:
+    """As after a recovery from disk: a stage lost next needs the entries to replay alone."""
     with attempt(rank, ITERATIONS) as job:
         assert job.protection is not None
         ledger = job.protection.memory.ledger
@@ -165,7 +165,7 @@ def test_a_ledger_that_was_lost_knows_again_what_a_conversion_has_replayed(rank:
 
 
 def _run(rank: Rank, last_iteration: int, remove: bool = True) -> int:
-    """An attempt of the job; returns the iteration at which it began to train."""
+    """Run an attempt of the job; return the iteration at which training began."""
     trainer = FakeTrainer(['a', 'b', 'c', 'd'])
     job = Job(rank, None)
     job.set_up(lambda with_dense: trainer, lambda: None, last_iteration=last_iteration)
@@ -188,7 +188,7 @@ def _windows(rank: Rank) -> dict[str, bytes]:
 def test_an_export_reads_windows_and_deletes_none(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither at its end, nor if it was given the flags of another run."""
+    """Neither at its end, nor with the flags of another run."""
     directory = Path(rank.config.dir)
     _run(rank, 3 * WINDOW, remove=False)
     kept = _windows(rank)

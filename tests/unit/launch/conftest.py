@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small jobs: real processes under the real launcher, of a program that only does as told."""
+"""Small jobs: real processes of a scripted program under the real launcher."""
 
 import json
 import os
@@ -77,7 +77,7 @@ if __name__ == '__main__':
 
 
 def dies(pid: int) -> bool:
-    """Wait for the death of any process; true for a zombie, which perhaps nobody reaps."""
+    """Wait for the death of any process; also true for a zombie, which may never be reaped."""
     try:
         death = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -100,11 +100,11 @@ time.sleep(600)
 
 @contextmanager
 def unkillable() -> Iterator[Callable[[int], None]]:
-    """Makes a process one that SIGKILL does not end, until the context does."""
+    """Make a process immune to SIGKILL within the context."""
     with ExitStack() as stack:
 
         def hold(pid: int) -> None:
-            """As its tracer, stop it in the middle of its exit."""
+            """Trace the process and stop it during its exit."""
             command = [sys.executable, '-I', '-S', '-c', HOLDER, str(pid)]
             holder = subprocess.Popen(command, stdout=subprocess.PIPE)
             stack.callback(holder.communicate)
@@ -127,7 +127,7 @@ class Job:
         self.finish_when: Callable[[], bool] = lambda: bool(self.started())
 
     def supervisor(self, *flags: str, survive: bool = True, **settings: Any) -> Supervisor:
-        """With `survive` as if the program had said that a worker can be replaced alone."""
+        """Supervisor; with `survive`, the program has reported that its workers survive."""
         config = LaunchConfig(str(self.program), flags, **settings)
         self.running = Supervisor(config, self._note)
         if survive:
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def said(self) -> Store:
-        """Where the program speaks to its launcher."""
+        """The keys by which the program reports to its launcher."""
         return of_launch(self.running.store, self.running.config.launch)
 
     def run(self, *flags: str, **settings: Any) -> int:
@@ -153,7 +153,7 @@ class Job:
         return [event for event in self.events if isinstance(event, SpareReady)]
 
     def attempt(self, rank: int, restarts: int = 0) -> dict:
-        """What an attempt of a worker saw."""
+        """Observations of one attempt of a worker."""
         return json.loads((self.folder / f'attempt-{rank}.{restarts}').read_text())
 
     def _note(self, event: Event) -> None:
@@ -166,13 +166,13 @@ class Job:
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    """One of the class `JOB` of the test module, if that has one."""
+    """A job of the class `JOB` of the test module, if defined."""
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # the workers use none
     return getattr(request.module, 'JOB', Job)(tmp_path)
 
 
 def starts_a_thread(job: Job) -> None:
-    """On import, so that the program cannot be forked."""
+    """Make the program start a thread on import, so that it cannot be forked."""
     job.program.write_text(
         'import threading\n'
         'threading.Thread(target=threading.Event().wait, daemon=True).start()\n'

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small jobs under the launcher for Slurm: real agents, without Slurm, on hosts that are but names.
+"""Small jobs under the launcher for Slurm: real agents on fictitious hosts, without Slurm.
 
-A step is the agent itself here, instead of an `srun` that starts it.
+A step runs the agent directly instead of `srun`.
 """
 
 import os
@@ -25,7 +25,7 @@ class SlurmJob(Job):
     """A job on the hosts a, b, ...
 
     Attributes:
-        steps: all that were started, by host.
+        steps: all started steps, by host.
         dead: hosts on which a step fails.
     """
 
@@ -46,12 +46,12 @@ class SlurmJob(Job):
         return self.running
 
     def lose(self, host: str) -> None:
-        """Kill the agent of a host; Linux kills its workers. No other comes."""
+        """Kill the agent of a host; Linux kills its workers. Further steps on the host fail."""
         self.dead.add(host)
         self.steps[host][-1]._process.kill()
 
     def devices(self, host: str) -> Devices:
-        """The GPUs of a host; there is a sound one."""
+        """The GPUs of a host, initially one healthy GPU."""
         folder = self.folder / f'devices-{host}'
         folder.mkdir()
         devices = Devices(folder)

@@ -27,7 +27,7 @@ VARIABLES = {
 def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a rank might run here and on a spare node."""
+    """Otherwise a rank could run on this and on a spare node."""
     monkeypatch.setattr(messages, 'SILENT_S', 2.0)
     with socket.create_server(('127.0.0.1', 0)) as server:
         here = socket.create_connection(server.getsockname())
@@ -49,10 +49,10 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
     assert isinstance(supervisor.receive(), messages.Alive)
 
 
-def test_a_busy_agent_gives_heartbeats_and_outlives_its_being_busy(
+def test_a_busy_agent_sends_heartbeats_and_survives(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a file system, say; then it does what it was told meanwhile."""
+    """For example, it waits for a file system; afterwards it carries out the pending orders."""
     monkeypatch.setattr(messages, 'SILENT_S', 5.0)
     monkeypatch.setattr(link, '_HEARTBEAT_S', 0.1)
     with socket.create_server(('127.0.0.1', 0)) as server:

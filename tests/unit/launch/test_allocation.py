@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Back to the queue, with programs in the place of those of Slurm."""
+"""Requeueing, with scripts instead of Slurm's commands."""
 
 import math
 from pathlib import Path
@@ -61,14 +61,14 @@ def test_a_job_that_has_no_node_any_more(programs: Path) -> None:
 
 @pytest.mark.parametrize('lost', [{'b'}, set()])
 def test_a_controller_that_does_not_answer_is_waited_for(programs: Path, lost: set[str]) -> None:
-    """It would not hear that the job is to go back."""
+    """It could not requeue the job."""
     (programs / 'squeue.nodes').write_text('silence\nsilence\na\n')
     assert allocation.wait_until_noticed('42', lost) == set()
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
 
 
-def test_a_job_goes_back_without_nodes_that_are_of_no_use(programs: Path) -> None:
-    """Nor does it get those that it was submitted without."""
+def test_a_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
+    """Nodes excluded at submission stay excluded."""
     allocation.requeue('42', {'c', 'b'})
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
     assert (programs / 'scontrol.updated').read_text() == 'JobId=42 ExcNodeList=x[1-2],b,c\n'
@@ -97,8 +97,10 @@ def test_how_long_a_job_has_left(programs: Path, shown: str, seconds: float | No
     assert allocation._seconds_left('42') == seconds
 
 
-def test_the_end_of_a_job_is_seen_coming(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is prolonged meanwhile, and the controller is away when the end comes."""
+def test_the_time_limit_is_followed_when_it_changes(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time limit is extended meanwhile, and the controller does not answer at the end."""
     waits: list[float] = []
     now = 1000.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: its flags, and that nothing outlives it."""
+"""The command line: its flags, and that no process outlives it."""
 
 import re
 import signal
@@ -143,7 +143,7 @@ def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
 
 @pytest.fixture
 def in_a_terminal() -> Iterator[None]:
-    """Below `nohup` processes begin with SIGHUP ignored, which launchers respect."""
+    """Under `nohup` processes start with SIGHUP ignored, which launchers respect."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -156,7 +156,7 @@ def in_a_terminal() -> Iterator[None]:
     ids=lambda asked: asked.name,
 )
 def test_interrupt_ends_all_workers(job: Job, asked: signal.Signals) -> None:
-    """Or the end of the terminal; asked twice, too."""
+    """So does the end of the terminal, and a repeated interrupt."""
     with launched(job) as (process, family):
         process.send_signal(asked)
         process.send_signal(asked)

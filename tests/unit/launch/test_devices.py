@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No rank is given to a host whose GPU cannot be used. Real agents; the driver is a stand-in."""
+"""No rank is assigned to a host with an unusable GPU. Real agents with a fake driver."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def failing(job: SlurmJob) -> list[tuple[str, str, bool]]:
 
 
 def test_a_spare_takes_over_from_a_host_whose_device_is_lost(job: SlurmJob) -> None:
-    """The worker on it hangs, as in a collective; nobody waits for it."""
+    """The worker there hangs, as in a collective, and is not waited for."""
     devices = job.devices('b')
 
     def fail(event: Event) -> None:
@@ -62,7 +62,7 @@ def test_no_host_is_left(job: SlurmJob) -> None:
 
 
 def test_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
-    """And no reason to stop."""
+    """A worn device alone does not stop a rank."""
     job.devices('a').set('GPU-0', action=4)  # once its work is done
 
     def lose(event: Event) -> None:

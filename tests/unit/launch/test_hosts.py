@@ -171,7 +171,7 @@ def test_a_worker_that_dies_on_a_good_node_is_forked_there(job: SlurmJob) -> Non
 
 
 def test_a_host_that_takes_a_seat_keeps_what_other_nodes_have(job: SlurmJob) -> None:
-    """Its spares were as many as its workers; the one that is left serves any that dies."""
+    """It had as many spares as workers; the remaining spare serves any worker that dies."""
 
     def act(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 3:
@@ -188,7 +188,7 @@ def test_a_host_that_takes_a_seat_keeps_what_other_nodes_have(job: SlurmJob) -> 
 def test_a_spare_host_reserves_what_the_largest_seat_keeps(
     job: SlurmJob, comes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it is there when the ranks have said what they keep, or comes later."""
+    """Both if it is connected when the ranks report their files, and if it connects later."""
     monkeypatch.setattr(node, '_FIRST_PAUSE_S', 0.1)
     kept = [[1], [2, 3], [7], [1]]  # pages of the files of each rank; two ranks a seat
     found: list[list[int]] = []
@@ -224,7 +224,7 @@ def test_a_spare_host_reserves_what_the_largest_seat_keeps(
         assert not list(root.iterdir())  # nothing is left after the job
 
 
-def test_what_becomes_of_the_spares_of_a_host_is_reported(job: SlurmJob) -> None:
+def test_events_of_the_spares_of_a_host_are_reported(job: SlurmJob) -> None:
     def kill_first(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 1:
             os.kill(event.pid, signal.SIGKILL)
@@ -263,7 +263,7 @@ def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
 def test_the_first_word_to_an_agent_is_the_job(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long that takes: no heartbeat comes before it."""
+    """However long that takes, no heartbeat is sent before it."""
     send = Link.send
 
     def send_late(connection: Link, message: msgspec.Struct) -> None:
@@ -278,7 +278,7 @@ def test_the_first_word_to_an_agent_is_the_job(
 
 
 def test_an_agent_dies_while_it_is_told_to_start_workers(job: SlurmJob) -> None:
-    """Those whose order did not get through had no host, and waited for five minutes."""
+    """Workers whose order was lost had no host and waited for five minutes."""
 
     def lose_when_seated(event: Event) -> None:
         if isinstance(event, NodeSeated) and event.host == 'a':
@@ -312,7 +312,7 @@ def test_a_silent_host_is_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -
 def test_a_host_on_which_a_worker_does_not_die_is_lost(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For good: what makes it so is still there."""
+    """Permanently, as the cause persists."""
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
     def others_find_it_hung(event: Event) -> None:
@@ -332,7 +332,7 @@ def test_a_host_on_which_a_worker_does_not_die_is_lost(
 def test_a_host_whose_agent_starts_nothing_is_lost(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives heartbeats, but hangs: on a file system, say."""
+    """It sends heartbeats, but hangs, for example on a file system."""
     monkeypatch.setattr(remote, '_TO_START_S', 1.0)
     log = tmp_path / 'rank1.log'
     os.mkfifo(log)  # opened, it waits for a reader
@@ -371,7 +371,7 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
 
 
 def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
-    """By whatever signal it would be asked with."""
+    """For any exit signal."""
     child = remote.RemoteChild(messages.StartWorker(0, 0, {}, watched=False), 0)
     child.signal(signal.SIGCONT)
     assert child.waits_for_node
@@ -379,7 +379,7 @@ def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
     assert child.reap() == -signal.SIGUSR1
 
 
-def test_an_agent_leaves_it_to_the_supervisor_what_a_signal_means(job: SlurmJob) -> None:
+def test_an_agent_ignores_signals_and_leaves_them_to_the_supervisor(job: SlurmJob) -> None:
     """Slurm may send it to all processes of a step."""
 
     def send_all(event: Event) -> None:
@@ -420,7 +420,7 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('logged', [True, False])
 def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
-    """A worker is killed, then all that a node has: agent, worker, and its windows of this run."""
+    """A worker is killed, then a node: agent, worker, and its windows of this run."""
     memory = tmp_path / 'memory'
     for place in ('run/a', 'run/b', 'run/c', 'other/b'):
         (memory / place / '0').mkdir(parents=True)
@@ -472,7 +472,7 @@ def test_strangers_are_not_let_in(job: SlurmJob) -> None:
 
 
 def test_a_worker_that_cannot_be_started_ends_no_other(job: SlurmJob, tmp_path: Path) -> None:
-    """And its host is not lost; the reason is said if it stays so."""
+    """Nor is its host lost; if the failure persists, the reason is reported."""
     log = tmp_path / 'logs' / 'rank1.log'
     log.mkdir(parents=True)
     job.finish_when = lambda: False

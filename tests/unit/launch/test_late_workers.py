@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements that are stopped before they join the others."""
+"""Replacements that hang before they join the other ranks."""
 
 import pytest
 
@@ -19,8 +19,10 @@ def lives_that_join(job: Job, *attempts: tuple[int, int]) -> None:
     job.on_event = note
 
 
-def test_who_does_not_come_to_join_is_replaced(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its peers, which joined long ago, would wait for it until they give the job up."""
+def test_a_replacement_that_does_not_join_is_replaced(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its peers, which joined long ago, would wait until they give up the job."""
     monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
     lives_that_join(job, (0, 0), (1, 0), (1, 2))
     job.finish_when = lambda: len(job.started(1)) == 3
@@ -29,7 +31,7 @@ def test_who_does_not_come_to_join_is_replaced(job: Job, monkeypatch: pytest.Mon
     assert late == [WorkerLate(1, job.started(1)[1].pid)]
 
 
-def test_at_the_start_of_a_job_nobody_is_late(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_workers, '_TO_JOIN_S', 0.0)
     looks = []
     launcher = job.supervisor(nodes=2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher reports is in its file, line by line, as it is handed on."""
+"""The launcher's events are in its file, line by line, and are passed on."""
 
 from pathlib import Path
 

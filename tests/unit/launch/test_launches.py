@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches one after the other, in a store that outlives them, whose processes have the same ids.
+"""Successive launches with equal process ids, in a store that outlives them.
 
-As in containers, each of which counts its processes from 1.
+As in containers, where process ids start at 1.
 """
 
 import os

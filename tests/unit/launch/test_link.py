@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the other side of a connection counts as silent."""
+"""Measurement of the silence of a peer."""
 
 import select
 import socket
@@ -18,8 +18,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_time_in_which_nobody_has_looked_is_no_silence(clock: list[float]) -> None:
-    """Slurm may suspend all processes of a job: none is lost by that."""
+def test_time_between_checks_is_no_silence(clock: list[float]) -> None:
+    """Slurm may suspend all processes of a job, which must not count as a loss."""
     with socket.create_server(('127.0.0.1', 0)) as listening:
         here = socket.create_connection(listening.getsockname())
         there, _ = listening.accept()

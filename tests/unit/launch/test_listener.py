@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents get in, whoever else connects."""
+"""Agents are accepted, whatever other clients connect."""
 
 import resource
 import socket
@@ -34,7 +34,7 @@ def arrived(listener: Listener) -> list[str]:
     return [here.host for here, _ in listener.take()]
 
 
-def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> None:
+def test_a_silent_client_delays_no_agent(listener: Listener) -> None:
     with ExitStack() as strangers:
         for _ in range(20):  # of whom each is listened to for seconds
             stranger = socket.create_connection(('127.0.0.1', listener.port))
@@ -47,7 +47,7 @@ def test_a_stranger_that_says_nothing_holds_up_nobody(listener: Listener) -> Non
 
 
 def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Listener) -> None:
-    """And among them agents get in: the oldest stranger gives way."""
+    """Agents are still accepted: the oldest unauthenticated connection is closed."""
     process = psutil.Process()
     before = process.num_threads(), process.num_fds()
     with ExitStack() as strangers:
@@ -63,7 +63,7 @@ def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Li
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '::1'])
 def test_agents_come_over_either_protocol(listener: Listener, host: str) -> None:
-    """The name of the launcher's host may stand for an address of IPv6 alone."""
+    """The name of the launcher's host may have an IPv6 address only."""
     if host == '::1' and not socket.has_dualstack_ipv6():
         pytest.skip('no IPv6 here')
     connect(Address(host, listener.port, SECRET), 'a', [])
@@ -91,8 +91,8 @@ def test_too_many_open_files_pass(listener: Listener) -> None:
     assert arrived(listener) == ['a']
 
 
-def test_heartbeats_reach_an_agent_that_nobody_has_time_for() -> None:
-    """The launcher waits for a store, say."""
+def test_heartbeats_reach_agents_while_the_launcher_is_busy() -> None:
+    """For example, while the launcher waits for a store."""
     listener = Listener(SECRET)
     there = connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
     assert readable(listener.fd, 30.0)

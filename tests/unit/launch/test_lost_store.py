@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher whose workers meet in a store elsewhere, which is lost."""
+"""Loss of a store outside the launcher."""
 
 import os
 import re
@@ -72,7 +72,7 @@ def seen(job: Job, kind: type[Event]) -> list[Event]:  # type: ignore[valid-type
 
 
 def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
-    """Those that leave for want of it start again in the one that comes; the loop goes on."""
+    """Workers that end without a store restart with the next store; training continues."""
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
@@ -93,7 +93,7 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
 def test_store_that_stands_still_is_lost_until_it_goes_on(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernel takes connections and requests all the same."""
+    """Its kernel still accepts connections and requests."""
     monkeypatch.setattr(supervisor, '_TO_ANSWER_S', 2.0)
 
     def note(event: Event) -> None:
@@ -108,7 +108,7 @@ def test_store_that_stands_still_is_lost_until_it_goes_on(
     assert len(job.started()) == 2
 
 
-def test_without_a_store_who_waits_is_given_up(
+def test_without_a_store_a_waiting_worker_is_given_up(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 2.0)

@@ -57,7 +57,7 @@ def test_tail_waits_for_its_file(tmp_path: Path) -> None:
 
 
 def test_last_lines_of_pipe_and_log(tmp_path: Path) -> None:
-    """Of a log that is long, only its end is read."""
+    """Only the end of a long log is read."""
     reader, writer = os.pipe()
     relay = Relay(reader, '', lambda line: None)
     lines = [f'line {number}' for number in range(5000)]
@@ -86,7 +86,7 @@ def test_what_a_dead_worker_has_started_may_print_on() -> None:
 
 
 def test_a_line_that_never_ends_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """As that of a bar of progress; what is kept of it does not grow."""
+    """As of a progress bar; the kept part does not grow."""
     reader, writer = os.pipe()
     relay = Relay(reader, '', lambda line: None)
     printed = 0
@@ -102,7 +102,7 @@ def test_a_line_that_never_ends_is_passed_on(capsys: pytest.CaptureFixture[str])
     assert len(said + capsys.readouterr().out) >= printed
 
 
-def test_nobody_fails_for_want_of_a_place_to_print(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_output_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     lines: list[str] = []
     relay = Relay(reader, '', lines.append)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dead workers are not worth another."""
+"""Dead workers that are not replaced."""
 
 import pytest
 
@@ -23,8 +23,8 @@ def test_a_mistake_of_the_user_ends_the_job_at_once(job: Job, survive: bool) -> 
     assert len(job.started()) == 2
 
 
-def test_what_a_replacement_refuses_another_may_not(job: Job) -> None:
-    """It finds no memory on its node for now, say."""
+def test_a_refusal_by_a_replacement_does_not_end_the_job(job: Job) -> None:
+    """For example, it finds too little memory on its node for now."""
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', f'1.1=exit:{EXIT_USER_ERROR}', nodes=2) == 0
     assert len(job.started(0)) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch scripts, from any folder and in an image, down to what `srun` is asked for."""
+"""The batch scripts, from any folder and in an image, down to the arguments of `srun`."""
 
 import os
 import subprocess

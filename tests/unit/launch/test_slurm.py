@@ -129,7 +129,7 @@ def test_a_host_that_never_had_an_agent_is_missed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Slurm, which knows nothing of it, is told not to give it to the job again; not for ever."""
+    """Slurm considers it healthy and must exclude it from the job, but not for ever."""
     monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.0)
     for name, text in (('srun', ONE_AGENT), ('squeue', '#!/usr/bin/env bash\necho nodes\n')):
         scontrol.with_name(name).write_text(text)
@@ -151,7 +151,7 @@ def test_a_host_that_never_had_an_agent_is_missed(
 def test_a_job_without_a_host_fails(
     job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing can run on any node: the queue would not repair that."""
+    """No node can run anything, which a requeue would not repair."""
     assert main(['--requeue', '--', str(job.program)]) == 1
     assert 'node-b: its step ended with status 1' in capsys.readouterr().err
     assert not scontrol.with_name('scontrol.requeued').exists()

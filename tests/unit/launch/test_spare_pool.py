@@ -170,7 +170,7 @@ def test_spare_that_cannot_start_is_not_tried_again(job: Job, tmp_path: Path) ->
 
 
 def test_a_spare_for_which_nothing_is_left_ends_no_worker(job: Job, tmp_path: Path) -> None:
-    """Here its log cannot be opened any more; it may as well be the last process or file."""
+    """Here its log cannot be opened; a process or file limit has the same effect."""
     log_dir = tmp_path / 'logs'
 
     def remove_then_kill(event: Event) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Slurm is asked for, with a program in the place of its own."""
+"""Requests to Slurm, with scripts instead of its commands."""
 
 from pathlib import Path
 

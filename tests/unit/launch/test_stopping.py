@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher that is asked to end asks its workers in their own words."""
+"""A launcher that is signalled to end sends its workers their exit signal."""
 
 import signal
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
         ('--exit-signal-handler --exit-signal SIGNOTHING', signal.SIGTERM),
     ],
 )
-def test_stop_asks_with_what_the_workers_listen_for(
+def test_stop_sends_the_exit_signal_of_the_workers(
     job: Job, flags: str, number: signal.Signals
 ) -> None:
     job.on_event = lambda event: job.running.stop(143) if len(job.started()) == 2 else None

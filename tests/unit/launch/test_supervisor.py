@@ -37,7 +37,7 @@ def failure(job: Job) -> str:
 
 
 def ended(job: Job) -> dict[int, list[int]]:
-    """Exit codes of the attempts of each rank."""
+    """Exit codes of each rank's attempts."""
     codes: dict[int, list[int]] = {}
     for event in job.events:
         if isinstance(event, WorkerEnded):
@@ -94,7 +94,7 @@ def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
 
 
 def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
-    """As `torch.distributed` needs it: the same number of restarts in all of one attempt."""
+    """All workers of an attempt have the same restart count, as `torch.distributed` requires."""
     job.finish_when = lambda: len(job.started()) == 9
     flags = ('1.0=kill', '2.1=exit:3')
     assert job.run(*flags, survive=False, nodes=3) == 0
@@ -111,7 +111,7 @@ def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
 
 
 def test_errors_that_a_lost_worker_brings_about_are_not_the_programs(job: Job) -> None:
-    """Others may be seen to fail before that one is: one on a node that is lost, say."""
+    """Other failures may be detected first, for example before that of a lost node."""
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
@@ -139,7 +139,7 @@ def test_each_start_of_all_counts_once(job: Job) -> None:
 def test_program_that_fails_at_its_start_ends_the_job_with_its_last_lines(
     job: Job, logged: bool, tmp_path: Path
 ) -> None:
-    """Whichever rank is seen to fail first in each attempt."""
+    """Whichever rank's failure is detected first in each attempt."""
     job.finish_when = lambda: False
     failing = [f'{rank}.{attempt}=exit:3' for rank in range(2) for attempt in range(9)]
     printing = [f'{rank}.{attempt}=print:no such flag' for rank in range(2) for attempt in range(9)]
@@ -230,8 +230,8 @@ def test_killed_when_all_others_had_finished(job: Job) -> None:
 
 
 @pytest.mark.parametrize('said', [True, False])
-def test_who_has_finished_may_end_before_the_job_fails(job: Job, said: bool) -> None:
-    """It gives its memory back meanwhile, or writes to its end."""
+def test_a_finished_worker_may_end_before_the_job_fails(job: Job, said: bool) -> None:
+    """It frees its memory meanwhile, or finishes writing."""
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
@@ -333,7 +333,7 @@ def test_stop_asks_first_even_those_that_hang(job: Job) -> None:
     assert ended(job) == {0: [-15], 1: [-15]}
 
 
-def test_stop_kills_who_does_not_listen(job: Job) -> None:
+def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
     job.finish_when = lambda: False
     job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
     flags = ('0.0=deaf', '0.0=print:iteration 1/')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are forked from one process behave as those that are started one by one."""
+"""Forked workers behave like workers started as separate processes."""
 
 import ctypes
 import os
@@ -72,7 +72,7 @@ def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> 
 
 
 def test_a_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than Linux takes in one message."""
+    """Larger than Linux accepts in one message."""
     large = {f'LARGE_{number}': '.' * 100_000 for number in range(10)}
     for name, value in large.items():
         monkeypatch.setenv(name, value)
@@ -102,7 +102,7 @@ def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
 
 
 def test_the_job_fails_with_its_template(job: Job) -> None:
-    """All workers are its children, and die with it; none is started any more."""
+    """All workers are its children and die with it; no further worker starts."""
     workers = []
 
     def kill_template(event: Event) -> None:
@@ -150,7 +150,7 @@ def test_spares_are_of_no_use(job: Job) -> None:
         LaunchConfig(str(job.program), spares=1, fork=True)
 
 
-def test_who_is_killed_as_soon_as_it_is_forked_dies(job: Job) -> None:
+def test_a_worker_killed_right_after_its_fork_dies(job: Job) -> None:
     """It leads no group of processes yet, of which all could be killed."""
     template = Template(str(job.program), [], os.environ)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an agent of `moevement_ext.store.torchrun` starts its workers again."""
+"""Restarts of workers by an agent of `moevement_ext.store.torchrun`."""
 
 import signal
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that SIGKILL does not end, as one that waits in a driver that hangs."""
+"""A worker that SIGKILL does not end, such as one blocked in a hung driver."""
 
 import pytest
 

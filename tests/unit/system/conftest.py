@@ -10,20 +10,20 @@ SOUND = {'clock': 1980, 'action': 0}
 
 
 class Devices:
-    """Devices of a node, that a driver of files knows."""
+    """Devices of a node, with a fake driver that reads files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def set(self, device: str, **changes: object) -> None:
-        """What a device tells from now on; None: nothing of this."""
+        """Set the values that a device reports from now on; None: not reported."""
         told = {key: value for key, value in {**SOUND, **changes}.items() if value is not None}
         new = self._folder / f'{device}.new'
         new.write_text(json.dumps(told))
         new.rename(self._folder / f'{device}.json')
 
     def fail(self, device: str, xid: int) -> None:
-        """Let an error happen."""
+        """Inject an error."""
         with (self._folder / f'{device}.xids').open('a') as file:
             file.write(f'{xid}\n')
 

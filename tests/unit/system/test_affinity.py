@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker runs near its GPU, as a kernel of files tells it; no test moves a thread."""
+"""Binding to the CPUs near a GPU, from fake kernel files; no thread is moved."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of readings as NVIDIA's documents describe them, and what is decided."""
+"""Decisions about sequences of readings that NVIDIA's documents describe."""
 
 import pytest
 
@@ -10,7 +10,7 @@ GPU = 'GPU-5f2c'
 
 
 def sequence(*steps: dict) -> list[list[Finding]]:
-    """What is found at each step."""
+    """Findings at each step."""
     judge = Judge()
     found = [judge.judge(Reading(GPU, **step)) for step in steps]
     assert all(finding.device == GPU for findings in found for finding in findings)
@@ -18,7 +18,7 @@ def sequence(*steps: dict) -> list[list[Finding]]:
 
 
 def harms(found: list[list[Finding]]) -> list[Harm | None]:
-    """The worst of each step."""
+    """The worst harm of each step."""
     return [findings[-1].harm if findings else None for findings in found]
 
 
@@ -37,7 +37,7 @@ def test_a_device_that_falls_off_the_bus() -> None:
 
 
 def test_an_error_of_memory_that_is_contained() -> None:
-    """The process ends, the device goes on; a reset is due some day."""
+    """The process ends and the device stays usable; a reset is due later."""
     struck = {**SOUND, 'action': Action.DRAIN_AND_RESET}
     found = sequence(SOUND, {'xids': (94,)}, {'xids': (63,)}, {'xids': (45,)}, struck, struck)
     assert harms(found) == [None, Harm.PROCESS, Harm.WORN, Harm.NOTED, Harm.WORN, None]
@@ -53,8 +53,8 @@ def test_an_error_of_memory_that_is_not() -> None:
     ]  # fmt: skip
 
 
-def test_what_was_wrong_before_anybody_looked() -> None:
-    """A spare node tells at its first reading."""
+def test_a_fault_before_the_first_reading_is_reported() -> None:
+    """A spare node reports it at its first reading."""
     assert harms(sequence({**SOUND, 'action': Action.NODE_REBOOT})) == [Harm.DEVICE]
     assert harms(sequence({**SOUND, 'action': Action.DRAIN_P2P})) == [Harm.WORN]
 
@@ -75,8 +75,8 @@ def test_devices_are_told_apart() -> None:
         ((8, 13, 31, 43, 45, 68, 121, 137, 999), Harm.NOTED),
     ],
 )
-def test_what_the_catalog_says(xids: tuple[int, ...], harm: Harm) -> None:
-    """45 comes with every process that is killed: it must not end its successor."""
+def test_harms_are_those_of_the_catalog(xids: tuple[int, ...], harm: Harm) -> None:
+    """Xid 45 follows every killed process and must not end its replacement."""
     for xid in xids:
         assert meaning_of(xid)[0] is harm, xid
         assert f'Xid {xid}' in meaning_of(xid)[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What children that a process forks must not have of it: its connections, and its garbage."""
+"""Forked children must not keep their parent's connections or collect its garbage."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_process_groups_that_are_garbage_are_left_to_the_parent(tmp_path: Path) -> None:
+def test_garbage_process_groups_are_left_to_the_parent(tmp_path: Path) -> None:
     """Collecting them hangs in a fork, which has none of their threads."""
     program = tmp_path / 'program.py'
     program.write_text(GARBAGE)
@@ -119,7 +119,7 @@ def test_connections_of_a_killed_process_end_before_its_children(on: bool, tmp_p
 
 
 def test_numbers_of_connections_are_not_given_to_other_files() -> None:
-    """What the child still believes to be a connection may be closed at any time."""
+    """The child may close descriptors of former connections at any time."""
     with socket.create_server(('127.0.0.1', 0)) as server:
         pid = os.fork()
         if pid == 0:

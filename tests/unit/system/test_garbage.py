@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collections in training visit what training has made, and nothing else."""
+"""Collections during training visit only objects created in training."""
 
 import gc
 import weakref

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process ends well although a thread waits in torch and is woken up at the worst moment."""
+"""The process exits with 0 although a thread in torch wakes up during finalization."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ if sys.argv[2] == 'leave':
 
 @pytest.mark.parametrize(('how', 'code'), [('leave', 16), ('return', -6)])
 def test_waiting_threads_do_not_abort_the_process(how: str, code: int, tmp_path: Path) -> None:
-    """Simply returning from the program does so with today's CPython."""
+    """A plain return from the program aborts with current CPython."""
     program = tmp_path / 'program.py'
     program.write_text(PROGRAM)
     store = TCPStore(
@@ -73,8 +73,8 @@ threading.Event().wait()
 """
 
 
-def test_a_process_whose_output_nobody_takes_ends() -> None:
-    """Its log is on a full disk; what waits in buffers would keep a thread from ending it."""
+def test_a_process_whose_output_cannot_be_written_ends() -> None:
+    """Its log is on a full disk; buffered output must not keep a thread from ending it."""
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': ''}
     with open('/dev/full', 'w') as full:
         done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The resolver of the C library is told, unless a user has told it something."""
+"""The C library's resolver gets the options, unless the user has set options."""
 
 import ctypes
 import importlib

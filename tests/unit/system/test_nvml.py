@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read through the library of NVIDIA, here a stand-in; tests/gpu has the real one."""
+"""Readings through NVIDIA's library, here a fake; tests/gpu uses the real library."""
 
 import sys
 
@@ -56,7 +56,7 @@ def test_recovery_actions(number: int, action: Action, devices: Devices) -> None
 
 
 def test_what_a_device_does_not_tell(devices: Devices) -> None:
-    """Of a consumer's GPU, or an older driver."""
+    """As with a consumer GPU or an older driver."""
     devices.set(A, clock=None, action=None)
     (reading,) = read(nvml.of_one(A))
     assert reading == Reading(A)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a killed worker has left running is ended by its successor, and nothing else is."""
+"""A replacement ends the processes that a killed worker left behind, and no others."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ echo wrapped $?
 
 @pytest.fixture
 def started() -> Iterator[list[psutil.Process]]:
-    """What a test starts and is to be ended after it."""
+    """Processes that a test starts and that end with it."""
     processes: list[psutil.Process] = []
     yield processes
     for process in processes:
@@ -73,7 +73,7 @@ def started() -> Iterator[list[psutil.Process]]:
 
 
 def wrapped(program: str, rank: int, port: str = '4711') -> subprocess.Popen:
-    """A worker below a script that stays, and has left another process behind."""
+    """A worker below a wrapper script that remains and has left another process behind."""
     script = _IN_A_WRAPPER.format(python=sys.executable, program=program)
     return subprocess.Popen(
         ['bash', '-c', script], env=environment(rank, port), stdout=subprocess.PIPE, text=True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as silence; and real processes that hang."""
+"""Definition of silence, and real processes that hang."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def test_only_looks_in_turn_that_show_nothing_are_silence(seen: list[str], silen
 def test_time_in_which_the_machine_stood_still_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of a virtual machine that is moved."""
+    """As when a virtual machine is migrated."""
     clock = Clock()
     monkeypatch.setattr(watchdog_process, 'time', clock)
 
@@ -91,7 +91,7 @@ def test_a_process_that_hangs_up_has_as_much_time_as_others(
 def test_a_process_gives_heartbeats_as_long_as_its_threads_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever its other threads wait for."""
+    """Whatever the other threads wait for."""
     listener = tmp_path / 'listens'
     listener.write_text('import os\nwhile found := os.read(0, 9):\n    os.write(2, found)\n')
     monkeypatch.setattr(watchdog, '_PROGRAM', listener)
@@ -136,7 +136,7 @@ signal.pause()
 def watched(
     what: str, *kept_in: Path, silent_s: float = NEVER_S, stderr: int = subprocess.PIPE
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process, and the one that watches it."""
+    """A process and its watchdog."""
     process = subprocess.Popen(
         [sys.executable, '-c', PROGRAM, what, str(silent_s), *map(str, kept_in)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
@@ -170,7 +170,7 @@ def test_a_stopped_process_is_killed() -> None:
         assert ends(dog)
 
 
-def test_a_stopped_process_is_killed_when_nothing_can_be_said_of_it() -> None:
+def test_a_stopped_process_is_killed_even_if_no_message_can_be_printed() -> None:
     """What the processes print goes to a disk that is full, or to nobody."""
     with (
         open('/dev/full', 'w') as full,
@@ -203,7 +203,7 @@ def test_the_watch_is_over_when_it_is_closed() -> None:
 @pytest.mark.parametrize(
     ('how', 'silent_s'), [(signal.SIGTERM, NEVER_S), (signal.SIGSTOP, SILENT_S)]
 )
-def test_who_dies_leaves_windows_that_are_named(
+def test_the_windows_of_a_dead_process_are_reported(
     how: signal.Signals, silent_s: float, tmp_path: Path
 ) -> None:
     before = time.time()
@@ -222,7 +222,7 @@ def test_windows_that_are_given_back_are_not_named(tmp_path: Path) -> None:
         assert process.communicate(timeout=WAIT_S)[1] == ''
 
 
-def test_only_torchrun_leaves_who_hangs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_torchrun_does_not_kill_hung_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
     assert not under_torchrun()
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
@@ -248,13 +248,13 @@ def joining(
 
 
 def watchers(process: Forked) -> list[list[str]]:
-    """Their command lines."""
+    """Command lines of the watchdogs."""
     found = [child.cmdline() for child in psutil.Process(process.pid).children()]
     return [line for line in found if 'watchdog_process.py' in ' '.join(line)]
 
 
-def test_who_is_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
-    """Its peers wait for it, and torchrun starts another only when it is dead."""
+def test_a_process_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
+    """Its peers wait for it, and torchrun replaces it only when it is dead."""
     with joining(tmp_path, 1, timeout_s=5.0) as process:  # long enough to get there
         assert process.stdout.readline() == 'joined\n'
         process.send_signal(signal.SIGSTOP)
@@ -263,14 +263,14 @@ def test_who_is_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
         assert f'rank 0 (pid {process.pid}) has sent no heartbeat for 5 s: killed' in said
 
 
-def test_who_waits_for_others_is_watched_for_longer_than_they_are_waited_for(
+def test_the_set_up_watchdog_outlasts_the_rendezvous_timeout(
     tmp_path: Path,
 ) -> None:
     with joining(tmp_path, 2, timeout_s=4321.0) as process:
         until(lambda: any('4321.0' in line for line in watchers(process)))
 
 
-def test_who_trains_is_watched_by_one_alone(tmp_path: Path) -> None:
+def test_a_training_process_has_one_watchdog(tmp_path: Path) -> None:
     with joining(tmp_path, 1, timeout_s=60.0, trains=True) as process:
         assert process.stdout.readline() == 'joined\n'
         assert watchers(process) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is deployed beside the metrics asks for those that exist, and the documents name it all."""
+"""Dashboards and alerts use only existing metrics, and the documents name all metrics."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def rules() -> list[Any]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Name of the panel or alert, or the question of the page, and its PromQL."""
+    """Yield each panel, alert or documented query with its PromQL expression."""
     for panel in panels():
         for target in panel['targets']:
             yield panel['title'], target['expr']
@@ -77,7 +77,7 @@ def test_alerts_ask_for_metrics_that_exist() -> None:
 
 @each('name, expression', list(expressions()))
 def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
-    """Labels that are grouped by exist; counters are not shown as if they were gauges."""
+    """Labels in `by` clauses exist, and counters are not shown as gauges."""
     metrics = [BY_NAME[metric] for metric in METRIC.findall(expression)]
     labels = COMMON.union(*({one.label} for one in metrics if one.label))
     for grouped in re.findall(r'by \(([^)]*)\)', expression):
@@ -89,7 +89,7 @@ def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
 
 @each('name, expression', list(expressions()))
 def test_a_rank_that_moved_is_not_still(name: str, expression: str) -> None:
-    """The host that it has left shows its counters on, at rest: the least rate would be 0."""
+    """The old host still exports the rank's counters, at rest, so the minimum rate would be 0."""
     least = re.findall(r'min by \([^)]*\) \((.*)', expression)
     assert all(inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner), (
         name
@@ -112,7 +112,7 @@ def test_panels_do_not_overlap_and_have_one_number_each() -> None:
 
 
 def test_the_dashboard_belongs_to_no_site() -> None:
-    """Whoever imports it chooses the source of data and the run."""
+    """Data source and run are chosen at import."""
     variables = [one['name'] for one in dashboard()['templating']['list']]
     assert variables == ['datasource', 'run']
     for panel in panels():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics in a tmpfs that is full, before or after they begin: real processes in a small mount."""
+"""Metrics in a tmpfs that is full before or after the start: real processes in a small mount."""
 
 import subprocess
 import sys
@@ -47,7 +47,7 @@ def fill(path: Path) -> None:
             hog.write(bytes(4096))
 
 
-def test_a_tmpfs_that_becomes_full_does_not_end_who_records(small: Path, port: int) -> None:
+def test_a_full_tmpfs_does_not_end_the_recording_process(small: Path, port: int) -> None:
     process = Process(port, small / 'root', 0)
     try:
         fill(small)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of events, without a program that shows it."""
+"""Conversion of events into metrics, without an exporter."""
 
 import threading
 
@@ -13,7 +13,7 @@ from moevement_ext.protect.statistics import Figures
 
 
 class Noted:
-    """A meter that notes what it is told."""
+    """A meter that records all values."""
 
     def __init__(self) -> None:
         self.added: list[tuple[str, float]] = []
@@ -30,7 +30,7 @@ class Noted:
 
 
 def seen(figures: Figures) -> Noted:
-    """After one look, or some, at these figures."""
+    """Values after one or several readings of these figures."""
     meter = Noted()
     observer = Observer(meter)
     observer.watch(lambda: figures, 500)
@@ -57,8 +57,8 @@ def test_what_is_not_known_has_no_value() -> None:
         assert values.get('moevement_disk_bytes') == disk_bytes
 
 
-def test_what_grows_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it is looked at, and at the end once more."""
+def test_growing_figures_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated readings, and the last one at the end, do not count twice."""
     monkeypatch.setattr(metrics, '_PERIOD_S', 0.001)
     meter, looks, enough = Noted(), [0], threading.Event()
 
@@ -108,7 +108,7 @@ def test_the_newest_loss_that_was_logged_is_shown() -> None:
 
 @pytest.mark.parametrize(('iteration', 'age'), [(12, 4), (0, 0)])
 def test_no_window_is_younger_than_now(iteration: int, age: int) -> None:
-    """A rank that joins hears what is persisted before it has any iteration."""
+    """A joining rank receives the persisted window before its first iteration."""
     values = seen(Figures(iteration=iteration, committed=iteration, persisted=8)).values
     assert values['moevement_window_age_iterations'] == age
     assert values['moevement_replication_lag_iterations'] == age

@@ -39,7 +39,7 @@ recorder.close()
 
 @pytest.fixture
 def endpoint() -> Iterator[tuple[str, list[bytes]]]:
-    """Address of a collector, and the requests that it has got."""
+    """Address of a collector and the requests that it has received."""
     requests: list[bytes] = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -75,7 +75,7 @@ def test_values_arrive(endpoint: tuple[str, list[bytes]]) -> None:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Without what the caller's says of OpenTelemetry."""
+    """The caller's environment without OpenTelemetry variables."""
     for name in [name for name in os.environ if name.startswith('OTEL_')]:
         monkeypatch.delenv(name)
     return monkeypatch
@@ -99,7 +99,7 @@ def test_a_protocol_that_is_not_spoken_is_named(
     environment: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It costs the metrics, and not the training."""
+    """Metrics are lost, but training continues."""
     for name, value in {'OTEL_EXPORTER_OTLP_ENDPOINT': endpoint[0], **variables}.items():
         environment.setenv(name, value)
     identity, config = RankIdentity('run', 'pp1', 0), SparseCheckpointConfig()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes behind a real port, of which some are killed."""
+"""Real processes behind a real port; some are killed."""
 
 import random
 import re
@@ -62,7 +62,7 @@ observer.close()
 
 
 class Process:
-    """A process of a rank that records what it is told."""
+    """A process of a rank that records given values."""
 
     def __init__(self, port: int, root: Path, rank: int, log: IO[str] | None = None) -> None:
         command = [sys.executable, '-c', RANK, str(port), str(root), str(rank)]
@@ -93,7 +93,7 @@ class Process:
 
 @pytest.fixture
 def port() -> int:
-    """A free one, and none of those that the kernel gives away while nobody listens there."""
+    """A free port outside the kernel's ephemeral range."""
     while True:
         chosen = random.randrange(20_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
@@ -173,10 +173,8 @@ def test_when_the_one_that_answers_is_killed_another_does(
     assert found['moevement_iterations_total', '0'] == 8
 
 
-def test_what_outlives_a_process_for_a_moment_does_not_keep_its_port(
-    port: int, tmp_path: Path
-) -> None:
-    """Such as processes that load data."""
+def test_children_that_outlive_a_process_do_not_keep_its_port(port: int, tmp_path: Path) -> None:
+    """Such as data loader workers."""
     log = tmp_path / 'log'
     with log.open('w') as file, ExitStack() as started:
         first = Process(port, tmp_path / 'root', 0)
@@ -236,10 +234,10 @@ def test_nothing_is_left_when_all_have_ended(
         urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=1)
 
 
-def test_a_page_outlives_its_process_and_so_does_what_it_said_last(
+def test_a_page_and_its_last_values_outlive_the_process(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that loses its GPU ends right after it has said so."""
+    """A process that loses its GPU ends right after its last event."""
     monkeypatch.setattr(metrics, '_PERIOD_S', 1000.0)
     host = Host(port, tmp_path, 'run')
     observer = Observer(Meter({'run': 'run', 'node': 'node0', 'rank': 0}, [host.reader]), host)
@@ -299,7 +297,7 @@ def test_a_replacement_goes_on_without_the_library(
                 observe(rank)
 
 
-def test_strangers_cost_the_process_that_trains_neither_threads_nor_descriptors(
+def test_clients_use_no_threads_and_few_descriptors(
     start: Callable[[int], Process], port: int
 ) -> None:
     """They may be many, silent, endless or slow: Prometheus is answered all the same."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer state before the first step: training goes on as if nothing had made it."""
+"""Optimizer state created before the first step does not change training."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Job.join` and its end, of one real rank: windows stay until the last iteration."""
+"""`Job.join` and the end of a job with one real rank: windows stay until the last iteration."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ SETTINGS = {'lr': 0.1}
 def trains(
     directory: Path, stop_at: int = LAST, settings: Mapping[str, object] = SETTINGS, error: str = ''
 ) -> tuple[int, str]:
-    """Where it begins, in the first step, and the digest of where it ends."""
+    """Return the first iteration and the digest of the final state."""
     import json
 
     import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration of a loop on plain torch starts from, besides tensors of the model."""
+"""Auxiliary state of a loop on plain torch."""
 
 import random
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators of a module: what is captured of them, loaded back, frozen."""
+"""Operators of a module: capture, load and freeze."""
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ def operators_of(module: nn.Module) -> ModuleOperators:
 
 
 def captured(operators: ModuleOperators, slot: int) -> tuple[SlotHeader, np.ndarray, SlotContext]:
-    """A slot of a window that has the router first, and all others in the second slot."""
+    """A slot of a window whose first slot has the router, and the second all other operators."""
     others = tuple(name for name in operators.slices if name != 'router')
     layout = SlotLayout(WindowPlan((('router',), others)), slot, operators.slices)
     payload = np.zeros(layout.payload_bytes, np.uint8)
@@ -50,7 +50,7 @@ def captured(operators: ModuleOperators, slot: int) -> tuple[SlotHeader, np.ndar
 
 
 def changed(operators: ModuleOperators) -> dict[str, set[str]]:
-    """Parts that differ from -1, which all had been set to, by operator."""
+    """Parts that are no longer -1, by operator."""
     return {
         name: {item.part for item in held.full if not (item.source == -1).all()}
         for name, held in operators.slices.items()

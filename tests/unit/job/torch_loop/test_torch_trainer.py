@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a loop on plain torch, as recovery sees it."""
+"""One rank of a loop on plain torch, through the interface of recovery."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 class Trainer(TorchTrainer):
-    """Notes what it is asked for."""
+    """Records calls."""
 
     def __init__(self, own: Any, **how: int) -> None:
         torch.manual_seed(3)
