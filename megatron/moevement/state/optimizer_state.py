@@ -74,8 +74,8 @@ class ParameterState:
     def updates_weight(self) -> bool:
         """True if the optimizer writes the compute weights itself.
 
-        So in fp32, and where the optimizer state holds the masters. A master of 16 or 8 bits does
-        not determine the weight: both are rounded from the result of the update.
+        This holds in fp32, and where the optimizer state holds the masters. A master of 16 or 8
+        bits does not determine the weight: both are rounded from the result of the update.
         """
         return stored.raw(self.main).data_ptr() == self.weight_of_main().data_ptr()
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fork server does once, so that no worker has to."""
+"""Modules that the fork server imports once for all workers."""
 
 import gc
 
 import pretrain_gpt
 
 pretrain_gpt.warm_up(['--sparse-ckpt'])
-# Or every worker's collector walks through all that was imported, and copies its pages.
+# Otherwise the collector of every worker visits all imported objects, and copies their pages.
 gc.collect()
 gc.freeze()
