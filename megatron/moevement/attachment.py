@@ -79,9 +79,9 @@ _OPEN_LOADER = 'torch.utils.data:DataLoader.__iter__'
 
 
 class ReplayableData:
-    """Data iterators that can be moved by making them anew. Training thread only.
+    """Data iterators that can be moved because they can be created again. Training thread only.
 
-    A move leaves the random number generators unchanged. Two operations would change them: making
+    A move leaves the random number generators unchanged. Two operations would change them: creating
     an iterator, and opening a `DataLoader` (which draws a seed). A generator function opens its
     loader only when it is first read, so the generators are also kept around each iteration that
     reads.
@@ -95,12 +95,12 @@ class ReplayableData:
         self._make: Callable[[int], object] | None = None
 
     def use(self, make: Callable[[int], object], consumed_samples: int) -> None:
-        """Make the first iterators, which start after `consumed_samples`."""
+        """Create the first iterators, which start after `consumed_samples`."""
         self._make = make
         self.move_training(consumed_samples)
 
     def move_training(self, consumed_samples: int) -> None:
-        """Make the training iterators anew; they continue after `consumed_samples`."""
+        """Create the training iterators again; they continue after `consumed_samples`."""
         assert self._make is not None
         with rng_kept():
             self.training = self._make(consumed_samples)
@@ -387,7 +387,7 @@ class Attachment:
 
 
 def _configure_micro_batches(facts: JobFacts) -> None:
-    """Set the global variables of Megatron that its trainer sets at start."""
+    """Set the global variables that Megatron's own trainer sets at start."""
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
         facts.rank, None, facts.global_batch_size, facts.micro_batch_size, facts.data_parallel_size
     )
@@ -395,7 +395,7 @@ def _configure_micro_batches(facts: JobFacts) -> None:
 
 
 def _check_groups(backend: str) -> None:
-    """Refuse groups of two backends: a process that joins a running job cannot tell them apart."""
+    """Refuse groups of two backends: a process that joins a running job cannot distinguish them."""
     if backend != 'gloo' and parallel_state._DATA_PARALLEL_GROUP_GLOO is not None:
         raise ConfigurationError(
             f'build() has created gloo groups beside those of {backend}: pass '

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several layouts a start takes, by the number of its ranks and their memory.
+"""Choice of a layout at start, by the number of ranks and their memory.
 
-`--sparse-ckpt-elastic-layouts` is decided from the command line, before upstream parses it: what
-is chosen is appended as flags, of which the last counts.
+`--sparse-ckpt-elastic-layouts` is evaluated on the command line, before upstream parses it: the
+chosen layout is appended as flags, of which the last counts.
 
 Checked against megatron-core 0.19.2.
 """
@@ -33,7 +33,7 @@ _UNEVEN = (
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """What decides whether a layout fits a number of ranks."""
+    """Sizes that decide whether a layout fits a number of ranks."""
 
     tensor: int = 1
     expert_tensor: int | None = None
@@ -42,7 +42,7 @@ class LayoutSizes:
     cp: int = 1
     instances: int = 1
     layers: int = 0
-    """0: stages may have different numbers of them."""
+    """0: stages may have different numbers of layers."""
     experts: int | None = None
     micro_batch: int = 1
     global_batch: int | None = None
@@ -51,7 +51,7 @@ class LayoutSizes:
         return ','.join(f'{name}={getattr(self, name)}' for name in _FLAGS)
 
     def misfit(self, ranks: int) -> str | None:
-        """Why so many ranks cannot have this layout; None if they can."""
+        """Reason why `ranks` ranks cannot have this layout; None if they can."""
         stage = self.tensor * self.cp * self.pp
         experts = (self.expert_tensor or self.tensor) * self.ep * self.pp
         data = ranks // stage
@@ -72,16 +72,16 @@ class LayoutSizes:
 def fitted(
     arguments: Sequence[str], ranks: int, too_little: Callable[[Sequence[str]], str | None]
 ) -> list[str]:
-    """Flags to append to a command line, so that its layout fits; none if it does already.
+    """Flags to append to a command line, so that its layout fits; none if it fits already.
 
     Args:
         arguments: the command line.
         ranks: the number that the launcher has started.
-        too_little: says of a command line with the flags of a layout for which there is too little
-            memory (`layout_memory`); called of those that fit the number of ranks.
+        too_little: given a command line with the flags of a layout, returns the memory that is too
+            small (see `layout_memory`), or None. Called for layouts that fit the number of ranks.
 
     Raises:
-        ConfigurationError: no layout fits; the message says why, for each.
+        ConfigurationError: no layout fits; the message has the reason for each.
     """
     own, fallbacks = _of(arguments)
     if not fallbacks:
@@ -101,7 +101,7 @@ def fitted(
 
 
 def _changed(own: LayoutSizes, text: str) -> LayoutSizes:
-    """A layout by its text, e.g. `pp=2,ep=4`; what it leaves out is 1."""
+    """Parse a layout, e.g. `pp=2,ep=4`; sizes that are left out are 1."""
     found = dict.fromkeys(_FLAGS, 1)
     for item in text.split(','):
         name, _, size = item.strip().partition('=')
@@ -132,7 +132,7 @@ def _of(arguments: Sequence[str]) -> tuple[LayoutSizes, str]:
         parser.add_argument(flag, type=int, dest=name, default=argparse.SUPPRESS)
     try:
         given, _ = parser.parse_known_args(arguments)
-    except argparse.ArgumentError:  # upstream's parser says it better
+    except argparse.ArgumentError:  # upstream's parser reports it better
         return LayoutSizes(), ''
     found = vars(given)
     fallbacks = found.pop('fallbacks')

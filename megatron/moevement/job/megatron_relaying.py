@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron state as another layout picks it up (see `moevement_ext.capture.relaying`).
+"""Megatron state for a job in another layout (see `moevement_ext.capture.relaying`).
 
 Checked against megatron-core 0.19.2.
 """
@@ -28,8 +28,8 @@ class MegatronRelaying:
     Args:
         placed: layout and place of this rank.
         training: the training state.
-        present: captures the auxiliary state as it is.
-        each_data_rank: data-parallel ranks draw random numbers of their own.
+        present: captures the present auxiliary state.
+        each_data_rank: data-parallel ranks have separate random number streams.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MegatronRelaying:
         self._seats: Mapping[int, Seat] = {}
 
     def refuse(self, was: Layout) -> None:
-        """Refuse another division of tensors, which ranges do not describe."""
+        """Refuse another tensor-parallel division, which ranges of elements do not describe."""
         for flag, before, now in (
             ('--tensor-model-parallel-size', was.tensor, self._layout.tensor),
             ('--expert-tensor-parallel-size', was.expert_tensor, self._layout.expert_tensor),
@@ -60,20 +60,19 @@ class MegatronRelaying:
                 )
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
-        """Name in the whole model, and the tensor-parallel shard."""
+        """Name of a tensor in the whole model, with its tensor-parallel shard."""
         name = canonical_name(operator, tensor, self._shared)
         shard = seat.expert_tensor if _EXPERT.search(operator) else seat.tensor
         return f'{name} of shard {shard}' if shard else name
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
-        """Owners of this rank's random numbers, and the first of each stage, for its groups."""
+        """Owners of this rank's random numbers; also the first of each stage, for its groups."""
         self._seats = seats
         first = {seat.pipeline: owner for owner, seat in sorted(seats.items(), reverse=True)}
         streams = streams_of(self._seat, seats, self._each_data_rank)
         return {*first.values(), *(owner for owner in streams if owner is not None)}
 
     def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
-        """Auxiliary state of this rank."""
         return iteration_state.encode(
             relaid(
                 {owner: iteration_state.decode(state) for owner, state in states.items()},
@@ -85,5 +84,5 @@ class MegatronRelaying:
         )
 
     def kept(self, was: Layout) -> str:
-        """What of random numbers goes on."""
+        """Text for the log: which random number streams continue."""
         return told_streams(was, self._layout)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content of the files that flags name: an equal path does not imply equal content.
 
-Little is read: sizes, counts and the first bytes of data files, and all of other files, which are
-small. Files that this rank does not see are left out, as on a node whose stages read no data.
+Only sizes, counts and the first bytes of data files are read. Other files are small and are read
+whole. Files that this rank does not see are left out, as on a node whose stages read no data.
 
 Checked against megatron-core 0.19.2.
 """
@@ -33,7 +33,7 @@ FILES = (
     'heterogeneous_layers_config_path te_precision_config_file kitchen_config_file '
     'tp_comm_overlap_cfg nccl_communicator_config_path yaml_cfg langrl_env_config'
 ).split()
-"""Flags that may name a file that decides bits; of a folder (a tokenizer's), all files count."""
+"""Flags that may name a file that affects bits; in a folder (of a tokenizer), all files count."""
 MODULES = ('spec', 'fp8_quantizer_factory', 'fp4_quantizer_factory')
 """Flags that name Python modules."""
 WRITTEN = 'moe_routing_trace_path logits_save_dir rl_profile_dir ckpt_convert_save'.split()

@@ -46,11 +46,11 @@ _NONE = DenseTier(-1)
 def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes]]) -> int:
     """Iteration that `--load` would resume from, -1 if not all ranks can read a checkpoint.
 
-    Collective. The log names what cannot be read; a job without another source still tries to load.
+    Collective. The log names unreadable files; a job without another source still tries to load.
 
     Args:
         facts: facts of the job.
-        exchange: gives the other ranks some bytes under a name, and returns those of all ranks.
+        exchange: publishes bytes under a name, and returns those of all ranks.
     """
     if facts.load is None:
         return -1
