@@ -51,8 +51,8 @@ def make_repeatable(deterministic: bool, warns: bool) -> None:
     if warns and not deterministic and (compiles or torch.cuda.is_available()):
         logger.warning(
             'sparse checkpointing: without --deterministic-mode a recovery may end in other bits '
-            'than training without the failure: kernels may add in another order or be chosen '
-            'anew, and compiled functions draw random numbers of their own.'
+            'than training without the failure: kernels may add in another order or be selected '
+            'again, and compiled functions draw other random numbers.'
         )
     if not compiles:
         return

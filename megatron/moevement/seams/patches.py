@@ -248,6 +248,6 @@ def _find(part: str) -> tuple[Any, str, Callable[..., object]]:
 
 def _changed(part: str, how: str) -> InstallationError:
     return InstallationError(
-        f'{part} {how}: what is installed is not what sparse checkpointing was checked against. '
+        f'{part} {how}: this is not the version that sparse checkpointing was checked against. '
         f'Install {CHECKED_VERSION}.'
     )

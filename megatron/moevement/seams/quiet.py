@@ -77,8 +77,8 @@ def refuse_without_gpu(flags: Sequence[str]) -> None:
             backend = value or following
     if backend == 'nccl':
         raise UserError(
-            'no GPU is visible here, and --distributed-backend is nccl, which needs some: start it '
-            f'where GPUs are, or, to try it on the CPU, add {_ON_A_CPU}'
+            'no GPU is visible here, and --distributed-backend nccl needs GPUs: start the job on a '
+            f'machine with GPUs, or, to try it on the CPU, add {_ON_A_CPU}'
         )
 
 

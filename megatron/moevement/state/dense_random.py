@@ -120,9 +120,9 @@ class DenseRandom:
         if self._experts_draw and (alone or self._facts.rank == 0):
             logger.warning(
                 'sparse checkpointing: the dense checkpoint of iteration %d has no random numbers '
-                'of rank %d, as it is of plain Megatron, of another layout or damaged: with '
-                '--moe-router-force-load-balancing experts draw anew from their seed, and bits '
-                'differ from those of a run that went on.',
+                'of rank %d: it is of plain Megatron, of another layout or damaged. With '
+                '--moe-router-force-load-balancing experts draw again from their seed, and bits '
+                'differ from those of an uninterrupted run.',
                 iteration,
                 self._facts.rank,
             )

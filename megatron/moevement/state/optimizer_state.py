@@ -189,7 +189,8 @@ def _states_of(
             yield _replicated(names[parameter], parameter, parameter, inner)
     else:
         raise SparseCheckpointError(
-            f'--sparse-ckpt does not know the optimizer {type(optimizer).__name__}.'
+            f'--sparse-ckpt does not support the optimizer {type(optimizer).__name__}; use '
+            '--optimizer adam or muon, or train without --sparse-ckpt.'
         )
 
 
