@@ -4,8 +4,8 @@ r"""A data-parallel training loop on plain torch that survives failures.
     scripts/local_cluster.py --nodes 3 --spares 1 --kill 1@12 -- \
         examples/data_parallel_loop.py --text README.md --iterations 40
 
-All ranks hold the same model, which guesses the next byte of a text, and compute on different parts
-of it. The state of a rank that is lost is copied from another one.
+All ranks hold the same model, which predicts the next byte of a text, and compute on different
+parts of the text. The state of a lost rank is copied from another rank.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Trainer(TorchTrainer):
         return float(loss.detach())
 
     def reduce(self) -> list[float]:
-        """Gradient norm, of which a replay lacks the part of frozen operators."""
+        """Gradient norm; in a replay the gradients of frozen operators are missing."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return [float(torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt())]
 
@@ -62,11 +62,9 @@ class Trainer(TorchTrainer):
         self._schedule.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the schedule."""
         return self._schedule.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the schedule."""
         self._schedule.load_state_dict(state)
 
 

@@ -5,7 +5,7 @@ r"""A hand-written Megatron-Core training loop that survives failures: `megatron
     scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@30 -- \
         examples/own_loop.py --data /tmp/text --iterations 200
 
-What it trains is in `small_gpt.py`, an ordinary Megatron-Core program.
+The model and its training step are in `small_gpt.py`, an ordinary Megatron-Core program.
 """
 
 import argparse
@@ -52,7 +52,6 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog='own_loop', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -41,7 +41,7 @@ class Stage(nn.Module):
         self.head = nn.Linear(_HIDDEN, _VOCABULARY, bias=False) if stage == stages - 1 else None
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        """Map tokens, or hidden states of the stage before, to hidden states or logits."""
+        """Map tokens, or hidden states of the previous stage, to hidden states or logits."""
         hidden = given if self.embedding is None else self.embedding(given)
         before = hidden.cumsum(dim=1) / torch.arange(1, hidden.shape[1] + 1).unsqueeze(-1)
         hidden = hidden + self.dropout(self.mixing(before).tanh())
@@ -89,7 +89,7 @@ class PipelineTrainer(TorchTrainer):
         self.optimizer.step()
 
     def _batch(self, iteration: int, index: int) -> torch.Tensor:
-        """Tokens [samples, sequence + 1]; always equal for equal arguments."""
+        """Tokens [samples, sequence + 1]; a pure function of its arguments."""
         first = (iteration * _MICRO_BATCHES + index) * _SAMPLES * _SEQUENCE
         room = len(self._text) - _SEQUENCE - 1
         starts = [(first + n * _SEQUENCE) % room for n in range(_SAMPLES)]

@@ -48,7 +48,6 @@ Batches = Iterator[torch.Tensor]
 def configurations(
     stages: int,
 ) -> tuple[TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]:
-    """Configurations of model, optimizer and data parallelism."""
     config = TransformerConfig(
         num_layers=2 * stages,
         hidden_size=64,

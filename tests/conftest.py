@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests marked `thorough` run with `--thorough`, or when they are named with `::`.
 
-Those that need a GPU or Transformer Engine run by themselves: all others train on the CPU, without
-either, wherever they run.
+Tests that need a GPU or Transformer Engine run in a session of their own: all other tests train on
+the CPU, without either, on any machine.
 """
 
 import os
@@ -18,8 +18,8 @@ from tests.suite.shards import Shard, recorded
 
 BY_THEMSELVES = [Path(__file__).resolve().parent / name for name in ('gpu', 'transformer_engine')]
 
-# torch's stores ask a name server for the name of each address that they connect to; an answer that
-# is lost costs seconds. All addresses of tests are of this machine, so no server is asked at all.
+# torch's stores query a name server for each address that they connect to; a lost answer costs
+# seconds. All addresses in tests are of this machine, so no server is queried.
 os.environ['RES_OPTIONS'] = 'attempts:0'
 
 
@@ -38,9 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported, and before CUDA is asked for GPUs: it looks only once."""
+    """Run before any test is imported, and before CUDA searches for GPUs: it does so once."""
     hide_devices(config.args)
-    # Examples are not judged by their time, which depends on what else is running.
+    # No deadline: the time of an example depends on the load of the machine.
     settings.register_profile(
         'chosen',
         deadline=None,
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def hide_devices(arguments: Sequence[str]) -> None:
-    """Unless all that is run is for them."""
+    """Hide GPUs and Transformer Engine unless all selected tests need them."""
     paths = [Path(argument.partition('::')[0]).resolve() for argument in arguments]
     if not all(any(map(path.is_relative_to, BY_THEMSELVES)) for path in paths):
         os.environ['CUDA_VISIBLE_DEVICES'] = ''
@@ -63,7 +63,7 @@ def hide_devices(arguments: Sequence[str]) -> None:
 
 @pytest.hookimpl(trylast=True)  # of those that are left when -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long, unless it is asked for, and what other shards run."""
+    """Deselect slow tests unless they are requested, and tests of other shards."""
     named = any('::' in arg for arg in config.args)
     chosen = list(items)
     if not (named or config.getoption('--thorough')):

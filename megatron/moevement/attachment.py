@@ -79,9 +79,9 @@ _OPEN_LOADER = 'torch.utils.data:DataLoader.__iter__'
 
 
 class ReplayableData:
-    """Data iterators that can be moved by making them anew. Training thread only.
+    """Data iterators that can be moved because they can be created again. Training thread only.
 
-    A move leaves the random number generators unchanged. Two operations would change them: making
+    A move leaves the random number generators unchanged. Two operations would change them: creating
     an iterator, and opening a `DataLoader` (which draws a seed). A generator function opens its
     loader only when it is first read, so the generators are also kept around each iteration that
     reads.
@@ -95,12 +95,12 @@ class ReplayableData:
         self._make: Callable[[int], object] | None = None
 
     def use(self, make: Callable[[int], object], consumed_samples: int) -> None:
-        """Make the first iterators, which start after `consumed_samples`."""
+        """Create the first iterators, which start after `consumed_samples`."""
         self._make = make
         self.move_training(consumed_samples)
 
     def move_training(self, consumed_samples: int) -> None:
-        """Make the training iterators anew; they continue after `consumed_samples`."""
+        """Create the training iterators again; they continue after `consumed_samples`."""
         assert self._make is not None
         with rng_kept():
             self.training = self._make(consumed_samples)
@@ -234,14 +234,14 @@ class Attachment:
         """
         if not self._connected or self._built is not None:
             raise ConfigurationError(
-                'job.set_up is called once, after job.init_process_group, which takes the place of '
-                "torch.distributed's: by that a survivor could not reconnect."
+                'job.set_up must be called once, after job.init_process_group: call that instead '
+                'of torch.distributed.init_process_group, whose groups cannot be reconnected.'
             )
 
         if checkpoint_iteration is not None and load_checkpoint is None:
             raise ConfigurationError(
                 f'job.set_up was given checkpoint_iteration={checkpoint_iteration} without '
-                'load_checkpoint, which is to load that checkpoint; give both.'
+                'load_checkpoint, the function that loads that checkpoint; give both.'
             )
 
         def load(*built: object) -> None:
@@ -282,8 +282,8 @@ class Attachment:
             raise ConfigurationError('job.train was called before job.set_up; call that first.')
         if self._may_step is not None:
             raise ConfigurationError(
-                'job.train was called a second time; a job trains once: what is to be done between '
-                'iterations belongs into its loop.'
+                'job.train was called a second time; a job trains once: do work between iterations '
+                'in its loop.'
             )
         self._data.use(data, self._counters.consumed_train_samples)
         self._may_step = True
@@ -344,9 +344,9 @@ class Attachment:
             raise LoopGoesOn
         if self.iteration >= self._plan.train_iters:
             raise ConfigurationError(
-                f'job.step was called after iteration {self.iteration}, the last one of '
-                'TrainingPlan.train_iters; a loop steps while job.iteration is below that, since '
-                'it is called again after a failure.'
+                f'job.step was called after iteration {self.iteration}, the last one by '
+                'TrainingPlan.train_iters; call it while job.iteration is below that number: the '
+                'loop is called again after a failure.'
             )
 
     def _note_updates(self, optimizer: MegatronOptimizer) -> None:
@@ -380,14 +380,14 @@ class Attachment:
             raise ConfigurationError(
                 f'train_step moved the scheduler by {stepped}, not {expected}; with sparse '
                 f'checkpointing it must call scheduler.step(increment='
-                f'{self._plan.global_batch_size}), the samples of the iteration, after an update '
-                'that was successful, and only then.'
+                f'{self._plan.global_batch_size}), the samples of the iteration, only after a '
+                'successful update.'
             )
         return result
 
 
 def _configure_micro_batches(facts: JobFacts) -> None:
-    """Set the global variables of Megatron that its trainer sets at start."""
+    """Set the global variables that Megatron's own trainer sets at start."""
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
         facts.rank, None, facts.global_batch_size, facts.micro_batch_size, facts.data_parallel_size
     )
@@ -395,7 +395,7 @@ def _configure_micro_batches(facts: JobFacts) -> None:
 
 
 def _check_groups(backend: str) -> None:
-    """Refuse groups of two backends: a process that joins a running job cannot tell them apart."""
+    """Refuse groups of two backends: a process that joins a running job cannot distinguish them."""
     if backend != 'gloo' and parallel_state._DATA_PARALLEL_GROUP_GLOO is not None:
         raise ConfigurationError(
             f'build() has created gloo groups beside those of {backend}: pass '
@@ -406,9 +406,9 @@ def _check_groups(backend: str) -> None:
 def _check_loaded(iteration: int, expected: int | None) -> None:
     if expected not in (None, iteration):
         raise ConfigurationError(
-            f'load_checkpoint has loaded iteration {iteration}, and job.set_up was told '
-            f'checkpoint_iteration={expected}, by which windows are judged; give that of the '
-            'checkpoint that is loaded.'
+            f'load_checkpoint loaded iteration {iteration}, but job.set_up was given '
+            f'checkpoint_iteration={expected}, which decides whether windows are newer; give the '
+            'iteration of the loaded checkpoint.'
         )
 
 

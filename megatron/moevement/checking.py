@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the flags of a job without starting it, and says what the start would say.
+"""Checks the flags of a job without starting it, with the messages of a real start.
 
 Upstream parses and validates the flags as on the first rank, but sets nothing up. The functions of
-a real start then apply their rules. Two answers need a running job: the host memory that the model
-takes (`tools.plan` computes it), and whether the launcher can replace a worker.
+a real start then apply their rules. Two answers need a running job: the host memory for the model
+(`tools.plan` computes it), and whether the launcher can replace a worker.
 
 Checked against megatron-core 0.19.2.
 """
@@ -50,7 +50,7 @@ class Judgement:
     ranks: int
     """World size that the flags are judged for."""
     refused: list[str]
-    """Reasons of a refusal, one a line; empty if the job starts."""
+    """Reasons for a refusal, one line each; empty if the job starts."""
     whole_job: list[str]
     """Reasons why a failure restarts all workers."""
     notes: list[str]
@@ -157,7 +157,7 @@ def _judged(args: UpstreamArguments) -> Judgement:
 
 
 def _missing_variable(args: UpstreamArguments) -> str | None:
-    """Name of an environment variable that upstream needs and a launcher may set, if unset."""
+    """Note about an unset variable that upstream needs and a launcher may set, if any."""
     needed = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
     if not needed or _CONNECTIONS in os.environ:
         return None
@@ -165,7 +165,7 @@ def _missing_variable(args: UpstreamArguments) -> str | None:
 
 
 def _of_config(config: SparseCheckpointConfig, run_id: str) -> Iterator[Callable[[], object]]:
-    """Checks of files and names that set-up makes."""
+    """Checks of the files and names that a start would use."""
     yield partial(require_directory_name, '--sparse-ckpt-run-id', run_id)
     if config.disk is not None:
         yield partial(require_mounted, Path(config.disk))
@@ -182,7 +182,7 @@ def _said(check: Callable[[], object]) -> list[str]:
 
 
 def _configure(args: UpstreamArguments) -> None:
-    """Make upstream's configurations, which check rules of their own.
+    """Build upstream's configurations, which check further rules.
 
     The vocabulary size is arbitrary: the real size needs the tokenizer, which is not opened.
     """
@@ -202,7 +202,7 @@ def _said_by_upstream(check: Callable[[], object]) -> list[str]:
 
 
 def told(error: BaseException) -> str:
-    """Upstream's error in one line; without a message, the line of upstream's source."""
+    """Upstream's error in one line; if it has no message, the failing line of upstream's source."""
     source = traceback.extract_tb(error.__traceback__)[-1].line
     words = ' '.join(str(error).split()) or source
     return f'Megatron ends with {type(error).__name__}: {words}'

@@ -21,6 +21,6 @@ class Counters(Protocol):
     skipped_train_samples: int
     num_floating_point_operations_so_far: float
     do_train: int
-    """1 if there is training data; set-up finds out."""
+    """1 if there is training data; set during set-up."""
     do_valid: int
     do_test: int

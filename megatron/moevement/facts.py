@@ -64,7 +64,7 @@ class JobFacts:
     save_interval: int | None = None
     non_persistent_save_interval: int | None = None
     non_persistent_ckpt_type: str | None = None
-    """`global`: dense checkpoints of which only the newest stays have a directory of their own."""
+    """`global`: dense checkpoints of which only the newest is kept have a separate directory."""
     non_persistent_global_ckpt_dir: str | None = None
     """That directory; None: a folder within `save`."""
     eval_interval: int | None = None

@@ -27,7 +27,7 @@ import torch
 from moevement_ext.command import called, shown
 from moevement_ext.system import user_errors
 
-if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
+if __name__ != '__mp_main__':  # a subprocess, e.g. one that writes a checkpoint, is no worker
     from megatron.core import mpu
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
@@ -217,7 +217,7 @@ def warm_up(flags: Sequence[str]) -> None:
     """Prepare a process that waits to become a worker, once it has imported this module.
 
     Args:
-        flags: of the job.
+        flags: flags of the job.
     """
     if _PROTECTED in flags:
         warming.warm_up()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs upstream's `pretrain` with the features of the `--sparse-ckpt*` flags around it."""
+"""Runs upstream's `pretrain` with the features of the `--sparse-ckpt*` flags."""
 
 from collections.abc import Callable
 from functools import partial
@@ -54,7 +54,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
     operations = OperationCount(upstream.floating_point_operations)
     with protected_job(settings, facts, args, config, data, operations) as session:
         UpstreamTrainer(settings, facts, args, session, data).install()
-        _digest_at_the_end(args)  # outermost: after the last recovery the state is whole
+        _digest_at_the_end(args)  # outermost wrapper: after the last recovery the state is whole
         try:
             _train(train, args, session)
         except SystemExit as planned:
@@ -67,7 +67,7 @@ def _train(train: Callable[..., object], counters: Counters, session: Session) -
     if membership is None or not membership.joining:
         train(store=session.job.store)
         return
-    # A replacement of a lost worker gets from the survivors what set-up learns by collectives.
+    # A replacement receives from the survivors the values that set-up obtains by collectives.
     handover = decode_handover(handovers(membership.reports)[0].trainer)
     counters.do_train, counters.do_valid, counters.do_test = handover.runs
     train()

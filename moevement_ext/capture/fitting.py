@@ -44,10 +44,10 @@ def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None
     for part in sorted(needed - held):
         raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
     for part in sorted(held - needed):
-        raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model has not')
+        raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model does not have')
     absent = slices.keys() - {*context.full, *context.weights}
     if header.slot == 0 and absent:
-        raise RefusedWindow(f'{where} has nothing of {min(absent)}, which the model has')
+        raise RefusedWindow(f'{where} has no record of {min(absent)}, which the model has')
 
 
 def _needed(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[_Part]:

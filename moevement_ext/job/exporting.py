@@ -33,5 +33,5 @@ def refuse_without_window(directory: str, run_id: str) -> None:
     if is_export():
         raise UserError(
             f'export: no window of the run {run_id} in {directory} fits these flags; after -- give '
-            'the command that the run was launched by, with the same flags.'
+            'the command that launched the run, with the same flags.'
         )

@@ -36,7 +36,7 @@ class LoopEntry:
         finally:
             cut_off, self.cut_off = self.cut_off, None
         if cut_off is not None:
-            logger.warning('sparse checkpointing: the loop is left: %r in a step', cut_off)
+            logger.warning('sparse checkpointing: leaving the loop after %r in a step', cut_off)
             raise cut_off
         return result
 

@@ -87,10 +87,12 @@ class OtherLayouts:
             state = trainer.begin_iteration(iteration)
             held = part(protection, self._rank, trainer.operators, iteration, state)
         except HostMemoryError as error:
-            logger.warning('the state at the end is not kept, but windows before it: %s', error)
+            logger.warning('the final state is not kept, only earlier windows: %s', error)
             return
         if not held:
-            logger.warning('not all ranks have said that they keep the state of %d', iteration)
+            logger.warning(
+                'not all ranks have reported that they keep the state of iteration %d', iteration
+            )
 
     def obtain(
         self, memory: HostMemory, trainer: Trainer, own: whole_job.Predecessor

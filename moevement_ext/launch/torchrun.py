@@ -163,8 +163,8 @@ def parse(argv: Sequence[str]) -> Namespace:
         )
     if args.standalone or args.rdzv_endpoint or args.rdzv_backend != 'static':
         raise ConfigurationError(
-            f'{flag.FLAG} is where agents meet: leave out --standalone, --rdzv-backend and '
-            '--rdzv-endpoint.'
+            f'{flag.FLAG} is the rendezvous endpoint of the agents: leave out --standalone, '
+            '--rdzv-backend and --rdzv-endpoint.'
         )
     flag.split(store)
     _check_numbers(args)

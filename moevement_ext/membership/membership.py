@@ -358,7 +358,7 @@ class Membership:
             self._watch.join()
             self._rendezvous.finish()
         except (SparseCheckpointError, DistError) as error:  # a rank, or the launcher, is gone
-            logger.warning('the end of the job is not waited for: %s', error)
+            logger.warning('exiting without waiting for the other ranks: %s', error)
 
     def _raise_if_broken(self) -> None:
         if self.broken:
@@ -425,7 +425,7 @@ class Membership:
                 self._lost = error
                 return
         if not any(report.survivor for report in self.reports):
-            logger.warning('sparse checkpointing: no rank with state is left; this process ends')
+            logger.warning('sparse checkpointing: no rank with state is left; this process exits')
             end_at_once(EXIT_WHOLE_JOB)
 
     def _meet_beside(self, beside: Beside) -> None:

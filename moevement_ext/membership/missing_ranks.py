@@ -88,7 +88,7 @@ class MissingRanks:
             except DistError as error:  # tried again, on another connection
                 store = None
                 if not (lost or self._stopping.is_set()):
-                    logger.warning('absent ranks are not looked for at present: %s', error)
+                    logger.warning('missing ranks are not detected at present: %s', error)
                 lost = True
 
     def _look(self, store: Store, between_s: float) -> None:

@@ -446,7 +446,7 @@ def _forget(connect: Callable[[], Store], first_kept: int) -> None:
             for key in _outdated(store.list_keys(), first_kept):
                 store.delete_key(key)
     except DistError as error:
-        logger.warning('keys of former rounds stay in the store: %s', error)
+        logger.warning('keys of earlier rounds were not deleted from the store: %s', error)
 
 
 def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:

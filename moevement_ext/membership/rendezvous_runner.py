@@ -45,7 +45,7 @@ class RendezvousRunner:
                 with self._looking_for_others():
                     return self._rendezvous.meet(lambda: encode(report()), self._timeout, after)
             except DistError as error:
-                logger.warning('sparse checkpointing: the ranks meet anew: %s', error)
+                logger.warning('sparse checkpointing: the ranks start a new rendezvous: %s', error)
             self.reconnect()
             joined = self._rendezvous.newest_joined
             after = after if joined is None else joined

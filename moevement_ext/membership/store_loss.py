@@ -135,7 +135,7 @@ class StoreLoss:
             was_lost = self.lost.is_set()
             self.lost.clear()
         if was_lost and not self._closed.is_set():
-            logger.warning('sparse checkpointing: the store of the job is there again')
+            logger.warning('sparse checkpointing: the store of the job is reachable again')
 
     def _conclude(self, why: str) -> None:
         with self._lock:

@@ -179,7 +179,9 @@ class DiskWindows:
         for window in self.stored():
             if window.name.start > start and self._is_of(window, identity):
                 os.rename(window.path, self.path / f'aside-{window.name}.window')
-                logger.warning('%s is set aside: training goes on from before it', window.path)
+                logger.warning(
+                    '%s is set aside: training continues from an earlier iteration', window.path
+                )
         if self.newest_complete() > start:
             self.note_complete(start)
         _sync_directory(self.path)
@@ -231,7 +233,7 @@ class DiskWindows:
         newer = [path for path in self.path.glob('*.window') if _start_of(path) >= past]
         if newer:
             logger.warning(
-                '%s of an earlier attempt of the job stay', [str(path) for path in newer]
+                '%s of an earlier attempt of the job are kept', [str(path) for path in newer]
             )
             for path in self.path.glob('*.window'):
                 if path not in newer:
@@ -278,7 +280,7 @@ def _locked(path: Path) -> HolderLock | None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        logger.warning('%s: %s; two jobs of one run id would not notice', path, error)
+        logger.warning('%s: %s; two jobs with one run id would not be detected', path, error)
         return None
 
 

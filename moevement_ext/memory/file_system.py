@@ -37,8 +37,8 @@ def warn_unless_in_memory(directory: Path) -> None:
     if is_in_memory(directory) or os.environ.get('LOCAL_RANK', '0') != '0':
         return
     logger.warning(
-        '--sparse-ckpt-dir %s is on %s and should be in a tmpfs: training waits for what is '
-        'written there; choose a directory below /dev/shm, or mount a tmpfs.',
+        '--sparse-ckpt-dir %s is on %s and should be in a tmpfs: training waits for writes to '
+        'it; choose a directory below /dev/shm, or mount a tmpfs.',
         directory,
         file_system_type(directory),
     )

@@ -92,8 +92,8 @@ def _in_use(path: Path, holder: str) -> StoreInUseError:
     """Error about a directory locked by "<process id> on <host>", or by an unknown process."""
     if _dies(holder):
         error = StoreInUseError(
-            f'{path} is in use by process {holder}, which was killed and does not die: it waits in '
-            f'the kernel, see dmesg; this machine may have to be restarted.'
+            f'{path} is in use by process {holder}, which was killed but still waits in the '
+            f'kernel: see dmesg; this machine may have to be restarted.'
         )
         error.dies = True
         return error

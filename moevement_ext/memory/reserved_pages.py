@@ -44,7 +44,7 @@ class ReservedPages:
             for number, nbytes in enumerate(sizes):
                 map_anew(self.path / str(number), max(nbytes, 1))
         except (HostMemoryError, OSError) as error:  # a rank that comes reserves for itself
-            logger.warning('no pages are reserved for ranks that may come: %s', error)
+            logger.warning('no pages are reserved for ranks that may start here: %s', error)
             self.remove()
 
     def take(self, nbytes: int, to: Path) -> bool:

@@ -52,7 +52,7 @@ class Witness:
         try:
             _write(self._path, msgspec.msgpack.encode(self._headers))
         except (OSError, HostMemoryError) as error:
-            logger.warning('only this process remembers what it had captured: %s', error)
+            logger.warning('headers of captured slots are kept in this process only: %s', error)
             self._path.unlink(missing_ok=True)
 
     def forget(self) -> None:
@@ -80,5 +80,5 @@ def _read(path: Path) -> list[SlotHeader]:
     except FileNotFoundError:
         return []
     except (OSError, HostMemoryError, ValueError, msgspec.MsgspecError) as error:
-        logger.warning('%s, what was captured before a recovery, is ignored: %s', path, error)
+        logger.warning('%s, captured before a recovery, is ignored: %s', path, error)
         return []

@@ -47,12 +47,12 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
     if (refused or doubtful) and rank.config.strict:
         raise UserError(
             f'{_STRICT}: windows of the run {rank.run_id} are of another launch: '
-            f'{told([*refused, *doubtful])}. Launch it as that was, give another '
+            f'{told([*refused, *doubtful])}. Launch the job as before, give another '
             f'--sparse-ckpt-run-id, or leave {_STRICT} out.'
         )
     if doubtful and rank.number == 0:
         logger.warning(
-            'sparse checkpointing: bits may differ from those before, as windows are of another '
+            'sparse checkpointing: bits may differ from the earlier run, as windows are of another '
             'launch: %s',
             told(doubtful),
         )

@@ -385,7 +385,7 @@ class LocalizedRecovery:
             self._outage.begins(round.reason, round.detect_s, round.before)
             self._outage.met(round.reports)
             self._rank.events.emit(FailureDetected(reason=round.reason))
-            logger.warning('sparse checkpointing: went on to replay: %s', round.reason)
+            logger.warning('sparse checkpointing: the replay continues after: %s', round.reason)
         self._went_on += len(met)
         verdict = self._decide()
         self._position.goes_on(verdict)

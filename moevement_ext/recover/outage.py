@@ -208,7 +208,7 @@ def _never_fails[T](make: Callable[[], T]) -> T | None:
     try:
         return make()
     except Exception:
-        logger.warning('sparse checkpointing: a recovery is not summed up', exc_info=True)
+        logger.warning('sparse checkpointing: a recovery has no summary', exc_info=True)
         return None
 
 

@@ -28,7 +28,7 @@ def check(job: Cluster, expected: dict, attempt: int) -> None:
         recovered = job.events_of(Recovered, rank)
         assert recovered and not any(event.differing for event in recovered)
         assert 'the start' not in [event.tier for event in job.events_of(NextTier, rank)]
-    assert 'only this process remembers' not in job.output(attempt)
+    assert 'are kept in this process only' not in job.output(attempt)
 
 
 def test_another_worker_dies_in_the_attempt_after_it(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `scripts/test.sh` runs: all phases one after the other, or what its arguments name."""
+"""The program behind `scripts/test.sh`: runs all phases, or the tests that its arguments name."""
 
 import argparse
 import subprocess
@@ -10,7 +10,7 @@ from tests.suite.sessions import PYTEST
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 if all is green."""
+    """Return the exit status: 0 if all tests pass."""
     parser = argparse.ArgumentParser(prog='scripts/test.sh', add_help=False, allow_abbrev=False)
     parser.add_argument('--thorough', action='store_true')
     parser.add_argument('--shard', type=shards.Shard.parse, metavar='I/N')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The phases of the suite, one after the other: none runs beside what it could disturb."""
+"""The phases of the suite, run one after the other so that none disturbs another."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from tests.suite.sessions import FLAKY, Result, keep, session, tried_again
 
 ROOT = selection.ROOT
 MAY_BE_FLAKY = 5
-"""If more timed cases than these are red, it is not for want of a quiet moment."""
+"""If more timed cases than these fail, a busy machine is not the cause."""
 
 SOURCES = ['setup.py', 'moevement_ext', 'megatron', 'tools', 'examples', 'tests']
 SOURCES += ['scripts/local_cluster.py', 'pretrain_gpt.py']
@@ -30,16 +30,16 @@ _CPUS = len(os.sched_getaffinity(0))
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: all of the default suite, unless it is said otherwise."""
+    """Selection of what to run; by default the default suite."""
 
     thorough: bool = False
-    """Also cases that others nearly cover, and what needs root or a cluster."""
+    """Also cases that others nearly cover, and cases that need root or a cluster."""
     shard: shards.Shard | None = None
     """Only this part of each phase."""
     since: str | None = None
-    """Only what a change since this revision can touch."""
+    """Only tests that a change since this revision can affect."""
     record: bool = False
-    """Write how long the test files took to `shards.DURATIONS`."""
+    """Write the durations of the test files to `shards.DURATIONS`."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Phase:
     folders: tuple[str, ...]
     options: tuple[str, ...] = ()
     mark: str | None = None
-    """Only files that name it: no other need be imported."""
+    """Only files that contain this mark; others need not be imported."""
     retried: bool = False
-    """True where a red case is run once more, alone. Never where bits are compared."""
+    """True if a failed case is run once more, alone. Never where bits are compared."""
 
     def files(self, touched: set[Path] | None) -> list[str]:
         """Paths for pytest, relative to the root."""
@@ -65,32 +65,28 @@ class Phase:
 
 
 def phases(thorough: bool) -> list[Phase]:
-    """All sessions of pytest, in their order."""
-    # Timed cases wait for most of their time, so many go at a time.
+    """All sessions of pytest, in order."""
+    # Timed cases mostly wait, so many can run at a time.
     many, few, two = str(min(12, max(4, 3 * _CPUS))), str(max(2, _CPUS)), str(min(2, _CPUS))
     unit = ('tests/unit', 'tests/fuzz')
     train = ('tests/distributed',)
     found = [
         Phase('timed', unit, ('-m', 'timed', '-n', many, '--dist', 'worksteal'), 'timed', True),
         Phase('unit', unit, ('-m', 'not timed', '-n', few, '--dist', 'loadfile')),
-        # A job waits for a third of its time: for a death to be noticed, for processes to start.
+        # A job waits for a third of its time: for the detection of a death, for processes to start.
         Phase('train', train, ('-m', 'not launcher', '-n', two, '--dist', 'worksteal')),
         Phase('launchers', train, ('-m', 'launcher'), 'launcher'),
     ]
     if thorough:
         found.append(Phase('cluster', ('tests/cluster', 'tests/image')))
-    # By themselves: all others train on the CPU, without either.
+    # In their own session: all other tests train on the CPU, without GPU or Transformer Engine.
     if shutil.which('nvidia-smi') or importlib.util.find_spec('transformer_engine'):
         found.append(Phase('gpu', ('tests/gpu', 'tests/transformer_engine')))
     return found
 
 
 def run_all(plan: Plan) -> int:
-    """Run all phases, also after a red one.
-
-    Returns:
-        The exit status.
-    """
+    """Run all phases, even after a failed one; return the exit status."""
     touched = None if plan.since is None else selection.touched_by(plan.since)
     results = []
     if plan.shard is None or plan.shard.number == 1:
@@ -106,7 +102,7 @@ def run_all(plan: Plan) -> int:
 
 
 def _shown(run: Callable[[], Result]) -> Result:
-    """Run a phase and say how it ended, at once."""
+    """Run a phase and print its result at once."""
     start = time.monotonic()
     result = run()
     result.seconds = time.monotonic() - start
@@ -124,7 +120,7 @@ def _lint() -> Result:
 
 
 def _run(phase: Phase, files: list[str], plan: Plan) -> Result:
-    """One session; what is red in it and may be for want of a quiet moment is tried again."""
+    """Run one session; retry cases that may have failed because the machine was busy."""
     options = [*phase.options, *['--thorough'] * plan.thorough]
     if plan.shard is not None:
         options.append(f'--shard={plan.shard}')
@@ -134,7 +130,7 @@ def _run(phase: Phase, files: list[str], plan: Plan) -> Result:
 
 
 def _conclude(results: list[Result]) -> int:
-    """Show all phases and what is red in them; the exit status."""
+    """Print all phases and their failed cases; return the exit status."""
     print('\n[test] all phases')
     for result in results:
         print(f'[test] {result}')

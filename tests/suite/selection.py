@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests an argument names, and which a change can touch."""
+"""Tests that an argument names, and tests that a change can affect."""
 
 import ast
 import subprocess
@@ -11,22 +11,22 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / 'tests'
 PACKAGES = ('moevement_ext', 'megatron/moevement', 'tools', 'examples', 'tests', 'scripts')
 RULES = tuple((TESTS / 'unit').glob('test_*.py'))
-"""Tests of the tree and its documents: they read files that they do not import."""
+"""Tests of the tree and its documents: they read files without importing them."""
 JOBS = ('pretrain_gpt', 'moevement_ext.launch.command_line', 'moevement_ext.launch.torchrun')
 """Programs that the tests in the folders of `TRAINING` start."""
 TRAINING = ('distributed', 'cluster', 'image', 'transformer_engine', 'gpu')
 COMMAND = ROOT / 'moevement_ext' / 'command.py'
-"""Names all programs, for which hardly any of those that import it care."""
+"""Names all programs; a change of one rarely affects the modules that import this file."""
 EVERYTHING = ('pyproject.toml', 'setup.py', 'conftest.py', '.python-version', 'setup_env.sh')
-"""Names of files that can touch any test."""
+"""File names that can affect any test."""
 
 
 class UnknownName(Exception):
-    """What is no folder, file or option."""
+    """An argument is no folder, file or option."""
 
 
 def with_paths(arguments: Sequence[str]) -> list[str]:
-    """Arguments for pytest: the name of a folder or file below `tests` is replaced by its path."""
+    """Arguments for pytest: names of folders or files below `tests` are replaced by their paths."""
     found: list[str] = []
     named = False
     for before, argument in zip(['', *arguments], arguments, strict=False):
@@ -40,12 +40,12 @@ def with_paths(arguments: Sequence[str]) -> list[str]:
 
 
 def _takes_a_value(option: str) -> bool:
-    """True for options whose value is an argument of its own, as far as people use them here."""
+    """True for options whose value is a separate argument, as far as they are used here."""
     return option in ('-k', '-m', '-n', '-p', '-o', '-c', '-W', '--dist', '--maxfail', '--timeout')
 
 
 def _named(argument: str) -> list[str]:
-    """Paths of all folders `recover`, or files `test_recover.py` where there is none."""
+    """Paths of all folders `recover`, or of files `test_recover.py` if there is no such folder."""
     name, cases, case = argument.partition('::')
     name = name.removesuffix('.py').removeprefix('test_').strip('/')
     folders = [path for path in TESTS.rglob(name) if path.is_dir()]
@@ -55,11 +55,11 @@ def _named(argument: str) -> list[str]:
     return sorted(f'{path.relative_to(ROOT)}{cases}{case}' for path in found)
 
 
-# ---- what a change can touch
+# ---- tests that a change can affect
 
 
 def touched_by(revision: str) -> set[Path]:
-    """Test files that could see a difference between a revision and the working tree."""
+    """Test files whose result may differ between a revision and the working tree."""
     changed = {ROOT / name for name in _changed_since(revision)}
     files = set(TESTS.rglob('test_*.py'))
     if any(path.name in EVERYTHING for path in changed):
@@ -81,7 +81,7 @@ def _changed_since(revision: str) -> Iterator[str]:
 
 
 def _sees(test: Path, modules: set[Path], names: set[str]) -> bool:
-    """True if it imports one of the modules, by whatever way, or speaks of one of the names."""
+    """True if a test imports one of the modules in any way, or contains one of the names."""
     behind = reach(test)
     if test.relative_to(TESTS).parts[0] in TRAINING:
         behind = behind.union(*(reach(_file_of(job)) for job in JOBS))
@@ -92,7 +92,7 @@ def _sees(test: Path, modules: set[Path], names: set[str]) -> bool:
 
 
 def reach(file: Path | None) -> frozenset[Path]:
-    """A file and all of the project that it imports, directly or not."""
+    """A file and all project files that it imports, directly or indirectly."""
     seen: set[Path] = set()
     waiting = [] if file is None else [file]
     while waiting:
@@ -110,7 +110,7 @@ def _text(path: Path) -> str:
 
 @cache
 def _imports(path: Path) -> frozenset[Path]:
-    """Files of the project that one file names: by import, or as a module that it starts."""
+    """Project files that one file names: by import, or as a module that it starts."""
     found: set[Path | None] = set()
     for node in ast.walk(ast.parse(_text(path))):
         if isinstance(node, ast.Import):
@@ -127,7 +127,7 @@ def _imports(path: Path) -> frozenset[Path]:
 
 
 def _started(text: str) -> set[Path | None]:
-    """Modules that a string names, as `tools.demo`, `scripts/demo.sh` or `import tools.demo`."""
+    """Modules that a string names, such as `tools.demo`, `scripts/demo.sh`, `import tools.demo`."""
     if len(text) > 2000:
         return set()
     words = text.replace(';', ' ').replace('(', ' ').split()
@@ -137,7 +137,7 @@ def _started(text: str) -> set[Path | None]:
 
 @cache
 def _file_of(module: str) -> Path | None:
-    """The source of a module of the project; None for all others."""
+    """Source file of a module of the project; None for other modules."""
     place = ROOT / module.removesuffix('.py').replace('.', '/')
     if not module or not module.replace('.', '').replace('_', '').replace('/', '').isalnum():
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of pytest, and what became of their cases."""
+"""Sessions of pytest, and the outcomes of their cases."""
 
 import json
 import os
@@ -16,24 +16,24 @@ from tests.suite.selection import ROOT
 
 PYTEST = [sys.executable, '-u', '-m', 'pytest']
 NO_TESTS = 5
-"""Exit status of pytest."""
+"""Exit status of pytest if no case was selected."""
 OF_BITS = ('torch.equal', 'differences', 'differing', 'digest')
-"""Words of a report that make it one of bits that differ: such a case is never tried again."""
+"""Words in the report of a case that compares bits: such a case is never retried."""
 RESULTS = ROOT / 'test-results'
 OUTCOMES = RESULTS / 'outcomes.json'
-"""Of each case of the last run: its outcome, its seconds, the load of the machine at its end."""
+"""Outcome, seconds and machine load at the end of each case of the last run."""
 FLAKY = RESULTS / 'flaky.jsonl'
-"""Cases that were red among others and green alone, a line each."""
+"""Cases that failed among others and passed alone, one per line."""
 
 
 @dataclass
 class Result:
-    """Of a phase."""
+    """Result of a phase."""
 
     name: str
     seconds: float = 0.0
     red: list[str] = field(default_factory=list)
-    """Cases, or linters, or what became of the session."""
+    """Failed cases or linters, or the failure of the session itself."""
     flaky: list[str] = field(default_factory=list)
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ class Result:
 
 
 def session(name: str, arguments: Iterable[str], may_be_empty: bool = False) -> Result:
-    """Run pytest; what it prints is shown as it comes."""
+    """Run pytest, with its output shown as it is written."""
     print(f'\n[test] {name}', flush=True)
     result = Result(name)
     with tempfile.NamedTemporaryFile(suffix='.json') as file:
@@ -60,9 +60,9 @@ def session(name: str, arguments: Iterable[str], may_be_empty: bool = False) -> 
 
 
 def tried_again(result: Result) -> Result:
-    """Run the red cases once more, alone. Those that are green then are flaky: noted, not red.
+    """Run the failed cases once more, alone. Cases that then pass are flaky: noted, not failed.
 
-    What differs in a bit stays red, and so does what was no case.
+    Cases that compare bits stay failed, and so do failures outside of cases.
     """
     cases = [case for case in result.red if not result.outcomes.get(case, {}).get('bits', True)]
     if not cases:
@@ -81,7 +81,6 @@ def tried_again(result: Result) -> Result:
 
 
 def keep(results: Iterable[Result]) -> dict[str, dict[str, Any]]:
-    """Write and return the outcomes of all phases."""
     outcomes = {case: one for result in results for case, one in result.outcomes.items()}
     RESULTS.mkdir(exist_ok=True)
     OUTCOMES.write_text(json.dumps(outcomes, indent=0) + '\n', 'utf-8')
@@ -89,14 +88,14 @@ def keep(results: Iterable[Result]) -> dict[str, dict[str, Any]]:
 
 
 class Outcomes:
-    """A plugin that writes what became of each case to a file, when the session ends."""
+    """A pytest plugin that writes the outcome of each case to a file when the session ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._cases: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report) -> None:  # type: ignore[no-untyped-def]
-        """Of set-up, call or tear-down of a case, on whatever worker."""
+        """Record set-up, call or tear-down of a case, from any pytest worker."""
         case = self._cases.setdefault(report.nodeid, {'outcome': 'passed', 'seconds': 0.0})
         case['seconds'] = round(case['seconds'] + report.duration, 3)
         if report.failed:
@@ -107,10 +106,10 @@ class Outcomes:
             case['outcome'] = 'skipped'
 
     def pytest_collectreport(self, report) -> None:  # type: ignore[no-untyped-def]
-        """A file that cannot be read is red, too."""
+        """Record a file that cannot be imported as failed."""
         if report.failed:
             self._cases[report.nodeid] = {'outcome': 'failed', 'seconds': 0.0}
 
     def pytest_sessionfinish(self) -> None:
-        """Also after an interrupt."""
+        """Write the file, even after an interrupt."""
         self._path.write_text(json.dumps(self._cases), 'utf-8')

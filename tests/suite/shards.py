@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the suite that take about as long as each other."""
+"""Parts of the suite with about equal durations."""
 
 import argparse
 import json
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 DURATIONS = Path(__file__).with_name('durations.json')
-"""Seconds by test file; `scripts/test.sh --record` writes them."""
+"""Seconds by test file, written by `scripts/test.sh --record`."""
 UNKNOWN_S = 5.0
-"""For each case of a file that is not recorded."""
+"""Assumed seconds for each case of a file without a record."""
 
 
 class Shard(NamedTuple):
-    """One of so many parts, from 1."""
+    """One part of the suite, counted from 1."""
 
     number: int
     parts: int
 
     @classmethod
     def parse(cls, text: str) -> 'Shard':
-        """Of `2/3`; for argparse, which names the flag in the error."""
+        """Parse `2/3`; for argparse, which adds the flag to the error."""
         index, slash, count = text.partition('/')
         if not (slash and index.isdecimal() and count.isdecimal()):
             raise argparse.ArgumentTypeError(f'{text!r} is not like 1/3')
@@ -36,7 +36,7 @@ class Shard(NamedTuple):
         return f'{self.number}/{self.parts}'
 
     def files(self, files_of_cases: Iterable[str], seconds: Mapping[str, float]) -> set[str]:
-        """Those of this part: the longest go first, each to the part that has least so far."""
+        """Test files of this part: longest first, each to the part with the least total so far."""
         cases = Counter(files_of_cases)
         weights = {file: seconds.get(file, count * UNKNOWN_S) for file, count in cases.items()}
         loads = [0.0] * self.parts
@@ -50,12 +50,11 @@ class Shard(NamedTuple):
 
 
 def recorded() -> dict[str, float]:
-    """What `DURATIONS` has."""
     return json.loads(DURATIONS.read_text('utf-8')) if DURATIONS.exists() else {}
 
 
 def record(seconds_of_cases: Mapping[str, float]) -> None:
-    """Bring `DURATIONS` up to date for the files of these cases, by their node ids."""
+    """Update `DURATIONS` for the files of these cases, given by node id."""
     found: dict[str, float] = {}
     for case, seconds in seconds_of_cases.items():
         file = case.partition('::')[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of software and hardware, and environment variables, that may decide bits.
+"""Software versions, hardware and environment variables that may affect bits.
 
 A difference is reported, not refused: most releases compute the same bits, and most variables do
 not matter for most models.
@@ -72,8 +72,8 @@ def code_of(folders: Iterable[Path]) -> str:
     return digest_of(sorted(found))
 
 
-# Of packages that people change in place, as it was when this process, or the one that it was
-# forked from, had just imported them.
+# Digests of packages that users modify in place, taken right after this process (or its parent, if
+# it was forked) imported them.
 _CODE = {
     'megatron-core': code_of(Path(path) for path in megatron.core.__path__),
     'megatron-moevement': code_of([Path(moevement_ext.__file__).parent, Path(__file__).parents[1]]),
@@ -84,7 +84,7 @@ def versions(on_cpu: bool) -> Table:
     """Versions of Python, installed packages, this package, the program, GPU, driver and CPU.
 
     The program has no version, so its content is digested. A checkout keeps its version while its
-    code changes, so that of upstream and of this package counts by the sizes of its files.
+    code changes, so the code of upstream and of this package is digested by file sizes.
     """
     found = {'python': platform.python_version(), 'megatron-moevement': moevement_ext.__version__}
     for package in _PACKAGES:
@@ -104,7 +104,7 @@ def versions(on_cpu: bool) -> Table:
 
 
 def environment() -> Table:
-    """Environment variables that may decide bits, read when training begins.
+    """Environment variables that may affect bits, read when training begins.
 
     Includes variables of NCCL's configuration files. If a variable names a file, the value includes
     a digest of the file.

@@ -19,7 +19,7 @@ def refuse_mixed_up_sends(model: TransformerConfig) -> None:
     """Apply a rule of upstream's trainer that upstream's schedules do not check.
 
     In a batch, two sends between the same pair of ranks are mixed up: training would continue with
-    swapped tensors. A replay tells the tensors apart, and would compute another state.
+    swapped tensors. A replay assigns the tensors correctly, and would compute another state.
     """
     interleaved = (model.virtual_pipeline_model_parallel_size or 1) > 1
     if interleaved and model.pipeline_model_parallel_size == 2 and not model.overlap_p2p_comm:

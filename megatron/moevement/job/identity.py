@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The identity of a run: windows of another run or another layout are refused by name.
 
-Three digests: the run and the parallel layout, which together say that windows can be loaded as
-they are; and the training, which is the run without what another layout may change (`MAY_CHANGE`),
-by which windows of another layout of the same training are found.
+There are three digests. Those of the run and of the parallel layout together decide whether windows
+can be loaded as they are. That of the training is the run without the settings that another layout
+may change (`MAY_CHANGE`); it finds windows of another layout of the same training.
 
 The digests cover flags only. `run_settings` has the flags by name, and also the content of files
 (see `named_files`), versions and environment variables (see `computing`).
 
 Every setting counts except those named here, which cannot change a bit of training; a new flag of
-upstream counts until it is known to have no effect on bits. The parallel layout has a digest of its
-own, so that a refusal can say whether run or layout differ.
+upstream counts until it is known to have no effect on bits. The parallel layout has a separate
+digest, so that a refusal can state whether run or layout differ.
 
 `--train-iters` counts (`--train-samples` likewise): the learning rate decays over it by default,
 weight decay grows over it, and upstream shuffles datasets over as many epochs as all samples of the
@@ -127,15 +127,15 @@ MAY_CHANGE = frozenset(
         'distribute_saved_activations inprocess_active_world_size'
     ).split()
 )
-"""Settings of the run that say how a layout does its work, not what is trained: sharding of the
+"""Settings of the run that decide how a layout works, not what is trained: sharding of the
 optimizer, overlap, buckets, recomputation. Upstream derives some of them from the layout."""
 
 
 def run_identity(settings: Settings, run_id: str) -> str:
-    """Digest of the run id and of all settings that may decide bits.
+    """Digest of the run id and of all settings that may affect bits.
 
     Args:
-        settings: as before training begins.
+        settings: settings before training begins.
         run_id: the value of the flag; if empty, the settings alone are digested.
     """
     return _digest({'run id': run_id, **_counting(settings)})
@@ -164,10 +164,10 @@ def counts(name: str) -> bool:
 
 
 def training_identity(settings: Settings, run_id: str) -> str:
-    """Digest of what must not change from layout to layout: data, schedules, seeds, model.
+    """Digest of the settings that are equal in all layouts: data, schedules, seeds, model.
 
     Args:
-        settings: as before training begins.
+        settings: settings before training begins.
         run_id: the value of the flag.
     """
     counting = _counting(settings)
@@ -215,7 +215,7 @@ def run_settings(settings: Settings, run_id: str) -> RunSettings:
 
 
 def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
-    """Directory name of the run; with `--sparse-ckpt-elastic` each layout has one."""
+    """Directory name of the run; with `--sparse-ckpt-elastic`, one per layout."""
     name = _name(settings, config)
     if config.elastic == OFF:
         return name

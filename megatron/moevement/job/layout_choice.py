@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of several layouts a start takes, and how many ranks, by their number and memory.
 
-`--sparse-ckpt-elastic-layouts` is decided from the command line, before upstream parses it: what
-is chosen is appended as flags, of which the last counts.
+`--sparse-ckpt-elastic-layouts` is evaluated on the command line, before upstream parses it: the
+chosen layout is appended as flags, of which the last counts.
 
 Checked against megatron-core 0.19.2.
 """
@@ -36,7 +36,7 @@ _UNEVEN = (
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """What decides whether a layout fits a number of ranks."""
+    """Sizes that decide whether a layout fits a number of ranks."""
 
     tensor: int = 1
     expert_tensor: int | None = None
@@ -45,7 +45,7 @@ class LayoutSizes:
     cp: int = 1
     instances: int = 1
     layers: int = 0
-    """0: stages may have different numbers of them."""
+    """0: stages may have different numbers of layers."""
     experts: int | None = None
     micro_batch: int = 1
     global_batch: int | None = None
@@ -57,7 +57,7 @@ class LayoutSizes:
         return ','.join(f'{name}={size}' for name, size in sizes.items())
 
     def misfit(self, ranks: int) -> str | None:
-        """Why so many ranks cannot have this layout; None if they can."""
+        """Reason why `ranks` ranks cannot have this layout; None if they can."""
         stage = self.tensor * self.cp * self.pp
         experts = (self.expert_tensor or self.tensor) * self.ep * self.pp
         data = ranks // stage
@@ -96,7 +96,7 @@ def fitted(
             which there is too little memory (`layout_memory`); called of those that fit the number.
 
     Raises:
-        ConfigurationError: no layout fits; the message says why, for each.
+        ConfigurationError: no layout fits; the message has the reason for each.
     """
     own, fallbacks = _of(arguments)
     if not fallbacks:
@@ -154,7 +154,7 @@ def _of(arguments: Sequence[str]) -> tuple[LayoutSizes, str]:
         parser.add_argument(flag, type=int, dest=name, default=argparse.SUPPRESS)
     try:
         given, _ = parser.parse_known_args(arguments)
-    except argparse.ArgumentError:  # upstream's parser says it better
+    except argparse.ArgumentError:  # upstream's parser reports it better
         return LayoutSizes(), ''
     found = vars(given)
     fallbacks = found.pop('fallbacks')

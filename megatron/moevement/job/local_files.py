@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the files that a rank reads on its node; a missing file is named in one line.
+"""Checks that the files that a rank reads exist on its node; an error names a missing file.
 
 A replacement worker may start on a node without the mounts or local copies of the former node.
 Upstream would fail somewhere in its set-up, with a message that does not name the cause.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's training loop, or a custom one, as recovery leaves and enters it.
+"""Megatron's training loop, upstream's or a custom one, as left and entered by recovery.
 
 Checked against megatron-core 0.19.2.
 """
@@ -41,7 +41,7 @@ class MegatronLoop:
 
     Args:
         training: model and optimizer.
-        counters: of the loop.
+        counters: counters of the loop.
         around: the wrappers around the loop.
         broken: undoes interrupted iterations; None if the loop is never entered again.
     """
@@ -68,7 +68,7 @@ class MegatronLoop:
         )
 
     def committed(self, iteration: int) -> None:
-        """Mark the steps after `iteration` as not done yet."""
+        """Mark the steps after `iteration` as pending."""
         self._post_step.begin(iteration)
 
     def hand_over(self) -> bytes:

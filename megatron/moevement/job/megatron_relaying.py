@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron state as another layout picks it up (see `moevement_ext.capture.relaying`).
+"""Megatron state for a job in another layout (see `moevement_ext.capture.relaying`).
 
 Checked against megatron-core 0.19.2.
 """
@@ -28,8 +28,8 @@ class MegatronRelaying:
     Args:
         placed: layout and place of this rank.
         training: the training state.
-        present: captures the auxiliary state as it is.
-        each_data_rank: data-parallel ranks draw random numbers of their own.
+        present: captures the present auxiliary state.
+        each_data_rank: data-parallel ranks have separate random number streams.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MegatronRelaying:
         return self._experts.of(operator, part, tensor, shards, seat.expert_tensor)
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
-        """Owners of this rank's random numbers, and the first of each stage, for its groups."""
+        """Owners of this rank's random numbers; also the first of each stage, for its groups."""
         self._seats = seats
         self._shards_before = 1 + max(seat.expert_tensor for seat in seats.values())
         first = {seat.pipeline: owner for owner, seat in sorted(seats.items(), reverse=True)}
@@ -97,7 +97,6 @@ class MegatronRelaying:
         return {*first.values(), *(owner for owner in streams if owner is not None)}
 
     def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
-        """Auxiliary state of this rank."""
         return iteration_state.encode(
             relaid(
                 {owner: iteration_state.decode(state) for owner, state in states.items()},
@@ -109,5 +108,5 @@ class MegatronRelaying:
         )
 
     def kept(self, was: Layout) -> str:
-        """What of random numbers goes on."""
+        """Text for the log: which random number streams continue."""
         return told_streams(was, self._layout)

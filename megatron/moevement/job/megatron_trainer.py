@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Megatron training loop as recovery sees it (see `moevement_ext.recover.trainer`).
+"""The Megatron implementation of recovery's trainer (see `moevement_ext.recover.trainer`).
 
 Checked against megatron-core 0.19.2.
 """
@@ -40,8 +40,8 @@ class MegatronTrainer:
     """Model, optimizer, data and pipeline of this rank. Training thread only.
 
     Args:
-        facts: of the job.
-        counters: of the loop.
+        facts: facts of the job.
+        counters: counters of the loop.
         training: the training state.
         around: the wrappers around the loop.
         localized: the loop is entered again after failures of other ranks.

@@ -33,7 +33,7 @@ FILES = (
     'heterogeneous_layers_config_path te_precision_config_file kitchen_config_file '
     'tp_comm_overlap_cfg nccl_communicator_config_path yaml_cfg langrl_env_config'
 ).split()
-"""Flags that may name a file that decides bits; of a folder (a tokenizer's), all files count."""
+"""Flags that may name a file that affects bits; in a folder (of a tokenizer), all files count."""
 MODULES = ('spec', 'fp8_quantizer_factory', 'fp4_quantizer_factory')
 """Flags that name Python modules."""
 WRITTEN = 'moe_routing_trace_path logits_save_dir rl_profile_dir ckpt_convert_save'.split()

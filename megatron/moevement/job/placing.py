@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parallel layout of a job, and the place of a rank in it, from the settings alone.
 
-Computed as upstream's `RankGenerator` does: tensor-parallel ranks are next to each other, then
-those of context and data parallelism (or of experts and their replicas), then stages; with
-`--use-tp-pp-dp-mapping` stages come before data parallelism.
+Follows upstream's `RankGenerator`: tensor-parallel ranks are adjacent, then those of context and
+data parallelism (or of experts and their replicas), then stages; with `--use-tp-pp-dp-mapping`
+stages come before data parallelism.
 
 Checked against megatron-core 0.19.2.
 """
@@ -78,7 +78,7 @@ def seat_of(rank: int, layout: Layout, stages_before_data: bool = False) -> Seat
 
 
 def _splits_further(settings: Settings, of: str, tensor: int) -> bool:
-    """True if weights lie on more ranks than tensor parallelism says, which no number here shows.
+    """True if weights are sharded further than by tensor parallelism; no size here describes that.
 
     Upstream's number of shards is that of tensor-parallel ranks unless a flag raises it.
     """
@@ -87,7 +87,7 @@ def _splits_further(settings: Settings, of: str, tensor: int) -> bool:
 
 
 def _digits(number: int, sizes: list[int]) -> list[int]:
-    """Digits of a number in a mixed base, the fastest first."""
+    """Digits of a number in a mixed base, the least significant first."""
     digits = []
     for size in sizes:
         number, digit = divmod(number, max(size, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of a job without a failure, and the host memory that they keep or free.
+"""Exits of a job without a failure, and the host memory that they keep or free.
 
 Upstream ends a process inside its loop, by `sys.exit`, for `--exit-interval`,
 `--exit-duration-in-mins`, `--exit-signal-handler`, and when its rerun machine wants the job to

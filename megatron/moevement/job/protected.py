@@ -40,7 +40,7 @@ def protected_job(
     data: DataPosition,
     operations: OperationCount,
 ) -> Iterator[Session]:
-    """Join the other ranks, and end with them. Around all use of `torch.distributed`.
+    """Join the other ranks, and exit together with them. Around all use of `torch.distributed`.
 
     Training thread of every rank. Host memory is freed when the context ends normally; after an
     exception it stays, and the next launch of the job recovers from it.

@@ -60,7 +60,7 @@ def _line(
 
 
 def exit_line(iteration: int, removed: bool, directory: Path | str | None) -> str:
-    """The line at a planned exit: what the next launch of the job resumes from."""
+    """The line at a planned exit, with the source for the next launch of the job."""
     windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
     if removed:
         windows, hint = 'removed', f'--load {directory}'

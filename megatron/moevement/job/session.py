@@ -146,12 +146,12 @@ class Session:
                 self.job.rank.events.emit(LossLogged(loss=loss))
 
     def say_what_stays(self) -> None:
-        """Print where windows stay after the end of the job, if they do."""
+        """Print the directory of windows that outlive the job, if there are any."""
         if self.job.keeps_windows:
             self._say_kept()
 
     def leave_before_recovery(self) -> NoReturn:
-        """Exit, as the loop ended before the step that recovers the state: the state is unusable.
+        """Exit because the loop ended before the step that recovers the state, which is unusable.
 
         Raises:
             SystemExit: status 0; the next launch of the job resumes from its windows.

@@ -50,7 +50,7 @@ def not_localized(settings: Settings) -> str | None:
 
 
 def hazard(settings: Settings) -> str | None:
-    """What training itself may lose with these flags; None if no hazard is known."""
+    """Effects by which these flags may harm training itself; None if none is known."""
     found = [words for applies, words in _HAZARDS if applies(settings)]
     return '; '.join(found) or None
 

@@ -101,7 +101,7 @@ class UpstreamTrainer:
         return self._session.set_up(build, load_dense, self._dense_iteration())
 
     def _dense_iteration(self) -> int:
-        if self._session.job.joining:  # the survivors chose a source long ago
+        if self._session.job.joining:  # the survivors have chosen a source already
             return -1
         return dense_tier.dense_iteration(self._facts, self._session.job.rank.exchange)
 

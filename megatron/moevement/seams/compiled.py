@@ -6,7 +6,7 @@ By default, three results depend on that history:
 
 - After eight variants of a function (shapes, types, frozen or trained operators) torch runs it
   uncompiled from then on, with other rounding and other random numbers.
-- Compiled code draws from its own random number algorithm, uncompiled code from the eager kernels.
+- Compiled code has its own random number algorithm; uncompiled code uses that of the eager kernels.
 - Kernels on a GPU are selected by a measurement, and a sum over rows that fit into one block is
   split by the number of rows of the first input.
 
@@ -34,25 +34,25 @@ _INDUCTOR = {
     'max_autotune_gemm': False,
     'coordinate_descent_tuning': False,
 }
-# Where torch has no `batch_invariant`: sums in steps, which are equal for any number of rows.
+# For torch without `batch_invariant`: sums in steps, which are equal for any number of rows.
 _WITHOUT_INVARIANCE = {'triton.persistent_reductions': False}
 # Earlier versions of torch ignore the number of rows anyway.
 _ALIKE_UNTIL = '2.12'
 
 
 def make_repeatable(deterministic: bool, warns: bool) -> None:
-    """Make torch compile independently of this process's history. Before iteration 1.
+    """Make torch compile independently of this process's history. Call before iteration 1.
 
     Args:
-        deterministic: `--deterministic-mode` was given. Else only settings without cost are made.
-        warns: this rank warns if equal bits cannot be promised.
+        deterministic: `--deterministic-mode` was given; otherwise only settings without cost apply.
+        warns: this rank warns if equal bits cannot be guaranteed.
     """
     compiles = os.environ.get('TORCHDYNAMO_DISABLE') != '1'
     if warns and not deterministic and (compiles or torch.cuda.is_available()):
         logger.warning(
             'sparse checkpointing: without --deterministic-mode a recovery may end in other bits '
-            'than training without the failure: kernels may add in another order or be chosen '
-            'anew, and compiled functions draw random numbers of their own.'
+            'than training without the failure: kernels may add in another order or be selected '
+            'again, and compiled functions draw other random numbers.'
         )
     if not compiles:
         return

@@ -73,7 +73,7 @@ def patch_upstream() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """A fresh no-op: torch's tracing tables refuse one function under several names."""
+    """Return a new no-op: torch's tracing tables refuse one function under several names."""
     return lambda *args, **kwargs: None
 
 
@@ -225,7 +225,7 @@ def _redirect_streams() -> None:
 
 
 def _keeping_rng(build: Callable[..., object], *args: object, **kwargs: object) -> object:
-    """Keep the CPU's generator, which is the model's here, from the seed that a loader draws."""
+    """Keep the CPU's generator, which is the model's here, unchanged by the seed of a loader."""
     state = torch.get_rng_state()
     try:
         return build(*args, **kwargs)

@@ -43,8 +43,8 @@ def indices(build: Callable[..., object], dataset: GPTDataset) -> object:
     except _UNREADABLE as error:
         cache = dataset.config.path_to_cache
         logger.warning(
-            'sparse checkpointing: the data cache cannot be used on %s (%s); indices of samples '
-            'are built in memory, and take longer',
+            'sparse checkpointing: the data cache cannot be used on %s (%s); sample indices are '
+            'built in memory, which takes longer',
             node_name(),
             error,
         )

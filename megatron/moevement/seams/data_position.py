@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves data iterators to any position, forward or backward.
 
-For upstream's trainer `UpstreamData` wraps `build_pretraining_data_loader`, to learn the datasets:
-a loader made again with another number of consumed samples continues exactly there. Upstream calls
-it for training, validation (maybe several sets) and test data in this order, within
+For upstream's trainer `UpstreamData` wraps `build_pretraining_data_loader`, to record the datasets:
+a loader created again with another number of consumed samples continues exactly there. Upstream
+calls it for training, validation (maybe several sets) and test data in this order, within
 `build_train_valid_test_data_iterators`, which runs once per virtual pipeline chunk.
 
 Checked against megatron-core 0.19.2.
@@ -41,7 +41,7 @@ _OpenAt = Callable[[int], DataLoader[object]]
 
 
 class UpstreamData:
-    """Knows the datasets behind the iterators of upstream's trainer.
+    """Records the datasets behind the iterators of upstream's trainer.
 
     Args:
         cyclic: upstream reads its loaders repeatedly (`--dataloader-type cyclic`).
@@ -84,14 +84,14 @@ class UpstreamData:
     def _noting(
         self, build: Callable[..., DataLoader[object]], dataset: object, consumed_samples: int
     ) -> DataLoader[object]:
-        # Of several validation sets only the first is recorded as one, as they are never moved.
+        # Only the first of several validation sets counts as one; such sets are never moved.
         kind = _KINDS[min(self._calls, len(_KINDS) - 1)]
         self._calls += 1
         self._loaders[kind].append(partial(build, dataset))
         return build(dataset, consumed_samples)
 
     def _move(self, kind: str, consumed_samples: int) -> None:
-        """Make loaders anew; all generators keep their states, whatever the loaders draw."""
+        """Create the loaders again; all generators keep their states, whatever the loaders draw."""
         iterators = self._iterators[kind]
         chunks = iterators if isinstance(iterators, Sequence) else [iterators]
         with generators_unmoved():

@@ -46,11 +46,11 @@ _NONE = DenseTier(-1)
 def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes]]) -> int:
     """Iteration that `--load` would resume from, -1 if not all ranks can read a checkpoint.
 
-    Collective. The log names what cannot be read; a job without another source still tries to load.
+    Collective. The log names unreadable files; a job without another source still tries to load.
 
     Args:
         facts: facts of the job.
-        exchange: gives the other ranks some bytes under a name, and returns those of all ranks.
+        exchange: publishes bytes under a name, and returns those of all ranks.
     """
     if facts.load is None:
         return -1
@@ -68,8 +68,8 @@ def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes
         if facts.rank == 0:
             reasons = [f'rank {rank}: {text}' for rank, text in list(problems.items())[:_NAMED]]
             logger.warning(
-                'sparse checkpointing: the dense checkpoint of --load is left out unless nothing '
-                'else is left, as %d of %d ranks cannot read it: %s',
+                'sparse checkpointing: the dense checkpoint of --load is used only if there is no '
+                'other source, as %d of %d ranks cannot read it: %s',
                 len(problems),
                 len(seen),
                 '; '.join(reasons),
@@ -125,13 +125,13 @@ def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier
         with maybe_msc.open(tracker, 'r') as file:
             text = file.read().strip()
         if text != _RELEASE and not text.isdecimal():
-            return DenseTier(-1, f'{tracker} says {text!r}, which is no iteration')
+            return DenseTier(-1, f'{tracker} contains {text!r}, which is no iteration')
         iteration = 0 if text == _RELEASE else int(text)
         if step is not None:
             iteration = step
         named = get_checkpoint_name(directory, iteration, text == _RELEASE, return_base_dir=True)
         if not maybe_msc.os.path.isdir(named):
-            return DenseTier(-1, f'{named}, which {tracker} names, is not there')
+            return DenseTier(-1, f'{named}, which {tracker} names, does not exist')
         missing = _missing_in(Path(named)) if look_inside else None
     except OSError as error:
         return DenseTier(-1, f'{tracker}: {error}')
@@ -155,5 +155,5 @@ def _missing_in(folder: Path) -> str | None:
     for name, size in sizes.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size < size:
-            return f'{path} is cut off, or not there'
+            return f'{path} is truncated or missing'
     return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that a layout takes at least, of a device and of a node, before anything is allocated.
+"""Minimum memory of a layout on a device and on a node, computed before any allocation.
 
 Parameters are counted by upstream's own arithmetic, windows by that of `memory.sizing`. Activations
-are not counted, nor windows of more than one iteration, which `auto` makes only if there is room.
-Weights of 16 bits beside optimizer state of 32 are assumed; of other jobs nothing is refused.
+are not counted, nor windows of more than one iteration, which `auto` chooses only if there is
+space. The arithmetic assumes 16-bit weights and 32-bit optimizer state; no other job is refused.
 
 Checked against megatron-core 0.19.2.
 """
@@ -27,7 +27,7 @@ AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 _WEIGHT_AND_GRADIENT_BYTES = 6
 _ALL_BYTES = 18  # with masters and two moments
-# Flags with which a device may hold less than that.
+# Flags with which a device may hold fewer bytes.
 _LESS = (
     'use_precision_aware_optimizer',
     'optimizer_cpu_offload',
@@ -38,7 +38,7 @@ _LESS = (
 
 
 class NodeCapacity(NamedTuple):
-    """What this node has. Nodes are taken to be alike: all ranks must choose the same layout."""
+    """Capacity of this node. Nodes are assumed equal: all ranks must choose the same layout."""
 
     ranks: int
     """Number of the job's ranks on this node."""
@@ -47,7 +47,7 @@ class NodeCapacity(NamedTuple):
 
     @classmethod
     def here(cls) -> 'NodeCapacity':
-        """This node, by the launcher's variables."""
+        """This node, from the launcher's environment variables."""
         device = None
         if torch.cuda.is_available():
             place = int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()
@@ -58,11 +58,11 @@ class NodeCapacity(NamedTuple):
 def too_little(
     arguments: Sequence[str], ranks: int, node: NodeCapacity, add_arguments: AddArguments
 ) -> str | None:
-    """Why a layout has too little memory, with the bytes; None if it may have enough.
+    """Reason why a layout has too little memory, with the bytes; None if it may have enough.
 
     Args:
         arguments: the command line with the flags of the layout.
-        ranks: of the job.
+        ranks: number of ranks of the job.
         node: this node.
         add_arguments: adds the flags of this project to upstream's parser.
     """
@@ -91,7 +91,7 @@ def too_little(
 
 
 def _bytes_of_rank(args: argparse.Namespace, ranks: int) -> tuple[int, int]:
-    """Bytes on the device of the fullest rank, and those of them that its windows have."""
+    """Bytes on the device of the fullest rank, and the part of them that its windows hold."""
     _complete(args, ranks)
     total = compute_weight_and_optimizer_memory(args)
     sharded, args.use_distributed_optimizer = args.use_distributed_optimizer, False
@@ -101,7 +101,7 @@ def _bytes_of_rank(args: argparse.Namespace, ranks: int) -> tuple[int, int]:
 
 
 def _complete(args: argparse.Namespace, ranks: int) -> None:
-    """Set what upstream's checks would derive; each instance shards the optimizer by itself."""
+    """Set values that upstream's checks would derive; each instance shards the optimizer itself."""
     instances = args.num_distributed_optimizer_instances
     stages = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     args.world_size = ranks // instances

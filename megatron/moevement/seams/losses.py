@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies the loss of each iteration on this rank to the host, without a wait of training.
 
-Wraps the schedules that `get_forward_backward_func` chooses from; on the last stage their result is
-the loss function's result for each micro-batch. The copy runs behind the backward pass, and has
-arrived long before the update has waited for the gradient norm.
+Wraps the schedules that `get_forward_backward_func` chooses from; on the last stage they return the
+result of the loss function for each micro-batch. The copy runs after the backward pass, and is
+complete long before the update has waited for the gradient norm.
 Checked against megatron-core 0.19.2.
 """
 
@@ -30,7 +30,7 @@ class Losses:
             patches.wrap(f'megatron.core.pipeline_parallel.schedules:{name}', self._run)
 
     def begin(self) -> None:
-        """Begin an iteration: its loss is unknown."""
+        """Begin an iteration: its loss is not available yet."""
         self._micro_batches, self._arrived = 0, None
 
     @property
@@ -38,7 +38,7 @@ class Losses:
         """Mean of the iteration's first kind of loss over the micro-batches of this rank.
 
         None on all stages but the last, in an iteration whose passes are recorded as one graph,
-        and if the copy has not arrived yet.
+        and if the copy is not complete yet.
         """
         if not self._micro_batches or (self._arrived and not self._arrived.query()):
             return None

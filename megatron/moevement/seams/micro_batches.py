@@ -95,9 +95,9 @@ class MicroBatches:
             )
         if (kwargs.get('seq_length') or 0) > self._tokens:
             raise ConfigurationError(
-                f'train_step ran a schedule with seq_length={kwargs["seq_length"]}, for which the '
-                f'log has no room: TrainingPlan.seq_length is {self._tokens}. Give the longest '
-                'there.'
+                f'train_step ran a schedule with seq_length={kwargs["seq_length"]}, but the log '
+                f'has space for TrainingPlan.seq_length {self._tokens}; set that to the longest '
+                'sequence.'
             )
         if any(kwargs.get(name) is not value for name, value in self._given.items()):
             raise ConfigurationError(

@@ -175,7 +175,7 @@ TAKING = {
         'master_weights', 'master_weight_dtype', 'exp_avg_dtype', 'exp_avg_sq_dtype',
     ),
 }  # fmt: skip
-"""Parts that some installations lack, with some of their parameters: compared when wrapped."""
+"""Parts that some installations lack, with some of their parameters; compared when wrapped."""
 
 Wrapper = Callable[..., object]
 """Called as `wrapper(original, ...)` with the arguments of the original."""
@@ -248,6 +248,6 @@ def _find(part: str) -> tuple[Any, str, Callable[..., object]]:
 
 def _changed(part: str, how: str) -> InstallationError:
     return InstallationError(
-        f'{part} {how}: what is installed is not what sparse checkpointing was checked against. '
+        f'{part} {how}: this is not the version that sparse checkpointing was checked against. '
         f'Install {CHECKED_VERSION}.'
     )

@@ -127,7 +127,7 @@ class PostStep:
         self._exits_made = iteration
 
     def take_over(self, survivors: Sequence[PostStepProgress]) -> None:
-        """Know what the survivors know: all of them may be lost before this recovery ends."""
+        """Adopt the progress of the survivors: all may be lost before this recovery ends."""
         self._evaluated = all(survivor.evaluated for survivor in survivors)
         self._saved = all(survivor.saved for survivor in survivors)
         self._exits_made = max(survivor.exits_made for survivor in survivors)
@@ -172,8 +172,8 @@ class PostStep:
     def progress(self) -> PostStepProgress:
         """Progress, for other ranks after a failure.
 
-        A recovery moves the counter back. If another failure interrupts it, the samples that this
-        rank had consumed before the first one count.
+        A recovery moves the counter of validation samples back. If another failure interrupts the
+        recovery, the samples that this rank had consumed before the first failure count.
         """
         self._valid_told = max(self._valid_told, self._counters.consumed_valid_samples)
         return PostStepProgress(

@@ -5,10 +5,11 @@ Nothing else is changed; with `MOEVEMENT_UPSTREAM_LOG=all` in the environment no
 
 - *CPU RNG state changed within GPU RNG context*: on a machine without a GPU the generator of the
   "GPU" is that of the CPU (see `cpu_device`), so upstream warns in every layer and iteration
-  without a fault.
+  although nothing is wrong.
 - Warnings that Transformer Engine and Apex are not installed, from several modules of each process:
   on a machine without a GPU, where both are useless, only the first process of a job warns, once.
-- The list of arguments, some 400 lines: a restarted worker has the same. With `--sparse-ckpt`.
+- With `--sparse-ckpt`, the list of arguments, some 400 lines, in a restarted worker: it is
+  unchanged.
 
 Checked against megatron-core 0.19.2.
 """
@@ -32,7 +33,7 @@ _ON_A_CPU = (
     '--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion '
     '--no-bias-gelu-fusion --no-bias-dropout-fusion'
 )
-# Shortest abbreviation of --distributed-backend that upstream's parser takes.
+# Shortest abbreviation of --distributed-backend that upstream's parser accepts.
 _SHORTEST_BACKEND = '--distributed-b'
 
 
@@ -76,8 +77,8 @@ def refuse_without_gpu(flags: Sequence[str]) -> None:
             backend = value or following
     if backend == 'nccl':
         raise UserError(
-            'no GPU is visible here, and --distributed-backend is nccl, which needs some: start it '
-            f'where GPUs are, or, to try it on the CPU, add {_ON_A_CPU}'
+            'no GPU is visible here, and --distributed-backend nccl needs GPUs: start the job on a '
+            f'machine with GPUs, or, to try it on the CPU, add {_ON_A_CPU}'
         )
 
 

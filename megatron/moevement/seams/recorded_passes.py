@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs passes that upstream records as a CUDA graph eagerly while a recovery replays.
 
-A graph recorded during a replay would leave out the gradients of frozen operators for ever, so a
-replay does not count as a warm-up for it either. Graphs of single layers need no such care: with
-`--cuda-graph-impl transformer_engine` upstream's loop records between two of its own iterations,
-after those that a recovery replays.
+A graph recorded during a replay would leave out the gradients of frozen operators in all later
+iterations, so a replay does not count as a warm-up for it either. Graphs of single layers need no
+such care: with `--cuda-graph-impl transformer_engine` upstream's loop records between two of its
+own iterations, after those that a recovery replays.
 
 Checked against megatron-core 0.19.2.
 """

@@ -41,7 +41,7 @@ def setting(name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def without_connections(backend: str) -> Iterator[None]:
-    """Make process groups without connections within the context.
+    """Create process groups without connections within the context.
 
     For a process that joins a running job: the other ranks take no part in its set-up. The groups
     are connected later, in place, by `backend`.
@@ -58,11 +58,12 @@ def without_connections(backend: str) -> Iterator[None]:
 
 
 def fill_first_step_caches(optimizer: MegatronOptimizer, config: TransformerConfig) -> None:
-    """Set values that an optimizer would find out by a collective in its first step.
+    """Set values that an optimizer would determine by a collective in its first step.
 
     The value is whether any rank has parameters with a separate gradient norm: those of detached
-    multi-token prediction layers. Survivors asked the others long ago, a new process never, and
-    before the first update no rank: a rank that asked within an iteration would wait for ever.
+    multi-token prediction layers. Survivors have run that collective long ago, a new process has
+    not, and before the first update no rank has. A rank that ran it alone within an iteration would
+    wait for ever.
 
     Args:
         optimizer: upstream's optimizer.
@@ -99,7 +100,7 @@ def saved_iteration(save: str | None) -> int:
 def consumed_of_the_phase() -> int:
     """Consumed training samples at which upstream opens its loader.
 
-    With `--phase-transition-iterations` the data start anew at each of these iterations.
+    With `--phase-transition-iterations` the data start again at each of these iterations.
     """
     args = training.get_args()
     transitions = args.phase_transition_iterations or ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spares a process that joins a running job what needs not be done then, or twice.
+"""Shortens the start of a process that joins a running job.
 
-- Upstream takes the help of its flags from the source files of its dataclasses, which it parses
+- Upstream extracts the help of its flags from the source files of its dataclasses, which it parses
   each time that it builds its parser: some 0.2 s.
 - It builds the parser twice, the second time to look up `--enable-ft-package`.
 - It imports some modules in its set-up.
@@ -39,11 +39,11 @@ def install() -> None:
 
 
 def warm_up() -> None:
-    """Do what depends on no rank, in a process that waits to become a worker, or to fork some."""
+    """Do work that depends on no rank, in a process that waits to become or to fork workers."""
     install()
     add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     for name in _IMPORTED_LATE:
-        with suppress(ImportError):  # such as of an optional package: the job may not need it
+        with suppress(ImportError):  # e.g. of an optional package: the job may not need it
             importlib.import_module(name)
 
 
@@ -56,6 +56,6 @@ def _docstrings(
 
 
 def _set_up_if_asked(original: Callable[[], None]) -> None:
-    """Upstream returns at once without the flag, which is parsed already."""
+    """Skip upstream's set-up without the flag: it would build its parser again to return."""
     if get_args().enable_ft_package:
         original()

@@ -27,7 +27,7 @@ from moevement_ext.memory.batches import copy_all
 
 
 class BrokenIteration:
-    """Copies at the start of an iteration what it accumulates into. Training thread only.
+    """Copies, at the start of an iteration, the tensors it accumulates into. Training thread only.
 
     Args:
         model: model chunks of this rank.
@@ -59,7 +59,6 @@ class BrokenIteration:
         copy_all([self._metrics[name] for name in metrics], list(metrics.values()))
 
     def roll_back(self) -> None:
-        """Undo what the newest iteration has accumulated so far."""
         copy_all(self._buffers, self._kept)
         for name, values in _metrics().items():
             if name in self._metrics:
@@ -96,8 +95,8 @@ class BrokenIteration:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
-            # A new process learns in its first batch the order in which gradients become ready, and
-            # reduces them in another order until then: all ranks must do so together.
+            # A new process determines in its first batch the order in which gradients become
+            # ready, and reduces in another order until then: all ranks must do so together.
             group.is_first_batch = True
             group.per_param_grad_ready_counts = {}
             group.golden_per_param_grad_ready_counts = {}
@@ -117,7 +116,7 @@ def _reset_shared_experts(chunk: DistributedDataParallel) -> None:
 
 
 def _metrics() -> dict[str, torch.Tensor]:
-    """Metrics that upstream accumulates over an iteration for its log, by name."""
+    """Metrics that upstream accumulates for its log over an iteration, by name."""
     of_experts = {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
     of_more_tokens = MTPLossLoggingHelper.tracker.items()
     return of_experts | {

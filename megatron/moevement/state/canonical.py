@@ -25,8 +25,8 @@ def canonical_name(operator: str, tensor: str, shared: bool) -> str:
     """Name of a tensor in the whole model.
 
     Args:
-        operator: as in a record, e.g. `layer3.expert5`.
-        tensor: as in a record; its first part names the model chunk.
+        operator: operator in a record, e.g. `layer3.expert5`.
+        tensor: tensor in a record; its first part names the model chunk.
         shared: embedding and output layer share their weight, of which the last stage has a copy.
     """
     name = _CHUNK.sub('', tensor)

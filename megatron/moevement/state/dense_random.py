@@ -32,7 +32,7 @@ _FOLDER = 'moevement'
 _VERSION = 1
 _CHECKSUM_BYTES = 8
 _HEAD_BYTES = 2**20
-# Files that identify a checkpoint; the first that exists is digested.
+# Files that identify a checkpoint; the first existing one is digested.
 _TELLING = 'common.pt', '.metadata', 'mp_rank_*/model_optim_rng.pt'
 
 
@@ -115,14 +115,14 @@ class DenseRandom:
         return result
 
     def _say_missing(self, iteration: int, folders: list[Path]) -> None:
-        """Warn once for the job, or on each rank that alone lacks its states."""
+        """Warn once for the job, or on each rank whose states alone are missing."""
         alone = any(folder.is_dir() for folder in folders)
         if self._experts_draw and (alone or self._facts.rank == 0):
             logger.warning(
                 'sparse checkpointing: the dense checkpoint of iteration %d has no random numbers '
-                'of rank %d, as it is of plain Megatron, of another layout or damaged: with '
-                '--moe-router-force-load-balancing experts draw anew from their seed, and bits '
-                'differ from those of a run that went on.',
+                'of rank %d: it is of plain Megatron, of another layout or damaged. With '
+                '--moe-router-force-load-balancing experts draw again from their seed, and bits '
+                'differ from those of an uninterrupted run.',
                 iteration,
                 self._facts.rank,
             )

@@ -37,7 +37,7 @@ from moevement_ext.capture.generators import (
 Setting = bool | int | float | str | None | list[float]
 """A value of a parameter group or a schedule; a tuple of numbers (betas) becomes a list."""
 
-# Training itself changes these keys of a group; other fields of the state restore them.
+# Training itself changes these keys of a group; they are restored from other fields of the state.
 _CHANGING = ('params', 'step', 'lr', 'weight_decay', 'num_steps')
 
 
@@ -142,7 +142,7 @@ def restore_counters(state: IterationState, counters: Counters) -> None:
 
 
 def move_to(iteration: int, consumed_train_samples: int, counters: Counters) -> None:
-    """Advance the counters: `iteration` iterations and so many samples are committed."""
+    """Advance the counters to `iteration` committed iterations and `consumed_train_samples`."""
     counters.skipped_train_samples += (iteration - counters.iteration) * skipped_samples()
     counters.iteration = counters.curr_iteration = iteration
     counters.consumed_train_samples = consumed_train_samples
@@ -198,7 +198,7 @@ def _scalers(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _group_steps(optimizer: MegatronOptimizer) -> Iterator[int | None]:
-    """Step counts of groups. Ignores a stale `step` from a dense checkpoint in torch's Adam."""
+    """Step counts of groups; ignores the `step` that a dense checkpoint leaves in torch's Adam."""
     for inner in chained(optimizer):
         counted = not counts_steps_per_parameter(inner.optimizer)
         for group in inner.optimizer.param_groups:
@@ -207,7 +207,7 @@ def _group_steps(optimizer: MegatronOptimizer) -> Iterator[int | None]:
 
 def _restore_group_steps(optimizer: MegatronOptimizer, steps: list[int | None]) -> None:
     for group, step in zip(optimizer.param_groups, steps, strict=True):
-        if step is None:  # the group had no step yet, and counts from nothing
+        if step is None:  # the group had no step yet, and counts from zero
             group.pop('step', None)
         else:
             group['step'] = step

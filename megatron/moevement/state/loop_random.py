@@ -3,7 +3,7 @@
 
 A stage that replays repeats only the steps, and a failure may interrupt the code between them. So
 draws there (by an evaluation, by opening a loader, by generated samples) must not affect training.
-The loop gets a stream of its own, which starts as a copy of training's.
+The loop has a separate stream, which starts as a copy of training's.
 """
 
 from collections.abc import Iterator

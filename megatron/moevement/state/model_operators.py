@@ -120,15 +120,14 @@ def check_complete(
             owners[id(parameter)] = operator.name
             if not parameter.requires_grad:  # a replay uses this attribute to freeze
                 raise SparseCheckpointError(
-                    f'{name} has requires_grad=False; sparse checkpointing does not know of '
-                    'parameters that are not trained. Train all of them, or train without '
-                    '--sparse-ckpt.'
+                    f'{name} has requires_grad=False; sparse checkpointing does not support '
+                    'untrained parameters. Train all of them, or train without --sparse-ckpt.'
                 )
     lost = [state.name for state in states.values() if id(state.parameter) not in owners]
     if lost:
         raise SparseCheckpointError(
             f'The optimizer holds state for parameters that no operator owns: {lost[:5]}. '
-            'Sparse checkpointing does not know this model; train without --sparse-ckpt.'
+            'Sparse checkpointing does not support this model; train without --sparse-ckpt.'
         )
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More capacity for experts that have lost tokens, until as many more have come to them.
+"""Extra capacity for experts whose tokens were lost, until they have received as many more.
 
-Where `--moe-expert-capacity-factor` is set, tokens above the capacity of an expert are dropped; an
-expert that is owed tokens drops only those above 1.1 times of that. What it gains counts at the end
-of an iteration: all micro-batches of one, and what is computed again of them, are dropped alike.
-Without the factor, or where batches are padded to the capacity, nothing changes.
+With `--moe-expert-capacity-factor`, tokens above the capacity of an expert are dropped; an expert
+that is owed tokens drops only tokens above 1.1 times its capacity. Gained tokens are subtracted at
+the end of an iteration, so that all its micro-batches, and recomputed passes, drop alike. Without
+the factor, or where batches are padded to the capacity, nothing changes.
 
 Wraps, in `megatron.core.transformer.moe.router`, `apply_router_token_dropping`, once tokens are
 owed. Checked against megatron-core 0.19.2.
@@ -25,12 +25,12 @@ type _Routed = tuple[torch.Tensor, torch.Tensor]
 
 
 class MoreCapacity:
-    """What the experts of this rank's routers are owed. Training thread only.
+    """Tokens owed to the experts of this rank's routers. Training thread only.
 
     Args:
-        routers: of all layers.
-        shape: layers and experts.
-        device: of the counts.
+        routers: routers of all layers.
+        shape: numbers of layers and experts.
+        device: device of the counts.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class MoreCapacity:
         patches.wrap(_DROPPING, self._drop)
 
     def owe(self, tokens: Sequence[Sequence[float]]) -> None:
-        """From now on, give these experts more, by layer and expert; nothing else is owed."""
+        """Set the tokens owed from now on, by layer and expert; replaces earlier debts."""
         self._owed.copy_(torch.tensor(tokens, dtype=torch.float64))
         self._gained.zero_()
 
     def settle(self, committed: bool) -> None:
-        """Count what was gained in an iteration, if that is committed."""
+        """Subtract the tokens gained in an iteration, if it is committed."""
         if committed:
             self._owed -= self._gained
         self._gained.zero_()
@@ -64,14 +64,14 @@ class MoreCapacity:
         wider = {**kwargs, 'capacity_factor': FACTOR * kwargs['capacity_factor']}
         more_probs, more_routed = original(*args, **wider)
         owed = self._owed[self._layer] > 0
-        if torch.is_grad_enabled():  # once, where a forward pass is computed twice
+        if torch.is_grad_enabled():  # counts once if a forward pass is recomputed
             gained = more_routed.sum(dim=0) - routed.sum(dim=0)
             self._gained[self._layer] += gained * owed
         return torch.where(owed, more_probs, probs), torch.where(owed, more_routed, routed)
 
 
 def by_layer(layers: Sequence[str], experts: int, tokens: Mapping[str, float]) -> list[list[float]]:
-    """Tokens by layer and expert, of operators' names."""
+    """Convert tokens by operator name to lists by layer and expert."""
     return [
         [tokens.get(f'{layer}.expert{expert}', 0.0) for expert in range(experts)]
         for layer in layers

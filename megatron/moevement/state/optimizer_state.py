@@ -74,8 +74,8 @@ class ParameterState:
     def updates_weight(self) -> bool:
         """True if the optimizer writes the compute weights itself.
 
-        So in fp32, and where the optimizer state holds the masters. A master of 16 or 8 bits does
-        not determine the weight: both are rounded from the result of the update.
+        This holds in fp32, and where the optimizer state holds the masters. A master of 16 or 8
+        bits does not determine the weight: both are rounded from the result of the update.
         """
         return stored.raw(self.main).data_ptr() == self.weight_of_main().data_ptr()
 
@@ -189,7 +189,8 @@ def _states_of(
             yield _replicated(names[parameter], parameter, parameter, inner)
     else:
         raise SparseCheckpointError(
-            f'--sparse-ckpt does not know the optimizer {type(optimizer).__name__}.'
+            f'--sparse-ckpt does not support the optimizer {type(optimizer).__name__}; use '
+            '--optimizer adam or muon, or train without --sparse-ckpt.'
         )
 
 

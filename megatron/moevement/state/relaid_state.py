@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The auxiliary state of a rank in another layout, made of those of the ranks that were.
+"""The auxiliary state of a rank in another layout, assembled from the ranks of the previous layout.
 
 Counters, schedules and positions are the same on all ranks. Each stream of random numbers belongs
-to a stage, a tensor-parallel shard, or a shard of the experts; one that exists in both layouts goes
-on, another one is as upstream seeds it at the start of a job. Parameter groups are matched by what
-distinguishes them, as their number depends on the layout.
+to a stage, a tensor-parallel shard, or an expert shard. A stream that exists in both layouts
+continues; a new stream starts as upstream seeds it at the start of a job. Parameter groups are
+matched by their distinguishing settings, as their number depends on the layout.
 
 Checked against megatron-core 0.19.2.
 """
@@ -31,23 +31,23 @@ _EXPERTS = 'is_expert_parallel'
 
 
 class Streams(NamedTuple):
-    """Owners whose random numbers a rank goes on with; None: none had this rank's stream."""
+    """Owners whose random numbers a rank continues; None: no owner had this rank's stream."""
 
     stage: int | None
-    """Owner of all generators but that of the experts."""
+    """Owner of all generators except that of the experts."""
     experts: int | None
     """Owner of the generator of the experts."""
 
 
 def streams_of(own: Seat, seats: Mapping[int, Seat], each_data_rank: bool) -> Streams:
-    """Owners with the streams of a rank.
+    """Owners that have the streams of a rank.
 
     Args:
         own: place of the rank.
         seats: places of all owners.
-        each_data_rank: data-parallel ranks have streams of their own
-            (`--data-parallel-random-init`); else they share those of a stage, and the same
-            data-parallel rank is preferred.
+        each_data_rank: data-parallel ranks have separate streams (`--data-parallel-random-init`);
+            otherwise they share the streams of a stage, and the same data-parallel rank is
+            preferred.
     """
     stage = {
         owner: (seat.data != own.data, seat.context != own.context, owner)
@@ -68,7 +68,7 @@ def streams_of(own: Seat, seats: Mapping[int, Seat], each_data_rank: bool) -> St
 
 
 def told_streams(was: Layout, now: Layout) -> str:
-    """Which streams of random numbers go on, and which begin anew, for the log."""
+    """Text for the log: which streams of random numbers continue, and which are seeded again."""
     anew = []
     for what, before, after in (
         ('stages', was.pipeline, now.pipeline),
@@ -93,11 +93,11 @@ def relaid(
     """State of this rank at the iteration of the owners' states.
 
     Args:
-        states: by owner.
+        states: states by owner.
         streams: owners of the random numbers.
         experts_name: the tracker's name of the experts' generator.
-        present: of this rank, right after it was built.
-        norms: optimizers that may each reduce a gradient norm.
+        present: state of this rank right after it was built.
+        norms: number of optimizers, each of which may reduce a gradient norm.
 
     Raises:
         RefusedWindow: owners contradict each other.
@@ -134,7 +134,7 @@ class _KnownGroup(NamedTuple):
 
 
 def _matching(group: Mapping[str, Setting], states: Sequence[IterationState]) -> _KnownGroup | None:
-    """The group of an owner that this one continues; of its own kind of parameters if there is."""
+    """The owner's group that `group` continues, preferably of the same kind of parameters."""
     found = [
         _KnownGroup(other, step)
         for state in states
@@ -174,7 +174,7 @@ def _random(
 
 
 def _scalers(states: Sequence[IterationState], count: int) -> list[ScalerState]:
-    """Loss scales of so many optimizers."""
+    """Loss scales of `count` optimizers."""
     known = [scaler for state in states for scaler in state.scalers]
     if not count or not known:
         return []
@@ -187,7 +187,7 @@ def _scalers(states: Sequence[IterationState], count: int) -> list[ScalerState]:
 
 
 def _scalars(known: Sequence[GlobalScalars], norms: int) -> GlobalScalars:
-    """Reduced scalars as other optimizers would have reduced them together.
+    """Reduced scalars as another number of optimizers would have reduced them.
 
     The total norm is the root of the sum of the squares of all optimizers' norms.
     """

@@ -53,7 +53,7 @@ class RouterTokenCounter:
         }
 
     def make_up(self, tokens: Mapping[str, float]) -> None:
-        """Give experts more capacity until they had so many more tokens; see `MoreCapacity`."""
+        """Raise the capacity of experts until each has had `tokens` more; see `MoreCapacity`."""
         from megatron.moevement.state.more_capacity import MoreCapacity, by_layer
 
         experts = self._counts.shape[1]
@@ -63,7 +63,7 @@ class RouterTokenCounter:
         self._more.owe(by_layer(self._layers, experts, tokens))
 
     def take_capacity(self) -> float | None:
-        """Most tokens that an expert could take since the last call; None: no limit."""
+        """Maximum number of tokens per expert since the last call; None: no limit."""
         capacity, self._capacity = self._capacity, 0
         return capacity or None
 

@@ -2,9 +2,10 @@
 """Scales and amax histories of Transformer Engine's delayed scaling.
 
 A module that computes in fp8 multiplies by scales, derived from the largest values of earlier
-passes; one pair of tensors for the forward direction and one for gradients. Every pass of every
-module changes them, also with frozen operators, and so does an evaluation, which no replay repeats:
-so every slot captures them. Other recipes scale by the values to round, and keep no state.
+passes; it has one pair of tensors for the forward direction and one for gradients. Every pass of
+every module changes them, also with frozen operators, and so does an evaluation, which no replay
+repeats. Therefore every slot captures them. Other recipes scale by the values to round, and keep no
+state.
 
 Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
 """
@@ -19,7 +20,7 @@ from megatron.moevement.built import TransformerConfig
 
 _DIRECTIONS = ('scaling_fwd', 'scaling_bwd')
 _TENSORS = ('scale', 'amax_history')
-# Products per module type, for modules that do not say; 1 for all others.
+# Products per module type, for modules without `num_gemms`; 1 for all others.
 _PRODUCTS = {'DotProductAttention': 3, 'LayerNormMLP': 2}
 
 

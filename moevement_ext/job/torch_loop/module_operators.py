@@ -138,8 +138,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, optimizer: Optimizer) -
     """Refuse frozen parameters, as a replay freezes and thaws by `requires_grad`."""
     if not parameter.requires_grad:
         raise ConfigurationError(
-            f'{name} has requires_grad=False; sparse checkpointing does not know of parameters '
-            'that are not trained: train it, or make it a buffer.'
+            f'{name} has requires_grad=False; sparse checkpointing does not support untrained '
+            'parameters: train it, or make it a buffer.'
         )
     if not any(parameter is one for group in optimizer.param_groups for one in group['params']):
         raise ConfigurationError(f'The optimizer does not have {name}; give it all parameters.')

@@ -56,7 +56,7 @@ def readable_headers(file: WindowFile) -> list[SlotHeader]:
     try:
         return file.headers()
     except RefusedWindow as refusal:
-        logger.warning('not compared with: %s', refusal)
+        logger.warning('not used for verification: %s', refusal)
         return []
 
 

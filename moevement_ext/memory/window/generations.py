@@ -409,7 +409,7 @@ class OwnerWindows:
 
     def _forget_removed(self, generation: Generation) -> None:
         logger.warning(
-            '%s was removed; exclude --sparse-ckpt-dir from what cleans up temporary files',
+            '%s was removed; exclude --sparse-ckpt-dir from the cleanup of temporary files',
             generation.file.path,
         )
         self._generations.remove(generation)
@@ -462,7 +462,7 @@ class OwnerWindows:
         try:
             file = WindowFile.open(path, writable=True, room=self._room)
         except RefusedWindow as refusal:
-            logger.warning('not compared with: %s', refusal)
+            logger.warning('not used for verification: %s', refusal)
             return False
         self._generations.append(Generation(file, self._next_index(), FileState.CUT_OFF))
         return True

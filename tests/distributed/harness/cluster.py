@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts real training jobs for tests: real processes, real death, but imports paid only once.
+"""Starts real training jobs for tests: real processes and real deaths, with one import.
 
 A fork server imports torch, Megatron and `pretrain_gpt` once; each worker of a job is a fork of it,
 so a job of four ranks starts in about a second instead of tens of seconds.
@@ -34,10 +34,10 @@ from tools.lab.evidence import kind_of
 
 ROOT = Path(__file__).resolve().parents[3]
 BACKEND = 'MOEVEMENT_TEST_BACKEND'
-"""Variable that says what a worker's job runs on: gloo, or `NCCL_LIKE`."""
+"""Variable with the backend of a worker's job: gloo, or `NCCL_LIKE`."""
 NCCL_LIKE = 'nccl-like'
 _EVENTS_SHOWN = 40
-"""Of a job whose test has failed."""
+"""Number of events shown for a failed test."""
 
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(['tests.distributed.harness.preload'])
@@ -54,7 +54,7 @@ def _worker(
     sys.stdout = open(1, 'w', buffering=1, closefd=False)
     sys.stderr = open(2, 'w', buffering=1, closefd=False)
     os.environ.update(env)
-    multiprocessing.set_start_method('fork', force=True)  # as in a program started by itself
+    multiprocessing.set_start_method('fork', force=True)  # the default of a program
     sys.argv = [f'{program}.py', *argv]
     module = import_module(program)
     if exact_memory.wanted():
@@ -74,12 +74,13 @@ class Cluster:
     Attributes:
         flags: command line of the program.
         ranks: world size.
-        nodes: ranks are spread evenly over this many emulated nodes.
+        nodes: number of emulated nodes; ranks are spread evenly over them.
         directory: for logs, events, digests.
         program: module whose `main` each rank runs.
         backend: of `torch.distributed`: 'gloo', or `NCCL_LIKE` (see `nccl_like`).
-        gives_secret: `survive` does so, as the launchers of this project do, and torchrun does not.
-        exact_memory: the tmpfs of each node is as large as the plan says.
+        gives_secret: `survive` passes a secret to the workers, as this project's launchers do;
+            torchrun does not.
+        exact_memory: the tmpfs of each node has exactly the planned size.
     """
 
     flags: list[str]
@@ -130,13 +131,13 @@ class Cluster:
 
         Args:
             fail_at: `MOEVEMENT_FAIL_AT`, with this attempt's number where none is given.
-            kill_after_iteration: SIGKILL everything once the log shows this iteration, after
+            kill_after_iteration: SIGKILL all workers once the log shows this iteration, after
                 `kill_delay_s` more seconds.
-            mutation: name of a function in `mutations.whole_job` to break the product with, or
+            mutation: name of a function in `mutations.whole_job` that breaks the product, or
                 `module:function` of another module here, called in each worker before `main`;
                 several are separated by commas.
-            all_end: all workers end by themselves; else those that are left when one has failed
-                are killed.
+            all_end: all workers end by themselves; otherwise the remaining workers are killed when
+                one has failed.
 
         Returns:
             Exit codes by rank.
@@ -168,19 +169,19 @@ class Cluster:
         announce: bool = True,
         timeout_s: float = 240.0,
     ) -> dict[int, int]:
-        """Run to the end under a launcher that starts again only the workers that died.
+        """Run to the end under a launcher that restarts only the workers that died.
 
         Args:
             fail_at: `MOEVEMENT_FAIL_AT`.
-            fault: called again and again with the workers and a function that starts one of a
+            fault: called repeatedly with the workers and a function that starts the worker of a
                 given rank, to kill or stop some.
-            evict: kill workers that the others find hung; may be asked anew each time.
+            evict: kill workers that the others report as hung; a function is called each time.
             wipe: nodes whose memory is deleted when one of their workers dies.
             mutation: as for `run`, in all workers.
-            announce: the launcher tells the others of a death; else they notice themselves.
+            announce: the launcher reports a death to the others; else they detect it themselves.
 
         Returns:
-            How often each rank was started again, of those that were.
+            Number of restarts of each rank that was restarted.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -236,10 +237,10 @@ class Cluster:
             shutil.rmtree(self.node_memory(node), ignore_errors=True)
 
     def _refuse_late_death(self, store: TCPStore, rank: int, workers: list) -> None:
-        """A replacement would wait in vain for those that have finished: real launchers say so.
+        """Fail as real launchers do: a replacement would wait in vain for finished ranks.
 
         Raises:
-            RuntimeError: some have.
+            RuntimeError: some ranks have finished.
         """
         finished = [
             other
@@ -253,7 +254,7 @@ class Cluster:
 
     @staticmethod
     def _evict(store: TCPStore, workers: list, kill: bool) -> None:
-        """Kill workers that the others found hung, as a launcher does, or let them live."""
+        """Kill workers that the others report as hung, as a launcher does, or let them live."""
         for rank, worker in enumerate(workers):
             key = f'evict/{rank}'
             if store.check([key]):
@@ -271,13 +272,13 @@ class Cluster:
         return self.directory / f'attempt{self.attempts}-rank{rank}.log'
 
     def tail(self) -> str:
-        """End of the logs of the newest attempt that has some: of one that still runs, too."""
+        """End of the logs of the newest attempt that has logs, also of a running one."""
         logs = list(self.directory.glob('attempt*-rank*.log'))
         newest = max(map(_attempt_of, logs), default=0)
         return tails(log for log in logs if _attempt_of(log) == newest)
 
     def account(self) -> str:
-        """What a test that fails shows of the job: ends of all logs, launchers' too, and events."""
+        """Text to show when a test fails: ends of all logs, also of launchers, and events."""
         events = [event for rank in range(self.ranks) for event in self.events(rank)]
         last = sorted(events, key=lambda event: event['time'])[-_EVENTS_SHOWN:]
         return '\n'.join([tails(self.directory.glob('*.log')), '--- events', *map(str, last)])
@@ -290,7 +291,7 @@ class Cluster:
         )
 
     def events(self, rank: int = 0) -> list[dict]:
-        """Lines of the events of a rank over all attempts, as they are written."""
+        """Events of a rank over all attempts, as decoded lines of the file."""
         return [json.loads(line) for line in self._written(rank).splitlines()]
 
     def events_of[E: Event](self, kind: type[E], rank: int = 0) -> list[E]:
@@ -302,7 +303,7 @@ class Cluster:
         return path.read_bytes() if path.exists() else b''
 
     def remove(self) -> None:
-        """Delete what the run left in host memory."""
+        """Delete the host memory of the run."""
         if self.exact_memory:
             for node in range(self.nodes):
                 exact_memory.unmount(self.node_memory(node))
@@ -350,7 +351,7 @@ class Cluster:
 
 
 def _end(workers: Sequence[Any], before: Sequence[Any] = ()) -> None:
-    """Kill workers, and what they and those that died before have left: writers of checkpoints."""
+    """Kill workers, and processes left by them or by earlier workers: writers of checkpoints."""
     for worker in workers:
         worker.kill()
     for worker in workers:
@@ -366,7 +367,7 @@ def _attempt_of(log: Path) -> int:
 
 
 def tails(logs: Iterable[Path], characters: int = 3000) -> str:
-    """How logs end, by name."""
+    """Ends of logs, by name."""
     return '\n'.join(
         f'--- {log.name}\n{log.read_text(errors="replace")[-characters:]}' for log in sorted(logs)
     )
@@ -375,7 +376,8 @@ def tails(logs: Iterable[Path], characters: int = 3000) -> str:
 def free_port() -> int:
     """A port that stays free until its owner takes it.
 
-    Not of those that Linux gives to whoever connects or listens on any: a job does so many times.
+    Outside the range from which Linux picks a port when a process connects, or listens on port 0: a
+    job does both many times.
     """
     given_away, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
     while True:

@@ -17,10 +17,10 @@ def run_to_end(
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program; what it prints on either stream is in the result.
+    """Run a program; both of its output streams are in the result.
 
     Raises:
-        AssertionError: it takes too long; says how what it printed until then ends.
+        AssertionError: it takes too long; the message has the end of its output.
     """
     try:
         return subprocess.run(

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.distributed.harness.cluster import Cluster
 
 _OFFSET = 70_000
-"""Behind the header: the damage is found only when the window is verified."""
+"""Offset behind the header: the damage is found only when the window is verified."""
 
 
 def windows(job: Cluster, node: int, holder: int, owner: int) -> list[Path]:
@@ -23,7 +23,6 @@ def copies_of_newest(job: Cluster, owner: int) -> list[Path]:
 
 
 def flip_byte(path: Path, offset: int = _OFFSET) -> None:
-    """One byte becomes its complement."""
     with open(path, 'r+b') as file:
         file.seek(offset)
         byte = file.read(1)[0]

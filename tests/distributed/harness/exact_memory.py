@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory of a job in one tmpfs per node, of exactly the planned size in bytes.
 
-What a recovery takes beyond the plan finds no room there.
+A recovery that takes more than the plan finds no space there.
 """
 
 import os
@@ -21,7 +21,7 @@ _UNTIL_IT_IS_KNOWN = 2**30
 
 
 def mount(path: Path) -> None:
-    """A tmpfs for the node whose directory this is; the test is skipped where none can be had."""
+    """Mount a tmpfs on the directory of a node; skip the test if that is impossible."""
     path.mkdir(mode=0o700, parents=True)
     path.parent.chmod(0o700)
     options = f'size={_UNTIL_IT_IS_KNOWN},mode=0700'
@@ -33,12 +33,12 @@ def mount(path: Path) -> None:
 
 
 def unmount(path: Path) -> None:
-    """After the job."""
+    """Unmount it after the job."""
     subprocess.run(['umount', '--lazy', str(path)], check=True)
 
 
 def install() -> None:
-    """The first rank of a node to know its plan gives the tmpfs that size. In each worker."""
+    """In each worker: the first rank of a node with a plan resizes the tmpfs to it."""
     original: Callable[..., Any] = HostMemoryPlan.check
 
     def check(plan: HostMemoryPlan, budget_gb: float | None, directory: Path) -> None:
@@ -52,10 +52,10 @@ def install() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Of the workers."""
+    """Environment variables of the workers."""
     return {VARIABLE: '1'}
 
 
 def wanted() -> bool:
-    """In a worker: its node has such a tmpfs."""
+    """True in a worker whose node has such a tmpfs."""
     return VARIABLE in os.environ

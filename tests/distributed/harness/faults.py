@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One long job with many successive failures, instead of one job per failure.
 
-What a fault spoils is seen where it was made: each recovery compares what it replayed with what
-had been captured (`Recovered.verified`, `differing`), and the final states of all ranks are
-compared with those of a run that nothing happened to. When something is wrong, each fault is made
-again in a job of its own, and the report says which are wrong alone.
+Damage is detected where it happens: each recovery compares the replayed state with the captured
+state (`Recovered.verified`, `differing`), and the final states of all ranks are compared with those
+of a fault-free run. If something is wrong, each fault is repeated in a job of its own, and the
+report lists the faults that also fail alone.
 """
 
 from collections import Counter
@@ -20,25 +20,25 @@ from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 
 SETTLED = ['--sparse-ckpt-reorder-change', '1000', '--sparse-ckpt-max-wait', '60']
-"""What is verified is known: no plan is replaced, which would move the beginnings of windows, and
-none is skipped where a busy machine is late in replicating the one before."""
+"""Flags that make the verified slots predictable: no plan is replaced, which would move the starts
+of windows, and no window is skipped because a busy machine replicates the previous one late."""
 SEALED = 'probes.sealing:seal_before_death'
 NOTHING = 'nothing is verified'
 _SHOWN = 10
-"""Of the names of what differs."""
+"""Maximum number of differing names in a message."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One failure: the death of a worker, of several, or of more while that is recovered from.
+    """One failure: death of one or several workers, maybe of more during the recovery.
 
     Attributes:
         name: what is special about it.
-        deaths: `<rank>:<iteration>:<phase>`, separated by commas. Those of one rank are in the
-            order in which it dies; which of its attempts each ends is counted, over all faults.
-        verified: newer captures are left to compare the replay of a victim with. They are if two
+        deaths: `<rank>:<iteration>:<phase>`, separated by commas. Deaths of one rank are in the
+            order in which they happen; the attempt that each one ends is counted over all faults.
+        verified: newer captures exist to compare the replay of a victim with. They exist if two
             iterations were committed since the newest window.
-        also: ranks that end by themselves then, and are replaced.
+        also: ranks that then exit by themselves and are replaced.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Fault:
 
 
 def fail_at(faults: Iterable[Fault]) -> str:
-    """`MOEVEMENT_FAIL_AT` for faults in the order in which they are made."""
+    """`MOEVEMENT_FAIL_AT` for faults in the order in which they happen."""
     attempts: Counter[int] = Counter()
     numbered = []
     for fault in faults:
@@ -61,7 +61,7 @@ def fail_at(faults: Iterable[Fault]) -> str:
 
 
 def deaths(faults: Iterable[Fault]) -> Counter[int]:
-    """How often each rank dies."""
+    """Number of deaths of each rank."""
     found: Counter[int] = Counter()
     for fault in faults:
         found.update(map(_victim, fault.deaths.split(',')))
@@ -77,15 +77,15 @@ def fault_all(
     lost_at: str = '',
     **survive: Any,
 ) -> Cluster:
-    """A job that has survived all faults, with the bits of `expected` and nothing wrong at any.
+    """Run a job that must survive all faults and end with the bits of `expected`.
 
     Args:
-        make: makes the job, and one for each fault if something is wrong.
-        faults: in the order in which they are made.
-        expected: digest of a run that nothing happened to.
-        meanwhile: makes what else a test does to the long job.
-        lost_at: the whole job is lost there first, and started again.
-        survive: for `Cluster.survive`.
+        make: creates the job, and one job for each fault if something is wrong.
+        faults: in the order in which they happen.
+        expected: digest of a fault-free run.
+        meanwhile: creates the further steps of a test on the long job.
+        lost_at: the whole job first dies there, and is started again.
+        survive: arguments of `Cluster.survive`.
     """
     job = make()
     in_turn = meanwhile(job) if meanwhile else None
@@ -103,7 +103,7 @@ def fault_all(
 def struck(
     job: Cluster, faults: Sequence[Fault], expected: dict, lost_at: str = '', **survive: Any
 ) -> list[str]:
-    """Everything that is wrong with a job after it was struck; it has ended."""
+    """Run a job with faults to its end; return everything that is wrong with it."""
     if lost_at:
         assert -9 in job.run(fail_at=lost_at, mutation=survive.get('mutation'))
     before = job.attempts
@@ -124,7 +124,7 @@ def struck(
 
 
 def wrong_recoveries(job: Cluster, faults: Sequence[Fault], before: int) -> Iterator[str]:
-    """What the events of a job say of its recoveries that they should not, by fault."""
+    """Wrong or missing events of the recoveries of a job, by fault."""
     ranks = range(job.ranks)
     attempts = Counter(dict.fromkeys(ranks, before))  # of earlier launches
     started = [job.events_of(WorkerStarted, rank) for rank in ranks]
@@ -148,7 +148,7 @@ def wrong_recoveries(job: Cluster, faults: Sequence[Fault], before: int) -> Iter
 
 
 def _successors(job: Cluster, fault: Fault, attempts: Mapping[int, int]) -> dict[int, int]:
-    """Process that has taken the place of each victim of a fault for good, if there is one."""
+    """Final replacement process of each victim of a fault, if there is one."""
     started = {rank: job.events_of(WorkerStarted, rank) for rank in deaths([fault])}
     return {
         rank: events[attempts[rank]].pid
@@ -174,11 +174,11 @@ def _victim(death: str) -> int:
 
 
 class InTurn:
-    """For `Cluster.survive(fault=...)`: what a test does to a job, one thing after the other.
+    """Steps of a test on a running job, for `Cluster.survive(fault=...)`.
 
     Args:
-        steps: called with the workers and what starts one; yields conditions, and goes on when the
-            last one is fulfilled.
+        steps: called with the workers and a function that starts a worker; yields conditions, and
+            is resumed when the last one holds.
     """
 
     def __init__(self, steps: Callable[[list, Callable], Iterator[Callable[[], bool]]]) -> None:

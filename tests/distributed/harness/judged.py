@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `tools.check` says of the flags of a job, to be compared with what its start says."""
+"""Result of `tools.check` for the flags of a job, to compare with the messages of its start."""
 
 from megatron.moevement.seams import cpu_device
 from tests.distributed.harness.cluster import Cluster
@@ -10,5 +10,4 @@ from megatron.moevement.checking import Judgement, judge  # noqa: E402
 
 
 def judged(job: Cluster) -> Judgement:
-    """Without starting it."""
     return judge(job.flags, job.ranks)

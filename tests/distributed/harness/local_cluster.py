@@ -19,13 +19,13 @@ TIMEOUT_S = 300.0
 
 
 def launch(job: Cluster, *flags: str, mutation: str | None = None) -> tuple[int, str]:
-    """Run the job to its end; returns its exit status and all it printed.
+    """Run the job to its end; return its exit status and its output.
 
-    The workers are forked from one process, which alone imports the program.
+    The workers are forked from one process, so that the program is imported once.
 
     Args:
-        job: on emulated nodes of one worker.
-        flags: of the launcher.
+        job: a job with one worker on each emulated node.
+        flags: flags of the launcher.
         mutation: `module.function` of `mutations`, called by every worker before training.
     """
     job.directory.mkdir(parents=True, exist_ok=True)

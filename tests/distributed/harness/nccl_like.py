@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backend for tensors on the CPU that fails as NCCL does; gloo does the work underneath.
+"""A backend for CPU tensors that fails like NCCL; gloo does the work.
 
-It takes the place of `torch.distributed.ProcessGroupNCCL`, so that the engine's own code for NCCL
+It replaces `torch.distributed.ProcessGroupNCCL`, so that the engine's code for NCCL
 (`moevement_ext.regroup.nccl`) runs in jobs without a GPU. Written from the sources of torch 2.15
-and NCCL 2.28; what it has of them:
+and NCCL 2.28. It reproduces these properties:
 
 - An operation whose peer is lost hangs until its communicator is aborted. Then it *returns*, with
-  anything in the tensors that it writes to; what is called afterwards raises.
-- An abort is over when nothing hangs on the device any more, in whichever communicator.
-- A send or receive that is called once that is known raises. (Of NCCL's, all calls do.)
-- A coalescing region opens a group on its thread, and each send and receive in it another one,
-  which an error leaves open and torch does not count. Until all are closed, whatever the thread
-  calls (of any communicator, new ones, too) is noted, does not start, and seems to be complete at
-  once; a communicator that is made meanwhile has no ranks.
-- A communicator is made with the first operation, and cannot be aborted before it is made.
+  arbitrary values in the tensors that it writes to; later calls raise.
+- An abort ends when nothing hangs on the device any more, in any communicator.
+- A send or receive that is called after the loss has been detected raises. (With NCCL, all calls
+  do.)
+- A coalescing region opens a group on its thread, and each send and receive in it opens an inner
+  group, which an error leaves open and which torch does not count. Until all groups are closed, all
+  calls of the thread (to any communicator, also a new one) are only recorded, do not start, and
+  seem to complete at once; a communicator created meanwhile has no ranks.
+- A communicator is created by the first operation, and cannot be aborted before that.
 """
 
 import contextlib
@@ -40,14 +41,14 @@ _OPERATIONS = (
     'allreduce allreduce_coalesced alltoall broadcast gather recv reduce reduce_scatter '
     'reduce_scatter_single reduce_scatter_single_coalesced scatter'
 ).split()
-"""Their first argument is what they write to."""
+"""Operations whose first argument is their output."""
 _WITHOUT_RESULT = ('send', 'barrier')
 _POINT_TO_POINT = ('send', 'recv')
 _garbage = torch.Generator()
 
 
 def install() -> None:
-    """Have 'nccl' be this backend in this process. Before the first process group."""
+    """Register this backend as 'nccl' in this process. Call before the first process group."""
     dist.ProcessGroupNCCL = NcclLike  # type: ignore[misc, assignment]
     Backends.register_backend('nccl', _create, extended_api=True, devices=['cpu'])
     Backends.backend_type_map['nccl'] = ProcessGroup.BackendType.NCCL
@@ -59,7 +60,7 @@ def install() -> None:
 
 
 class Options:
-    """Of a communicator."""
+    """Options of a communicator."""
 
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
@@ -67,7 +68,7 @@ class Options:
 
 
 class _Group(threading.local):
-    """NCCL's groups of calls inside of each other, and torch's count; those of a thread."""
+    """Nested groups of NCCL calls of one thread, and torch's count of them."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -76,7 +77,7 @@ class _Group(threading.local):
         self.noted: list[_Operation] = []
 
     def end(self) -> list['_Operation']:
-        """Close the innermost; returns what starts, which a failure in it prevents."""
+        """Close the innermost group; return the operations that start unless one of them failed."""
         if not self.depth:
             raise DistBackendError('NCCL error: ncclGroupEnd: not in a group call')
         self.depth -= 1
@@ -93,10 +94,9 @@ _group = _Group()
 
 
 class _OpenCalls:
-    """In the place of that of the engine."""
+    """Replacement of the engine's class of the same name."""
 
     def close(self) -> None:
-        """Close all groups of the calling thread."""
         while _group.depth:
             with contextlib.suppress(DistBackendError):
                 _start_all(_group.end())
@@ -111,7 +111,7 @@ class NcclLike(c10d.Backend):
 
     Options = Options
     supports_coalescing = True
-    options = Options()  # in the place of a property
+    options = Options()  # torch has a property here
 
     def __init__(self, store: Store, rank: int, size: int, options: Options) -> None:
         super().__init__(rank, size)
@@ -123,18 +123,17 @@ class NcclLike(c10d.Backend):
         _communicators.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it by this name
-        """Name that torch shows."""
         return 'nccl'
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Make the communicator now."""
+        """Create the communicator now."""
         self._connect()
 
     def _is_initialized(self) -> bool:
         return self._gloo is not None
 
     def start(self, operation: '_Operation') -> None:
-        """Put it on the device, or note it if a group is open."""
+        """Start an operation, or record it if a group is open."""
         if self.aborted.is_set():
             raise DistBackendError('NCCL communicator was aborted')
         inner = operation.name in _POINT_TO_POINT
@@ -152,7 +151,6 @@ class NcclLike(c10d.Backend):
             self.launch(operation)
 
     def launch(self, operation: '_Operation') -> None:
-        """Put it on the device."""
         if self.aborted.is_set():
             raise DistBackendError('NCCL communicator was aborted')
         try:
@@ -163,23 +161,22 @@ class NcclLike(c10d.Backend):
         self._started.append(operation)
 
     def start_coalescing(self) -> None:
-        """Open a group on this thread."""
         _group.depth += 1
         _group.counted += 1
 
     def end_coalescing(self) -> '_Work':
-        """Close it, and wait for what was called in it."""
+        """Close the group; return the work that waits for the operations in it."""
         noted = _group.end()
         _group.counted -= 1
         _start_all(noted)
         return _Work(noted)
 
     def hangs(self) -> bool:
-        """Something of this communicator is on the device and does not end."""
+        """True if an operation of this communicator has started and does not end."""
         return not self.aborted.is_set() and any(found.hangs() for found in list(self._started))
 
     def abort(self) -> None:
-        """End what is on the device; then free memory, which waits for the device."""
+        """End all started operations; then free memory, which waits for the device."""
         self.aborted.set()
         deadline = time.monotonic() + self.options._timeout.total_seconds()
         while (hangs := any(other.hangs() for other in list(_communicators))) and (
@@ -216,20 +213,19 @@ class _Operation:
         self._ended = False
 
     def hangs(self) -> bool:
-        """It has started and is not done."""
+        """True if it has started and is not complete."""
         return (self.work is not None or self.lost) and not self._ended and not self.done()
 
     def done(self) -> bool:
-        """It has come to its end."""
         return self.work is not None and self.work.is_completed() and self.work.is_success()
 
     def failed(self) -> bool:
-        """It is known that its peer is lost."""
+        """True if its peer is known to be lost."""
         failed = self.work is not None and self.work.is_completed() and not self.work.is_success()
         return failed or self.lost
 
     def wait(self) -> None:
-        """Until it is done, or its communicator is aborted."""
+        """Wait until it is complete or its communicator is aborted."""
         if self._ended or not (self.work or self.lost):
             return
         try:
@@ -244,14 +240,14 @@ class _Operation:
 
 
 class _Work(dist.Work):
-    """What a caller waits for; on a GPU it is the stream that does."""
+    """The result that a caller waits for; on a GPU, the stream waits."""
 
     def __init__(self, operations: list[_Operation]) -> None:
         super().__init__()
         self._operations = operations
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Return, whatever has become of it."""
+        """Return without an error, whatever the result."""
         for operation in self._operations:
             operation.wait()
         return True
@@ -288,7 +284,7 @@ for _name in (*_OPERATIONS, *_WITHOUT_RESULT):
 
 
 def _create(given: Any, options: Options | None) -> NcclLike:
-    """As torch makes the backend of a new process group."""
+    """Create the backend of a new process group, called by torch."""
     options = options or Options()
     options._timeout = given.timeout
     return NcclLike(given.store, given.group_rank, given.group_size, options)

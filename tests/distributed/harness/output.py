@@ -22,7 +22,7 @@ def upstream_lines(job: Cluster, attempt: int) -> list[str]:
 
 
 def scraped(port: int) -> dict[tuple[str, ...], float]:
-    """Values by name, rank and further labels, as a scraper sees them now; none if nobody does."""
+    """Values by name, rank and further labels, as a scraper reads them; empty if nothing serves."""
     try:
         with urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=5) as answer:
             text = answer.read().decode()

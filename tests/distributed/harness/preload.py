@@ -6,6 +6,6 @@ import gc
 import pretrain_gpt
 
 pretrain_gpt.warm_up(['--sparse-ckpt'])
-# Or every worker's collector walks through all that was imported, and copies its pages.
+# Otherwise the collector of every worker visits all imported objects, and copies their pages.
 gc.collect()
 gc.freeze()

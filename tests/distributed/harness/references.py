@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of fault-free runs of plain Megatron, shared by many tests.
 
-Of this project (which `--sparse-ckpt` switches on) only what takes the digest matters to them, so
-they are kept in `.cache/references` under everything that they do depend on. Each test session
-computes one of those that it needs again, drawn anew, so that one that is stale shows.
+Of this project (enabled by `--sparse-ckpt`) only the code that takes the digest affects these runs.
+So digests are kept in `.cache/references`, under a key of everything that the runs depend on. Each
+test session recomputes one randomly drawn digest of those that it needs, so that a stale one is
+detected.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ CACHE = ROOT / '.cache' / 'references'
 
 
 def settings(flags: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Values of each flag of a command line, in whatever order; the last of a flag counts."""
+    """Values of each flag of a command line, in any order; the last value of a flag counts."""
     found: dict[str, tuple[str, ...]] = {}
     name = ''
     for word in flags:
@@ -34,11 +35,11 @@ def settings(flags: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 class References:
-    """Of one test session.
+    """Reference digests of one test session.
 
     Args:
         text: file of the tokens that all runs train on.
-        directory: where they are kept between sessions.
+        directory: directory that keeps digests between sessions.
     """
 
     def __init__(self, text: Path, directory: Path = CACHE) -> None:
@@ -57,10 +58,10 @@ class References:
     def digest(
         self, flags: Sequence[str], ranks: int, stand_in: str | None, run: Callable[[], dict]
     ) -> dict:
-        """What `run` has come to in this session, or before.
+        """Return the result of `run`, from this session or an earlier one.
 
         Raises:
-            AssertionError: it was computed again, and is another one.
+            AssertionError: the recomputed digest differs from the kept one.
         """
         what = {'flags': settings(flags), 'ranks': ranks, 'stand-in': stand_in, **self._here}
         key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
@@ -77,7 +78,7 @@ class References:
 
 
 def _write(file: Path, content: dict) -> None:
-    """Whole, or not at all: other sessions read there, too."""
+    """Write a file atomically, as other sessions read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f'{file.name}.{os.getpid()}')
     partial.write_text(json.dumps(content))
@@ -85,13 +86,13 @@ def _write(file: Path, content: dict) -> None:
 
 
 def _processor() -> list[str]:
-    """Model and instructions: libraries choose kernels by them."""
+    """CPU model and instruction sets: libraries select kernels by them."""
     lines = Path('/proc/cpuinfo').read_text().splitlines()
     return sorted({line for line in lines if line.startswith(('model name', 'flags'))})
 
 
 def _digest_of_sources() -> str:
-    """Of all that takes a digest, or can act in a plain run with a stand-in."""
+    """Digest of all sources that take a digest, or can act in a plain run with a stand-in."""
     places = ('megatron/moevement/state', 'tests/stand_ins', 'tests/distributed/mutations')
     sources = sorted(path for place in places for path in (ROOT / place).rglob('*.py'))
     return hashlib.sha256(b'\0'.join(path.read_bytes() for path in sources)).hexdigest()

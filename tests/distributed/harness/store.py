@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store of `--sparse-ckpt-store` as the process that serves it for a job."""
+"""The store of `--sparse-ckpt-store`, as a process that serves one job."""
 
 import os
 import re
@@ -16,7 +16,7 @@ class OutsideStore:
     """Serves on loopback until it is closed.
 
     Attributes:
-        address: HOST:PORT, the same in all attempts.
+        address: HOST:PORT, the same after each restart of the server.
     """
 
     def __init__(self) -> None:
@@ -34,21 +34,21 @@ class OutsideStore:
 
     @property
     def pid(self) -> int:
-        """Of the process that starts another one when that which serves dies."""
+        """Process that starts a new server when the serving process dies."""
         return self._process.pid
 
     def lose(self) -> None:
-        """SIGKILL what serves; returns when another process does, which knows nothing."""
+        """SIGKILL the server; return when its successor serves, which has an empty store."""
         os.kill(self._server, signal.SIGKILL)
         self._wait()
 
     def hang_up(self) -> None:
-        """Read nothing any more of what it says."""
+        """Stop reading its output."""
         assert self._process.stdout is not None
         self._process.stdout.close()
 
     def close(self) -> int:
-        """End it as a person does; returns its exit status."""
+        """Terminate it as a user would; return its exit status."""
         self._process.terminate()
         code = self._process.wait()
         assert self._process.stdout is not None

@@ -21,14 +21,14 @@ def agent(
     module: str = 'torch.distributed.run',
     **env: str,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """One agent with its workers; nothing of it is left afterwards.
+    """Run one agent with its workers; kill all of them at the end of the context.
 
     Args:
         launch: flags of torchrun.
         flags: flags of `pretrain_gpt.py`.
-        log: what agent and workers print.
-        module: that is torchrun.
-        env: additional environment.
+        log: file for the output of agent and workers.
+        module: module that implements torchrun.
+        env: additional environment variables.
     """
     command = [sys.executable, '-m', module, *launch, 'pretrain_gpt.py', *flags]
     environment = {**os.environ, 'CUDA_DEVICE_MAX_CONNECTIONS': '1', **env}

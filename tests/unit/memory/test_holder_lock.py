@@ -140,7 +140,7 @@ def test_one_that_never_dies_is_named_with_what_is_to_be_done(
 ) -> None:
     monkeypatch.setattr(module, 'TO_DIE_SECONDS', 0.0)
     monkeypatch.setattr(module, '_dies', lambda holder: True)
-    with pytest.raises(UserError, match=f'process {earlier.pid} on .* does not die: .*restarted'):
+    with pytest.raises(UserError, match=f'process {earlier.pid} on .* still waits .*restarted'):
         take(tmp_path)
 
 

@@ -55,7 +55,7 @@ def test_without_room_this_process_remembers_alone(
     witness = Witness(path)
     witness.remember([make_header(0)])
     assert len(witness.after(-1)) == 1
-    assert 'only this process' in caplog.text
+    assert 'in this process only' in caplog.text
 
 
 def test_the_plan_has_room_for_it(path: Path) -> None:

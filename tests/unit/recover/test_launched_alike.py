@@ -64,7 +64,7 @@ def test_windows_of_another_launch_are_said(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         assert check(OWN, OWN, **found) == ['--lr: was 1, is 2']
     assert 'another launch: torch: was 2, is 3' in caplog.text
-    with pytest.raises(UserError, match='--lr: was 1, is 2; torch: was 2, is 3. Launch it as'):
+    with pytest.raises(UserError, match='--lr: was 1, is 2; torch: was 2, is 3. Launch the job as'):
         check(OWN, OWN, strict=True, **found)
 
 

@@ -24,7 +24,7 @@ def _lacks_adam(settings: Settings) -> bool:
 
 
 def _megatron_holds_masters(settings: Settings) -> bool:
-    """Upstream's rule; False: the optimizer holds the masters, and writes the weights itself."""
+    """Upstream's rule. False: the optimizer holds the masters, and writes the weights itself."""
     recipe = settings.get('fp8_recipe')
     main = str(settings.get('main_params_dtype', _FP32[0]))
     return recipe not in (None, 'delayed') and main in _FP32

@@ -56,7 +56,7 @@ def _is_not_replicated_muon(settings: Settings) -> bool:
 
 
 _NOT_REPLICATED_MUON = Condition('', _is_not_replicated_muon)
-_FORGETS = 'a restart from a newer dense checkpoint would go on with another state than it had'
+_FORGETS = 'a restart from a newer dense checkpoint would continue with another state'
 
 
 def _more_than(shards: str, ranks: str) -> Condition:
@@ -70,45 +70,45 @@ def _more_than(shards: str, ranks: str) -> Condition:
 
 _NO_DATA = 'pretrain_gpt.py has no data for it'
 _DUMPED = 'a replay writes the files of its iterations again, from weights that are partly stale'
-_SHARDED = 'what it shards is not captured'
+_SHARDED = 'the state that it shards is not captured'
 _SCALING = 'its scaling state is not captured'
 
 _UNSCALED = 'use fp32 or bf16, or leave --save and --load out'
-_LOSES_SCALES = 'upstream writes such moments without their scales where it holds the masters'
+_LOSES_SCALES = 'upstream saves these moments without their scales if it holds the masters'
 
 REFUSED = (
     # Optimizer and precision
     Rule('--optimizer', _NEITHER_ADAM_NOR_MUON,
          'use --optimizer adam, or muon without --use-distributed-optimizer',
-         'what other optimizers keep is not captured', _NOT_REPLICATED_MUON),
+         'the state of other optimizers is not captured', _NOT_REPLICATED_MUON),
     Rule('--use-precision-aware-optimizer', GIVEN, 'install it, or leave the flag out',
-         'no other Adam has state of 16 and 8 bits', WITHOUT_ADAM),
+         'no other Adam supports state of 16 and 8 bits', WITHOUT_ADAM),
     Rule('--fp16', GIVEN, 'add --accumulate-allreduce-grads-in-fp32',
-         'upstream does not clip the fp16 gradients that it would have', GRADIENTS_IN_FP16),
+         'upstream does not clip the fp16 gradients of this combination', GRADIENTS_IN_FP16),
     Rule('--main-params-dtype', ANY,
          'give fp16 with --fp8-recipe delayed, and fp32 with tensorwise or blockwise',
-         'upstream fails: with delayed scaling its Adam keeps the masters, of fp32 ones 16 bits '
-         'beside a weight that has none of the others; else Megatron keeps them, in fp32',
+         'upstream fails: with delayed scaling its Adam keeps the masters, but only 16 bits of an '
+         'fp32 master, and an fp8 weight lacks the others; else Megatron keeps them, in fp32',
          MASTERS_AGAINST_RECIPE),
     Rule('--exp-avg-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
     Rule('--exp-avg-sq-dtype', SCALED, _UNSCALED, _LOSES_SCALES, SCALES_LOST),
     Rule('--optimizer-cpu-offload', GIVEN, 'leave it out',
-         'its state is moved while it would be captured'),
+         'its state moves during a capture'),
     Rule('--optimizer-cuda-graph', GIVEN, 'leave it out',
-         'an update that is recorded cannot leave out frozen operators'),
+         'a recorded update cannot skip frozen operators'),
     Rule('--overlap-param-gather-with-optimizer-step', GIVEN, 'use --overlap-param-gather',
          'parameters are gathered while others are still updated'),
-    Rule('--qk-clip', GIVEN, 'leave it out', 'it changes weights behind the optimizer'),
+    Rule('--qk-clip', GIVEN, 'leave it out', 'it changes weights outside of the optimizer'),
     Rule('--fp8-format', ANY, 'install it, or train in bf16',
-         'upstream would compute in 16 bits and not say so', WITHOUT_ENGINE, dest='fp8'),
+         'upstream would silently compute in 16 bits', WITHOUT_ENGINE, dest='fp8'),
     Rule('--fp8-recipe', equal_to('delayed'), 'use another --fp8-recipe',
-         'modules are reduced with the others only once they have computed, which a process that '
-         'is started again does not know', DELAYED_IN_PARTS),
+         'modules join the reductions of scales after their first pass, of which a restarted '
+         'process has no record', DELAYED_IN_PARTS),
     Rule('--fp8-quantizer-factory', GIVEN, 'use another --fp8-recipe than custom',
-         'what a quantizer of your own keeps is not captured'),
+         'the state of a custom quantizer is not captured'),
     Rule('--fp4-format', ANY, 'leave it out', _SCALING, dest='fp4'),
     Rule('--fp8-param-gather', GIVEN, 'use --fp8-recipe delayed, tensorwise or blockwise',
-         'with mxfp8 rows and columns are rounded apart, of which one alone would be captured',
+         'mxfp8 rounds rows and columns separately, and only one of them would be captured',
          UNTRIED_WEIGHTS),
     Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
     Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
@@ -117,30 +117,30 @@ REFUSED = (
     Rule('--use-megatron-fsdp', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
     Rule('--use-torch-fsdp2', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
     Rule('--init-model-with-meta-device', GIVEN, 'leave it out',
-         'weights get their first values from FSDP only'),
+         'only FSDP initializes the weights'),
     Rule('--tensor-parallel-num-weight-shards', ANY, 'leave it out', _SHARDED,
          _more_than('tensor_parallel_num_weight_shards', 'tensor_model_parallel_size')),
     Rule('--expert-tensor-parallel-num-weight-shards', ANY, 'leave it out', _SHARDED,
          _more_than('expert_tensor_parallel_num_weight_shards', 'expert_tensor_parallel_size')),
     Rule('--lazy-mpu-init', GIVEN, 'leave it out',
-         'process groups must be there when the model is built'),
-    Rule('--fake-process-group', GIVEN, 'leave it out', 'ranks that do not talk train nothing'),
+         'process groups must exist when the model is built'),
+    Rule('--fake-process-group', GIVEN, 'leave it out', 'its ranks do not communicate'),
     # Schedule
     Rule('--cuda-graph-impl', equal_to('local'),
          'use --cuda-graph-impl transformer_engine or full_iteration',
-         'recording draws random numbers, and a process that is started again records later'),
+         'recording draws random numbers, and a restarted process records later'),
     Rule('--cuda-graph-warmup-steps', equal_to(0), 'give 1 or more',
          'passes would be recorded before a recovery replays, and compute all gradients', _RECORDS),
     Rule('--use-grouped-gemm-for-shared-expert', GIVEN, 'leave out one of the two',
-         'its delayed weight gradients cannot be left out for frozen operators', _DELAYED),
+         'its delayed weight gradients cannot be skipped for frozen operators', _DELAYED),
     Rule('--defer-embedding-wgrad-compute', GIVEN, 'leave it out',
-         'the output layer keeps what it computes gradients of later, also when it is frozen'),
+         'the output layer keeps inputs for later gradients, also when it is frozen'),
     Rule('--use-ring-exchange-p2p', GIVEN, 'leave it out',
-         'its connections belong to a torch of their own'),
+         'its connections need a modified torch'),
     Rule('--hybrid-context-parallel', GIVEN, 'use --context-parallel-size',
-         'it reads ahead of the samples that are counted'),
+         'it reads ahead of the counted samples'),
     Rule('--moe-expert-rank-capacity-factor', ANY, 'leave it out',
-         'an iteration may run twice, and what stages send is logged twice then'),
+         'an iteration may run twice, and then logs what its stages send twice'),
     # Model
     Rule('--use-transformer-engine-op-fuser', GIVEN, 'leave it out',
          'fused operations cannot be frozen one by one'),
@@ -149,42 +149,42 @@ REFUSED = (
     Rule('--moe-single-grouped-bias', GIVEN, 'leave it out',
          'experts that share a parameter cannot be captured one by one'),
     Rule('--moe-router-force-biased', ANY, 'leave it out',
-         'the biases that it has drawn are not captured'),
+         'its random biases are not captured'),
     Rule('--transformer-impl', equal_to('inference_optimized'),
          'use transformer_engine or local', 'it cannot train'),
-    Rule('--is-hybrid-model', GIVEN, 'train a GPT', 'operators of other layers are not known'),
-    Rule('--hybrid-layer-pattern', GIVEN, 'train a GPT', 'operators of other layers are not known'),
+    Rule('--is-hybrid-model', GIVEN, 'train a GPT', 'other layers are not supported'),
+    Rule('--hybrid-layer-pattern', GIVEN, 'train a GPT', 'other layers are not supported'),
     Rule('--experimental-attention-variant', GIVEN, 'leave it out',
-         'what such a variant keeps is not known'),
+         'the state of such a variant is not known'),
     Rule('--use-kitchen-attention', GIVEN, 'leave it out', _SCALING),
-    Rule('--vision-pretraining', GIVEN, 'train a GPT', 'a teacher that follows is not captured'),
+    Rule('--vision-pretraining', GIVEN, 'train a GPT', 'its teacher model is not captured'),
     # Random numbers
     Rule('--inference-rng-tracker', GIVEN, 'leave it out', 'it is for inference'),
     Rule('--error-injection-rate', above(0), 'leave it out',
-         'a replay would draw other errors than training did'),
+         'a replay would draw other errors than training'),
     # What is trained, and from where
-    Rule('--perform-rl-step', GIVEN, 'leave it out', 'what was generated is not captured'),
+    Rule('--perform-rl-step', GIVEN, 'leave it out', 'generated samples are not captured'),
     Rule('--sft', GIVEN, 'leave it out', _NO_DATA),
     Rule('--fim-data', GIVEN, 'leave it out', _NO_DATA),
     Rule('--dataloader-inter-document-masking', GIVEN, 'use --reset-attention-mask', _NO_DATA),
     Rule('--skip-train', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
-    Rule('--iterations-to-skip', GIVEN, 'leave it out', 'a replay does not know what was skipped'),
+    Rule('--iterations-to-skip', GIVEN, 'leave it out', 'a replay does not skip these iterations'),
     Rule('--yaml-cfg', GIVEN, 'give flags', 'it replaces the flags of sparse checkpointing'),
-    Rule('--moe-use-upcycling', GIVEN, _FIRST, 'it writes a checkpoint while a model is built'),
+    Rule('--moe-use-upcycling', GIVEN, _FIRST, 'it writes a checkpoint while the model is built'),
     Rule('--ckpt-convert-format', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
     Rule('--pretrained-checkpoint', GIVEN, _FIRST,
          'it is loaded at each start, whatever the windows hold'),
     Rule('--override-ckpt-iteration', ANY, _FIRST,
          'windows and dense checkpoints would count differently'),
     Rule('--phase-transition-iterations', GIVEN, 'add --save, and --load for the next phase',
-         'a phase ends with a dense checkpoint, from which the next one begins; from windows the '
-         'job would come to the same end again', _NOT_SAVED),
+         'a phase ends with a dense checkpoint, from which the next phase starts; from windows the '
+         'job would reach the end of the same phase again', _NOT_SAVED),
     Rule('--finetune', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
     Rule('--no-load-optim', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
     Rule('--no-load-rng', GIVEN, _FIRST, _FORGETS, _SAVE_IS_LOAD),
-    Rule('--no-save-optim', GIVEN, 'save them', 'a restart could not load what is saved',
+    Rule('--no-save-optim', GIVEN, 'save them', 'a restart could not load the saved checkpoint',
          _SAVE_IS_LOAD),
-    Rule('--no-save-rng', GIVEN, 'save them', 'a restart could not load what is saved',
+    Rule('--no-save-rng', GIVEN, 'save them', 'a restart could not load the saved checkpoint',
          _SAVE_IS_LOAD),
     # What an iteration leaves
     Rule('--save-params-interval', ANY, 'leave it out', _DUMPED),
@@ -194,6 +194,6 @@ REFUSED = (
     Rule('--save-tokens-per-expert-interval', ANY, 'leave it out', _DUMPED),
     Rule('--logits-save-dir', GIVEN, 'leave it out', _DUMPED),
     Rule('--logits-load-dir', GIVEN, 'leave it out',
-         'what it has read ahead is not moved back with the data'),
+         'logits read ahead are not moved back with the data'),
     Rule('--inprocess-restart', GIVEN, 'leave it out', 'it restarts workers in its own way'),
 )  # fmt: skip

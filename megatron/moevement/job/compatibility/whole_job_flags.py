@@ -43,18 +43,18 @@ _PREDICTS_EARLY = Values(
     'with m before the last stage', lambda value: 'm' in str(value).rpartition('|')[0]
 )
 
-_WIDER = 'what passes from such a stage is more than the log has room for'
+_WIDER = 'such a stage sends more than the log has space for'
 _NOTES = (
-    'an evaluation leaves its largest values in the state of the scales, which a stage that '
-    'replays alone does not see'
+    'an evaluation changes the amax histories of the scales, and a stage that replays alone does '
+    'not repeat it'
 )
 _DRAWS = 'an evaluation draws random numbers, which a stage that replays alone cannot draw again'
 _TWICE = 'an iteration may run twice, which a stage that replays alone cannot do'
-_HANDLES = 'memory of peers and handles to it are not reconnected in place'
-_OPTIONS = 'groups of a replacement are made without options of NCCL'
-_HALF_DONE = 'what an iteration that was cut off has begun there is not undone'
-_LENGTHS = 'ranks agree on the length of evaluations while they are built, a replacement is alone'
-_TOGETHER = 'all ranks must do together what follows an iteration, also when it was cut off'
+_HANDLES = 'handles to the memory of peers are not reconnected in place'
+_OPTIONS = 'groups of a replacement are created without NCCL options'
+_HALF_DONE = 'transfers of an interrupted iteration are not undone'
+_LENGTHS = 'ranks agree on the length of evaluations during set-up, which a replacement runs alone'
+_TOGETHER = 'all ranks must run the steps after an iteration together, also an interrupted one'
 
 WHOLE_JOB = (
     # Schedule
@@ -64,24 +64,24 @@ WHOLE_JOB = (
     # from torch for all sends and receives. On four stages, two of these exchanges then deadlock in
     # a ring.
     Rule('--overlap-p2p-communication-warmup-flush', GIVEN, 'leave it out',
-         'a group that is reconnected sends and receives one after the other, in an order in which '
-         'these stages wait for each other for ever',
+         'a reconnected group sends and receives one after the other, in an order in which these '
+         'stages deadlock',
          _WITH_NCCL, dest='overlap_p2p_comm_warmup_flush'),
     Rule('--mtp-standalone', GIVEN, 'leave it out', _WIDER),
     Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),
     Rule('--check-for-large-grads', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
     Rule('--rerun-mode', equal_to('report_stats'), 'add --rerun-mode disabled',
-         'every iteration runs twice, and what stages send is logged twice then'),
+         'every iteration runs twice, and logs what its stages send twice'),
     Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
-         'recorded passes keep the communicators that they were recorded with'),
+         'recorded passes keep the communicators of their recording'),
     # Communicators
     Rule('--moe-token-dispatcher-type', equal_to('flex'),
          'use --moe-token-dispatcher-type alltoall', _HANDLES),
     Rule('--tp-comm-overlap', GIVEN, 'leave it out', _HANDLES),
     Rule('--use-nccl-ub', GIVEN, 'leave it out', _HANDLES, dest='nccl_ub'),
     Rule('--symmetric-ar-type', GIVEN, 'leave it out', _HANDLES),
-    Rule('--use-sharp', GIVEN, 'leave it out', 'resources of switches are not given back in place'),
+    Rule('--use-sharp', GIVEN, 'leave it out', 'resources of switches are not released in place'),
     Rule('--high-priority-stream-groups', GIVEN, 'leave it out', _OPTIONS),
     Rule('--nccl-communicator-config-path', GIVEN, 'leave it out', _OPTIONS),
     Rule('--pipeline-model-parallel-comm-backend', equal_to('ucc'), 'leave it out',
@@ -109,9 +109,9 @@ WHOLE_JOB = (
     Rule('--phase-transition-iterations', GIVEN, 'leave it out', _TOGETHER),
     # What follows an iteration
     Rule('--async-save', GIVEN, 'leave it out',
-         'ranks agree on the end of a save under way, of which a replacement does not know'),
+         'ranks agree on the end of a running save, of which a replacement has no record'),
     Rule('--non-persistent-ckpt-type', equal_to('local'), 'leave it out',
-         'its replicas have process groups of their own'),
+         'its replicas have separate process groups'),
     Rule('--check-weight-hash-across-dp-replicas-interval', ANY, 'leave it out', _TOGETHER),
     Rule('--gpu-sniff-test-interval', ANY, 'leave it out', _TOGETHER),
     Rule('--adlr-autoresume', GIVEN, 'leave it out', _TOGETHER),

@@ -218,7 +218,7 @@ def loads_another_checkpoint(directory: Path) -> None:
         (loads_another_checkpoint, 'ConfigurationError: .*loaded iteration 4, .*_iteration=5'),
         (connects_by_torch, 'ConfigurationError: .*set_up .* after job.init_process_group'),
         (writes_a_digest_of_nothing, 'ConfigurationError: .*write_digest .* before job.set_up'),
-        (sets_up_twice, 'ConfigurationError: .*set_up is called once'),
+        (sets_up_twice, 'ConfigurationError: .*set_up must be called once'),
         (builds_one_model, r'ConfigurationError: build\(\) must return a list of model chunks'),
         (builds_no_scheduler, r'ConfigurationError: build\(\) must return .* the scheduler'),
         (steps_beyond_the_last, 'ConfigurationError: .*step.* iteration 2, the last .*train_iters'),
@@ -376,7 +376,7 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
         (
             {'seq_length': 65},
             1,
-            'seq_length=65, .* TrainingPlan.seq_length is 64. Give the longest',
+            'seq_length=65, .* TrainingPlan.seq_length 64; set that to the longest',
         ),
         ({'reconfigure': True}, 1, 'Megatron is set to 4; .* has 2 of 2 .* change the plan'),
         ({}, 2, 'ran a schedule twice'),

@@ -90,7 +90,7 @@ def test_what_the_tracker_file_says_may_be_nothing(
 ) -> None:
     (dense / TRACKER).write_text(text)
     assert found(parsed('--load', str(dense)), DenseTier(10)) == -1
-    assert '--load is left out' in caplog.text and TRACKER in caplog.text
+    assert '--load is used only if' in caplog.text and TRACKER in caplog.text
     assert 'as 1 of 2 ranks cannot read it: rank 0: ' in caplog.text
 
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_cut_off_is_named(dense: Path, caplog: pytest.LogCaptureF
     with open(part, 'r+b') as file:
         file.truncate(100)
     assert found(args) == -1
-    assert f'{part} is cut off' in caplog.text
+    assert f'{part} is truncated' in caplog.text
     (folder / '.metadata').write_bytes(b'x')
     assert found(args) == -1
     assert f'{folder} cannot be read' in caplog.text

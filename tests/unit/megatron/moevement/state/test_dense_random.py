@@ -134,7 +134,7 @@ def test_what_is_not_of_this_rank_and_checkpoint_is_left_and_said(
     tracker.set_states({EXPERTS: made})
     with caplog.at_level(logging.WARNING):
         loader.load(upstream_loads)
-    assert '--moe-router-force-load-balancing experts draw anew' in caplog.text
+    assert '--moe-router-force-load-balancing experts draw again' in caplog.text
     assert torch.equal(tracker.get_states()[EXPERTS], made), 'as when the model was made'
 
 
