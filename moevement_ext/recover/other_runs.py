@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of another run on this node that may have been meant: its id follows from its flags.
+"""Reports windows of other runs on this node, in case one of them was meant to be resumed.
 
-Without `--sparse-ckpt-run-id` a flag that is mistyped makes another run, which finds no windows and
-would train from the start without a word.
+Without `--sparse-ckpt-run-id` the run id follows from the flags. A mistyped flag makes another run,
+which finds no windows and would train from the start without a message.
 """
 
 import logging
@@ -18,15 +18,15 @@ from moevement_ext.memory.window.settings import told
 
 logger = logging.getLogger(__name__)
 
-# Differences; with more it is another job, and not a mistake.
+# Maximum number of differences: a run with more is another job, not a mistake.
 _MOST = 4
 _RUN_ID = '--sparse-ckpt-run-id'
 
 
 def say(store: NodeStore, rank: Rank) -> None:
-    """Name runs of which windows are here, and in what few things they differ.
+    """Name other runs with windows on this node that differ in few settings, and the differences.
 
-    Called by one rank that has found nothing of its own run.
+    Called by one rank, when its own run has no windows.
     """
     if rank.config.run_id is not None:
         return
@@ -61,6 +61,6 @@ def _look_at(other: NodeStore, rank: Rank) -> None:
 
 
 def _lives(holder: Path) -> bool:
-    """A process of this node has the directory; its lock is not tried, which would lock it out."""
+    """Return True if a process of this node uses the directory; trying its lock would take it."""
     said = re.match(r'\d+', (holder / 'lock').read_text())
     return said is not None and Path(f'/proc/{said[0]}').exists()
