@@ -180,7 +180,7 @@ class LocalizedRecovery:
             iterate: runs the iteration after the given one and commits it.
 
         Returns:
-            True if training goes on; False if the loop must end.
+            True if training continues; False if the loop must end.
 
         Raises:
             RoundEnded: another failure came first.

@@ -252,7 +252,7 @@ class ArrivingWindow:
         return self._slots[index]
 
     def file(self) -> WindowFile:
-        """The whole window, committed in this rank's memory; errors as of `slot`."""
+        """Return the whole window, committed in this rank's memory; errors as in `slot`."""
         self._wait_for(lambda: self._file is not None)
         assert self._file is not None
         return self._file

@@ -129,14 +129,14 @@ class Loop(Protocol):
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
     ) -> bool:
-        """Do what not all survivors had done after `target`; False if the loop ends there.
+        """Complete the work left by some survivors after `target`; False if the loop ends there.
 
         Collective over all ranks, which are connected and at `target`.
 
         Args:
             target: the newest committed iteration.
-            others: as of `enter`.
-            entry: what the ledger has of `target`.
+            others: see `enter`.
+            entry: ledger entry of `target`.
         """
 
 

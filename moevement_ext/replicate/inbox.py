@@ -69,7 +69,7 @@ class Inbox:
         """Carry out a request of the owner.
 
         Args:
-            connection: of the request and its payload.
+            connection: connection of the request and its payload.
             request: the message.
             timeout_s: time for the exchange, plus time to move its bytes.
 

@@ -81,7 +81,7 @@ def agree(exchange: SecretExchange, node: NodeStore) -> bytes:
 
     Raises:
         ConfigurationError: ranks have different secrets, or only some ranks have one.
-        UnknownSecretError: this joining process does not know the job's secret.
+        UnknownSecretError: this joining process does not have the job's secret.
     """
     given, drawn = given_in(os.environ), new_secret()
     own = _Marks(b'' if given is None else mark(given), mark(drawn))

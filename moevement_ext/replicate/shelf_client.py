@@ -16,7 +16,7 @@ Range = tuple[int, int, int]
 
 
 class ShelfClient(ReplicaClient):
-    """Fetches headers and ranges of records; errors as of `ReplicaClient`."""
+    """Fetches headers and ranges of records; errors as in `ReplicaClient`."""
 
     def fetch_part(self, part: Part) -> list[SlotHeader]:
         """Fetch the headers of a part, slot 0 first.
