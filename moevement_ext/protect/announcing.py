@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event of a process that begins to capture."""
+"""Builds the event that a process emits when it begins to capture."""
 
 from msgspec import UNSET
 
@@ -20,14 +20,14 @@ def protected_event(
     replicas: int,
     cycle: Cycle,
 ) -> Protected:
-    """Place of a rank in the job, and its memory; see the fields of the event.
+    """Return the event with the rank's place in the job and its memory; see the event's fields.
 
     Args:
-        rank: the rank.
-        planner: of its stage.
-        operators: what it captures.
-        memory: what it keeps in host memory.
-        replicas: holders of its windows that are reached.
+        rank: this rank.
+        planner: planner of the rank's stage.
+        operators: the captured operators.
+        memory: the rank's host memory.
+        replicas: number of reachable holders of the rank's windows.
         cycle: the plan in force.
     """
     return Protected(

@@ -41,7 +41,7 @@ class _Writing:
     unsealed: int = 0
     given_up: bool = False
     partial: 'Checkpoint | None' = None
-    """What a lossy strategy takes."""
+    """Experts selected by a lossy strategy; None for other strategies."""
 
     @property
     def complete(self) -> bool:
@@ -59,10 +59,10 @@ class SparseCheckpointer:
     Args:
         identity: run, layout and rank, stamped on every slot.
         operators: slices of every operator on this rank.
-        device: of the training state.
-        lifecycle: that of this rank's windows.
-        schedule: the plan to begin with.
-        experts: of a lossy strategy.
+        device: device of the training state.
+        lifecycle: lifecycle of this rank's windows.
+        schedule: the initial plan.
+        experts: ledger of a lossy strategy.
 
     Attributes:
         waited_s: seconds that updates have waited for copies.
@@ -111,8 +111,8 @@ class SparseCheckpointer:
     def begin_window(self, iteration: int) -> None:
         """Begin windows at `iteration`, by the plan in force, on all ranks. Training thread.
 
-        This applies also to a plan with an earlier origin that this rank learns of late; otherwise
-        its windows would never match those of the other ranks.
+        A plan with an earlier origin that this rank receives late is aligned to `iteration`, too;
+        otherwise the rank's windows would never match those of the other ranks.
         """
         with self._lock:
             self._aligned = iteration
@@ -130,7 +130,7 @@ class SparseCheckpointer:
         faults.at_iteration(iteration + 1)
         self.statistics.events.iteration = iteration
         if iteration <= self._captured:
-            return  # a repeated iteration after a failure; its start is captured already
+            return  # an iteration repeated after a failure; its state is captured already
         self._captured = iteration
         self._change_plan(iteration)
         self._release_given_up()
@@ -179,7 +179,7 @@ class SparseCheckpointer:
         return self._copier.bytes_per_s()
 
     def capture_cost(self) -> float:
-        """CPU seconds for a byte that is copied and sealed. Any thread."""
+        """Return the CPU seconds per copied and sealed byte. Any thread."""
         return self._copier.cost.s_per_byte()
 
     @property
@@ -213,7 +213,7 @@ class SparseCheckpointer:
             self._window = None
             newest = max(due, key=lambda schedule: (schedule.version, schedule.origin))
             self._adopt(newest._replace(origin=max(newest.origin, self._aligned)))
-            # Ranks that learned of the plan in time have windows that this rank lacks.
+            # Ranks that received the plan in time have windows that this rank lacks.
             self._lifecycle.give_up(range(self._schedule.origin, iteration))
 
     def _open(self, iteration: int) -> _Writing | None:
@@ -229,7 +229,7 @@ class SparseCheckpointer:
         return None if file is None else _Writing(file, name, length, partial=partial)
 
     def _choose(self, iteration: int, experts: 'ExpertLedger') -> 'Checkpoint | None':
-        """What a lossy checkpoint takes; None: nothing, as there is nothing to complete it with."""
+        """Select the experts of a lossy checkpoint; None if its base is unsettled or gone."""
         settled, persisted = self._lifecycle.newest_persisted(self._before)
         if not settled:
             self._lifecycle.skip(iteration)

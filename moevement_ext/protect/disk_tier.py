@@ -3,10 +3,10 @@
 
     offered -> held -> copied and verified -> reported -> complete (on all ranks), or given up
 
-A window is useful once all ranks have it on disk. So a rank with a finished part waits for the
-other ranks before it copies again: the slowest disk sets the pace, and windows are skipped. A rank
-that begins a window, or whose copy fails, gives up all earlier windows, and the other ranks drop
-their parts. Training never waits for the disk: a held file in memory has a substitute.
+A window is useful once all ranks have it on disk. So a rank that has finished its part waits for
+the other ranks before it copies again: the slowest disk sets the pace, and windows are skipped. A
+rank that begins a window, or whose copy fails, gives up all earlier windows, and the other ranks
+drop their parts. Training never waits for the disk: a held file in memory has a substitute.
 """
 
 import threading
@@ -58,9 +58,9 @@ class DiskTier:
     Args:
         disk: directory of the copies.
         windows: this rank's windows in memory.
-        identity: of this rank.
+        identity: identity of this rank.
         settings: interval and rate of copies.
-        tracker: makes the tracker that counts copies, given a callback for new agreements.
+        tracker: factory of the tracker that counts copies, given a callback for new agreements.
         statistics: records failures.
     """
 
@@ -87,7 +87,7 @@ class DiskTier:
         self._newest = max((window.name.start for window in disk.stored()), default=-1)
         self._back_to: int | None = None  # later windows must be set aside
         self._rollbacks: deque[tuple[int, threading.Event]] = deque()
-        self._last: WindowName | None = None  # nothing else is worth a copy
+        self._last: WindowName | None = None  # if set, no other window is copied
         self._stopping = False
         if settings.complete is not None:
             statistics.on_disk = settings.complete.start
@@ -104,10 +104,10 @@ class DiskTier:
             self._changed.notify()
 
     def keep_last(self, window: WindowName, timeout_s: float) -> bool:
-        """Copy the persisted window with which a job ends: at once, at full speed. Training thread.
+        """Copy the last persisted window of a job: at once, at full speed. Training thread.
 
         Returns:
-            True once all ranks have it on disk; False if they do not in time.
+            True once all ranks have it on disk; False after the timeout.
         """
 
         def complete() -> bool:
@@ -319,12 +319,12 @@ def disk_tier(
     complete: WindowName | None,
     statistics: CaptureStatistics,
 ) -> DiskTier | None:
-    """The disk tier of a job with `--sparse-ckpt-disk`; None without.
+    """Create the disk tier of a job with `--sparse-ckpt-disk`; None without the flag.
 
     Args:
-        rank: the rank.
-        memory: its windows.
-        store: for this start of the job, the same on all ranks.
+        rank: this rank.
+        memory: host memory of the rank.
+        store: store of this start of the job, the same on all ranks.
         complete: the newest window that all ranks have on disk.
         statistics: records failures.
     """

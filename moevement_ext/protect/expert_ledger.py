@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lossy strategy knows of the experts: tokens that they learned from, and their copies.
+"""Experts' accounting for a lossy strategy: routed tokens and checkpointed versions.
 
-A checkpoint has all experts, some of them as of the checkpoint before (its *base*), whose bytes are
-copied. Versions and tokens travel in the window, so a rank that comes back to one, or joins, goes
-on counting there. The base is part of a window's name: copies of different versions never count as
-one window. A window that is captured again after a recovery has another name than before, since
-its experts have learned less.
+A checkpoint contains all experts. Those that are not selected are copied from the previous
+checkpoint (its *base*) instead of the training state. Versions and token counts are stored in the
+window, so a rank that rolls back to it, or joins, continues counting from there. The base is part
+of a window's name: copies of different versions never count as one window. A window that is
+captured again after a recovery gets another name, since its experts have learned from fewer tokens.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,33 +41,33 @@ _LOSSY_LINE = (
     ' sparse ckpt | strategy {strategy} is lossy: a recovery loses what experts have learned since '
     'their newest copy, and says how many tokens that were |'
 )
-# Of an expert in a context, beside its name: three numbers and their frame.
+# Encoded bytes per expert in a context, without its name: three numbers and their frame.
 _BYTES_OF_COPY = 36
 
 
 class Checkpoint(NamedTuple):
-    """What one checkpoint takes of the experts."""
+    """Experts and their versions in one checkpoint."""
 
     name: WindowName
     copies: ExpertCopies
     older: frozenset[str]
-    """Operators that are as of an earlier checkpoint."""
+    """Operators whose bytes come from an earlier checkpoint."""
     base: WindowFile | None
-    """The checkpoint before, which has them."""
+    """File of the previous checkpoint, which has the bytes of `older`."""
 
     def older_bytes(self, layout: SlotLayout) -> int:
-        """Bytes of a slot that are not copied from the state."""
+        """Return the bytes of a slot that are not copied from the training state."""
         return sum(align_up(record.nbytes) for record in layout.left_out(self.older))
 
     def take_older(self, layout: SlotLayout, payload: Bytes) -> Kept | None:
-        """Copy what is left out from the checkpoint before, and return it. Sealing thread.
+        """Copy the omitted operators from the base, and return their ranges. Sealing thread.
 
         Args:
-            layout: of the slot.
-            payload: of the slot.
+            layout: layout of the slot.
+            payload: payload of the slot.
 
         Raises:
-            RefusedWindow: the bytes there are not those that were captured.
+            RefusedWindow: the base's bytes do not match their checksum.
         """
         if self.base is None or not self.older:
             return None
@@ -88,13 +88,13 @@ class ExpertLedger:
     """The ledger of one rank. Training thread only.
 
     Args:
-        counter: of the tokens by expert; counts all iterations.
-        strategy: chooses the experts.
+        counter: counts tokens by expert, in all iterations.
+        strategy: selects the experts.
         own: bytes of each expert of this rank in a checkpoint.
-        others: bytes of all else in it.
+        others: bytes of the other operators in it.
 
     Raises:
-        ConfigurationError: there are no experts, or fewer than K in a layer.
+        ConfigurationError: an expert's tokens are not counted, or a layer has fewer than K experts.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ExpertLedger:
         self._lost = 0.0
         self._bytes = sum(own.values()), others
         self._of_cycle: dict[str, float] = {}
-        # Tokens when the newest recovery went back to a window, and which.
+        # Token counts, and the window, of the newest rollback.
         self._restored: dict[str, float] = {}
         self._from: WindowName | None = None
         self._check(own, strategy.first().experts)
@@ -135,17 +135,17 @@ class ExpertLedger:
 
     @property
     def context_bytes(self) -> int:
-        """Room that a slot needs for what is noted of all experts."""
+        """Bytes that the experts' versions and counts need in a slot's context."""
         return sum(len(name) + _BYTES_OF_COPY for name in self._routed) + _BYTES_OF_COPY
 
     def load(self, measured: WindowLoad, last: int, by_expert: bool, holders: int) -> WindowLoad:
-        """The measurements of a cycle, with what concerns experts.
+        """Return the measurements of a cycle with the experts' figures added.
 
         Args:
-            measured: all others.
-            last: iteration at which training ends.
-            by_expert: also tokens of each.
-            holders: peers that are sent its checkpoints.
+            measured: measurements without experts.
+            last: last iteration of training.
+            by_expert: include the tokens of each expert.
+            holders: number of peers that receive the checkpoints.
         """
         tokens, self._of_cycle = self._of_cycle, {}
         return msgspec.structs.replace(
@@ -161,17 +161,17 @@ class ExpertLedger:
         )
 
     def _expected(self, last: int) -> float:
-        """Tokens of all of the training, by those until now."""
+        """Extrapolate the tokens of the whole training from those counted so far."""
         return sum(self._routed.values()) / self._counted * last if self._counted else 0.0
 
     def begins(self) -> None:
-        """An iteration begins; what was counted of one that was cut off does not count."""
+        """Begin an iteration. Counts of an interrupted iteration are discarded."""
         self._counter.counting = False
         self._counter.take()
         self._counter.counting = True
 
     def ends(self) -> None:
-        """An iteration is committed. Waits for the device."""
+        """Add the counts of a committed iteration. Waits for the device."""
         self._counted += 1
         tokens = self._counter.take()
         self._counter.counting = False
@@ -180,10 +180,10 @@ class ExpertLedger:
             self._of_cycle[name] = self._of_cycle.get(name, 0.0) + count
 
     def base(self, persisted: WindowName | None) -> WindowName | None:
-        """The window to take older copies from: the newest that all ranks have.
+        """Return the newest window that all ranks have: the source of older copies.
 
         Args:
-            persisted: the newest that is known to be persisted.
+            persisted: the newest window known to be persisted.
         """
         known = [name for name in (persisted, self._from) if name is not None]
         return max(known, key=lambda name: name.start, default=None)
@@ -191,16 +191,16 @@ class ExpertLedger:
     def checkpoint(
         self, cycle: Cycle, iteration: int, base: WindowName | None, file: WindowFile | None
     ) -> Checkpoint:
-        """What the checkpoint of `iteration` takes.
+        """Select the experts of the checkpoint of `iteration`.
 
         Args:
             cycle: the plan in force.
             iteration: number of committed iterations.
-            base: the window before; None: all experts are copied.
-            file: it, in memory.
+            base: the previous window; if None, all experts are copied from the state.
+            file: file of `base`, in memory.
 
         Raises:
-            ValueError: the window before is gone.
+            ValueError: the file of `base` is gone.
         """
         if self._since is None:
             self._since = iteration
@@ -234,14 +234,14 @@ class ExpertLedger:
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))
 
     def go_back(self, header: SlotHeader, last: int) -> TokensLost:
-        """The state is that of this window: count on from there.
+        """Continue counting from a window to which this rank has rolled back.
 
         Args:
-            header: of its slot.
-            last: iteration at which training ends.
+            header: header of the window's slot.
+            last: last iteration of training.
 
         Returns:
-            What is lost by that.
+            The tokens lost by the rollback.
         """
         copies = _copies(header)
         self._routed = {name: copy.routed for name, copy in copies.experts.items()}
@@ -263,12 +263,12 @@ class ExpertLedger:
 
 
 def expert_ledger(rank: Rank, tokens: TokenCounter, operators: Operators) -> ExpertLedger:
-    """The ledger of a job with a lossy strategy, which is said to be one.
+    """Create the ledger of a job with a lossy strategy; rank 0 prints that the strategy is lossy.
 
     Args:
-        rank: the rank.
-        tokens: counts the load of its experts.
-        operators: what it captures.
+        rank: this rank.
+        tokens: counts the tokens of its experts.
+        operators: the captured operators.
     """
     if rank.number == 0 and not rank.exchange.joining:
         print(_LOSSY_LINE.format(strategy=rank.config.strategy), flush=True)

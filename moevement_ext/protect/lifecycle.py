@@ -36,18 +36,18 @@ from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 
-# Seconds between checks whether a wait of the training thread is in vain.
+# Seconds between checks whether the training thread waits in vain.
 _LOOK_S = 0.01
 
 
 class Tracker(Protocol):
-    """Tells all ranks which windows a rank and its replica holders have."""
+    """Publishes to all ranks which windows this rank and its replica holders have."""
 
     def report(self, window: WindowName) -> None:
         """Report that this rank and its holders have `window`. Replicator's thread."""
 
     def withdraw_after(self, window: WindowName) -> None:
-        """Take back the reports of later windows."""
+        """Withdraw the reports of later windows."""
 
     def give_up(self, starts: Iterable[int]) -> None:
         """Report that this rank lacks the windows with these starts. Any thread."""
@@ -61,9 +61,9 @@ class WindowLifecycle:
 
     Args:
         owner: this rank.
-        windows: its files.
-        peers: holders of its replicas.
-        tracker: makes the tracker, given a callback for new agreements.
+        windows: files of this rank.
+        peers: clients of the replica holders, by rank.
+        tracker: factory of the tracker, given a callback for new agreements.
         on_persisted: called with each newly persisted window, on the tracker's thread.
         statistics: records failures.
         max_wait_s: longest wait of the training thread for a free file.
@@ -105,28 +105,28 @@ class WindowLifecycle:
         self._tracker.stop()
 
     def send_bytes_per_s(self) -> float | None:
-        """Send rate to the holders of replicas, as in the events. Any thread."""
+        """Return the send rate to the replica holders, as in the events. Any thread."""
         return self._replicator.bytes_per_s()
 
     @property
     def holders(self) -> int:
-        """Number of peers that are sent whole windows. Any thread."""
+        """Number of peers that receive whole windows. Any thread."""
         return self._replicator.holders
 
     def send_cost(self) -> float:
-        """CPU seconds for a byte that is sent to a holder. Any thread."""
+        """Return the CPU seconds per byte sent to a holder. Any thread."""
         return self._replicator.cost.s_per_byte()
 
     # Training thread
 
     def open(self, name: WindowName, length: int) -> WindowFile | None:
-        """Take a file for a window of `length` slots; waits at most `max_wait_s`.
+        """Take a file for a window of `length` slots; wait at most `max_wait_s`.
 
-        After a timeout, calls do not wait again until a window is persisted. None: there is no
-        file, the window is complete already, or another rank has given it up.
+        After a timeout, calls do not wait again until a window is persisted. Return None if there
+        is no file, the window is complete already, or another rank has given it up.
         """
         if self._windows.file(name) is not None or self._windows.is_persisted(name):
-            return None  # the state just recovered, which is protected already
+            return None  # the window just recovered, which is protected already
         if self._windows.is_given_up(name):
             return None
         try:
@@ -143,7 +143,7 @@ class WindowLifecycle:
         return file
 
     def skip(self, start: int) -> None:
-        """Go without a window, as the one before is not persisted in time."""
+        """Skip the window at `start` because the previous one was not persisted in time."""
         self.statistics.skipped_windows += 1
         self.statistics.degraded(
             f'window {start} is skipped: the one before is not persisted on every rank'
@@ -151,10 +151,12 @@ class WindowLifecycle:
         self.give_up([start])
 
     def newest_persisted(self, before: WindowName | None) -> tuple[bool, WindowName | None]:
-        """The newest persisted window, once it is settled whether `before` is; waits like `open`.
+        """Return the newest persisted window once `before` is persisted or given up.
+
+        Waits like `open`.
 
         Returns:
-            False if that is not settled in time; and the window, None if there is none.
+            Whether `before` was settled in time, and the newest persisted window, if any.
         """
         windows = self._windows
         settled = before is None or self._wait_for(
@@ -164,7 +166,7 @@ class WindowLifecycle:
         return bool(settled), windows.newest_persisted
 
     def kept(self, name: WindowName | None) -> WindowFile | None:
-        """The file of a complete window of this rank; None if it is gone."""
+        """Return the file of a complete window of this rank; None if it is gone."""
         return None if name is None else self._windows.file(name)
 
     def give_up(self, starts: Iterable[int]) -> None:
@@ -175,7 +177,7 @@ class WindowLifecycle:
         self._tracker.give_up(starts)
 
     def abandon(self, name: WindowName, file: WindowFile) -> None:
-        """Free the file of a begun window that no rank relies on."""
+        """Free the file of an unfinished window that no rank relies on."""
         self._replicator.abandon(name)
         if self._trial is not None:
             self._trial.forget(file)
@@ -185,7 +187,7 @@ class WindowLifecycle:
             self.statistics.degraded(f'{file.path} cannot be reused: {error}')
 
     def wait_until_persisted(self, name: WindowName, seconds: float) -> bool:
-        """True once all ranks have a window that this one has kept; False after `seconds`."""
+        """Return True once all ranks have the window, False after `seconds`."""
         deadline = time.perf_counter() + seconds
         while not self._windows.is_persisted(name):
             self._freed.clear()
@@ -234,7 +236,7 @@ class WindowLifecycle:
     # Other threads, in training
 
     def sealed(self, file: WindowFile, header: SlotHeader) -> None:
-        """Keep and replicate a slot after all its copies. Sealing thread."""
+        """Commit and replicate a slot after all its copies. Sealing thread."""
         file.seal_slot(header)
         trial = self._trial
         if trial is None or not trial.seal(file, header):
@@ -263,11 +265,11 @@ class WindowLifecycle:
         )
 
     def replicated(self, window: WindowName) -> None:
-        """Report a window that all holders have. Replicator's thread."""
+        """Report a window that all holders have received. Replicator's thread."""
         self._tracker.report(window)
 
     def agreed(self, agreed: Agreed) -> None:
-        """Note an agreement of all ranks. Tracker's thread."""
+        """Apply an agreement of all ranks. Tracker's thread."""
         self._replicator.agree(agreed)  # before a file is reused for the next window to send
         self._windows.agree(agreed)
         self._freed.set()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last window of a job that ends as planned: one slot with all of the state.
+"""Captures the last window of a job that ends as planned: one slot with the whole state.
 
-The next start, of whatever layout, goes on from there: nothing is computed again, and a window of
-several iterations is not converted. Training thread.
+The next start, in any layout, continues from it without replaying iterations or converting a
+window of several slots. Training thread.
 """
 
 import msgspec
@@ -27,28 +27,28 @@ from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.protect.protection import Protection
 from moevement_ext.replicate.protocol import MIN_BYTES_PER_SECOND
 
-# For the others, besides the time that the bytes take.
+# For the other ranks, in addition to the transfer time of the bytes.
 _WAIT_S = 10.0
 
 
 def part(
     protection: Protection, rank: Rank, operators: Operators, iteration: int, state: bytes
 ) -> bool:
-    """Keep the state after `iteration`; all ranks do so, at the same iteration.
+    """Capture the state after `iteration`. All ranks call this at the same iteration.
 
     Args:
         protection: started, and not in a recovery.
         rank: this rank.
-        operators: of this rank.
+        operators: operators of this rank.
         iteration: number of committed iterations.
         state: auxiliary state after them.
 
     Returns:
-        True if all ranks and the holders of their replicas have it, with `--sparse-ckpt-disk` all
-        disks, too.
+        True if all ranks and their replica holders have the window, and with
+        `--sparse-ckpt-disk` all disks, too.
 
     Raises:
-        HostMemoryError: there is no room for it.
+        HostMemoryError: there is no room for the window.
     """
     protection.stop_capturing()
     windows = protection.memory.windows

@@ -56,9 +56,9 @@ class PersistenceTracker:
     """Counts complete windows over all ranks.
 
     Args:
-        store: reachable by all ranks; used by this object's thread only.
-        rank: of this process; a window counts once per rank, also if a replacement process reports
-            the window again.
+        store: reachable by all ranks; used by the tracker's thread only.
+        rank: rank of this process; a window counts once per rank, even if a replacement process
+            reports the window again.
         world_size: number of ranks that must report a window.
         on_agreed: called on the tracker's thread with each new agreement of all ranks.
     """
@@ -222,9 +222,9 @@ class PersistenceTracker:
         done.set()
 
     def _take_back(self, window: WindowName) -> None:
-        """Lower the count of a window, unless it was published: then its count is gone.
+        """Lower the count of a window, unless it was published: then its count is deleted.
 
-        A new process cannot tell from `persisted` if other ranks have rolled back before it.
+        A new process cannot tell from `persisted` whether other ranks have rolled back before it.
         """
         if self._store.check([_key(window)]):
             self._store.add(_key(window), -1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the windows of a stage from the bytes of every operator on each of its ranks.
 
-The first rank of a stage plans it, and so does a rank that joins a running job, as it may replace
-the first rank. Little data of other stages is necessary; the inputs of all plans enter the digest
-of the window.
+The first rank of a stage plans its windows. A rank that joins a running job plans them too, as it
+may replace the first rank. Little data of other stages is needed; the inputs of all plans enter
+the digest of the window.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,11 +45,11 @@ class RankOperators(msgspec.Struct, frozen=True):
     kinds: dict[str, str]
     tied: list[str]
     always: int
-    """Further bytes in every slot."""
+    """Bytes of other data in every slot."""
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """Summary of a rank for ranks of all stages: a few bytes for any model."""
+    """Summary of one rank for the ranks of all stages: a few bytes for any model."""
 
     stage: int
     operators: str
@@ -69,8 +69,8 @@ class Planner:
 
     Args:
         rank: this rank.
-        operators: of this rank.
-        place: of this rank in the layout.
+        operators: operators of this rank.
+        place: place of this rank in the layout.
     """
 
     def __init__(self, rank: Rank, operators: Operators, place: Place) -> None:
@@ -92,7 +92,7 @@ class Planner:
         self._exchange = rank.exchange
         self.is_first = rank.number == place.members[0]
         gathered = rank.exchange.among('operators', encoded, place.members, place.group)
-        # Operators by rank of the stage; empty if another rank plans it.
+        # Operators of the stage's ranks; empty if another rank plans the stage.
         self._members: list[RankOperators] = []
         if self.is_first or rank.exchange.joining:
             self._members = [msgspec.msgpack.decode(item, type=RankOperators) for item in gathered]
@@ -128,14 +128,14 @@ class Planner:
 
     @property
     def tied(self) -> frozenset[int]:
-        """Stages that share weights: first and last one, for the embedding."""
+        """Stages that share weights: the first and the last one, for the embedding."""
         return frozenset(rank.stage for rank in self._ranks if rank.tied)
 
     def first_plan(self, parameters: PlanParameters) -> StagePlan:
-        """The plan of a new job, from iteration 0 on. Collective, except in a joining process.
+        """Return the plan of a new job, from iteration 0. Collective, except when joining.
 
         Args:
-            parameters: of all stages.
+            parameters: planning inputs of all stages.
         """
         if self._exchange.joining:
             return self.plan(parameters)
@@ -144,9 +144,9 @@ class Planner:
         return StagePlan.unpacked(self._exchange.from_first(own, place.members, place.group))
 
     def plan(self, parameters: PlanParameters) -> StagePlan:
-        """Compute the plan of this stage. On its first rank, or on a joining rank.
+        """Compute the plan of this stage. Only on its first rank or on a joining rank.
 
-        The digest covers the inputs of the plans of all stages, so that windows of different plans
+        The digest covers the planning inputs of all stages, so that windows of different plans
         never count as one. Experts without a share keep their order.
         """
         shares, window = parameters.shares, parameters.window
@@ -168,8 +168,8 @@ class Planner:
         """Compute a plan that is or was in force; the stage's first rank also hands it out.
 
         Args:
-            version: of it.
-            store: of the replanners.
+            version: version of the plan.
+            store: store of the replanners.
         """
         plan = self.plan(published(store, version))
         if self.is_first:
@@ -177,13 +177,13 @@ class Planner:
         return plan
 
     def next_plan(self, version: int, store: Store) -> StagePlan | None:
-        """An announced plan; None if the stage's first rank has not handed it out yet.
+        """Return an announced plan; None if the stage's first rank has not handed it out yet.
 
         Runs on the replanner's thread.
 
         Args:
-            version: of it.
-            store: of the replanners.
+            version: version of the plan.
+            store: store of the replanners.
         """
         if self.is_first:
             return self.announced_plan(version, store)
@@ -200,14 +200,14 @@ class Planner:
         self._needs = [found for found in decoded if found]
 
     def shortest_window(self, budgets: Budgets, longest: int) -> int | None:
-        """The fewest slots that the links carry on every rank of every stage.
+        """Return the fewest slots that the links sustain on every rank of every stage.
 
-        Assumes the operators' initial order. None if it takes more than `longest`.
+        Assumes the operators' initial order. Returns None if more than `longest` are needed.
         """
         return shortest(self._needs, budgets, longest)
 
     def capacity(self, window: int, context_bytes: int) -> int:
-        """Sufficient bytes of this rank's window file for any plan of up to W slots."""
+        """Return bytes that suffice for this rank's window file under any plan of up to W slots."""
         operators = operator_table(list(self._own.sizes), [self._own.sizes])
         payload = window_bytes_bound(operators, window)[0] + window * self._own.always
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
@@ -216,29 +216,29 @@ class Planner:
         return window_file_bytes(self._state_bytes(window), window, needed)
 
     def stub_capacity(self, window: int, context_bytes: int) -> int:
-        """Bytes of a file that suffice for the stub of any such window (see `window.twin`)."""
+        """Return bytes that suffice for the stub of any such window (see `window.twin`)."""
         header = self._largest_header(window, context_bytes)
         needed = stub_capacity(header, self.own_parts, settings.MAX_BYTES)
         return stub_file_bytes(self._state_bytes(window), window, needed)
 
     def slot_bytes(self, window: int) -> int:
-        """Mean bytes of state in a slot of a window of W slots."""
+        """Return the mean bytes of state per slot in a window of W slots."""
         return self._state_bytes(window) // window
 
     @property
     def own_parts(self) -> OwnParts:
-        """Tensor and part of what ranks that capture the same need not have alike."""
+        """Tensor and part of captured data that may differ between ranks with the same state."""
         held = self._operators_held.slices.values()
         parts = (item for operator in held for kind in operator for item in kind)
         return frozenset((item.tensor, item.part) for item in parts if item.volatile)
 
     @property
     def family(self) -> int:
-        """Lowest of the ranks that capture the same as this one."""
+        """Lowest rank among this one and those that capture the same state."""
         return min([self._number, *self.place.twins])
 
     def _state_bytes(self, window: int) -> int:
-        """Weights and optimizer state in a window of W slots, as counted before training."""
+        """Return bytes of weights and optimizer state in a window, as sized before training."""
         held = self._operators_held.slices.values()
         full = sum(item.nbytes for operator in held for item in operator.full if _is_state(item))
         weights = sum(
@@ -255,8 +255,8 @@ class Planner:
     def _ordered(members: Sequence[RankOperators], popularity: Mapping[str, float]) -> list[str]:
         """Tied operators first, then experts, then the rest.
 
-        All ranks that share tied operators thaw them together; experts take turns over the ranks,
-        so that every slot loads all of them.
+        All ranks that share tied operators thaw them together. Experts are taken from the ranks in
+        turn, so that every slot loads all ranks.
         """
         tied = list(dict.fromkeys(name for member in members for name in member.tied))
         of_rank = [
@@ -273,7 +273,7 @@ class Planner:
         return [*tied, *ordered_experts]
 
     def _largest_header(self, window: int, context_bytes: int) -> SlotHeader:
-        """A header with all records of this rank, in full and weights."""
+        """Return a header with all records of this rank, in full and as weights."""
         records = [
             Record(part.operator, part.tensor, part.part, 'bfloat16', part.start, part.end, 0, 0)
             for item in self._operators_held.slices.values()
@@ -301,5 +301,5 @@ class Planner:
 
 
 def _is_state(item: TensorSlice) -> bool:
-    """False for step counts, router buffers and weight scales."""
+    """Return False for step counts, router buffers and weight scales."""
     return item.part not in ('step', 'buffer', 'weight_scale')

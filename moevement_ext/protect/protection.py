@@ -49,8 +49,8 @@ class Protection:
 
     Args:
         rank: this rank.
-        planner: plans the windows of its stage.
-        operators: the captured state.
+        planner: plans the windows of the rank's stage.
+        operators: the captured operators.
         tokens: counts the experts' load.
         context_bytes: upper bound of the auxiliary state in a slot.
         logged: logged bytes of this rank per iteration; 0 without a log.
@@ -83,7 +83,7 @@ class Protection:
         self._waited_before = 0.0
         self._started = self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
-        self.last_iteration = 0  # of training; for a lossy strategy
+        self.last_iteration = 0  # last iteration of training; for a lossy strategy
         self._experts: ExpertLedger | None = None
         if rank.config.lossy:
             from moevement_ext.protect.expert_ledger import expert_ledger
@@ -117,15 +117,15 @@ class Protection:
         return self.checkpointer.schedule
 
     def first_plan(self, iteration: int) -> StagePlan:
-        """The first plan of a job, from `iteration` on."""
+        """Return the first plan of a job, starting at `iteration`."""
         return msgspec.structs.replace(self._first_plan, origin=iteration)
 
     def agreed_plan(self, version: int, origin: int, store: torch.distributed.Store) -> StagePlan:
-        """The plan in force in a running job, for a process that joins it.
+        """Return the plan in force in a running job, for a joining process.
 
         Args:
-            version: of the plan.
-            origin: where the plan's windows begin.
+            version: version of the plan.
+            origin: iteration where the plan's windows begin.
             store: the store that the other ranks passed to `start`.
         """
         if version == self._first_plan.version:
@@ -143,12 +143,13 @@ class Protection:
         """Begin to capture.
 
         Args:
-            present: the plan to capture by.
-            store: for this start of the job, the same on all ranks, on a separate connection.
+            present: the plan in force.
+            store: the store of this start of the job, the same on all ranks, on a separate
+                connection.
             on_disk: the newest window that all ranks have on disk.
-            forget_former_places: free memory that earlier starts of the job kept on this node for
-                ranks that are elsewhere now, once all ranks have a window. Not in a joining
-                process, which does not know all ranks of the node.
+            forget_former_places: once all ranks have a window, free memory on this node that
+                earlier starts of the job kept for ranks now on other nodes. Not in a joining
+                process, which does not have the list of all ranks of the node.
         """
         self._former_places = forget_former_places
         rank, memory = self._rank, self.memory
@@ -188,9 +189,9 @@ class Protection:
         rank.events.emit(protected_event(rank, self.planner, held, memory, reached, cycle))
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """Headers of newer slots, which verify a recovery from the window at `start`, if wanted.
+        """Return headers of slots newer than `start`, to verify a recovery; empty without checks.
 
-        If the recovery may be refused, the headers are kept for the next one, too.
+        If the recovery may be refused, the headers are also kept for the next recovery.
         """
         verify, witness = self._rank.config.verify, self.memory.witness
         found = [] if verify == OFF else self.memory.captured_after(start)
@@ -214,10 +215,10 @@ class Protection:
             self.memory.log.rewind(iteration)
 
     def roll_back(self, name: WindowName, file: WindowFile) -> float | None:
-        """Continue from this window, which is protected already; later ones are captured again.
+        """Continue from this window, which is protected already; capture later ones again.
 
         Returns:
-            As of `lose_tokens`.
+            See `lose_tokens`.
         """
         self._withdraw_on_disk(name)
         self.windows.go_back_to(name)
@@ -226,10 +227,10 @@ class Protection:
         return self.lose_tokens(file)
 
     def lose_tokens(self, file: WindowFile) -> float | None:
-        """Note that the state is that of this window, which may have older states of experts.
+        """Record a rollback to this window, which may contain older versions of experts.
 
         Returns:
-            Tokens of this rank that experts have learned from in vain; None: no strategy for that.
+            Lost tokens of this rank's experts; None unless the strategy is lossy.
         """
         if self._experts is None:
             return None
@@ -240,7 +241,7 @@ class Protection:
     def begin_trial(self, back_to: WindowName, until: int, of_all: bool) -> None:
         """Begin a recovery that is judged at iteration `until`; with `stop` it may be refused.
 
-        Its captures stay private until `accept`. Training thread.
+        In that case its captures stay private until `accept`. Training thread.
 
         Args:
             back_to: the window that the recovery starts from.
@@ -252,7 +253,7 @@ class Protection:
             self.windows.begin_trial(Trial(back_to, until, of_all))
 
     def accept(self) -> None:
-        """Accept the captures of a recovery that is right on all ranks."""
+        """Accept the captures of a recovery that was verified on all ranks."""
         if self.unjudged:
             self.drain()
             self.windows.accept()
@@ -260,7 +261,7 @@ class Protection:
 
     @contextmanager
     def on_trial(self, back_to: WindowName, until: int) -> Iterator[None]:
-        """Context of a recovery: accepts it at a normal end, else drops all its captures."""
+        """Accept the recovery if the context ends normally, else drop all its captures."""
         self.begin_trial(back_to, until, of_all=False)
         try:
             yield
@@ -274,7 +275,7 @@ class Protection:
     def refuse(self, window: WindowName) -> None:
         """Drop `window`, as all ranks have refused the state recovered from it.
 
-        Headers of newer earlier captures stay, to verify the next recovery.
+        Headers of newer, earlier captures are kept to verify the next recovery.
         """
         self.checkpointer.stop_capturing()
         self.windows.withdraw_captures()
@@ -290,7 +291,7 @@ class Protection:
     def begin_window(self, iteration: int) -> None:
         """Begin a window with the state after `iteration`, by the plan in force, on all ranks.
 
-        Some ranks lack earlier windows that are not persisted yet.
+        Earlier windows that are not persisted are given up, as some ranks lack them.
         """
         self.windows.give_up(range(iteration))
         self.checkpointer.stop_capturing()
@@ -303,7 +304,7 @@ class Protection:
         self.windows.withdraw_after(window)
 
     def reach_peers(self, newest: int) -> None:
-        """Offer windows again if holders of this rank's replicas have new processes.
+        """Offer windows again if replica holders have new processes.
 
         Args:
             newest: start of the last window to offer; later ones will be captured again.
@@ -315,7 +316,7 @@ class Protection:
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Context whose duration counts as time taken from training."""
+        """Count the duration of the context as time taken from training."""
         began = time.perf_counter()
         try:
             yield
@@ -406,11 +407,11 @@ class Protection:
 
     @property
     def window_under_way(self) -> bool:
-        """True if the current window lacks slots. Training thread."""
+        """True while the current window is incomplete. Training thread."""
         return self.checkpointer.window_under_way
 
     def keep_last(self, window: WindowName, timeout_s: float) -> bool:
-        """Have the last window, which is persisted, on disk, too; see `DiskTier.keep_last`."""
+        """Copy the last window, which is persisted, to disk, too; see `DiskTier.keep_last`."""
         return self._disk is None or self._disk.keep_last(window, timeout_s)
 
     def drain(self) -> None:
@@ -464,7 +465,7 @@ class Protection:
             self._disk.withdraw_after(window)
 
     def _shortest_window(self, seen: Measured) -> int | None:
-        """The fewest slots that all ranks' links and cores carry at these rates."""
+        """Return the fewest slots that all ranks' links and cores sustain at these rates."""
         copies = max(map(len, self.memory.copies.holders))
         carried = budgets(
             seen.iteration_s,
@@ -477,7 +478,7 @@ class Protection:
         return self.planner.shortest_window(carried, self._longest)
 
     def _cpu_bytes_per_s(self) -> float | None:
-        """See `WindowLoad`. A byte is copied, and goes to each holder, which receives it."""
+        """See `WindowLoad`. A byte is copied, and sent to each holder, which receives it."""
         share = self._rank.config.cpu_share
         if self._device.type != 'cpu' or not share:
             return None
@@ -486,7 +487,7 @@ class Protection:
         return share * self.memory.cores / byte_s if byte_s else None
 
     def _adopt(self, plan: StagePlan) -> None:
-        """Take over a plan, windows before it is in force. Replanner's thread."""
+        """Adopt a plan, windows before it is in force. Replanner's thread."""
         bind_thread(self._device)
         self._room.before(plan.plan.window)
         self.checkpointer.schedule_next(plan.schedule())

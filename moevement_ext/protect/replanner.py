@@ -3,7 +3,7 @@
 
 Every rank publishes its measurements of a window to the launcher's store. Rank 0 decides, the first
 rank of each stage plans the stage, and all ranks switch to the new plan at the same, later window
-boundary. This uses no training communicator, and ranks that learn of a plan too late only lose one
+boundary. This uses no training communicator. A rank that receives a plan too late only loses one
 window, because windows carry the plan's digest.
 """
 
@@ -33,9 +33,9 @@ class Replanner:
 
     Args:
         store: reachable by all ranks; used by this object's thread only.
-        rank: of this process; rank 0 decides.
+        rank: rank of this process; rank 0 decides.
         world_size: number of ranks that publish.
-        present: the plan to begin with.
+        present: the initial plan.
         decide: `Strategy.next` of the run; on rank 0.
         next_plan: returns the plan of this stage by version and store; None: not available yet.
         adopt: called on the replanner's thread with each new plan.

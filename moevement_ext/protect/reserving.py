@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
 
 def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
-    """The longest allowed W that fits in the host memory of all nodes; 1 if none fits.
+    """Return the longest allowed W that fits in the host memory of all nodes; 1 if none fits.
 
     Collective. Returns a fixed window unchanged.
 
@@ -97,7 +97,7 @@ def reserve(
     """Reserve host memory of this rank; at the start all ranks fail together. Collective.
 
     A process that joins a running job, perhaps on another node, holds no replicas for other ranks
-    if there is no room, as the job needs the process more than the replicas.
+    if there is no room: the job needs the process more than the replicas.
 
     Raises:
         HostMemoryError: this or another rank cannot reserve its host memory.

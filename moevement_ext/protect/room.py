@@ -9,7 +9,7 @@ from moevement_ext.replicate.host_memory import HostMemory
 
 
 class WindowRoom:
-    """Room for windows of the length in force, and of the one that comes next.
+    """Room for windows of the current length, and of the next one.
 
     Args:
         memory: host memory of this rank.
@@ -17,7 +17,7 @@ class WindowRoom:
 
     Attributes:
         in_force: W of the window that is captured now.
-        limit: the longest W that there was room for, once there was none for a longer one.
+        limit: the longest W with enough room, set once a longer one had too little.
     """
 
     def __init__(self, memory: HostMemory, on_degraded: Callable[[str], None]) -> None:
@@ -25,12 +25,12 @@ class WindowRoom:
         self._on_degraded = on_degraded
         self._next = self.in_force = memory.window
         self.limit: int | None = None
-        # All windows that start before it, or at it, may be longer or their recovery may last.
+        # Windows that start up to here may be longer, or a recovery from them may still run.
         self._unlike = -1
         self._log = threading.Lock()
 
     def begins(self, start: int, window: int) -> None:
-        """A window with the state after iteration `start` is captured now. Training thread."""
+        """Record that a window begins with the state after iteration `start`. Training thread."""
         if window != self.in_force:
             self._unlike = start - 1
         self.in_force = window
@@ -38,8 +38,8 @@ class WindowRoom:
     def before(self, window: int) -> None:
         """Make room before windows of this length come into force. Any thread but training's.
 
-        Without room they are given up, until all ranks have a plan with windows for which each has
-        room.
+        Without room, such windows are given up until all ranks have a plan with shorter windows,
+        for which every rank has room.
         """
         self._next = window
         self.in_log(window)
@@ -55,8 +55,8 @@ class WindowRoom:
         """Make room in the log for a recovery, before it begins. Training thread.
 
         Args:
-            start: of the window that it goes back to.
-            until: iteration at which it ends.
+            start: start of the window that the recovery rolls back to.
+            until: iteration at which the recovery ends.
         """
         with self._log:
             self._unlike = max(self._unlike, start)
@@ -71,13 +71,13 @@ class WindowRoom:
                 self._on_degraded(f'the log has no room for windows of {window}: {error}')
 
     def settle(self, start: int) -> None:
-        """Give back what only longer windows needed. Tracker's thread.
+        """Free memory that only longer windows needed. Tracker's thread.
 
-        The log holds what comes after the persisted window, so that one must be as short as those
-        to come.
+        The log holds the iterations after the persisted window, so that window must be as short
+        as the next ones.
 
         Args:
-            start: of the window that is persisted now.
+            start: start of the newly persisted window.
         """
         window = max(self.in_force, self._next)
         if window < self._memory.window:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture plan of a stage, made by its first rank and handed out to the others.
 
-The other ranks read the plan in the launcher's store, so that they neither read the shares of all
-experts of the model nor repeat the same computation on a thousand ranks.
+The other ranks read the plan from the launcher's store. They neither read the shares of all experts
+of the model nor repeat the same computation on a thousand ranks.
 """
 
 from collections.abc import Collection
@@ -39,12 +39,12 @@ class StagePlan(msgspec.Struct, frozen=True):
     """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
 
     def schedule(self) -> Cycle:
-        """The plan in the form of the checkpointer."""
+        """Return the plan as the checkpointer's cycle."""
         plan = (self.origin, self.plan, self.digest, self.version, self.idle)
         return Cycle(*plan, self.experts, self.shares)
 
     def event(self, operators: Collection[str]) -> Replanned:
-        """The event of a rank with these operators that takes the plan over."""
+        """Return the event of a rank with these operators that adopts the plan."""
         return Replanned(
             origin=self.origin,
             window=self.plan.window,
@@ -83,7 +83,7 @@ def hand_out(store: Store, stage: int, plan: StagePlan) -> None:
 
 
 def handed_out(store: Store, stage: int, version: int) -> StagePlan | None:
-    """Read the plan of the stage; None if its first rank hands out none for some seconds."""
+    """Read the plan of the stage; None if its first rank does not hand one out within seconds."""
     key = _plan_key(version, stage)
     try:
         store.wait([key], _LONGEST_WAIT)

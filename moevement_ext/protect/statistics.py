@@ -51,7 +51,7 @@ class Figures:
     def _after_persisted(self, iteration: int | None) -> int | None:
         if iteration is None or self.persisted is None:
             return None
-        # A joining rank may know a persisted window that is newer than its own iteration.
+        # The persisted window of a joining rank may be newer than the rank's own iteration.
         return max(iteration - self.persisted, 0)
 
 
@@ -66,7 +66,7 @@ class CaptureStatistics:
     """Seconds by which sparse checkpointing delayed training, including waits."""
     device_wait_s: float = 0.0
     """Seconds in which the training thread waited for the device around updates. The device
-    computes meanwhile: what this delays is the work that would have been queued ahead."""
+    computes meanwhile; the delayed work is that which would have been queued ahead."""
     iterations: int = 0
     """Iterations that reached their update."""
     captured_bytes: int = 0
@@ -76,7 +76,7 @@ class CaptureStatistics:
     copy_bytes_per_s: float | None = None
     """Measured rate of the copies of all sealed slots; None before the first."""
     skipped_windows: int = 0
-    """Windows skipped without a free file."""
+    """Windows skipped for lack of a free file."""
     failures: int = 0
     """Number of reductions of protection."""
     committed: int | None = None
@@ -88,7 +88,7 @@ class CaptureStatistics:
     disk_bytes: int | None = None
     """Bytes of this rank's windows on disk; None without a disk."""
     persist_s: float | None = None
-    """Seconds of the newest copy to disk that ended well; None before the first."""
+    """Seconds of the newest successful copy to disk; None before the first."""
 
     _reported: tuple[float, int] = (0.0, 0)
     _observed_s: float = 0.0

@@ -15,11 +15,11 @@ _LAST_RETRY_SECONDS = 30.0
 
 
 class StoreConnection:
-    """Reconnecting store, as torch's store does not reconnect (torch 2.15). One thread uses it.
+    """Reconnecting store: torch's store does not reconnect (torch 2.15). Used by one thread.
 
     Args:
         store: a separate connection; its timeout is shortened.
-        consequence: for the log: what does not work while the store is out of reach.
+        consequence: for the log: the function that is lost while the store is unreachable.
     """
 
     def __init__(self, store: Store, consequence: str) -> None:
@@ -44,7 +44,7 @@ class StoreConnection:
             step()
         except losses as error:
             self._failures += 1
-            if self._failures == 1:  # torch itself reports every further attempt
+            if self._failures == 1:  # torch itself logs every further attempt
                 logger.warning(
                     "the launcher's store is out of reach, %s: %s", self._consequence, error
                 )

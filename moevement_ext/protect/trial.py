@@ -2,9 +2,9 @@
 """Private captures of a recovery before its judgement.
 
 With `--sparse-ckpt-verify stop` a recovery is refused if its state differs from earlier captures.
-Until then the captures of the recovery may be wrong. So they are neither committed nor sent, and no
-recovery starts from them or compares with them. Their file names show this, also to the next
-process (`memory/window/file_names.py`).
+Until the verdict the captures of the recovery may be wrong. They are neither committed nor sent,
+and no recovery starts from them or is compared with them. Their file names mark them as unjudged,
+also for the next process (`memory/window/file_names.py`).
 """
 
 import threading
@@ -19,7 +19,7 @@ class Trial:
 
     Args:
         back_to: the window that the recovery starts from, which is trusted.
-        until: the iteration of the judgement, which precedes the capture of its state.
+        until: iteration of the verdict, which precedes the capture of that iteration's state.
         of_all: all stages roll back together.
     """
 
@@ -61,7 +61,7 @@ class Trial:
             return self._complete()
 
     def windows(self) -> list[tuple[WindowFile, list[SlotHeader]]]:
-        """All windows with their sealed slots, in order of their beginning."""
+        """Return all windows with their sealed slots, oldest first."""
         with self._changed:
             return list(self._sealed)
 

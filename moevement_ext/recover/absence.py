@@ -48,8 +48,8 @@ def refuse_to_forget(
 
     Args:
         held: parts of windows, over all ranks.
-        traces: of every rank.
-        dense_iteration: of the dense checkpoint to continue from, -1 for the start.
+        traces: traces of every rank.
+        dense_iteration: iteration of the dense checkpoint to continue from, -1 for the start.
         config: settings.
 
     Raises:

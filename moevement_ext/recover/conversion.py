@@ -35,7 +35,7 @@ class Conversion:
     """The conversion of a window to a dense state. Training thread only.
 
     Args:
-        source: of the verified slots, some of which may still arrive.
+        source: source of the verified slots, some of which may still arrive.
 
     Attributes:
         replaying: the current iteration of the replay, counted from 1.
@@ -64,16 +64,16 @@ class Conversion:
         return self._source.file()
 
     def run(self, trainer: Trainer, verification: Verification) -> None:
-        """Load slot after slot, replaying one iteration between each two.
+        """Load slot after slot, and replay one iteration between each two.
 
         Collective over the stages that convert.
 
         Args:
-            trainer: of this rank.
+            trainer: training loop of this rank.
             verification: receives the loss of each replayed iteration.
 
         Raises:
-            RefusedWindow: a slot is not available, or is of another model.
+            RefusedWindow: a slot is not available, or belongs to another model.
         """
         with trainer.replaying():
             slot = self._slot(0)

@@ -41,14 +41,14 @@ class Fruitless:
 
     @property
     def own_error(self) -> bool:
-        """True if this rank's own error, not the news of another rank's, ended the last round."""
+        """True if this rank's own error, not another rank's announcement, ended the last round."""
         return self._error is not None
 
     def failed(self, error: Exception, ended_round: bool) -> None:
         """Record that this rank has left a round.
 
         Args:
-            error: that the training thread raised.
+            error: the training thread's error.
             ended_round: no rank had ended the round before.
         """
         self.count += 1

@@ -13,7 +13,7 @@ class PlanInForce(msgspec.Struct, frozen=True):
 
     version: int
     origin: int
-    """Current origin of its windows: the plan's origin, unless windows were begun anew."""
+    """Current origin of its windows: the plan's origin, or a later one after `begin_window`."""
 
 
 class Handover(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the window of a restart: the newest that all ranks can still get."""
+"""Finds the window of a restart: the newest that all ranks can still obtain."""
 
 import logging
 import os
@@ -81,7 +81,7 @@ class Found:
     loaded.
 
     Args:
-        identity: of this rank in this run.
+        identity: identity of this rank in this run.
     """
 
     def __init__(self, identity: RankIdentity) -> None:
@@ -134,11 +134,11 @@ class Found:
 def held_windows(
     store: NodeStore, identity: RankIdentity, only_on: Path | None = None
 ) -> list[HeldWindow]:
-    """Committed windows of this run and layout that a recovery in living processes starts from.
+    """Return committed windows of this run and layout for a recovery in living processes.
 
     Args:
-        store: of this node, whose windows of all ranks count.
-        identity: of this rank.
+        store: store of this node, whose windows of all ranks count.
+        identity: identity of this rank.
         only_on: directory on disk; if given, the rank's windows there count instead.
     """
     found = Found(identity)
@@ -153,10 +153,10 @@ def take_stock(
     """Collect this rank's inventory at the start of a job.
 
     Args:
-        store: of this node.
-        disk: of this rank.
-        identity: of this rank.
-        disk_only: leave out windows in host memory, which are no source.
+        store: store of this node.
+        disk: disk windows of this rank.
+        identity: identity of this rank.
+        disk_only: omit windows in host memory, which are not used as a source.
     """
     memory = Found(identity)
     if not disk_only:
@@ -194,7 +194,7 @@ def launch_of(identity: RankIdentity) -> str:
 def replacement_report(
     store: NodeStore, identity: RankIdentity, only_on: Path | None = None
 ) -> Report:
-    """Report of a new process: the windows in its node's memory, or as of `held_windows`."""
+    """Report of a new process: windows in its node's memory, or on disk (see `held_windows`)."""
     newest = Ledger.read_newest(store.ledger_path(identity.rank), identity)
     return Report(
         survivor=False,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that all ranks of a job, and the jobs of the found windows, have equal settings.
 
-At the start of a job, and of a process that takes the place of a lost one: before it copies state
-from others, or takes part in a replay.
+Checked at the start of a job, and when a replacement process starts: before it copies state from
+other ranks, or takes part in a replay.
 """
 
 import logging
@@ -27,17 +27,17 @@ _PROTECTION = 'protection'
 
 
 def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
-    """Say by name, with both values, what differs. Collective.
+    """Check that settings agree; report differences by name, with both values. Collective.
 
     Args:
         rank: this rank.
-        inventories: of all ranks.
+        inventories: inventories of all ranks.
 
     Returns:
-        Why windows are refused that were found.
+        Reasons for which found windows are refused.
 
     Raises:
-        UserError: ranks differ in what decides bits; or anything differs, and
+        UserError: ranks differ in settings that decide bits; or anything differs, and
             `--sparse-ckpt-strict` forbids that.
     """
     if len({inventory.settings for inventory in inventories}) > 1:
@@ -60,17 +60,17 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
 
 
 def check_protection(store: Store, reports: Sequence[Report], identity: RankIdentity) -> None:
-    """Refuse ranks with other settings of sparse checkpointing, before they act on them.
+    """Refuse ranks with other settings of sparse checkpointing, before the settings take effect.
 
-    Collective at the start of a job. Of ranks that are launched alike the first speaks for all.
+    Collective at the start of a job. One rank reports for all ranks with equal settings.
 
     Args:
-        store: of the round.
-        reports: of all ranks, by rank.
-        identity: of this rank.
+        store: store of the round.
+        reports: reports of all ranks, by rank.
+        identity: identity of this rank.
 
     Raises:
-        UserError: on all ranks.
+        UserError: raised on all ranks.
     """
     first = dict[str, int]()
     for number, report in enumerate(reports):
@@ -104,13 +104,13 @@ def leave(store: Store, identity: RankIdentity) -> None:
 def why_not(
     store: Store, reports: Sequence[Report], identity: RankIdentity, strict: bool
 ) -> str | None:
-    """Why a new process must not join a running job; None: it is launched like that.
+    """Return the reason why a new process must not join a running job; None if it may.
 
     Args:
-        store: that of this attempt of the job.
-        reports: of all ranks, by rank.
-        identity: of this one.
-        strict: refuse what may decide bits, too; else that is a warning.
+        store: store of this attempt of the job.
+        reports: reports of all ranks, by rank.
+        identity: identity of this rank.
+        strict: also refuse differences that may decide bits; otherwise warn.
     """
     own = launch_of(identity)
     if own in {report.launched for report in reports if report.survivor}:
@@ -122,7 +122,7 @@ def why_not(
     job = settings.decode(encoded)
     found = differences(job, identity.settings, words)
     decisive = [*found.decisive, *of_protection(job, identity.settings, words)]
-    if not decisive:  # a loop of its own may give digests alone
+    if not decisive:  # a custom training loop may report digests only
         digests = ('run', run, identity.run), ('layout', topology, identity.topology)
         decisive = [
             f'digest of the {what}: {words[0]} {there}, {words[1]} {here}'
@@ -161,7 +161,7 @@ def _check_ranks(rank: Rank) -> None:
 
 
 def _among_ranks(launched: Sequence[settings.RunSettings]) -> Differences:
-    """Each rank's from those of rank 0; of ranks with the same line the first is named."""
+    """Differences from rank 0's settings; of ranks with the same line only the first is named."""
     found: tuple[dict[str, str], dict[str, str]] = ({}, {})
     for number, other in enumerate(launched):
         for kind, lines in zip(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Localized recovery, seen from one rank: survivors keep their state, lost stages replay.
 
-After a failure all ranks meet (see `membership`), reach the same verdict, and enter the training
-loop at the newest committed iteration; new processes enter it for the first time. In the first
-iteration the lost stages replay (see `stage_replay`), all ranks reconnect, and training continues
-(paper section 3.4).
+After a failure all ranks rendezvous (see `membership`), reach the same verdict, and enter the
+training loop at the newest committed iteration; new processes enter it for the first time. In the
+first iteration the lost stages replay (see `stage_replay`), all ranks reconnect, and training
+continues (paper section 3.4).
 """
 
 import logging
@@ -47,12 +47,12 @@ _POLL_SECONDS = 0.02
 
 
 class LocalizedRecovery:
-    """Carries this rank through failures of other ranks, or into the place of a lost one.
+    """Recovers this rank from failures of other ranks, or rebuilds a lost rank's state.
 
     Args:
         rank: this rank.
-        membership: of this rank.
-        trainer: the training loop of this rank.
+        membership: membership of this rank.
+        trainer: training loop of this rank.
         protection: windows, ledger and log of this rank.
         stages: stage of every rank, and ranks with the same state.
         position: this rank's part of the training state.
@@ -84,19 +84,19 @@ class LocalizedRecovery:
         self._went_on = 0
         self._outage = Outage(rank.number)
 
-    # Notes of the training thread, in every iteration
+    # Called by the training thread in every iteration
 
     def begin(self, start: Start) -> None:
-        """The iteration after `start` begins."""
+        """Record that the iteration after `start` begins."""
         self._raise_if_broken()
         self._position.begins(start)
 
     def updating(self) -> None:
-        """The optimizer begins to write.
+        """Record that the optimizer is about to write.
 
         Raises:
-            RoundEnded: a failure was announced; what was reduced last may be worthless (NCCL's
-                waits return when they are aborted).
+            RoundEnded: a failure was announced; the last reduction may be invalid (NCCL's waits
+                return when they are aborted).
         """
         self._membership.synchronize()
         self._raise_if_broken()
@@ -105,20 +105,20 @@ class LocalizedRecovery:
             self._membership.not_updating.clear()
 
     def committing(self) -> None:
-        """The optimizer has written, and parameters are gathered from the ranks that hold them.
+        """Record that the optimizer has written and the parameters are gathered.
 
         Raises:
-            RoundEnded: they may not have been (see `updating`). Where waits raise, they have: an
-                update that ends in time after a failure counts.
+            RoundEnded: the gathered parameters may be invalid (see `updating`). If waits raise,
+                they are valid: an update that completes after a failure counts.
         """
         self._membership.synchronize()
         if self._membership.waits_returned:
             raise RoundEnded('another rank was lost during the update')
 
     def stepped(self, start: Start) -> None:
-        """The update is committed; `start` is what the next iteration will start from."""
+        """Record the committed update; the next iteration starts from `start`."""
         self._position.stepped(start)
-        if self._position.rebuilding:  # a stage that catches up is behind until it is all done
+        if self._position.rebuilding:  # a replaying stage is behind until its replay ends
             return
         self._membership.not_updating.set()
         self._membership.committed = start.iteration
@@ -130,13 +130,13 @@ class LocalizedRecovery:
             self._outage.say()
 
     def converted(self, start: Start) -> None:
-        """All stages have converted their windows together, to `start`."""
+        """Record that all stages have converted their windows together, to `start`."""
         self._position.reached(start)
         self._position.rebuilt()
 
     @property
     def verification(self) -> Verification:
-        """What the newest replay of this rank is compared with."""
+        """Verification of this rank's newest replay."""
         return self._replay.verification
 
     # Around the loop
@@ -145,7 +145,7 @@ class LocalizedRecovery:
         """Run the training loop, entering it again after each failure of other ranks.
 
         Raises:
-            Exception: whatever is this rank's own fault.
+            Exception: an error of this rank itself.
         """
         self._membership.settle()
         again = self._membership.joining
@@ -170,7 +170,7 @@ class LocalizedRecovery:
             again = True
 
     def pending(self) -> bool:
-        """A failure is not yet dealt with: `carry_out` comes before the next iteration."""
+        """Return True if `carry_out` must run before the next iteration, after a failure."""
         return self._position.pending is not None
 
     def carry_out(self, iterate: Callable[[int], Any]) -> bool:
@@ -180,7 +180,7 @@ class LocalizedRecovery:
             iterate: runs the iteration after the given one and commits it.
 
         Returns:
-            True if training goes on; False if the loop must end.
+            True if training continues; False if the loop must end.
 
         Raises:
             RoundEnded: another failure came first.
@@ -218,11 +218,11 @@ class LocalizedRecovery:
     # Failure
 
     def caused_by_others(self, error: BaseException) -> bool:
-        """True if the loss of another rank is the known cause of `error`."""
+        """Return True if the loss of another rank is the known cause of `error`."""
         return lost_peer(error) or self.announced()
 
     def announced(self) -> bool:
-        """True if another rank was lost, which may be announced any moment."""
+        """Return True if another rank was lost, even if the announcement is still to follow."""
         deadline = time.monotonic() + _ANNOUNCEMENT_SECONDS
         while not self._membership.broken:
             if time.monotonic() > deadline:
@@ -261,7 +261,7 @@ class LocalizedRecovery:
     def _meet(self) -> None:
         began = time.perf_counter()
         self._enters('meet')
-        if not self._membership.joining:  # in the time that a new process takes to come
+        if not self._membership.joining:  # while the new process is starting
             self._trainer.loop.leave()
         self._membership.silence()
         try:
@@ -272,9 +272,9 @@ class LocalizedRecovery:
         self._phases.respawn = time.perf_counter() - began
 
     def _decide(self) -> Localized:
-        """What follows from all reports; the error of this rank, if recovery does not help."""
+        """Return the verdict on all reports; raise this rank's own error if recovery is in vain."""
         reports = self._membership.reports
-        # Kept on all ranks, as the refusing rank may be lost and its successor does not know.
+        # Kept on all ranks: the refusing rank may be lost, and its replacement lacks the list.
         self._refused = sorted({window for report in reports for window in report.refused})
         verdict = self._fruitless.met(reports, self._follows_from(reports))
         if isinstance(verdict, WholeJob):
@@ -293,7 +293,7 @@ class LocalizedRecovery:
         )
 
     def _enter(self, verdict: Localized) -> None:
-        """Have the loop start at the newest committed iteration."""
+        """Prepare the loop to start at the newest committed iteration."""
         self._fruitless.pause(lambda: self._membership.broken)
         reports = self._membership.reports
         self._position.decided(verdict, self._rank.number)
@@ -308,15 +308,15 @@ class LocalizedRecovery:
         return [handover.trainer for handover in handovers(self._membership.reports)]
 
     def give_up(self, reason: str) -> NoReturn:
-        """The next tier: all workers end, and the launcher starts the whole job again."""
+        """Take the next tier: all workers end, and the launcher restarts the whole job."""
         start_the_whole_job_again(self._rank, reason)
 
     # Recovery
 
     def _replay_stage(self, verdict: Localized, iterate: Callable[[int], Any]) -> Localized:
-        """Replay with all of the stage, then wait for all others; the verdict by then.
+        """Replay with the whole stage, then wait for the other ranks; return the newest verdict.
 
-        Failures that do not concern the stage are met beside.
+        Failures that do not concern the stage are handled on another thread meanwhile.
         """
         assert verdict.window is not None
         window = verdict.window
@@ -324,7 +324,7 @@ class LocalizedRecovery:
         self._enters('regroup')
         self._phases.regroup += self._reconnection.early(verdict)
         self._went_on = 0
-        if verdict.together:  # no stage gets on without the others
+        if verdict.together:  # no stage can proceed without the others
             self._replay_window(verdict, iterate)
             self._await_replays()
             return verdict
@@ -342,7 +342,7 @@ class LocalizedRecovery:
             self._replay.run(verdict, self._membership.reports, iterate, self._position)
         except self._replay.Refused as refusal:
             self._refused.append(window)
-            self._fruitless.progressed()  # another one comes next
+            self._fruitless.progressed()  # another window is tried next
             raise RoundEnded(str(refusal)) from refusal
         except self._replay.SourceLost as lost:
             self._lost_sources += 1
@@ -355,12 +355,12 @@ class LocalizedRecovery:
         self._phases.catch_up = self._replay.catch_up_s
 
     def _goes_on(self, reports: Sequence[Report]) -> bool:
-        """Decide if this rank's replay goes on. On another thread than the replay."""
+        """Decide whether this rank's replay continues. Not on the replaying thread."""
         verdict = self._follows_from(reports)
         return isinstance(verdict, Localized) and self._rank.number in verdict.going_on
 
     def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
-        met = self._membership.take_over(beside, wait=False)  # keys of the present one may be gone
+        met = self._membership.take_over(beside, wait=False)  # the round's keys may be deleted
         while True:
             with suppress(RoundEnded):
                 if met:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recovery says in the log, in the grammar of Megatron's lines."""
+"""Log lines of a recovery, in the format of Megatron's lines."""
 
 from moevement_ext.recover.verification import Verified
 
 
 def conversion_line(start: int, dense_at: int, source: str) -> str:
-    """Announces a finished conversion of all stages, and where this rank's window came from."""
+    """Format the end of all stages' conversion, with the source of this rank's window."""
     return (
         f' sparse ckpt | converted window: {start} | from: {source} | dense at iteration: '
         f'{dense_at} | replayed iterations: {dense_at - start} |'
@@ -13,7 +13,7 @@ def conversion_line(start: int, dense_at: int, source: str) -> str:
 
 
 def recovered_line(iteration: int, replayed: int, verified: Verified) -> str:
-    """Says on a rank that replayed where it is again, and whether that is exact."""
+    """Format the end of a rank's replay: the iteration reached, and whether it is exact."""
     return (
         f' sparse ckpt | recovered at iteration: {iteration} | replayed iterations: {replayed} | '
         f'{verified} |'

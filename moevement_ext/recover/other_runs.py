@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of another run on this node that may have been meant: its id follows from its flags.
+"""Reports windows of other runs on this node, in case one of them was meant to be resumed.
 
 Without `--sparse-ckpt-run-id` a flag that is mistyped makes another run, which finds no windows and
 would train from the start without a word. So would a run whose node has another name than before.
@@ -20,15 +20,15 @@ from moevement_ext.memory.window.settings import told
 
 logger = logging.getLogger(__name__)
 
-# Differences; with more it is another job, and not a mistake.
+# Maximum number of differences: a run with more is another job, not a mistake.
 _MOST = 4
 _RUN_ID = '--sparse-ckpt-run-id'
 
 
 def say(store: NodeStore, rank: Rank) -> None:
-    """Name runs of which windows are here, and in what few things they differ.
+    """Name other runs with windows on this node that differ in few settings, and the differences.
 
-    Called by one rank that has found nothing of its own run.
+    Called by one rank, when its own run has no windows.
     """
     if rank.config.run_id is not None:
         return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows outages on this rank and reports the outcome in one line. Training thread only.
 
-One rank reports for all. After a localized recovery this is the first survivor, since it knows the
+One rank reports for all. After a localized recovery this is the first survivor, since it has the
 earlier state; it reports once the next iteration is committed, after all other messages. After a
 recovery of the whole job the last rank reports, as upstream does.
 """
@@ -45,7 +45,7 @@ class Phases:
     catch_up: float = 0.0
 
     def in_words(self) -> dict[str, float]:
-        """Those in which all ranks are, for a person."""
+        """Return the phases that every rank passes through, by their words in the log line."""
         return {
             'noticing it': self.detect + self.unblock,
             'starting processes': self.respawn,
@@ -54,7 +54,7 @@ class Phases:
 
 
 class Outage:
-    """Outages of a localized recovery, one after another; a failure in one belongs to it.
+    """Outages of localized recoveries; a failure during an outage belongs to the same outage.
 
     Args:
         rank: this rank.
@@ -65,7 +65,7 @@ class Outage:
         self._since: float | None = None
         self._reason = ''
         self._before: Sequence[Report] = []
-        # Node and process that died, by rank.
+        # Node and process id of the dead processes, by rank.
         self._gone: dict[int, tuple[str, int]] = {}
         self._replay_s = 0.0
         self._unsaid: Summary | None = None
@@ -74,9 +74,9 @@ class Outage:
         """Record that this rank has left a round.
 
         Args:
-            reason: of the failure.
-            detect_s: since it was announced.
-            reports: of the present processes, by rank.
+            reason: reason of the failure.
+            detect_s: seconds since the announcement of the failure.
+            reports: reports of the processes before the failure, by rank.
         """
         self._before = list(reports)
         if self._since is None:
@@ -90,17 +90,17 @@ class Outage:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Context during which some ranks replay, and the other ranks wait."""
+        """Measure the time in which some ranks replay, and the other ranks wait."""
         began = time.perf_counter()
         yield
         self._replay_s = time.perf_counter() - began
 
     def tell_verified(self, store: Store, verified: Verified) -> None:
-        """On a rank that replayed, before the others go on.
+        """Publish this rank's verification after its replay, before the other ranks continue.
 
         Args:
-            store: of the round.
-            verified: on this rank.
+            store: store of the round.
+            verified: result on this rank.
         """
         store.set(_verified(self._rank), msgspec.msgpack.encode(verified))  # type: ignore[arg-type]
 
@@ -111,13 +111,13 @@ class Outage:
         reports: Sequence[Report],
         seconds: Mapping[str, float],
     ) -> None:
-        """All ranks are connected again, at `verdict.target`.
+        """Record that all ranks are connected again, at `verdict.target`.
 
         Args:
-            store: of the round.
-            verdict: of all ranks.
-            reports: of all ranks.
-            seconds: what the time went into on this rank, by words for a person.
+            store: store of the round.
+            verdict: verdict of all ranks.
+            reports: reports of all ranks.
+            seconds: this rank's seconds by phase, in the words of the log line.
         """
         since, self._since = self._since, None
         speaker = next((rank for rank, report in enumerate(reports) if report.survivor), None)
@@ -129,7 +129,7 @@ class Outage:
         self._unsaid = _never_fails(lambda: self._summary(store, verdict, away_s, seconds))
 
     def say(self) -> None:
-        """Report the outcome, once an iteration is committed or training has ended."""
+        """Log the outcome, once an iteration is committed or training has ended."""
         summary, self._unsaid = self._unsaid, None
         if summary is not None:
             say(summary)
@@ -167,8 +167,8 @@ def of_the_whole_job(
     """Report the outcome of a recovery of the whole job, on one rank.
 
     Args:
-        first_death: what the watchdogs of the attempt before noted, if any did.
-        summary: makes it of the cause, the time of the failure, and the spares that are left.
+        first_death: first death that the previous attempt's watchdogs recorded, if any.
+        summary: makes the summary from cause, time of the failure, and remaining spares.
     """
 
     def make() -> Summary:
@@ -191,7 +191,7 @@ def of_the_whole_job(
 
 
 def say(summary: Summary) -> None:
-    """Print it, and tell the launcher."""
+    """Print the summary, and send it to the launcher."""
     line = summary.line(time.time())
     print(highlighted(line, sys.stdout, summary.is_exact), flush=True)
 

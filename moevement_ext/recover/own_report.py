@@ -24,15 +24,15 @@ from moevement_ext.recover.trainer import Start, Trainer
 
 
 class OwnReport:
-    """Made of what one rank has. Training thread only, but for what `of_replay` returns.
+    """Builds the report from one rank's state. Training thread only, except `of_replay`'s result.
 
     Args:
         rank: this rank.
-        membership: this process among the others.
+        membership: membership of this process.
         trainer: its training loop.
         protection: its windows, ledger and log.
-        position: what it has of the training state.
-        fruitless: its recoveries that brought nothing.
+        position: its part of the training state.
+        fruitless: its count of useless recoveries.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OwnReport:
         self._fruitless = fruitless
 
     def now(self, refused: Sequence[Window]) -> Report:
-        """The report of a training thread that has left its round.
+        """Return the report of a training thread that has left its round.
 
         Args:
             refused: windows that are damaged beyond repair.
@@ -89,14 +89,14 @@ class OwnReport:
     def of_replay(
         self, window: Window, target: int, refused: Sequence[Window]
     ) -> Callable[[], Report]:
-        """The report of a rank that is about to replay its stage, for another thread.
+        """Return a function for another thread that reports this rank's replay of its stage.
 
         Args:
-            window: from which.
-            target: where it ends.
-            refused: as of `now`.
+            window: the window that the replay starts from.
+            target: iteration at which the replay ends.
+            refused: see `now`.
         """
-        # It may be refused, but by this stage alone: that is judged before others rely on it.
+        # The replay may be refused, but only by this stage, before other ranks rely on it.
         under_way = UnderWay(window, target, self._membership.taken.round)
         before = msgspec.structs.replace(self.now(refused), unjudged=False, under_way=under_way)
         store, identity = self._protection.memory.store, self._rank.identity
@@ -105,7 +105,7 @@ class OwnReport:
         )
 
     def _entries(self) -> list[LedgerEntry]:
-        """The committed iterations that a replay can need: from the oldest window that is here."""
+        """Committed iterations that a replay can need: from the oldest window on this node."""
         memory, newest = self._protection.memory, self._position.committed
         here = memory.windows.committed()
         if self._only_on is not None:

@@ -24,15 +24,15 @@ from moevement_ext.recover.verdict import Localized
 
 
 class IterationStateLike(Protocol):
-    """What the machine knows of an iteration state."""
+    """Interface of an iteration state, as far as the state machine uses it."""
 
     @property
     def iteration(self) -> int:
-        """Number of committed iterations it comes after."""
+        """Number of committed iterations before this state."""
 
 
 class ForbiddenTransition(SparseCheckpointError):
-    """Something happened that cannot happen to a rank in this state; a defect of this package."""
+    """An event that is impossible in the current state; a defect of this package."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Running[S: IterationStateLike]:
 
 @dataclass(frozen=True)
 class Torn:
-    """Parameters are being written: neither the old nor the new state is there."""
+    """The optimizer is writing parameters: neither the old nor the new state is complete."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Rebuilding[S: IterationStateLike]:
     """The state is being loaded, replayed or copied."""
 
     reached: S | None = None
-    """How far a replay is on the way; nothing to rely on before it is through."""
+    """Progress of a replay; not reliable until the replay is complete."""
 
 
 type Position[S: IterationStateLike] = Whole[S] | Running[S] | Torn | Rebuilding[S]
@@ -70,12 +70,12 @@ class RankState[S: IterationStateLike]:
 
     Args:
         committed: newest iteration known to be committed, `NOWHERE` if none is.
-        state: what the rank starts from; None: it is still to be rebuilt.
+        state: state that the rank starts from; None if it must be rebuilt.
 
     Attributes:
-        position: what the rank has of the training state.
-        committed: newest iteration it knows to be committed, on whichever rank.
-        pending: what a failure has left to do before the next iteration.
+        position: kind of training state that the rank holds.
+        committed: newest iteration known to be committed, on any rank.
+        pending: verdict to carry out before the next iteration, after a failure.
     """
 
     def __init__(self, committed: int, state: S | None = None) -> None:
@@ -85,38 +85,38 @@ class RankState[S: IterationStateLike]:
         if state is not None and state.iteration != committed:
             raise self._forbidden(f'starts at {state.iteration}')
 
-    # Read off
+    # Queries
 
     @property
     def clean_at(self) -> int:
-        """Iteration whose whole state the rank has or can roll back to; `NOWHERE`: none."""
+        """Iteration whose whole state the rank has or can roll back to; `NOWHERE` if none."""
         kept = self.kept
         return NOWHERE if kept is None else kept.iteration
 
     @property
     def kept(self) -> S | None:
-        """The auxiliary state of that iteration."""
+        """Auxiliary state of `clean_at`'s iteration."""
         return self.position.state if isinstance(self.position, Whole | Running) else None
 
     @property
     def rebuilding(self) -> bool:
-        """The state is not there yet; what is computed meanwhile commits nothing."""
+        """True while the state is incomplete; iterations computed meanwhile commit nothing."""
         return isinstance(self.position, Rebuilding)
 
     # An iteration
 
     def begins(self, state: S) -> None:
-        """The iteration after `state` begins."""
+        """Record that the iteration after `state` begins."""
         match self.position:
             case Rebuilding():
-                pass  # a stage that catches up
+                pass  # a replaying stage
             case Whole(before) if before.iteration == state.iteration and self.pending is None:
                 self.position = Running(state)
             case _:
                 raise self._forbidden(f'begins after {state.iteration}')
 
     def updating(self) -> None:
-        """The optimizer begins to write, perhaps not for the first time in this iteration."""
+        """Record that the optimizer begins to write, perhaps repeatedly in this iteration."""
         if self.rebuilding:
             self.position = Rebuilding()
         elif self.pending is None:
@@ -125,7 +125,7 @@ class RankState[S: IterationStateLike]:
             raise self._forbidden('updates')
 
     def stepped(self, state: S) -> None:
-        """The optimizer has written, or skipped the update; `state` is what comes out of it."""
+        """Record that the optimizer has written, or skipped the update, with `state` as result."""
         match self.position:
             case Rebuilding():
                 self.reached(state)
@@ -136,13 +136,13 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden(f'stepped to {state.iteration}')
 
     def _follows(self, state: S) -> bool:
-        """The same iteration again: a loop may step twice in one, which its caller refuses."""
+        """Allow the same iteration again: a loop may step twice, which its caller refuses."""
         return self.pending is None and state.iteration - self.committed in (0, 1)
 
     # A failure
 
     def decided(self, verdict: Localized, rank: int) -> None:
-        """All have met and agree on what is to be done; `rank` is this one."""
+        """Apply the verdict of a rendezvous; `rank` is this rank."""
         if rank in verdict.ranks or rank in verdict.copies:
             self.position = Rebuilding()
         elif self.clean_at != verdict.target:
@@ -151,7 +151,7 @@ class RankState[S: IterationStateLike]:
         self.pending = verdict
 
     def goes_on(self, verdict: Localized) -> None:
-        """All have met again beside a replay of this rank, which goes on where it is."""
+        """Apply the verdict of a later rendezvous during this rank's replay, which continues."""
         match self.position:
             case Rebuilding() | Whole() if self.pending and verdict.target == self.pending.target:
                 self.pending = verdict
@@ -159,7 +159,7 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden(f'goes on to iteration {verdict.target}')
 
     def undone(self) -> None:
-        """What the iteration that was cut off had begun is put back."""
+        """Record that the changes of the interrupted iteration are undone."""
         match self.position:
             case Whole(state) | Running(state):
                 self.position = Whole(state)
@@ -167,7 +167,7 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden('rolls back to a state that it does not have')
 
     def reached(self, state: S) -> None:
-        """A replay or a copy has come to `state`."""
+        """Record that a replay or a copy has reached `state`."""
         match self.position:
             case Rebuilding(before) if before is None or before.iteration <= state.iteration:
                 self.position = Rebuilding(state)
@@ -175,7 +175,7 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden(f'reaches {state.iteration}')
 
     def rebuilt(self) -> None:
-        """The state that was reached is whole: that of the newest committed iteration."""
+        """Record that the rebuilt state is complete: that of the newest committed iteration."""
         match self.position:
             case Rebuilding(state) if state is not None and state.iteration == self.committed:
                 self.position = Whole(state)
@@ -183,7 +183,7 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden('takes for rebuilt what is not')
 
     def resumed(self) -> None:
-        """All ranks are at the target and connected; training continues."""
+        """Record that all ranks are at the target and connected; training continues."""
         match self.position:
             case Whole(state) if self.pending and state.iteration == self.pending.target:
                 self.pending = None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Connects all ranks again: to each other's host memory, and in their process groups.
 
-Ranks that replay connect the groups among them before the replay, ranks that wait for them connect
-theirs during it. After it only groups of both are left. All ranks must agree about each group; they
-do, since `connected_with` follows from the reports of all.
+Replaying ranks connect the groups among themselves before the replay; waiting ranks connect theirs
+during it. After the replay only groups with both kinds are left. All ranks must agree about each
+group; they do, since `connected_with` follows from the reports of all ranks.
 """
 
 import time
@@ -18,14 +18,14 @@ from moevement_ext.recover.verdict import Localized
 
 
 def connected_with(rank: int, verdict: Localized, reports: Sequence[Report]) -> frozenset[int]:
-    """Ranks that `rank` is connected with when the replay is over, itself among them.
+    """Return the ranks, including `rank`, connected with `rank` when the replay ends.
 
-    These sets divide the ranks.
+    These sets partition the ranks.
 
     Args:
         rank: any rank.
-        verdict: the newest one; replays that it lets go on are connected since they began.
-        reports: from which that verdict follows, by rank.
+        verdict: the newest verdict; replays that continue are connected since their begin.
+        reports: reports that the verdict follows from, by rank.
     """
     if rank in verdict.beginning:
         return verdict.beginning
@@ -38,7 +38,7 @@ def connected_with(rank: int, verdict: Localized, reports: Sequence[Report]) -> 
 
 
 def _connected_in(report: Report) -> int:
-    assert report.under_way is not None  # else its stage would begin anew
+    assert report.under_way is not None  # otherwise its stage would begin from scratch
     return report.under_way.round
 
 
@@ -47,8 +47,8 @@ class Reconnection:
 
     Args:
         rank: this rank.
-        membership: of this rank.
-        protection: its host memory.
+        membership: membership of this rank.
+        protection: protection of this rank, with its host memory.
     """
 
     def __init__(self, rank: int, membership: Membership, protection: Protection) -> None:
@@ -57,7 +57,7 @@ class Reconnection:
         self._protection = protection
 
     def exchange_addresses(self, verdict: Localized) -> None:
-        """Wait until new processes are set up, and learn where they listen."""
+        """Wait until new processes are set up, and obtain their addresses."""
         store, memory = self._membership.store, self._protection.memory
         rank = self._rank
         if rank in verdict.replacements:
@@ -76,10 +76,10 @@ class Reconnection:
         self._protection.reach_peers(newest)
 
     def early(self, verdict: Localized) -> float:
-        """Connect this rank with those that replay with it, or that wait with it.
+        """Connect this rank with the ranks that replay with it, or that wait with it.
 
         Returns:
-            Seconds that it took.
+            Seconds taken.
 
         Raises:
             RoundEnded: another failure was announced meanwhile.

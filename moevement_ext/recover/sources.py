@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetches a window slot by slot, so that its conversion starts before the last slot arrives.
 
-Sources in order: the own copy, each holder of a replica, the own disk; or the disk alone, where the
-strategy takes host memory for no source. A slot is passed on only
-after its checksums are verified (paper section 3.3, streamed).
+Sources in order: the own copy, each replica holder, the own disk; or the disk alone, if the
+strategy does not use host memory as a source. A slot is passed on only after its checksums are
+verified (paper section 3.3, streamed).
 """
 
 import logging
@@ -70,7 +70,7 @@ class VerifiedWindow:
     """A complete window in memory.
 
     Args:
-        file: verified.
+        file: file of the window, verified.
     """
 
     def __init__(self, file: WindowFile) -> None:
@@ -104,13 +104,13 @@ def verified_window(
     arrived: Arrived = lambda file, header: None,
     before_next: Callable[[], None] = lambda: None,
 ) -> Obtained:
-    """This rank's part of `candidate`, committed in its own memory and verified.
+    """Commit this rank's part of `candidate` in its own memory, and verify it.
 
     Args:
-        memory: of this rank.
+        memory: host memory of this rank.
         candidate: the window.
-        inventories: what each rank's node holds, by rank.
-        identity: of this rank in this run.
+        inventories: windows on each rank's node, by rank.
+        identity: identity of this rank in this run.
         arrived: called with the slots in ascending order; from the first again after a failure.
         before_next: called after a failure, before passed-on slots may be overwritten.
 
@@ -137,7 +137,7 @@ def make_room(windows: OwnerWindows, wanted: Window, usable: Sequence[Window]) -
     Frees windows that are no candidates first, then the oldest.
 
     Args:
-        windows: of this rank.
+        windows: windows of this rank.
         wanted: the window to fetch.
         usable: candidates for a recovery.
     """
@@ -212,10 +212,10 @@ class ArrivingWindow:
     One thread takes slots; any thread may call `close`.
 
     Args:
-        memory: of this rank.
+        memory: host memory of this rank.
         candidate: the window.
-        inventories: what each rank's node holds, by rank.
-        identity: of this rank in this run.
+        inventories: windows on each rank's node, by rank.
+        identity: identity of this rank in this run.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class ArrivingWindow:
         return self._slots[index]
 
     def file(self) -> WindowFile:
-        """The whole window, committed in this rank's memory; errors as of `slot`."""
+        """Return the whole window, committed in this rank's memory; errors as in `slot`."""
         self._wait_for(lambda: self._file is not None)
         assert self._file is not None
         return self._file

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays a lost pipeline stage from its window and its neighbours' logs (paper section 3.4).
 
-All ranks of the stage convert the window to a dense state and go on to the newest committed
-iteration. What the stage received then is fetched ahead from the logs of the stages before and
-after it; if such a stage replays as well, its log is filled while it is read. What the stage sends
-goes into its own log only, which is complete again afterwards. Where all stages go back together
-(`--sparse-ckpt-recovery global`) they send and receive as in training, and nothing is logged.
+All ranks of the stage convert the window to a dense state and continue to the newest committed
+iteration. The stage's inputs are prefetched from the logs of the neighbouring stages; if such a
+stage replays as well, its log is filled while it is read. Sends go into the stage's own log only,
+which is complete again afterwards. If all stages roll back together
+(`--sparse-ckpt-recovery global`), they send and receive as in training, and nothing is logged.
 """
 
 import time
@@ -52,13 +52,13 @@ class StageReplay:
 
     Args:
         rank: this rank.
-        trainer: its training loop.
+        trainer: training loop of this rank.
         protection: windows, ledger and log of this rank.
         enters: called with the name of each phase that begins.
         raise_if_broken: raises RoundEnded if another failure was announced.
 
     Attributes:
-        verification: of the newest replay, against what had been captured.
+        verification: comparison of the newest replay with earlier captures.
     """
 
     Refused = WindowRefused
@@ -91,12 +91,13 @@ class StageReplay:
     def take_over_ledger(
         self, target: int, reports: Sequence[Report], stage_of: Sequence[int]
     ) -> None:
-        """Take over committed iterations this rank does not know from the others.
+        """Copy missing committed iterations from the other ranks' ledgers.
 
-        This rank comes last, and before it those of its stage: their records fit its optimizers for
-        certain. What the predecessor of a new process committed after `target` is computed again.
-        What the others contradict is of another attempt of the job, and was left on this node;
-        where others of its stage know better, whatever they say.
+        This rank's records take precedence, then those of its stage: they fit its optimizers for
+        certain. Iterations that a new process's predecessor committed after `target` are computed
+        again. A record that the other ranks contradict was left on this node by another attempt of
+        the job. A record that other ranks of the stage have always replaces that of this rank,
+        except for the loss.
         """
         number = self._rank.number
         own = stage_of[number]
@@ -125,14 +126,14 @@ class StageReplay:
         """Bring this rank to `verdict.target`. Collective over the replaying ranks.
 
         Args:
-            verdict: of all ranks; it names a window.
-            reports: of all ranks, by rank.
+            verdict: verdict of all ranks; it names a window.
+            reports: reports of all ranks, by rank.
             iterate: runs the iteration after the given one, captures and commits it.
-            position: what this rank has of the training state.
+            position: this rank's part of the training state.
 
         Raises:
-            WindowRefused: this rank's part of it, or a log that it needs, is damaged wherever it
-                is held.
+            WindowRefused: this rank's part of the window, or a log that it needs, is damaged
+                at every holder.
             SourceLost: a source of the window or of a log does not answer.
         """
         assert verdict.window is not None
@@ -155,7 +156,7 @@ class StageReplay:
             raise WindowRefused(f'window {verdict.window.start}: {error}') from error
 
     def _verification(self, start: int, target: int) -> Verification:
-        """For a replay of the iterations after `start`; it is given their norms, and not asked."""
+        """Verification of the replay after `start`, which takes gradient norms as given."""
         recorded = self._protection.memory.ledger.entries(start, target)
         if self._rank.config.verify == OFF:
             recorded = []
@@ -192,19 +193,19 @@ class StageReplay:
             if self.verification.forbids(self._rank.config.verify):
                 verified = self.verification.result()
                 raise WindowRefused(f'window {start}, replayed to iteration {target}: {verified}')
-            if not self._protection.unjudged:  # else it is whole if no other rank refuses, either
+            if not self._protection.unjudged:  # else complete only if no rank refuses
                 position.rebuilt()
         self.replayed = target - start
         self.catch_up_s = time.perf_counter() - began - self.fetch_s - self.convert_s
 
     def _catch_up(self, dense_at: int, target: int, iterate: Callable[[int], object]) -> None:
-        """Train on from the dense state with what the committed iterations recorded."""
+        """Continue from the dense state with the ledger's records of the iterations."""
         with self._trainer.replaying():  # nothing is frozen, but nothing overlaps either
             for iteration in range(dense_at, target):
                 faults.at_iteration(iteration + 1)
                 faults.point(Phase.CATCH_UP)
                 entry = self._entry(iteration + 1)
-                # What other experts reduce is not what was recorded.
+                # Other experts reduce to values that differ from the recorded ones.
                 with nullcontext() if self._lossy else self._trainer.reduced(entry):
                     iterate(iteration)
                 self._trainer.auxiliary_state.count(entry.iteration, entry.consumed_samples)
@@ -219,7 +220,7 @@ class StageReplay:
 
     @contextmanager
     def _from_logs(self, start: int, target: int) -> Iterator[None]:
-        """Receive what the neighbours sent in the iterations after `start`."""
+        """Receive the tensors that the neighbours sent in the iterations after `start`."""
         received: dict[Direction, Received] = {}
         pipeline = self._trainer.pipeline
         with ExitStack() as stack:
@@ -240,7 +241,7 @@ class StageReplay:
     def _arriving(
         self, window: Window, inventories: Sequence[Sequence[HeldWindow]]
     ) -> Iterator[ArrivingWindow]:
-        """This rank's part of the window, converted while the rest of it is on its way."""
+        """This rank's part of the window, converted while later slots still arrive."""
         memory = self._protection.memory
         source = ArrivingWindow(memory, window, inventories, self._rank.identity)
         with self._waiting_for(source):
@@ -248,7 +249,7 @@ class StageReplay:
 
     @contextmanager
     def _waiting_for[W: (LogReader, ArrivingWindow)](self, waiting: W) -> Iterator[W]:
-        """Within it `interrupt` ends `waiting`; a failure announced before has interrupted none."""
+        """Within the context `interrupt` ends `waiting`; an earlier failure is checked here."""
         self._waiting.append(waiting)
         try:
             self._raise_if_broken()
@@ -259,7 +260,7 @@ class StageReplay:
 
 
 def _contradicts(entry: LedgerEntry, found: LedgerEntry) -> bool:
-    """True if both are of one iteration, but of different attempts of the job."""
+    """Return True if both are of one iteration, but of different attempts of the job."""
     alike = len(entry.grad_norms) == len(found.grad_norms)
     return (
         alike and len(entry.overflows) == len(found.overflows) and entry.shared() != found.shared()

@@ -22,9 +22,9 @@ class Gone(NamedTuple):
 
     rank: int
     node: str
-    """Empty if that is not known."""
+    """Empty if unknown."""
     how: str
-    """Such as `was killed by SIGKILL`; empty if unknown."""
+    """For example `was killed by SIGKILL`; empty if unknown."""
     at: float | None = None
     """Seconds since the epoch."""
 
@@ -34,32 +34,32 @@ class Summary:
     """The outcome of a recovery."""
 
     iteration: int
-    """That all ranks go on from."""
+    """Iteration from which all ranks continue."""
     cause: str
-    """What died when and of what, or what else happened."""
+    """Dead processes with time and cause of death, or another cause."""
     lost: int | None
-    """Committed iterations that are not there any more; None: unknown, all counts are lost."""
+    """Committed iterations that are lost; None: unknown, as all records are lost."""
     replayed: int
     """Iterations that were computed again."""
     away_s: float | None
     """Seconds since the failure; None if its time is unknown."""
     seconds: Mapping[str, float]
-    """What that time went into, by words for a person."""
+    """Parts of that time, by their words in the line."""
     source: str
-    """The state that the job goes on from."""
+    """State that the job continues from."""
     verified: Verified | None
-    """None if nothing was computed again, so that there is nothing to verify."""
+    """None if nothing was computed again."""
     spares: str = ''
-    """What is left, in words; empty if the launcher has not said."""
+    """Remaining spares, in words; empty if the launcher has not reported them."""
 
     @property
     def is_exact(self) -> bool:
-        """Nothing is lost, and nothing was found to differ."""
+        """True if no iteration is lost, and no difference was found."""
         verified = self.verified
         return self.lost == 0 and not (verified and (verified.differing or verified.tokens_lost))
 
     def line(self, now: float) -> str:
-        """For the log, in the grammar of Megatron's lines.
+        """Return the line for the log, in the format of Megatron's lines.
 
         Args:
             now: seconds since the epoch.
@@ -86,7 +86,7 @@ class Summary:
 
 
 def deaths(gone: Iterable[Gone]) -> str:
-    """What died, the ranks of a node together; times are those of the first of them."""
+    """Format deaths, with the ranks of a node together at the time of the first."""
     alike: dict[tuple[str, str], list[Gone]] = {}
     for one in sorted(gone):
         alike.setdefault((one.node, one.how), []).append(one)
@@ -96,7 +96,7 @@ def deaths(gone: Iterable[Gone]) -> str:
 
 
 def together(verified: Sequence[Verified]) -> Verified:
-    """What several ranks found, as one."""
+    """Combine the results of several ranks."""
     lost = [one.tokens_lost for one in verified if one.tokens_lost is not None]
     return Verified(
         sum(one.verified for one in verified),
@@ -119,7 +119,7 @@ def _died(node: str, how: str, gone: Sequence[Gone]) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Such as `0-7, 12`, of ascending numbers."""
+    """Format ascending numbers such as `0-7, 12`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] + 1 == rank:

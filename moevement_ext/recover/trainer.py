@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of a recoverable training loop.
 
-The engine decides what is captured, kept, fetched, replayed and when; a trainer knows how its own
-model, optimizer, data and pipeline do it. `megatron.moevement` implements it for Megatron-Core,
-`moevement_ext.job.torch_loop` for loops on plain torch.
+The engine decides what is captured, kept, fetched and replayed, and when; a trainer implements
+these operations for its model, optimizer, data and pipeline. `megatron.moevement` implements it for
+Megatron-Core, `moevement_ext.job.torch_loop` for loops on plain torch.
 
-Its parts are `Operators` (the tensors), `AuxiliaryState` (all else that an iteration starts from),
-`Pipeline` (what passes between stages) and `Loop` (what is around the iterations). The training
-thread calls everything.
+Its parts are `Operators` (the tensors), `AuxiliaryState` (all other state of an iteration),
+`Pipeline` (tensors between stages) and `Loop` (work between iterations). All methods are called by
+the training thread.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,204 +27,204 @@ from moevement_ext.plan.replanning import TokenCounter
 
 
 class Start(NamedTuple):
-    """Where an iteration starts."""
+    """State that an iteration starts from."""
 
     iteration: int
     """Number of committed iterations."""
     state: bytes
-    """The auxiliary state after them."""
+    """Auxiliary state after them."""
 
 
 class Committed(NamedTuple):
-    """What an update that is written leaves."""
+    """Result of a written update."""
 
     state: bytes
-    """The auxiliary state that the next iteration starts from."""
+    """Auxiliary state that the next iteration starts from."""
     entry: LedgerEntry
-    """What a replay of the iteration needs that it cannot compute alone."""
+    """Data that a replay of the iteration needs and cannot compute on its own."""
 
 
 class Received(Protocol):
-    """What the stage before sent down, or the stage after sent up, in iterations gone by."""
+    """Tensors that a neighbouring stage sent in past iterations."""
 
     def take(self, iteration: int, sequence: int) -> torch.Tensor:
-        """What was received as number `sequence` (from 0) of that iteration (from 1)."""
+        """Return tensor number `sequence` (from 0) received in that iteration (from 1)."""
 
 
 class Pipeline(Protocol):
-    """What passes between this rank's stage and its neighbours."""
+    """Tensors between this rank's stage and its neighbours."""
 
     @property
     def neighbours(self) -> Mapping[Direction, int | None]:
-        """The rank from which this one receives in each direction, None if it does not."""
+        """Rank from which this one receives in each direction; None without one."""
 
     @property
     def logged(self) -> Logged:
-        """What is logged in one iteration, at most."""
+        """Upper bound of the data logged in one iteration."""
 
     def receives(self, entry: LedgerEntry) -> Mapping[Direction, int]:
-        """How many tensors it receives in such an iteration."""
+        """Return the number of tensors received in such an iteration, by direction."""
 
     def log_to(self, log: UpstreamLog | None) -> None:
-        """Whatever is sent is noted there from now on."""
+        """Record all sends in `log` from now on."""
 
     def replaying(self, received: Mapping[Direction, Received]) -> AbstractContextManager[None]:
-        """Within it, receive from these and send nothing but into the own log."""
+        """Within the context, receive from `received`, and send into the own log only."""
 
 
 class AuxiliaryState(Protocol):
-    """All but tensors that an iteration starts from, as bytes that only the trainer reads.
+    """All non-tensor state that an iteration starts from, as bytes that only the trainer decodes.
 
-    Random numbers, schedules, counters, positions in the data, loss scales, and what the step
-    before reduced over all ranks.
+    Random numbers, schedules, counters, positions in the data, loss scales, and values that the
+    previous step reduced over all ranks.
     """
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound of its size in this job."""
+        """Upper bound of the encoded size in this job."""
 
     def now(self) -> bytes:
-        """The present state, encoded; nothing changes by reading it."""
+        """Return the present state, encoded, without side effects."""
 
     def restore(self, state: bytes) -> None:
-        """Put it back, all of it but the position of the training data."""
+        """Restore the state, except for the position of the training data."""
 
     def move_data(self, state: bytes) -> None:
-        """Training data go on from where `state` was."""
+        """Move the training data to the position in `state`."""
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """Iteration and samples are those of `state`.
+        """Set iteration and sample counters to those of `state`.
 
         Args:
             state: auxiliary state.
-            validation: auxiliary state that validation data go on from; None: `state`.
+            validation: auxiliary state with the position of the validation data; None: `state`.
         """
 
     def count(self, iteration: int, samples: int | None) -> None:
-        """So many iterations are committed, which consumed so many samples; None: as counted."""
+        """Set the committed iterations and consumed samples; None: leave the samples unchanged."""
 
 
 class Loop(Protocol):
-    """What is around the iterations: evaluation, dense checkpoints, a loop to be entered again."""
+    """Work between iterations: evaluation, dense checkpoints, re-entry of the training loop."""
 
     def start(self) -> None:
-        """Set-up is over, and training begins where the counters are."""
+        """Called after set-up, when training begins at the counters' position."""
 
     def committed(self, iteration: int) -> None:
-        """`iteration` is committed on this rank; what follows it is not done yet."""
+        """Called when `iteration` is committed on this rank, before the work that follows it."""
 
     def hand_over(self) -> bytes:
-        """What others need to know of this rank after a failure."""
+        """Return the data that other ranks need from this rank after a failure."""
 
     def leave(self) -> None:
-        """Make it enterable again, wherever it was cut off."""
+        """Make the loop enterable again after an interruption at any point."""
 
     def enter(self, others: Sequence[bytes]) -> None:
-        """It is about to be entered where the counters are; connections lead nowhere yet.
+        """Prepare to enter the loop at the counters' position; ranks are not connected yet.
 
         Args:
-            others: what `hand_over` returned on each survivor.
+            others: results of `hand_over` on the survivors.
         """
 
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
     ) -> bool:
-        """Do what not all survivors had done after `target`; False if the loop ends there.
+        """Complete the work left by some survivors after `target`; False if the loop ends there.
 
         Collective over all ranks, which are connected and at `target`.
 
         Args:
             target: the newest committed iteration.
-            others: as of `enter`.
-            entry: what the ledger has of `target`.
+            others: see `enter`.
+            entry: ledger entry of `target`.
         """
 
 
 class PlainLoop:
-    """A `Loop` that does nothing but iterations."""
+    """A `Loop` without any work between iterations."""
 
     def start(self) -> None:
-        """There is nothing to note."""
+        """Do nothing."""
 
     def committed(self, iteration: int) -> None:
-        """Nothing follows an iteration."""
+        """Do nothing."""
 
     def hand_over(self) -> bytes:
-        """There is nothing to know."""
+        """Return no data."""
         return b''
 
     def leave(self) -> None:
-        """It can be entered wherever it was cut off."""
+        """Do nothing: the loop can be entered after an interruption at any point."""
 
     def enter(self, others: Sequence[bytes]) -> None:
-        """It goes by the counters alone."""
+        """Do nothing: the position follows from the counters alone."""
 
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
     ) -> bool:
-        """Nothing follows an iteration; training goes on."""
+        """Do nothing; training continues."""
         return True
 
 
 class Trainer(Protocol):
-    """A training loop of one rank, as recovery sees it."""
+    """Training loop of one rank, as seen by recovery."""
 
     @property
     def place(self) -> Place:
-        """In the layout."""
+        """Place of this rank in the layout."""
 
     @property
     def iteration(self) -> int:
-        """Committed iterations."""
+        """Number of committed iterations."""
 
     @property
     def last_iteration(self) -> int:
-        """At which training ends."""
+        """Iteration at which training ends."""
 
     @property
     def loss(self) -> float | None:
-        """The newest iteration's, as far as the host knows it without waiting.
+        """Loss of the newest iteration, as far as the host has it without a device wait.
 
-        Whatever of it this rank computes itself, or None: a replay must come to the same number.
+        The part that this rank computes itself, or None; a replay must compute the same number.
         """
 
     @property
     def operators(self) -> Operators:
-        """The state that is captured."""
+        """The captured operators."""
 
     @property
     def auxiliary_state(self) -> AuxiliaryState:
-        """All else that an iteration starts from."""
+        """The non-tensor state that an iteration starts from."""
 
     @property
     def pipeline(self) -> Pipeline:
-        """To the neighbours."""
+        """Pipeline to the neighbouring stages."""
 
     @property
     def loop(self) -> Loop:
-        """What is around the iterations."""
+        """Work between the iterations."""
 
     @property
     def tokens(self) -> TokenCounter:
-        """The load of the experts."""
+        """Counter of the experts' load."""
 
     @property
     def relaying(self) -> Relaying | None:
-        """How its state moves to another layout, None if it cannot."""
+        """Conversion of the state to another layout; None if unsupported."""
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """The iteration after `iteration` begins: note what it will accumulate into.
+        """Begin the iteration after `iteration`: record the buffers that it will accumulate into.
 
         Returns:
-            The auxiliary state it starts from.
+            The auxiliary state that the iteration starts from.
         """
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Put back what the iteration after `state` has changed before it was cut off.
+        """Undo the changes of an interrupted iteration, which followed `state`.
 
         Args:
-            state: auxiliary state before it.
-            began: it had begun; else only the auxiliary state may have changed.
+            state: auxiliary state before the iteration.
+            began: the iteration had begun; otherwise only the auxiliary state may have changed.
         """
 
     def around_update(
@@ -233,7 +233,7 @@ class Trainer(Protocol):
         writing: Callable[[], None],
         written: Callable[[bool], None],
     ) -> None:
-        """Have each update call these.
+        """Register callbacks for each update.
 
         Args:
             wait: before the first write to captured state; waits until the write is allowed.
@@ -245,14 +245,14 @@ class Trainer(Protocol):
         """Run the iteration after `iteration`: forward, backward, update."""
 
     def record(self, iteration: int, skipped: bool) -> Committed:
-        """What the update that led to `iteration` leaves; it was just written, or skipped."""
+        """Return the result of the update to `iteration`, which was just written or skipped."""
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Within it iterations are replayed; at its end nothing is frozen."""
+        """Within the context, iterations are replayed; at its end no operator is frozen."""
 
     def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
-        """Within it, what all ranks reduce together is taken from there instead.
+        """Within the context, take values reduced over all ranks from `known` instead.
 
         Args:
-            known: what is recorded of the iteration to run, or the auxiliary state after it.
+            known: ledger entry of the iteration to run, or the auxiliary state after it.
         """

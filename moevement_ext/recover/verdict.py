@@ -16,7 +16,7 @@ from moevement_ext.recover.inventory import candidates
 
 
 class Stages(Protocol):
-    """The layout of the job, as all ranks know it."""
+    """The layout of the job, the same on all ranks."""
 
     @property
     def stage_of(self) -> Sequence[int]:
@@ -47,15 +47,15 @@ class Localized(msgspec.Struct, frozen=True):
     copies: dict[int, int] = {}
     """Source rank by rank, for ranks that copy their whole state from a replica."""
     going_on: frozenset[int] = frozenset()
-    """Those of `ranks` whose replay is under way and goes on: this failure is not of their stage,
-    nor of a neighbour's. They began from a window of their own, `window` is for the others."""
+    """Members of `ranks` whose replay continues: this failure affects neither their stage nor a
+    neighbour. They began from their own window; `window` applies to the other ranks."""
 
     together: bool = False
-    """All stages replay, over the pipeline that connects them; no log is read, or written."""
+    """All stages replay, connected by the pipeline; no log is read or written."""
 
     @property
     def beginning(self) -> frozenset[int]:
-        """Ranks that replay from `window` on."""
+        """Ranks that begin to replay from `window`."""
         return self.ranks - self.going_on
 
 
@@ -80,15 +80,15 @@ def decide_recovery(
     """Decide the recovery from a failure.
 
     Args:
-        reports: by rank.
+        reports: reports of all ranks, by rank.
         stage_of: pipeline stage by rank.
-        tied: stages that share weights, first and last one those of the embedding: they replay
+        tied: stages that share weights, the first and the last for the embedding: they replay
             together.
-        last_iteration: at which training ends; a stage cannot come back after it.
+        last_iteration: iteration at which training ends; no stage can recover after it.
         replicas: for each rank, the ranks that hold the same state (data parallelism without a
-            sharded optimizer); empty if there is no such redundancy.
+            sharded optimizer); empty without such redundancy.
         interleaved: ranks hold several stages in turn, so that the last sends to the first.
-        together: if one stage goes back, all do.
+        together: if one stage rolls back, all stages do.
     """
     survivors = [report for report in reports if report.survivor]
     if not survivors:
@@ -131,7 +131,7 @@ def decide_recovery(
 
 
 def _strangers(reports: Sequence[Report]) -> list[int]:
-    """Ranks whose new process does not know the survivors' secret."""
+    """Ranks whose new process does not have the survivors' secret."""
     known = {mark for report in reports if report.survivor for mark in report.marks}
     return [
         rank
@@ -143,7 +143,7 @@ def _strangers(reports: Sequence[Report]) -> list[int]:
 def _copies(
     behind: Sequence[int], replicas: Sequence[Sequence[int]], stage_of: Sequence[int]
 ) -> dict[int, int]:
-    """A replica that is not behind for each rank that is, in stages where all of them have one."""
+    """An up-to-date replica for each rank behind, in stages where all such ranks have one."""
     found = {
         rank: next((replica for replica in replicas[rank] if replica not in behind), NOWHERE)
         for rank in behind
@@ -165,7 +165,7 @@ class _Layout(NamedTuple):
         return frozenset(rank for rank, stage in enumerate(self.stage_of) if stage in stages)
 
     def neighbours(self, stages: Collection[int]) -> set[int]:
-        """Stages besides from whose logs these read."""
+        """Other stages whose logs `stages` read."""
         found = {stage + step for stage in stages for step in (-1, 1)}
         ends = {min(self.stage_of), max(self.stage_of)}
         if self.interleaved and ends & set(stages):
@@ -176,11 +176,11 @@ class _Layout(NamedTuple):
 def _replays(
     reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
 ) -> tuple[Window | str, frozenset[int]]:
-    """From which window replays begin, or why there is none; and stages whose replay goes on.
+    """Return the window of new replays, or why there is none; and stages whose replay continues.
 
-    A replay goes on if all ranks of its stage are in the middle of it, if nothing that it reads is
-    made anew, and if what it sends reaches back to the window of those that begin now: a later
-    failure finds equally much of all stages then.
+    A replay continues if all ranks of its stage are replaying, none of its inputs is produced
+    again, and its sends reach back to the window of the stages that begin now: a later failure
+    then finds the same range of iterations in all logs.
     """
     under_way = _under_way(reports, target, stages, layout)
     going_on = frozenset(under_way)
@@ -201,7 +201,7 @@ def _replays(
 def _under_way(
     reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
 ) -> dict[int, UnderWay]:
-    """The replay that all ranks of a stage are in the middle of, to `target`, by stage."""
+    """Replays to `target` that all ranks of a stage are executing, by stage."""
     found = {}
     for stage in stages:
         first, *others = {reports[rank].under_way for rank in layout.ranks_of([stage])}
@@ -217,7 +217,7 @@ def _undisturbed(
     under_way: Mapping[int, UnderWay],
     layout: _Layout,
 ) -> frozenset[int]:
-    """Those stages that read no log which begins anew, or is gone.
+    """Stages that read no log which begins from scratch, or is lost.
 
     What a log has dropped since they began is of iterations that they have replayed: a newer window
     is persisted on all ranks then, theirs among them.
@@ -246,10 +246,10 @@ def _undisturbed(
 def _window(
     reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
 ) -> Window | str:
-    """The newest window that can be converted, or why there is none.
+    """Return the newest window that can be converted, or why there is none.
 
-    It must be complete on *all* ranks, also on those that do not replay: their logs and those that
-    the replay makes anew then reach back equally far, and the next failure finds what it needs.
+    It must be complete on *all* ranks, including those that do not replay: their logs, and those
+    that the replay fills again, then reach back equally far for the next failure.
     """
     of_nodes = {id(report.windows): report.windows for report in reports}  # one object: decode_all
     held = {part for windows in of_nodes.values() for part in windows}

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifies a recovery: compares the recomputed state with earlier captures.
 
-The windows newer than the one a recovery starts from are of no use for it, but their slots carry
-checksums of the very state that the replay passes through. Equal checksums say that it was exact;
-different ones that something computes other bits than before: nondeterministic kernels, or a chip
-that corrupts. Costs nothing before a failure.
+Windows newer than the recovery's window cannot be used for the recovery, but their slots contain
+checksums of the same states that the replay passes through. Equal checksums show that the replay
+was exact. Different checksums show that a computation yields other bits than before:
+nondeterministic kernels, or a chip that corrupts data. The check costs nothing before a failure.
 
-Captures lag behind: when the newest iterations are replayed no slot is left to compare them with,
-and one slot does not hold all operators. So the loss of each replayed iteration, and where all
-ranks reduce it anew the gradient norm, are compared with what the ledger has of it, which was
-written as the iteration was committed.
+Captures lag behind: no slot is left to compare the newest replayed iterations with, and one slot
+does not hold all operators. So the loss of each replayed iteration, and the gradient norm where all
+ranks reduce it again, are compared with the ledger's entry, which was written when the iteration
+was committed.
 
-What is in every slot (`OperatorSlices.always`) is not compared: a slot has it as an evaluation left
-it, and a replay comes to its state before that.
+Data in every slot (`OperatorSlices.always`) is not compared: a slot contains its state after an
+evaluation, and a replay computes its state before it.
 """
 
 import logging
@@ -35,7 +35,7 @@ _MOST_NAMES = 8
 
 
 class _Key(NamedTuple):
-    """What makes two captured ranges comparable."""
+    """Identity of a captured range, for comparison."""
 
     operator: str
     tensor: str
@@ -46,19 +46,19 @@ class _Key(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """The outcome for one rank."""
+    """Result of the verification on one rank."""
 
     verified: int
-    """Operators that were compared, in full or by their compute weights."""
+    """Number of compared operators, in full or by their compute weights."""
     verified_at: int
-    """The last iteration at which that was possible, -1 if there was none."""
+    """Last iteration with a comparison, -1 without one."""
     differing: tuple[str, ...]
-    """Operators whose state was not what it had been, and scalars that came out otherwise; with
-    the iteration that first showed it."""
+    """Operators and scalars that differ from before, with the iteration of the first
+    difference."""
     iterations: int = 0
-    """Iterations of which a scalar was compared."""
+    """Number of iterations with a compared scalar."""
     tokens_lost: float | None = None
-    """Tokens that experts have learned from in vain; None: the strategy loses none."""
+    """Tokens whose learning the experts lost; None unless the strategy is lossy."""
 
     def __str__(self) -> str:
         compared = []
@@ -79,12 +79,12 @@ class Verification:
 
     Args:
         captured: slots that were sealed before the failure.
-        operators: what this rank captures of each operator.
-        recorded: what the ledger had of the iterations before they are replayed; without the norms
-            where the replay is given them.
+        operators: captured slices of each operator on this rank.
+        recorded: ledger entries of the iterations before their replay; without the norms if the
+            replay takes them from the ledger.
 
     Attributes:
-        tokens_lost: as of `Verified`.
+        tokens_lost: see `Verified`.
     """
 
     def __init__(
@@ -116,21 +116,21 @@ class Verification:
 
     @classmethod
     def of_nothing(cls) -> Self:
-        """With nothing to compare with."""
+        """Return a verification without anything to compare."""
         return cls((), {})
 
     def replayed(self, iteration: int, loss: float | None) -> None:
-        """`iteration` is replayed in a conversion, which is given all other scalars."""
+        """Compare the loss of an iteration replayed in a conversion; other scalars are given."""
         recorded = self._recorded.pop(iteration, None)
         if recorded is not None:
             self._compare('loss', iteration, recorded.loss, loss)
 
     def check(self, iteration: int, entry: LedgerEntry | None = None) -> None:
-        """The state after `iteration` is recomputed, and nothing writes it now.
+        """Compare the recomputed state after `iteration`, while no thread writes it.
 
         Args:
-            iteration: the newest of this rank.
-            entry: what was recorded of it just now, if it was run as in training.
+            iteration: newest iteration of this rank.
+            entry: ledger entry of the recomputation, if it ran as in training.
         """
         recorded = self._recorded.pop(iteration, None)
         if recorded is not None and entry is not None:
@@ -140,7 +140,7 @@ class Verification:
         self._check_state(iteration)
 
     def _compare(self, what: str, iteration: int, before: float | None, now: float | None) -> None:
-        """Bit for bit: what is no number equals itself, too."""
+        """Compare bit for bit; NaN equals itself."""
         if before is None or now is None:
             return
         self._scalars_of.add(iteration)
@@ -167,7 +167,7 @@ class Verification:
             if _checksum(source) != checksum:
                 self._differing.setdefault(key.operator, iteration)
         new = [name for name, first in self._differing.items() if first == iteration]
-        if new:  # said at once: another failure may come before the end of this recovery
+        if new:  # logged at once: another failure may precede the end of this recovery
             logger.warning(
                 'sparse checkpointing: the state after iteration %d is not what it had been: %s',
                 iteration,
@@ -179,7 +179,7 @@ class Verification:
         return verify == STOP and bool(self._differing)
 
     def result(self) -> Verified:
-        """What was found so far."""
+        """Return the result so far."""
         names = [f'{name} from iteration {first}' for name, first in self._differing.items()]
         return Verified(
             len(self._compared),

@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Predecessor:
-    """Windows of an earlier start of the job in host memory and on disk, on all nodes."""
+    """Windows of an earlier start of the job, in host memory and on disk of all nodes."""
 
     inventories: list[list[HeldWindow]]
-    """What each rank's node holds in memory, by rank."""
+    """Windows in memory on each rank's node, by rank."""
     on_disk: list[Window]
     """Windows that all ranks have on disk, the newest first."""
     candidates: list[Window]
@@ -61,7 +61,7 @@ class Predecessor:
     dense_iteration: int
     """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
     first_death: Death | None = None
-    """The first process of the earlier attempt to end, where that was noted."""
+    """First recorded death of the earlier attempt, if any."""
 
 
 class Source(NamedTuple):
@@ -69,7 +69,7 @@ class Source(NamedTuple):
 
     conversion: Conversion
     tier: str
-    """Where this rank's part of the window was (see `sources.Obtained`)."""
+    """Location of this rank's part of the window (see `sources.Obtained`)."""
 
 
 def find(
@@ -83,16 +83,16 @@ def find(
     """Look for windows of a predecessor on all nodes. Collective.
 
     Args:
-        store: of this node.
-        disk: of this rank.
+        store: store of this node.
+        disk: disk windows of this rank.
         rank: this rank.
-        dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
-        last_iteration: at which training ends, None if that is not known yet.
-        elsewhere: iteration of a dense state in windows of another layout, -1 if there is none.
+        dense_iteration: iteration of the newest dense checkpoint that would be loaded, or -1.
+        last_iteration: iteration at which training ends, None if not yet known.
+        elsewhere: iteration of a dense state in windows of another layout, or -1.
 
     Raises:
         UserError: ranks were launched differently (see `launched_alike.check`).
-        AbsentWindows: no window is complete any more, and ranks are without any.
+        AbsentWindows: no window is complete any more, and some ranks have none.
     """
     stock = take_stock(store, disk, rank.identity, disk_only(rank.config))
     left = left_by_elastic(store) if rank.config.elastic == OFF else []
@@ -124,7 +124,7 @@ def find(
         dense_iteration,
         min((death for one in inventories for death in one.deaths), default=None),
     )
-    deaths.forget(store.shared)  # all have read theirs: `rank.exchange` is collective
+    deaths.forget(store.shared)  # all ranks have read them: `rank.exchange` is collective
     if rank.number == 0 and not (everything or refused):
         other_runs.say(store, rank)
     if not complete:
@@ -149,16 +149,16 @@ def obtain(
     rank: Rank,
     check: Callable[[SlotHeader], None],
 ) -> Source | None:
-    """The newest window that every rank holds, or fetched, whole and undamaged. Collective.
+    """Obtain the newest window that is whole and undamaged on all ranks. Collective.
 
     Args:
-        memory: of this rank.
-        predecessor: what `find` has found.
+        memory: host memory of this rank.
+        predecessor: result of `find`.
         rank: this rank.
-        check: raises RefusedWindow of a slot that is not of the model at hand.
+        check: raises RefusedWindow for a slot of another model.
 
     Returns:
-        Its conversion and its source, or None: go on with the next tier.
+        The conversion and its source; None: continue with the next tier.
     """
     for candidate in predecessor.candidates:
         make_room(memory.windows, candidate, predecessor.candidates)
@@ -174,7 +174,7 @@ def obtain(
 
 
 def next_tier(reason: str, rank: Rank, dense_iteration: int, older: int | None = None) -> None:
-    """Say why the newest windows are not used and what is used instead: an older one, if any."""
+    """Log why the newest windows are not used, and the replacement: an older one, if any."""
     tier = 'the start'
     if older is not None:
         tier = f'window {older}'
@@ -188,16 +188,16 @@ def next_tier(reason: str, rank: Rank, dense_iteration: int, older: int | None =
 def refuse(
     protection: Protection, window: WindowName, found: str, rank: Rank, predecessor: Predecessor
 ) -> NoReturn:
-    """The state that all stages came to differs, and `--sparse-ckpt-verify stop` forbids to use it.
+    """Refuse a recovered state that differs, as `--sparse-ckpt-verify stop` demands.
 
-    All ranks do so, and the next start takes the next tier.
+    All ranks call this, and the next start takes the next tier.
 
     Args:
-        protection: of this rank.
-        window: what was recovered from.
-        found: in what the state differs.
+        protection: protection of this rank.
+        window: window that the recovery started from.
+        found: differences of the state.
         rank: this rank.
-        predecessor: what could be recovered from.
+        predecessor: windows that a recovery could start from.
     """
     protection.refuse(window)
     reason = f'the state recovered from window {window.start} is not what it had been: {found}'
@@ -225,7 +225,7 @@ def _verified(
             for slot in obtained.file.slots():
                 check(obtained.file.header(slot))
             return obtained
-        except HolderLost as lost:  # all ranks are new and live: a connection was lost
+        except HolderLost as lost:  # all ranks are new and alive: a connection was lost
             logger.warning('asked again: %s', lost)
         except RefusedWindow as refusal:
             logger.warning('refused: %s', refusal)

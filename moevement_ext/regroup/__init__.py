@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unblocks torch process groups after a fault and connects them anew, in place."""
+"""Unblocks torch process groups after a fault and reconnects them in place."""

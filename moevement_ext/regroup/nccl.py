@@ -77,15 +77,15 @@ class Nccl:
         """Connect a backend, with its communicator, with all other members.
 
         torch creates communicators in the first operation, which would wait for a member lost
-        meanwhile: a communicator cannot be aborted before it is complete. In NCCL's non-blocking
-        mode it can, but that mode has hung (NCCL 2.26), and torch no longer uses it.
+        meanwhile: a communicator cannot be aborted before it is complete. NCCL's non-blocking mode
+        allows that, but it has hung (NCCL 2.26), and torch no longer uses it.
 
         Args:
             store: for the addresses of all members.
             rank: rank in the group.
             size: size of the group.
-            options: of the predecessor; their timeout applies to later operations.
-            device: that the group is bound to; None: the current device.
+            options: options of the predecessor; their timeout applies to later operations.
+            device: device that the group is bound to; None: the current device.
             timeout: for the other members.
             interrupted: returns True once the wait should end.
             at_once: create the communicator now, else at the first operation, as at a start. The

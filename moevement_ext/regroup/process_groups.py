@@ -22,7 +22,7 @@ from moevement_ext.regroup import agreeing, gloo, internals, waits
 
 FAKE = 'fake'
 NCCL = 'nccl'
-# Far more than destroying backends without pending operations takes.
+# Far longer than the destruction of backends without pending operations.
 _DESTROY_SECONDS = 0.5
 # torch's name of a backend, by its class.
 _KINDS = {
@@ -37,7 +37,7 @@ _RANKS_CONNECTED = 1024
 
 
 class _GivenUp(RuntimeError):
-    """A group is not connected, as the renewal has failed already."""
+    """A group is not connected, as the renewal has already failed."""
 
 
 class RegroupError(SparseCheckpointError):
@@ -72,7 +72,7 @@ class BackendKind(Protocol):
         """Connect a backend through `store`, `at_once` or at its first use; until interrupted."""
 
     def is_connected(self, backend: Any) -> bool:
-        """True if the backend is connected, or will be without being used."""
+        """True if the backend is connected, or connects without being used."""
 
     def make_room(self) -> None:
         """Free unused device memory, which connecting needs."""
@@ -116,7 +116,7 @@ class _Group(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A backend that can be used, and is to be closed."""
+    """A usable backend, which must be closed."""
 
     kind: str
     backend: Backend
@@ -131,7 +131,7 @@ class ProcessGroups:
     Args:
         backend: 'gloo' or 'nccl', the real backend of groups that were created fake. Groups with a
             real backend keep its kind.
-        timeout: of operations in groups that were created fake; other groups keep theirs.
+        timeout: timeout of operations in groups that were created fake; other groups keep theirs.
 
     Raises:
         UnsupportedTorchError: a part of torch that renewing needs is missing.
@@ -207,12 +207,12 @@ class ProcessGroups:
         groups get a fake one, whose operations complete at once and leave tensors unchanged.
 
         Args:
-            store: with a prefix that was never used before, for several threads at a time: one
-                that waits does not occupy the connection (see `InterruptibleStore`).
+            store: has a prefix that was never used before; serves several threads at a time, and a
+                waiting thread does not occupy the connection (see `InterruptibleStore`).
             members: global ranks; None means all.
             timeout: for the connection of each group.
-            kept: ranks that are connected since an earlier renewal: their groups stay as they are,
-                on all of these ranks.
+            kept: ranks connected by an earlier renewal: their groups stay unchanged on all of
+                these ranks.
 
         Raises:
             RegroupError: a member did not connect or left, or `unblock` was called meanwhile.
@@ -249,7 +249,7 @@ class ProcessGroups:
         self._used = [*(self._used if kept else ()), store]
 
     def await_destruction(self) -> None:
-        """Wait a while until the backends that the last renewal replaced are destroyed."""
+        """Wait a limited time for the destruction of the backends that were replaced last."""
         if self._destroying is not None:
             self._destroying.join(_DESTROY_SECONDS)
 
@@ -388,7 +388,7 @@ class ProcessGroups:
         self._close(closing)
 
     def _pop_open(self, kept: Collection[int] = ()) -> list[_Open]:
-        """The open backends, but of groups of kept ranks, each returned once. Under the lock."""
+        """Remove and return the open backends, except groups of kept ranks. Under the lock."""
         popped = [one for one in self._open if not set(kept) >= set(one.ranks)]
         self._open = [one for one in self._open if set(kept) >= set(one.ranks)]
         return popped
@@ -450,7 +450,7 @@ class ProcessGroups:
 
 
 def _destroy(backends: list[Backend]) -> threading.Thread:
-    """Destroy closed backends on a separate thread; only the next renewal waits for it, a while.
+    """Destroy closed backends on a separate thread; only the next renewal waits, for a while.
 
     The destructor joins the backend's threads, and a thread in a half-transferred gloo operation
     ends only at the group's timeout.

@@ -162,7 +162,7 @@ class ReplicaClient:
         """
         with self._exchange(nbytes) as connection:
             connection.send(CommitWindow(owner, window))
-            self._refused = window  # unless it is not; what it kept may be what was damaged
+            self._refused = window  # until confirmed; its kept bytes may be damaged
             reply = _reply(connection)
             self._refused = None
         if isinstance(reply, NotYet):
@@ -187,7 +187,7 @@ class ReplicaClient:
         Args:
             owner: rank whose window it is.
             window: its name.
-            into: file for the window; this call begins it anew.
+            into: file for the window; its previous content is dropped.
             received: called with every received and undamaged slot, slot 0 first.
 
         Returns:
@@ -270,7 +270,7 @@ class ReplicaClient:
         return file.slot_blob(slot)
 
     def _kept(self, file: WindowFile) -> Kept | None:
-        """What the peer need not be sent if it has an earlier window."""
+        """Ranges that the peer can copy from an earlier window."""
         return None if file.name == self._refused else file.kept
 
     def _window_bytes(self, file: WindowFile) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement of the copies of each rank's windows on twins and holders.
 
-A *twin* captures the same anyway, as peers with the same shard do; the owner sends it only the few
-different bytes (`memory.window.twin`). Holders receive whole windows. The requested copies of a
+A *twin* captures the same state anyway, like peers with the same shard; the owner sends it only the
+few different bytes (`memory.window.twin`). Holders receive whole windows. The requested copies of a
 rank are in different failure domains, none of them the rank's own, so that the loss of one domain
 never destroys all copies.
 

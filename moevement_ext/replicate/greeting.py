@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutual authentication of two ranks of one job, before any other message.
 
-Both sides prove, without sending it, that they know the secret of this start of the job: an HMAC
+Both sides prove, without sending it, that they have the secret of this start of the job: an HMAC
 over fresh random numbers of both sides, so that recorded messages are useless. The server proves
 first, so that no client accepts a window from a stranger.
 
@@ -65,8 +65,8 @@ def admit(connection: Connection, secret: bytes) -> None:
     """Authenticate the client of a new connection. The caller sets the deadline.
 
     Raises:
-        ProtocolError: the client is not of this job; it received the reason, if possible.
-        OSError: it is gone, or too slow.
+        ProtocolError: the client does not belong to this job; it received the reason, if possible.
+        OSError: the connection is lost, or the client is too slow.
     """
     hello = connection.receive(_HELLO, MAX_GREETING_BYTES)
     if hello.version != PROTOCOL_VERSION:
@@ -90,7 +90,7 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
 
     Raises:
         ProtocolError: the server does not belong to the job.
-        OSError: it is gone, or too slow.
+        OSError: the connection is lost, or the server is too slow.
     """
     nonce = secrets.token_bytes(32)
     connection.send(Hello(PROTOCOL_VERSION, nonce))

@@ -73,10 +73,10 @@ class HostMemory:
         config: settings.
         run_id: directory name of the run.
         share: contents and sizes of this rank's memory.
-        device: of the state and of the logged tensors.
+        device: device of the state and of the logged tensors.
         on_degraded: called with a reason when the log cannot keep all records.
         exchange: collective over all ranks.
-        secret: of the job.
+        secret: secret of the job.
 
     Attributes:
         rank: global rank.
@@ -84,17 +84,17 @@ class HostMemory:
         members: descriptions of all ranks, by rank.
         copies: placement of the copies of all ranks' windows.
         plan: bytes of all ranks of this node.
-        windows: the window files of this rank.
-        ledger: its ledger.
+        windows: window files of this rank.
+        ledger: ledger of this rank.
         witness: headers captured before a recovery that is not judged yet.
-        log: its upstream log, or None.
-        disk: its windows on disk, or None.
-        disk_only: its windows in memory are no source of a recovery.
+        log: upstream log of this rank, or None.
+        disk: disk windows of this rank, or None.
+        disk_only: windows in memory are not used as a source of a recovery.
         server: serves windows and log to the peers.
-        window: the W that window files have room for.
-        cores: CPU cores of this rank, assuming equal shares of the ranks of a host.
-        mark: of the secret of the job.
-        forget_other_layouts: called on one rank of each node once they are worthless.
+        window: largest W for which the window files have room.
+        cores: CPU cores of this rank, assuming equal shares for the ranks of a host.
+        mark: mark of the job's secret.
+        forget_other_layouts: called on one rank per node once windows of other layouts are useless.
 
     Raises:
         HostMemoryError: the budget is exceeded, the tmpfs is too small, foreign or not writable,
@@ -138,7 +138,7 @@ class HostMemory:
             shorter=list(share.shorter),
         )
         self.members = _exchange_members(own, exchange)
-        # One replaced later still has that of the others.
+        # A process that replaces this one later receives the same salt from the other ranks.
         self._secret = of_attempt(secret, self.members[0].salt)
         self.mark = mark(secret)
         self.copies = copies_of(self.members, config.topology, config.replicas)
@@ -172,7 +172,7 @@ class HostMemory:
         size = FileSize(own.capacity_bytes, present[self.rank].capacity_bytes)
         self.windows = OwnerWindows(self.store, self.rank, self.rank, size, holdable=self._to_disk)
         pinned = self.windows.files() if device.type == 'cuda' else []
-        with threads_beside(device) as beside:  # what takes seconds for some GB
+        with threads_beside(device) as beside:  # pinning takes seconds for some GB
             begun = [beside.submit(pin, file, file.room) for file in pinned]
             begun.append(beside.submit(self._open_log, own, device, config, on_degraded))
             self._serve(own, config, present)
@@ -197,7 +197,7 @@ class HostMemory:
     def _serve(
         self, own: Member, config: SparseCheckpointConfig, present: Sequence[Member]
     ) -> None:
-        """Reserve what is held for others, and serve it."""
+        """Reserve and serve the replicas of other ranks."""
         rank = self.rank
         self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
@@ -221,7 +221,7 @@ class HostMemory:
             self.log.grow(self._own_log_bytes(window))
 
     def give_back_log(self, window: int) -> None:
-        """Have the log give back what only longer windows need. Any thread."""
+        """Free log memory that only longer windows need. Any thread."""
         if self.log is not None:
             self.log.shrink(self._own_log_bytes(window))
 
@@ -229,13 +229,13 @@ class HostMemory:
         return self._log_bytes(self.members[self.rank], min(window, self._longest_window))
 
     def make_room_for(self, window: int) -> None:
-        """Reserve for windows of this length, within the memory plan: own ones and replicas.
+        """Reserve room for windows of this length: own ones and replicas, within the memory plan.
 
-        What only longer ones took is given back when it is not needed any more; not in this call
-        if another thread just makes room. Any thread but the training thread.
+        Memory that only longer windows took is freed when no longer needed, but not in this call
+        if another thread is making room. Any thread but the training thread.
 
         Raises:
-            HostMemoryError, OSError: other files have taken the space; all is as before.
+            HostMemoryError, OSError: other files have taken the space; nothing has changed.
         """
         if not self._changing.acquire(blocking=window > self.window):
             return
@@ -303,7 +303,7 @@ class HostMemory:
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def shelf_client(self, rank: int) -> ShelfClient:
-        """Create a client for what another rank sees of other layouts, not yet connected."""
+        """Create a client for another rank's windows of other layouts, not yet connected."""
         return ShelfClient(self.addresses[rank], self._secret)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
@@ -329,7 +329,7 @@ class HostMemory:
         Args:
             window: the window.
             holder: rank whose node has the window.
-            received: called with every slot that has come and is undamaged, slot 0 first.
+            received: called with every received and undamaged slot, slot 0 first.
 
         Raises:
             RefusedWindow, PeerLost, PeerRefused, HostMemoryError: the fetch failed.
@@ -349,7 +349,7 @@ class HostMemory:
     def fetch_from_disk(
         self, window: Window, received: Callable[[WindowFile, SlotHeader], None]
     ) -> WindowFile:
-        """`fetch` from the disk of this rank, which must have one.
+        """Like `fetch`, but from the disk of this rank, which must have one.
 
         Raises:
             RefusedWindow, PeerLost, HostMemoryError: the read failed.
@@ -359,7 +359,7 @@ class HostMemory:
         return self.receive(window, lambda file: disk.read(window.name, file, received))
 
     def receive(self, window: Window, deliver: Callable[[WindowFile], object]) -> WindowFile:
-        """Receive and commit a window from another place. Errors as of `fetch`.
+        """Receive and commit a window from another place. Errors as in `fetch`.
 
         Under earlier flags the window may have been larger than the files of this start.
         """
@@ -410,7 +410,7 @@ class HostMemory:
         """Drop a window in this rank's memory: its own part and the replicas for other ranks.
 
         Every rank drops its own files, so that no rank depends on one that may have ended. This
-        also frees memory that earlier starts of the job kept here for ranks that are elsewhere now.
+        also frees memory that earlier starts of the job kept here for ranks now on other nodes.
         """
         self.windows.discard(name)
         self.server.discard(name)
@@ -419,7 +419,7 @@ class HostMemory:
                 stored.path.unlink(missing_ok=True)
 
     def forget_former_places(self) -> None:
-        """Free memory that earlier starts of the job kept here for ranks that are elsewhere now.
+        """Free memory that earlier starts of the job kept here for ranks now on other nodes.
 
         Any thread, once all ranks and their holders have a window at their current places, or at
         the end. Takes as long as the system needs to free the memory.
@@ -474,7 +474,7 @@ class HostMemory:
         return stubs_at(rank, members or self.members, self.copies.twins)
 
     def _sized_for(self, window: int) -> list[Member]:
-        """All ranks with files for windows of this length."""
+        """Descriptions of all ranks with files for windows of this length."""
         return [member.sized_for(window, self._longest_window) for member in self.members]
 
     def _plan(self, window: int) -> HostMemoryPlan:

@@ -69,7 +69,7 @@ class Inbox:
         """Carry out a request of the owner.
 
         Args:
-            connection: of the request and its payload.
+            connection: connection of the request and its payload.
             request: the message.
             timeout_s: time for the exchange, plus time to move its bytes.
 
@@ -149,7 +149,7 @@ class Inbox:
     def _receiver(
         self, connection: Connection, request: PutSlot
     ) -> Callable[[memoryview], None] | None:
-        """Receives what is not kept of a payload, then the frame; None: all is to be sent."""
+        """Receiver of the payload without kept ranges, then the frame; None: all is sent."""
         kept = request.kept
         base = None if kept is None else self.windows.file(kept.window)
         if kept is None or base is None:
@@ -248,7 +248,7 @@ class Inbox:
         except RefusedWindow:
             if self._bases.file(name) is base:
                 raise
-            return False  # its file was taken for another window meanwhile
+            return False  # its file was reused for another window meanwhile
         return True
 
     def _abandon(self) -> None:

@@ -33,8 +33,8 @@ class LogReader:
     The replaying thread calls `take`; any thread may call `close`.
 
     Args:
-        client: of the neighbour; the reader owns and closes it.
-        direction: where the neighbour sent the tensors.
+        client: client of the neighbour; the reader owns and closes it.
+        direction: direction in which the neighbour sent the tensors.
         counts: iterations in ascending order, each with its number of tensors.
         max_bytes: limit of prefetched bytes; host memory holds at most one record more.
     """

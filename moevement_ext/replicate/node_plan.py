@@ -41,7 +41,7 @@ class Member(msgspec.Struct, frozen=True):
     slot_bytes: int = 0
     """Mean slot size in the first windows of the job."""
     shorter: list[tuple[int, int]] = []
-    """`capacity_bytes` and `stub_bytes` for each of `window_lengths`; empty: of one length."""
+    """`capacity_bytes` and `stub_bytes` for each of `window_lengths`; empty: only one length."""
 
     def sized_for(self, window: int, longest: int) -> 'Member':
         """This rank with files for windows of that length.
@@ -112,7 +112,7 @@ def stubs_at(
 
 
 def file_sizes(longest: dict[int, int], present: dict[int, int]) -> dict[int, FileSize]:
-    """Sizes of files by owner, for the longest windows and for those of now."""
+    """Sizes of files by owner, for the longest and for the current windows."""
     return {owner: FileSize(size, present[owner]) for owner, size in longest.items()}
 
 
@@ -140,9 +140,9 @@ def node_plan(
         members: all ranks.
         copies: placement of the copies.
         longest_window: the W that window files and logs are sized for.
-        log_lag: as of `log_ring_bytes`.
+        log_lag: see `log_ring_bytes`.
         to_disk: windows are copied to disk.
-        holds_none: a rank that holds no replicas in spite of the placement.
+        holds_none: a rank that holds no replicas despite the placement.
     """
     ranks = {}
     for rank, member in enumerate(members):

@@ -81,8 +81,8 @@ def survival_probability(
         holders: ranks that hold copies of each rank's state, by owner.
         failed_domains: number of domains lost.
         groups: ranks with the same state.
-        samples: sets of domains to estimate from where there are too many to enumerate.
-        seed: of their choice.
+        samples: number of sampled sets of domains if there are too many to enumerate.
+        seed: seed of the samples.
     """
     index = {name: position for position, name in enumerate(sorted(set(domains)))}
     kept = np.zeros((len(domains), len(index)), dtype=bool)
@@ -103,11 +103,11 @@ def copies_survival(
     Args:
         kept: bool, shape [items, domains]: whether a domain has a copy of an item.
         failed_domains: number of domains lost.
-        samples: sets of domains to estimate from where there are too many to enumerate.
-        seed: of their choice.
+        samples: number of sampled sets of domains if there are too many to enumerate.
+        seed: seed of the samples.
 
     Raises:
-        ValueError: there are not that many domains.
+        ValueError: there are fewer than `failed_domains` domains.
     """
     domains = kept.shape[1]
     if not 0 <= failed_domains <= domains:
@@ -163,9 +163,9 @@ class _Domains:
 def _rotate(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.ndarray:
     """Placement by turning the ring of ranks, domain after domain; int64 (ranks, copies).
 
-    A turn is a permutation, so it loads every rank alike. Turns by multiples of the largest domain
-    that stop as far short of a full circle move a rank out of its own domain, and no two of them
-    lead into the same one.
+    A turn is a permutation, so it loads every rank equally. Turns by multiples of the largest
+    domain's size that stop as far short of a full circle move each rank out of its own domain, and
+    no two of them lead into the same domain.
     """
     ring = np.argsort(domains.of_rank, kind='stable')
     largest = int(domains.sizes.max())

@@ -52,7 +52,7 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
     window_bytes: Count = 0
     """Size of the owner's file; may exceed the holder's files after a change of flags."""
     kept: Kept | None = None
-    """What the holder can copy from an earlier window of the owner, if it has that."""
+    """Ranges that the holder can copy from an earlier window of the owner, if it has that."""
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):
@@ -120,7 +120,7 @@ class Proceed(msgspec.Struct, frozen=True, tag=True):
     """Answer: the place is reserved; send payload and frame now."""
 
     kept: bool = False
-    """Send only what is not kept of the payload."""
+    """Omit the kept ranges of the payload."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of one rank: replicas it holds, windows on its node, its upstream log (sec. 3.3).
 
-One thread accepts connections, and one thread per connection works. No error here reaches training:
-errors are answered with `Refused` or end the connection. A client that has not proved to belong to
-the job gets a thread for some seconds and 256 bytes; the number of such clients is limited.
+One thread accepts connections, and each connection has its own thread. No error here reaches
+training: errors are answered with `Refused` or end the connection. A client that has not proved to
+belong to the job gets a thread for some seconds and 256 bytes; the number of such clients is
+limited.
 """
 
 import logging
@@ -108,14 +109,14 @@ class ReplicaServer:
     Args:
         store: store of this node.
         rank: the holder.
-        sizes: of a window file, by owner this rank holds replicas for.
+        sizes: sizes of window files, by owner this rank holds replicas for.
         secret: secret of this start of the job; every client must prove its knowledge.
         address: host and port to listen on, IPv4 or IPv6; port 0 lets the system choose.
         timeout_s: time for one exchange after its begin, plus time to move its bytes.
         keeping: policy for received windows.
 
     Attributes:
-        cost: of replicas that it received and compared.
+        cost: CPU time of receiving and comparing replicas.
 
     Raises:
         HostMemoryError: the replica files cannot be reserved.
@@ -146,7 +147,7 @@ class ReplicaServer:
         self._log: UpstreamLog | None = None
         self._shelf: Shelf | None = None
         self._connections: dict[Connection, threading.Thread] = {}
-        self._strangers = Strangers()  # are among them
+        self._strangers = Strangers()  # a subset of the connections
         self._lock = threading.Lock()
         self._listener = _Listener(address, self)
         self._thread = threading.Thread(

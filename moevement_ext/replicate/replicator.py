@@ -92,7 +92,7 @@ class Replicator:
     Attributes:
         limit: rate limit of sends in bytes/s; None: no limit.
         spreads: without a limit, send the slots of a window just fast enough that none waits when
-            the last one comes, by the sizes and times of the previous window.
+            the last one arrives, by the sizes and times of the previous window.
         cost: CPU time of the sends.
         hurries: ignore all rates, as in a recovery.
     """

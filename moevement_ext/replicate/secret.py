@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared secret of a job's ranks, and its distribution.
 
-The secret is never in the store, which answers every client, nor in a command line or a log. Our
-launchers generate a secret and pass it to the workers in their environment, which other users
-cannot read; under torchrun the user may set it (`VARIABLE`). Otherwise rank 0 generates one and
-sends it to the other ranks over the process group. Each node then keeps the secret in a private
-file, for replacement processes on this node. A replacement on another node cannot know it, so that
-all workers restart (see `recover.verdict`).
+The secret is never in the store, which answers every client, nor in a command line or a log. This
+package's launchers generate a secret and pass it to the workers in their environment, which other
+users cannot read; under torchrun the user may set it (`VARIABLE`). Otherwise rank 0 generates one
+and sends it to the other ranks over the process group. Each node then keeps the secret in a private
+file, for replacement processes on this node. A replacement on another node cannot obtain it, so
+that all workers restart (see `recover.verdict`).
 
 The store contains a *mark*, which shows whether two ranks have the same secret, and a salt.
 """
@@ -37,7 +37,7 @@ _FILE = 'secret'
 
 
 class UnknownSecretError(HostMemoryError):
-    """This replacement process has no secret that the other ranks know."""
+    """This replacement process does not have the other ranks' secret."""
 
 
 class _Marks(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ def agree(exchange: SecretExchange, node: NodeStore) -> bytes:
 
     Raises:
         ConfigurationError: ranks have different secrets, or only some ranks have one.
-        UnknownSecretError: this joining process does not know the job's secret.
+        UnknownSecretError: this joining process does not have the job's secret.
     """
     given, drawn = given_in(os.environ), new_secret()
     own = _Marks(b'' if given is None else mark(given), mark(drawn))
@@ -128,8 +128,8 @@ def of_attempt(secret: bytes, salt: bytes) -> bytes:
     """Derive the secret of one start of a job, useless in another.
 
     Args:
-        secret: of the job.
-        salt: random and public, of this start.
+        secret: secret of the job.
+        salt: random and public salt of this start.
     """
     return hmac.digest(secret, b'attempt' + salt, 'sha256')
 

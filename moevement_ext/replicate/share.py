@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank asks of its host memory, for itself and for its twins."""
+"""Host memory that a rank requests, for itself and for its twins."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

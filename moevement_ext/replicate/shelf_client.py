@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connection to a peer that fetches from windows of another layout there."""
+"""Client of a peer that has windows of another layout."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,10 @@ Range = tuple[int, int, int]
 
 
 class ShelfClient(ReplicaClient):
-    """Fetches headers and ranges of records; errors as of `ReplicaClient`."""
+    """Fetches headers and ranges of records; errors as in `ReplicaClient`."""
 
     def fetch_part(self, part: Part) -> list[SlotHeader]:
-        """Headers of a part, slot 0 first.
+        """Fetch the headers of a part, slot 0 first.
 
         Raises:
             RefusedWindow: the answer is damaged, or no whole window.
@@ -35,7 +35,7 @@ class ShelfClient(ReplicaClient):
         """Receive ranges of records into places of the same sizes.
 
         Raises:
-            RefusedWindow: what came differs from what the peer has.
+            RefusedWindow: the received bytes differ from the peer's.
         """
         nbytes = sum(map(len, into))
         with self._exchange(nbytes) as connection:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves windows of other layouts that this rank sees: their headers, and ranges of records."""
+"""Serves windows of other layouts on this node: their headers, and ranges of records."""
 
 import xxhash
 
@@ -23,7 +23,7 @@ def answer(
 
     Raises:
         RefusedWindow: no copy here is undamaged.
-        ValueError: nothing of other layouts is served here, or there is no such range.
+        ValueError: no other layouts are served here, or there is no such range.
     """
     if shelf is None:
         raise ValueError('windows of other layouts are not served here')

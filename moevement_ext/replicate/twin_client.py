@@ -39,7 +39,7 @@ class TwinClient(ReplicaClient):
         return 0
 
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
-        """Headers as sealed by the owner."""
+        """Fetch the headers as sealed by the owner."""
         stubs = super().fetch_headers(owner, start)
         return [owner_header(stub, f'peer {self.address[0]}') for stub in stubs]
 
@@ -50,6 +50,6 @@ class TwinClient(ReplicaClient):
         return None
 
     def _window_bytes(self, file: WindowFile) -> int:
-        """0 for the usual size; known for a resent window, which may be from other flags."""
+        """Return 0 for the usual size; for a resent window, perhaps from other flags, its size."""
         whole = len(file.slots()) == file.header(file.slots()[0]).window
         return stub_window_bytes(file, self._own_parts) if whole else 0
