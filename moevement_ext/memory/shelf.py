@@ -268,7 +268,7 @@ def _is_free(lock: Path) -> bool:
     """True if no process holds the lock. The shared lock taken here excludes no other reader."""
     try:
         fd = private.open_file(lock, os.O_RDONLY)
-    except OSError:
+    except (OSError, private.ForeignFileError):  # a file of another user is no lock of this job
         return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

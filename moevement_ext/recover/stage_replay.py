@@ -96,8 +96,8 @@ class StageReplay:
         This rank's records take precedence, then those of its stage: they fit its optimizers for
         certain. Iterations that a new process's predecessor committed after `target` are computed
         again. A record that the other ranks contradict was left on this node by another attempt of
-        the job. A record that other ranks of the stage have always replaces that of this rank,
-        except for the loss.
+        the job: where other ranks of the stage have a record, the reported one is written over that
+        in this rank's ledger, except for the loss.
         """
         number = self._rank.number
         own = stage_of[number]
