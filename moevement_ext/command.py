@@ -39,10 +39,12 @@ PROGRAMS = {
     ),
     'slurm': Subcommand('moevement_ext.slurm', 'run a job in a batch script of Slurm'),
     'store': Subcommand('moevement_ext.store', 'serve the store of a job outside its nodes'),
-    'torchrun': Subcommand('moevement_ext.store.torchrun', 'torchrun whose agents meet there'),
+    'torchrun': Subcommand(
+        'moevement_ext.store.torchrun', 'torchrun with its rendezvous in that store'
+    ),
     'demo': Subcommand('tools.demo', 'see a lost node recovered, without a GPU', 'scripts/demo.sh'),
     'prepare-data': Subcommand('tools.prepare_data', 'make data for the trainer from text'),
-    'check': Subcommand('tools.check', 'what stands in the way of protecting a job'),
+    'check': Subcommand('tools.check', 'whether a job can be protected, and how it recovers'),
     'node-check': Subcommand('tools.node_check', 'memory and links of the nodes of a job'),
     'plan': Subcommand(
         'tools.plan', 'window, memory and times of a job, before there is a cluster'
@@ -52,25 +54,23 @@ PROGRAMS = {
     'status': Subcommand('tools.status', 'a running job in the terminal'),
     'report': Subcommand('tools.report', 'one page about a run'),
     'windows': Subcommand('tools.windows', 'list, verify, prune, export and try windows'),
-    'compare-digests': Subcommand('tools.compare_digests', 'whether two final states are equal'),
-    'plot-run': Subcommand('tools.plot_run', 'losses and times of two logs as a picture'),
-    'drill': Subcommand('tools.drill', 'your job for a minute, with failures, bits compared'),
-    'chaos': Subcommand('tools.chaos', 'failures at random, bits compared'),
+    'compare-digests': Subcommand('tools.compare_digests', 'compare two final states'),
+    'plot-run': Subcommand('tools.plot_run', 'plot losses and times of two logs'),
+    'drill': Subcommand('tools.drill', 'run your job for a minute with failures, compare the bits'),
+    'chaos': Subcommand('tools.chaos', 'random failures, bits compared'),
     'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
     'compare': Subcommand('tools.compare', 'ways to survive failures side by side'),
     'bench-overhead': Subcommand(
-        'tools.bench.overhead', 'what protection costs an iteration, or narrow formats'
+        'tools.bench.overhead', 'cost of protection per iteration, or of narrow formats'
     ),
     'bench-host-memory': Subcommand(
-        'tools.bench.host_memory', 'what host memory protection takes, by kind'
+        'tools.bench.host_memory', 'host memory of protection, by kind'
     ),
-    'bench-recovery': Subcommand('tools.bench.recovery', 'how long a recovery takes'),
+    'bench-recovery': Subcommand('tools.bench.recovery', 'duration of a recovery'),
     'bench-spare-node': Subcommand(
-        'tools.bench.spare_node', 'how soon a job goes on that lost a node'
+        'tools.bench.spare_node', 'time until a job trains again after a lost node'
     ),
-    'bench-regroup': Subcommand(
-        'tools.bench.regroup', 'how soon process groups are connected again'
-    ),
+    'bench-regroup': Subcommand('tools.bench.regroup', 'time to reconnect process groups'),
 }
 _TRAINER = 'pretrain_gpt.py'
 _ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')

@@ -323,18 +323,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-elastic',
         choices=(OFF, RESTART),
         default=_DEFAULTS.elastic,
-        help='restart: a job that is started again with other numbers of ranks, or another '
-        'pipeline, expert or data parallel layout, goes on from the windows of the last one. Must '
-        'be given from the first start on.',
+        help='restart: a job restarted with another number of ranks, or another pipeline, expert '
+        'or data parallel layout, continues from the windows of the previous start. Set it from '
+        'the first start.',
     )
     group.add_argument(
         '--sparse-ckpt-elastic-layouts',
         default=None,
         metavar='LAYOUTS',
-        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4": a start takes that of the '
-        'flags if its ranks and their memory fit, else the first of these that fits; ranks for '
-        'which none has a place do not train. Sizes that are left out are 1; tensor parallelism '
-        'stays, and that of experts (etp) unless it is given.',
+        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4". A start takes the layout '
+        'of the flags if its ranks and memory suffice, else the first of these that fits; surplus '
+        'ranks do not train. Omitted sizes are 1, but tensor parallelism stays unchanged, also '
+        'for experts unless etp is given.',
     )
     group.add_argument(
         '--sparse-ckpt-elastic-exact',

@@ -98,27 +98,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     add: Callable[..., object] = parser.add_argument
     number = {'type': int, 'metavar': 'N'}
-    add('--nodes', **number, required=True, help='Emulated nodes.')
+    add('--nodes', **number, required=True, help='Number of emulated nodes.')
     add(
         '--spares',
         **number,
-        help='Hot spares: processes that have imported the program and wait; where it can be '
-        'forked, one that serves any number of workers. Default: 1 if the program has an '
+        help='Hot spares: idle processes that have imported the program. If the program can be '
+        'forked, one spare serves any number of workers. Default: 1 if the program has an '
         '"if __name__ == \'__main__\'", else 0; with --fork 0.',
     )
     add(
         '--fork',
         action='store_true',
-        help='Import the program once and fork every worker from that process: it starts in a '
-        'fraction of a second. Only if nothing that the program imports starts a thread or uses '
-        'a GPU.',
+        help='Import the program once and fork every worker from that process: workers start in a '
+        'fraction of a second. Use it only if no import of the program starts a thread or uses a '
+        'GPU.',
     )
     add(
         '--share-gpu',
         action='store_true',
-        help='All workers on the first GPU, each a host of its own to NCCL, so that they talk '
-        'through sockets: slow, for trying failures. Give the program --distributed-backend nccl '
-        '--disable-gloo-process-groups. Default: a GPU for each worker.',
+        help='Run all workers on the first GPU. Each is a separate host to NCCL, which then uses '
+        'sockets: slow, for experiments with failures. The program needs --distributed-backend '
+        'nccl --disable-gloo-process-groups. Default: one GPU per worker.',
     )
     add_shared(parser)
     return parser
@@ -133,17 +133,16 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         '--max-restarts',
         **number,
         default=LaunchConfig.max_restarts,
-        help='Replacements of workers in all, or new starts of all workers together; the next '
-        'death ends the job, as do three errors of one rank within ten minutes. '
-        'Default: %(default)s.',
+        help='Total number of replaced workers, or of restarts of all workers. The next death ends '
+        'the job, as do three errors of one rank within ten minutes. Default: %(default)s.',
     )
     add(
         '--log-dir',
         type=Path,
         metavar='DIR',
         help='Append the output of each rank to DIR/rank<N>.log, and events of the launcher to '
-        'DIR/launcher.jsonl, on a file system that all nodes see. Default: all on stdout, with '
-        'the rank before each line.',
+        'DIR/launcher.jsonl, on a file system that all nodes share. Default: all output on '
+        'stdout, each line prefixed with its rank.',
     )
     group = parser.add_argument_group(
         'staged failures', 'Each strikes once the last rank has logged the iteration.'

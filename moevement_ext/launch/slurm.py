@@ -137,50 +137,50 @@ def _parser() -> argparse.ArgumentParser:
         '--spare-nodes',
         **number,
         default=0,
-        help='Nodes of the allocation that wait, the program imported, to take the place of one '
-        'that is lost. Default: 0.',
+        help='Nodes of the allocation that wait, with the program imported, to replace lost nodes. '
+        'Default: 0.',
     )
     add(
         '--spares',
         **number,
-        help='Processes on each node that trains that have imported the program and wait for a '
-        'worker to die; where it can be forked, one that serves them all. 0: none, which leaves '
-        'their memory to training. Default: 1 if the program has an '
-        '"if __name__ == \'__main__\'", else 0.',
+        help='Hot spares on each training node: idle processes that have imported the program. If '
+        'the program can be forked, one spare serves all workers. 0: none, which leaves their '
+        'memory to training. Default: 1 if the program has an "if __name__ == \'__main__\'", '
+        'else 0.',
     )
     add(
         '--requeue',
         action='store_true',
-        help='Put the job back into the queue of Slurm when a node is lost and no spare is left: '
-        'it goes on from what is in the memory of the nodes that it gets again.',
+        help='Requeue the Slurm job when a node is lost and no spare is left. The job continues '
+        'from windows in the memory of the nodes that it gets again.',
     )
     add(
         '--grace',
         type=float,
         metavar='SECONDS',
         default=90.0,
-        help='From the signal that is handed on to the workers to SIGKILL. Default: %(default)s.',
+        help='Time from the forwarded signal to SIGKILL of the workers. Default: %(default)s.',
     )
     add(
         '--before-end',
         type=float,
         metavar='SECONDS',
-        help='So long before the time of the allocation is up, end the workers as if a '
-        'signal had come; where Slurm sends none, as to what salloc runs. Default: never.',
+        help='End the workers this long before the time limit of the allocation, as on a signal; '
+        'for commands to which Slurm sends no signal, as under salloc. Default: never.',
     )
     add(
         '--step-flags',
         default='',
         metavar='FLAGS',
-        help='More flags of the srun that starts the agent of a node, such as "--container-image '
-        'IMAGE". Default: none.',
+        help='Additional flags of the srun that starts the agent of a node, such as '
+        '"--container-image IMAGE". Default: none.',
     )
     add(
         '--agent-python',
         default='',
         metavar='COMMAND',
-        help='Runs agents and workers on the nodes, such as "apptainer exec --nv IMAGE.sif python"'
-        '. Default: the Python of this launcher.',
+        help='Command that runs agents and workers on the nodes, such as "apptainer exec --nv '
+        'IMAGE.sif python". Default: the Python of this launcher.',
     )
     add_shared(parser)
     return parser

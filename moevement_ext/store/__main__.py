@@ -56,17 +56,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         '--host',
         required=True,
-        help='Name or address of this host under which all nodes of the job reach it.',
+        help='Name or address at which all nodes of the job can reach this host.',
     )
     parser.add_argument(
-        '--port', type=int, default=29400, help='Default: %(default)s; 0: one that is free.'
+        '--port', type=int, default=29400, help='Default: %(default)s; 0: a free port.'
     )
     parser.add_argument(
         '--nodes',
         type=int,
         default=1,
-        help=f'Of the job. Of more than {NODES_OF_A_BRANCH}, some processes, at the ports '
-        f'above --port ask the store for {NODES_OF_A_BRANCH} nodes each. Default: %(default)s.',
+        help=f'Number of nodes of the job. Above {NODES_OF_A_BRANCH}, proxies at the ports above '
+        f'--port each serve {NODES_OF_A_BRANCH} nodes. Default: %(default)s.',
     )
     return parser.parse_args(argv)
 

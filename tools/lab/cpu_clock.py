@@ -75,7 +75,7 @@ class CpuClock:
         return self._between(begin, end, self._seconds)
 
     def beside_training(self, begin: float, end: float) -> float:
-        """As `seconds`, without those of the first thread of each worker, which trains."""
+        """The part of `seconds` outside the first thread of each worker, which trains."""
         return self.seconds(begin, end) - self._between(begin, end, self._training)
 
     def _between(self, begin: float, end: float, seconds: Sequence[float]) -> float:
