@@ -30,6 +30,8 @@ from moevement_ext.system.terminal import highlighted
 logger = logging.getLogger(__name__)
 
 _TO_CONNECT = timedelta(seconds=20)
+# Of different nodes, when something keeps them in step.
+_CLOCKS_DIFFER_S = 1.0
 
 
 @dataclass
@@ -213,8 +215,12 @@ def _never_fails[T](make: Callable[[], T]) -> T | None:
 
 
 def _if_past(at: float) -> float | None:
-    """None of a time that is still to come, by the clock of another node, or one set back."""
-    return at if at <= time.time() else None
+    """Return None for a future time: the clock of another node is ahead, or this one was set back.
+
+    A difference that is usual between clocks counts as none.
+    """
+    now = time.time()
+    return min(at, now) if at <= now + _CLOCKS_DIFFER_S else None
 
 
 def _gone(launcher: Store | None, rank: int, node: str, pid: int) -> Gone:

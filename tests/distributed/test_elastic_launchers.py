@@ -100,10 +100,10 @@ def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
 
 
-def test_a_requeued_job_goes_on_with_fewer_nodes(
+def test_a_requeued_job_continues_on_fewer_nodes_and_on_more(
     job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    """Of two nodes one is lost, and Slurm gives the job only the other; Slurm is programs here."""
+    """One of two nodes is lost, and returns; scripts take the place of Slurm's programs."""
     bin_ = tmp_path / 'bin'
     bin_.mkdir()
     for name, text in (('srun', SRUN), ('scontrol', SCONTROL), ('squeue', SQUEUE)):
@@ -120,11 +120,17 @@ def test_a_requeued_job_goes_on_with_fewer_nodes(
         assert batch.wait(START_S) == EXIT_WHOLE_JOB, tails([log])
     assert (bin_ / 'scontrol.asked').read_text() == 'requeued\n'
     with submitted(job, bin_, log, stall, nodes='n1', SLURM_RESTART_COUNT='1') as batch:
+        hold_at_window(8, job, 2, stall, [log])
+        preempted = psutil.Process(batch.pid)
+        for process in [preempted, *preempted.children(recursive=True)]:
+            process.kill()
+    (bin_ / 'srun.n2').unlink()
+    with submitted(job, bin_, log, stall, nodes='n1,n2', SLURM_RESTART_COUNT='2') as batch:
         assert batch.wait(START_S) == 0, tails([log])
-    (shrunk,) = job.events_of(Relaid)
-    assert shrunk.dense_at >= 3
-    expected = plain(cluster, SMALL, tmp_path / 'dense', shrunk.dense_at, *QUIET)
-    assert_equal(read_digest(job), expected)
+    shrunk, grown = job.events_of(Relaid)
+    assert 3 <= shrunk.dense_at < 8 <= grown.dense_at
+    assert left_over(job) == []
+    assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
 
 
 def test_the_launcher_on_one_machine_goes_on_with_fewer_nodes_and_with_more(

@@ -125,6 +125,13 @@ def test_the_launcher_knows_why_all_started_again(
     assert '| rank 3 (pid 77) was killed by SIGKILL at ' in out and ' s | goes on' in out
 
 
+def test_a_clock_that_is_a_little_ahead_does_not_hide_the_time(
+    launcher: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = whole_job(Death(time.time() + 0.5, 2, 99), capsys)
+    assert '(pid 99) was the first to end, at ' in out and '| away: 0.0 s' in out
+
+
 def test_no_job_was_away_for_less_than_no_time(
     launcher: TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

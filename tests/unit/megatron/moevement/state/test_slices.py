@@ -71,7 +71,7 @@ def test_slot_of_the_same_model_is_taken(index: int) -> None:
     [
         (_model(rest=_operator('rest', numel=8)), 'rest.weight'),
         (_model(rest=_operator('rest', dtype=torch.float16)), 'rest.weight'),
-        ({'expert0': _operator('expert0')}, 'nothing of rest'),
+        ({'expert0': _operator('expert0')}, 'no record of rest'),
         (_model(rest=OperatorSlices((), ())), 'rest.weight'),
         (_model(expert0=_scaled('expert0')), 'expert0.amax_history'),
     ],
