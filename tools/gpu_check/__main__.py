@@ -8,8 +8,9 @@
 Each stage takes less than ten minutes. After each, OUTPUT/gpu-check.json has the findings and the
 hardware; the next call continues from there. A stage that is interrupted counts as failed, but its
 findings so far are kept, too. At the end the tool prints a line for each stage (PASS or FAIL with
-figures), and last the stages that did not run. On a borrowed machine, copy OUTPUT before the
-machine is returned.
+figures); then whether localized recovery is exact, the cost of windows and the speed of captures;
+last, the stages that did not run. On a borrowed machine, copy OUTPUT before the machine is
+returned.
 
 Exit status: 0 all stages to run have passed, 1 a stage failed, 2 there is no GPU, or the output
 folder belongs to another machine.
@@ -26,6 +27,7 @@ import msgspec
 import psutil
 import torch
 
+from tools.gpu_check.answers import answers
 from tools.gpu_check.report import NOTHING, Findings, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.stages import STAGES, possible
@@ -128,13 +130,14 @@ def check(settings: Settings, only: str | None) -> Report:
 
 
 def summary(report: Report) -> str:
-    """A line for each stage, with the hardware; stages that did not run."""
+    """A line for each stage, with the hardware; the three answers; stages that did not run."""
     head = 'a DRY RUN, without a GPU, on ' if report.dry_run else ''
     lines = [f'gpu_check on {head}{report.hardware.line()}']
     for name in STAGES:
         result = report.stages.get(name)
         missing = '' if name in possible(not report.dry_run) else f': no {STAGES[name].needs}'
         lines += result.lines(name) if result else [f'---- {name} (not run{missing})']
+    lines += answers(report)
     left = [name for name in STAGES if name not in report.stages]
     lines.append(f'not run: {", ".join(left) or "nothing"}')
     return '\n'.join(lines)

@@ -23,9 +23,8 @@ def test_figures_of_the_probe_outlive_what_fails_after_it(
         return probe(settings._replace(memory=memory), connections, target)
 
     monkeypatch.setattr(copies, '_probe', on_the_cpu)
-    found = report.NOTHING
-    for part in run_stage('copies', Settings(tmp_path / 'output', tmp_path, gpu=False)):
-        found = found.and_then(part)
+    parts = run_stage('copies', Settings(tmp_path / 'output', tmp_path, gpu=False))
+    found = report.together(parts)
     assert found.figures['registered_gb_s_1'] > 0
     assert found.figures['connections_1']['small_copy']['beside']['p99_ms'] > 0
     assert 'busy_over_limit_8' not in found.figures

@@ -36,9 +36,50 @@ def test_a_line_for_each_stage() -> None:
         '---- transformer-engine (not run: no transformer_engine)',
         *(f'---- precision-c{n} (not run: no transformer_engine)' for n in range(1, 6)),
         '---- four-rank (not run)',
+        'localized recovery over gloo: not shown',
+        'exposed time of windows: not shown',
+        'copies against pinned bandwidth: not shown',
         'not run: environment, tests, one-rank, recorded, transformer-engine, precision-c1, '
         'precision-c2, precision-c3, precision-c4, precision-c5, four-rank',
     ]
+
+
+SHOWN = {
+    'copies': {
+        'registered_gb_s_1': 52.04, 'pinned_gb_s_1': 53.0, 'registered_gb_s_8': 52.0,
+        'pinned_gb_s_8': 53.0, 'busy_over_limit_1': 0.971, 'busy_over_limit_8': 0.98,
+    },
+    'one-rank': {'plain_ms': 700.0, 'exposed_ms': 7.0, 'auto_exposed_ms': 1.4},
+    'four-rank': {'came_back': 'localized'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ('passed', 'came_back', 'exact'),
+    [
+        (True, 'localized', 'exact'),
+        (False, 'localized', 'NOT exact, or not clean: 3 differ'),
+        (False, 'whole_job', 'not shown: the lost rank came back by whole_job'),
+    ],
+)
+def test_the_end_answers_what_a_reader_wants_to_know(
+    passed: bool, came_back: str, exact: str
+) -> None:
+    figures = {**SHOWN, 'four-rank': {'came_back': came_back}}
+    problems = [] if passed else ['3 differ']
+    stages = {name: StageResult(passed, 1.0, found, problems) for name, found in figures.items()}
+    *_, localized, exposed, copied, last = summary(Report(HARDWARE, False, stages)).splitlines()
+    assert localized == f'localized recovery over NCCL: {exact}'
+    assert exposed == (
+        'exposed time of windows: 7.00 ms of 700.0 ms an iteration (1.00%) with a fixed window, '
+        '1.40 ms of 700.0 ms an iteration (0.20%) with window auto'
+    )
+    assert copied == (
+        'copies against pinned bandwidth: 52.0 of 53.0 GB/s, captures beside compute 0.97 of it, '
+        'with connections=1; 52.0 of 53.0 GB/s, captures beside compute 0.98 of it, with '
+        'connections=8'
+    )
+    assert last.startswith('not run: environment, tests')
 
 
 def test_results_are_kept_for_this_machine_alone(tmp_path) -> None:
