@@ -40,7 +40,7 @@ IDLES = 'rank 2 does not train: the layout has no place for it'
 def test_a_rank_without_a_place_serves_the_windows_of_its_node(
     struck: bool, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    """Only its node has the parts of two ranks; a launcher replaces who dies, itself too."""
+    """Its node alone has the parts of two ranks. The launcher replaces a surplus worker, too."""
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
     after = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, *ALONE)
     strikes = {'fail_at': '0:11:forward'} if struck else {}

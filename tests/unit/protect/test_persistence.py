@@ -228,6 +228,8 @@ def test_a_count_that_was_left_behind_does_not_count(job: Job) -> None:
     job.replace(0)
     for rank in (1, 2, 0):
         job.trackers[rank].withdraw_after(window(2))
+    # The store has the withdrawal before each rank hears of it.
+    wait_for(lambda: all(agreed.persisted == window(2) for agreed in job.agreed))
     job.report(window(4), 0, 1)
     job.wait_until_counted(window(4), 2)
     assert not any(agreed.is_persisted(4) for agreed in job.agreed)
