@@ -191,12 +191,11 @@ class Protection:
     def captured_after(self, start: int) -> list[SlotHeader]:
         """Return headers of slots newer than `start`, to verify a recovery; empty without checks.
 
-        If the recovery may be refused, the headers are also kept for the next recovery.
+        They are also kept for the next recovery, as this one may be refused or cut off.
         """
-        verify, witness = self._rank.config.verify, self.memory.witness
-        found = [] if verify == OFF else self.memory.captured_after(start)
-        if verify != STOP:
-            return found
+        if self._rank.config.verify == OFF:
+            return []
+        found, witness = self.memory.captured_after(start), self.memory.witness
         witness.remember([header for header in found if self._captured_by_this_rank(header)])
         return witness.after(start)
 
