@@ -189,15 +189,16 @@ class Protection:
         rank.events.emit(protected_event(rank, self.planner, held, memory, reached, cycle))
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """Return headers of slots newer than `start`, to verify a recovery; empty without checks.
+        """Return headers to verify a recovery from the window at `start`; empty without checks.
 
-        They are also kept for the next recovery, as this one may be refused or cut off.
+        Headers of newer slots are also kept for the next recovery, as this one may be refused or
+        cut off. The result includes earlier captures of the window itself.
         """
         if self._rank.config.verify == OFF:
             return []
         found, witness = self.memory.captured_after(start), self.memory.witness
         witness.remember([header for header in found if self._captured_by_this_rank(header)])
-        return witness.after(start)
+        return witness.after(start - 1)
 
     def forget_the_past(self) -> None:
         """Drop windows of earlier starts of the job, which this start does not continue."""

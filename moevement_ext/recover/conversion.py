@@ -70,7 +70,7 @@ class Conversion:
 
         Args:
             trainer: training loop of this rank.
-            verification: receives the loss of each replayed iteration.
+            verification: receives each loaded slot, and the loss of each replayed iteration.
 
         Raises:
             RefusedWindow: a slot is not available, or belongs to another model.
@@ -78,11 +78,13 @@ class Conversion:
         with trainer.replaying():
             slot = self._slot(0)
             self._load(slot, trainer)
+            verification.loaded(slot.header)
             for index in range(1, self._source.window):
                 following = self._slot(index)  # contains the reductions of the replayed iteration
                 self._replay(slot, following, trainer)
                 verification.replayed(following.header.iteration, trainer.loss)
                 self._load(following, trainer)
+                verification.loaded(following.header)
                 slot = following
 
     def _load(self, slot: _Slot, trainer: Trainer) -> None:

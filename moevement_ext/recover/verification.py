@@ -119,6 +119,19 @@ class Verification:
         """Return a verification without anything to compare."""
         return cls((), {})
 
+    def loaded(self, header: SlotHeader) -> None:
+        """Compare a slot that the recovery starts from with an earlier capture of the same state.
+
+        A recovery that was cut off may have captured the window, with other bits than before.
+        """
+        expected = self._expected.pop(header.iteration, {})
+        older = older_experts(header)
+        for item in header.records:
+            before = expected.get(_key_of_record(item), item.checksum)
+            if before != item.checksum and item.operator not in older:
+                self._differing.setdefault(item.operator, header.iteration)
+        self._report(header.iteration)
+
     def replayed(self, iteration: int, loss: float | None) -> None:
         """Compare the loss of an iteration replayed in a conversion; other scalars are given."""
         recorded = self._recorded.pop(iteration, None)
@@ -166,8 +179,12 @@ class Verification:
             self._iteration = iteration
             if _checksum(source) != checksum:
                 self._differing.setdefault(key.operator, iteration)
+        self._report(iteration)
+
+    def _report(self, iteration: int) -> None:
+        """Log new differences at once: another failure may precede the end of this recovery."""
         new = [name for name, first in self._differing.items() if first == iteration]
-        if new:  # logged at once: another failure may precede the end of this recovery
+        if new:
             logger.warning(
                 'sparse checkpointing: the state after iteration %d is not what it had been: %s',
                 iteration,

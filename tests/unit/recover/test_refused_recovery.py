@@ -54,10 +54,9 @@ def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     config = threaded_job.SparseCheckpointConfig
 
     def settle(**more: Any) -> None:
+        settings = {'verify': 'stop', **more}
         monkeypatch.setattr(
-            threaded_job,
-            'SparseCheckpointConfig',
-            functools.partial(config, verify='stop', **more),
+            threaded_job, 'SparseCheckpointConfig', functools.partial(config, **settings)
         )
 
     settle()
@@ -166,6 +165,19 @@ def test_a_refused_replay_is_not_gone_on_from(
     assert refusals and 'differing: 4' in refusals[0]
     assert not chip.left
     assert differing(job, fault_free) == []
+
+
+def test_captures_of_a_replay_that_was_cut_off_are_no_evidence(
+    stops: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `report`, too: a chip that is wrong in both replays alike is reported."""
+    stops(verify='report')
+    WrongChip(monkeypatch, rank=1, at=START + WINDOW - 1, times=2)
+    with tmpfs_directory() as directory:
+        schedule = [Fault(1, Phase.P2P, STRUCK, node_lost=True), Fault(1, Phase.REPLAYED)]
+        job = WithEvidence(monkeypatch, directory, ITERATIONS, schedule)
+        run_to_the_end(job)
+    assert [len(event.differing) for event in job.recovered if event.replayed] == [4]
 
 
 @pytest.mark.parametrize('on_disk', [0, 1, 2])
