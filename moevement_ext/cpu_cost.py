@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the CPU time of moving bytes, on the threads that move them."""
+"""Measures the CPU time of helper threads, and of moving bytes on the threads that move them."""
 
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 # Number of newest measurements in the average: several windows, to smooth noise yet follow changes.
 _NEWEST = 32
@@ -44,3 +45,15 @@ class CpuCost:
             newest = list(self._newest)
         moved = sum(nbytes for nbytes, _ in newest)
         return sum(seconds for _, seconds in newest) / moved if moved else 0.0
+
+
+def helper_cpu_s() -> float:
+    """CPU seconds of this process's live Python threads other than the main thread."""
+    helpers = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    return sum(_cpu_s(thread.native_id) for thread in helpers)
+
+
+def _cpu_s(thread: int | None) -> float:
+    with suppress(OSError):  # it has just ended
+        return int(Path(f'/proc/self/task/{thread}/schedstat').read_text().split()[0]) / 1e9
+    return 0.0

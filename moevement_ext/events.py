@@ -340,6 +340,8 @@ class Finished(Event, frozen=True, kw_only=True):
 
     removed: bool
     """True if the host memory was freed."""
+    helpers_s: float | UnsetType = UNSET
+    """CPU seconds of this process's Python threads other than the training thread."""
 
 
 class _Named(msgspec.Struct):

@@ -24,6 +24,7 @@ from moevement_ext.config import (
     ConfigurationError,
     SparseCheckpointConfig,
 )
+from moevement_ext.cpu_cost import helper_cpu_s
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import own_device
@@ -477,16 +478,13 @@ class Job:
             self._layouts.part(self.protection, self.trainer, self.committed)
 
     def close(self, remove: bool = True) -> None:
-        """Stop all threads; with `remove` also free this run's host memory.
-
-        Windows that an export has read stay.
-        """
-        remove = remove and not reads_memory()
+        """Stop all threads; with `remove` also free this run's host memory, but after an export."""
+        remove, helpers_s = remove and not reads_memory(), helper_cpu_s()
         if self._device_watch is not None:
             self._device_watch.close()
         if self.protection is not None:
             self.protection.close(remove, keep_disk=is_export())
-        self.rank.events.emit(Finished(removed=remove))  # last: its threads have emitted all
+        self.rank.events.emit(Finished(removed=remove, helpers_s=helpers_s))  # no thread is left
         if self._observer is not None:
             self._observer.close()
         if self._disk is not None:

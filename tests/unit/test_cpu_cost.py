@@ -7,7 +7,7 @@ import time
 import pytest
 
 from moevement_ext import cpu_cost
-from moevement_ext.cpu_cost import CpuCost
+from moevement_ext.cpu_cost import CpuCost, helper_cpu_s
 
 
 def burn(seconds: float) -> None:
@@ -51,3 +51,21 @@ def test_old_work_is_forgotten() -> None:
     for _ in range(cpu_cost._NEWEST):
         cost.add(100, 1.0)
     assert cost.s_per_byte() == 0.01
+
+
+def test_threads_beside_the_training_thread_are_counted_while_they_live() -> None:
+    burnt, stop = threading.Event(), threading.Event()
+
+    def work() -> None:
+        burn(0.3)
+        burnt.set()
+        stop.wait()
+
+    before = helper_cpu_s()
+    beside = threading.Thread(target=work, daemon=True)
+    beside.start()
+    burn(1.0)
+    assert burnt.wait(60)
+    assert 0.3 <= helper_cpu_s() - before < 1.0
+    stop.set()
+    beside.join()

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from moevement_ext.events import WindowOnDisk
+from moevement_ext.events import Finished, WindowOnDisk
 from tools.bench import model, overhead_report
 from tools.bench.model import NODES
 from tools.bench.overhead_report import (
@@ -113,12 +113,13 @@ class Bench(NamedTuple):
         exposed = [slot.exposed_ms for slot in slots[self.warm_up :]]
         span = measured[0].time, measured[-1].time
         iterations = len(seconds) * self.ranks
+        helpers_s = sum(event.helpers_s or 0.0 for event in kind_of(found.events, Finished))
         return Run(
             variant=variant,
             iteration_s=statistics.median(seconds),
             all_iterations_s=seconds,
             cpu_s=clocks[0].seconds(*span) / iterations,
-            helpers_s=clocks[0].beside_training(*span) / iterations,
+            helpers_s=helpers_s / (self.iterations * self.ranks),
             exposed_ms=statistics.mean(exposed) if exposed else None,
             windows=[slot.window for slot in slots],
             slot_bytes=[slot.nbytes for slot in slots[-slots[-1].window :]] if slots else [],

@@ -41,7 +41,7 @@ class Run(msgspec.Struct, frozen=True):
     cpu_s: float
     """CPU seconds of an iteration, per rank."""
     helpers_s: float
-    """Those of all threads but the one that trains."""
+    """Those of Python threads other than the training thread, the warm-up included; 0 if plain."""
     exposed_ms: float | None
     """Mean exposed time of an iteration, as the last rank logs it."""
     windows: list[int]
@@ -116,16 +116,12 @@ def _variant(name: str, rounds: Sequence[dict[str, Run]]) -> Variant:
         ratio=Spread.of([runs[name].iteration_s / runs[PLAIN].iteration_s for runs in rounds]),
         cpu_s=Spread.of([run.cpu_s for run in runs]),
         cpu_ratio=Spread.of([runs[name].cpu_s / runs[PLAIN].cpu_s for runs in rounds]),
-        helpers=Spread.of([_helpers(runs[name], runs[PLAIN]) for runs in rounds]),
+        helpers=Spread.of([runs[name].helpers_s / runs[PLAIN].cpu_s for runs in rounds]),
         exposed_ms=Spread.of(exposed) if exposed else None,
         windows=sorted({window for run in runs for window in run.windows}),
         slot_bytes=runs[-1].slot_bytes,
         loss=runs[-1].loss,
     )
-
-
-def _helpers(run: Run, plain: Run) -> float:
-    return (run.helpers_s - plain.helpers_s) / plain.cpu_s
 
 
 def identical(rounds: Sequence[Sequence[Run]]) -> bool:

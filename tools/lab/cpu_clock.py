@@ -58,7 +58,6 @@ class CpuClock:
         self._workers: list[psutil.Process] = []
         self._times: list[float] = []
         self._seconds: list[float] = []
-        self._training: list[float] = []
 
     def sample(self, log: RunLog) -> None:
         """Take one sample if the job trains; call it often."""
@@ -68,18 +67,10 @@ class CpuClock:
             self._workers = [psutil.Process(pid) for pid in self._job.pids() if pid]
         self._times.append(time.time())
         self._seconds.append(sum(_with_children(worker) for worker in self._workers))
-        self._training.append(sum(_first_thread(worker.pid) for worker in self._workers))
 
     def seconds(self, begin: float, end: float) -> float:
         """CPU seconds between two times (seconds since the epoch), interpolated between samples."""
-        return self._between(begin, end, self._seconds)
-
-    def beside_training(self, begin: float, end: float) -> float:
-        """The part of `seconds` outside the first thread of each worker, which trains."""
-        return self.seconds(begin, end) - self._between(begin, end, self._training)
-
-    def _between(self, begin: float, end: float, seconds: Sequence[float]) -> float:
-        used = np.interp([begin, end], self._times, np.maximum.accumulate(seconds))
+        used = np.interp([begin, end], self._times, np.maximum.accumulate(self._seconds))
         return float(used[1] - used[0])
 
 
