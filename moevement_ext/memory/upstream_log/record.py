@@ -22,9 +22,9 @@ class Direction(StrEnum):
 class LogKey(NamedTuple):
     """Name of one tensor that was sent.
 
-    `sequence` counts, from 0, the tensors sent in this direction within the iteration. Sender and
-    receiver follow one schedule and tensors arrive in the order in which they were sent, so the
-    sequence alone identifies micro-batch and virtual chunk.
+    `sequence` counts, from 0, the tensors sent in this direction within the iteration. Sender
+    and receiver follow one schedule and tensors arrive in sending order, so it identifies
+    micro-batch and virtual chunk.
     """
 
     iteration: int
