@@ -25,14 +25,9 @@ class _Part(NamedTuple):
 
 
 def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None:
-    """Check that a slot has all records that a model needs, and no others.
+    """Check that a slot has all records that `slices` of this rank need, and no others.
 
-    Args:
-        header: of the slot.
-        slices: captured slices of each operator of this rank.
-
-    Raises:
-        RefusedWindow: the slot belongs to another model; the message names a parameter.
+    Raises `RefusedWindow` if the slot belongs to another model; the message names a parameter.
     """
     context = decode_context(header.context)
     needed = set(_needed(context, slices))

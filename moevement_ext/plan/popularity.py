@@ -15,10 +15,9 @@ _KEPT_OF_BEFORE = 0.5
 
 
 class Popularity:
-    """Follows the popularity of all experts. One thread, on the rank that decides on plans.
+    """Follows the popularity of all experts, by one of `config.ORDERS`.
 
-    Args:
-        order: one of `config.ORDERS`.
+    One thread, on the rank that decides on plans.
     """
 
     def __init__(self, order: str) -> None:
@@ -28,9 +27,8 @@ class Popularity:
     def of(self, loads: Sequence[WindowLoad], present: Mapping[str, float]) -> dict[str, float]:
         """Popularity by expert operator; omits experts without counts.
 
-        Args:
-            loads: measurements of every rank in one window.
-            present: popularity in the current plan; the initial value of 'decayed'.
+        `loads` has every rank's measurements in one window; `present` is the popularity in
+        the current plan, the initial value of 'decayed'.
         """
         if self._order == FIXED:
             return {}

@@ -36,13 +36,8 @@ _PORT_TAKEN = (
 class Host:
     """Publishes the page of this process, and serves all pages if no other process does.
 
-    Args:
-        port: TCP port of the host, on all of its interfaces.
-        root: `--sparse-ckpt-dir`, which contains the files of all processes.
-        run_id: name of the run.
-
-    Attributes:
-        reader: OpenTelemetry reader that renders the page from the values of a `Meter`.
+    `root` is `--sparse-ckpt-dir`, which contains the files of all processes. `reader` is the
+    OpenTelemetry reader that renders the page from the values of a `Meter`.
 
     Raises:
         ConfigurationError: the library is missing or disabled.

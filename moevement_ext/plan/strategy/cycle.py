@@ -12,11 +12,11 @@ from moevement_ext.plan.byte_planner import WindowPlan
 class Cycle(NamedTuple):
     """The state that a stage captures in each iteration. Every rank captures its own part.
 
-    Cycles begin at `origin`, `origin + period`, ... on every rank, so that a rank that receives a
-    plan late joins at the next boundary. The first iterations of a cycle are its window, one slot
-    each; the other, `idle` iterations capture nothing. `digest` covers the plans of all stages, so
-    that windows of different plans never count as one. Of two cycles, the one with the higher
-    `version` is later.
+    Cycles begin at `origin`, `origin + period`, ... on every rank, so that a rank that receives
+    a plan late joins at the next boundary. The first iterations of a cycle are its window, one
+    slot each; the other, `idle` iterations capture nothing. `digest` covers the plans of all
+    stages, so that windows of different plans never count as one. Of two cycles, the one with
+    the higher `version` is later.
     """
 
     origin: int
@@ -43,7 +43,7 @@ class Cycle(NamedTuple):
         return self.period if self.idle else UNSET
 
     def position(self, iteration: int) -> int:
-        """Iterations since the cycle began that captures the state after `iteration`."""
+        """Iterations since the cycle that captures the state after `iteration` began."""
         return (iteration - self.origin) % self.period
 
     def slot(self, iteration: int) -> int | None:
