@@ -39,12 +39,10 @@ class StagePlan(msgspec.Struct, frozen=True):
     """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
 
     def schedule(self) -> Cycle:
-        """Return the plan as the checkpointer's cycle."""
         plan = (self.origin, self.plan, self.digest, self.version, self.idle)
         return Cycle(*plan, self.experts, self.shares)
 
     def event(self, operators: Collection[str]) -> Replanned:
-        """Return the event of a rank with these operators that adopts the plan."""
         return Replanned(
             origin=self.origin,
             window=self.plan.window,

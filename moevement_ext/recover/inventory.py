@@ -64,10 +64,7 @@ def holders(
 ) -> list[int]:
     """Ranks whose node holds `owner`'s part, the owner itself first.
 
-    Args:
-        candidate: the window.
-        owner: rank that owns the part.
-        inventories: windows on each rank's node, by rank.
+    `inventories` are the windows on each rank's node, by rank.
     """
     wanted = HeldWindow(candidate, owner)
     found = [rank for rank, inventory in enumerate(inventories) if wanted in inventory]
@@ -77,11 +74,7 @@ def holders(
 class Found:
     """Windows of this run and layout, with log messages about the examined ones.
 
-    The log names refused windows once per reason. Payloads are verified later, when a window is
-    loaded.
-
-    Args:
-        identity: identity of this rank in this run.
+    The log names refused windows once per reason. Loading a window verifies its payloads.
     """
 
     def __init__(self, identity: RankIdentity) -> None:
@@ -136,10 +129,8 @@ def held_windows(
 ) -> list[HeldWindow]:
     """Return committed windows of this run and layout for a recovery in living processes.
 
-    Args:
-        store: store of this node, whose windows of all ranks count.
-        identity: identity of this rank.
-        only_on: directory on disk; if given, the rank's windows there count instead.
+    Windows of all ranks in `store` count, or, with `only_on`, the rank's windows in that
+    directory on disk.
     """
     found = Found(identity)
     if only_on is not None:
@@ -152,11 +143,7 @@ def take_stock(
 ) -> Inventory:
     """Collect this rank's inventory at the start of a job.
 
-    Args:
-        store: store of this node.
-        disk: disk windows of this rank.
-        identity: identity of this rank.
-        disk_only: omit windows in host memory, which are not used as a source.
+    `disk_only` omits windows in host memory, which are not used as a source.
     """
     memory = Found(identity)
     if not disk_only:

@@ -8,8 +8,7 @@ nondeterministic kernels, or a chip that corrupts data. The check costs nothing 
 
 Captures lag behind: no slot is left to compare the newest replayed iterations with, and one slot
 does not hold all operators. So the loss of each replayed iteration, and the gradient norm where all
-ranks reduce it again, are compared with the ledger's entry, which was written when the iteration
-was committed.
+ranks reduce it again, are compared with the ledger's entry, which was written at the commit.
 
 Data in every slot (`OperatorSlices.always`) is not compared: a slot contains its state after an
 evaluation, and a replay computes its state before it.
@@ -77,14 +76,9 @@ class Verified(NamedTuple):
 class Verification:
     """Compares recomputed states of one rank with captured ones. Training thread only.
 
-    Args:
-        captured: slots that were sealed before the failure.
-        operators: captured slices of each operator on this rank.
-        recorded: ledger entries of the iterations before their replay; without the norms if the
-            replay takes them from the ledger.
-
-    Attributes:
-        tokens_lost: see `Verified`.
+    `captured` are slots that were sealed before the failure. `recorded` are ledger entries of
+    the iterations before their replay, without the norms if the replay takes them from the
+    ledger.
     """
 
     def __init__(
@@ -116,7 +110,6 @@ class Verification:
 
     @classmethod
     def of_nothing(cls) -> Self:
-        """Return a verification without anything to compare."""
         return cls((), {})
 
     def replayed(self, iteration: int, loss: float | None) -> None:
@@ -128,9 +121,7 @@ class Verification:
     def check(self, iteration: int, entry: LedgerEntry | None = None) -> None:
         """Compare the recomputed state after `iteration`, while no thread writes it.
 
-        Args:
-            iteration: newest iteration of this rank.
-            entry: ledger entry of the recomputation, if it ran as in training.
+        `entry` is the ledger entry of the recomputation, if it ran as in training.
         """
         recorded = self._recorded.pop(iteration, None)
         if recorded is not None and entry is not None:
@@ -179,7 +170,6 @@ class Verification:
         return verify == STOP and bool(self._differing)
 
     def result(self) -> Verified:
-        """Return the result so far."""
         names = [f'{name} from iteration {first}' for name, first in self._differing.items()]
         return Verified(
             len(self._compared),
