@@ -71,6 +71,7 @@ class Job:
     Custom loops call `join`. Construct it before the first process group, as it sets NCCL's
     environment variables. As a context manager it ends the job on all ranks: after the last
     iteration host memory is freed; after an earlier end or an exception the windows remain.
+    Raises `UserError` if `--sparse-ckpt-disk` is not usable.
 
     Args:
         rank: this rank.
@@ -80,9 +81,6 @@ class Job:
     Attributes:
         keeps_windows: windows remain after the end; None: if it comes before the last iteration.
         entry: the current call of the loop.
-
-    Raises:
-        UserError: `--sparse-ckpt-disk` is not usable.
     """
 
     def __init__(
@@ -125,7 +123,8 @@ class Job:
     ) -> Self:
         """Rendezvous with the other ranks of the launcher and connect `torch.distributed`.
 
-        The process selects the GPU with index `LOCAL_RANK`, unless it has already selected a GPU.
+        The process selects the GPU with index `LOCAL_RANK`, unless it has already selected
+        a GPU.
 
         Args:
             config: settings of sparse checkpointing.
@@ -145,8 +144,8 @@ class Job:
     def init_process_group(self, timeout: timedelta) -> None:
         """Replace `torch.distributed.init_process_group`, whose groups survivors cannot reconnect.
 
-        A process that joins a running job connects to no other rank before training; until then it
-        has fake process groups.
+        A process that joins a running job connects to no other rank before training; until
+        then it has fake process groups.
         """
         connect(self.rank, self.store, self.joining, timeout)
 
@@ -194,7 +193,7 @@ class Job:
     def _find(
         self, dense_iteration: int, last_iteration: int | None
     ) -> tuple[whole_job.Predecessor | None, float]:
-        """Return an earlier start's windows, None if joining, and the seconds of the search."""
+        """An earlier start's windows, None if joining, and the seconds of the search."""
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
@@ -244,8 +243,8 @@ class Job:
     def _protect(self, required: bool) -> None:
         """Reserve host memory and connect to the peers; if that fails, training is unprotected.
 
-        Args:
-            required: raise instead, since unprotected training would lose the windows found.
+        With `required` it raises instead, since unprotected training would lose the windows
+        found.
         """
         trainer, config = self.trainer, self.rank.config
         if config.bind != OFF:
@@ -311,8 +310,7 @@ class Job:
     def train(self, run: Callable[[], Any]) -> Any:
         """Run the training loop from the window's dense iteration; call it again after failures.
 
-        Args:
-            run: the loop; it calls `step` for every iteration.
+        The loop `run` calls `step` for every iteration.
         """
         check_limits(self.rank, self.protection, self.joining)
         if self.membership is not None:
@@ -338,16 +336,10 @@ class Job:
         return self.trainer.iteration
 
     def step(self, iteration: int | None = None) -> Any:
-        """Run the iteration after `iteration`, after any pending recovery.
+        """Run the iteration after `iteration` (None: the trainer's), after any pending recovery.
 
-        Args:
-            iteration: number of committed iterations; None: the trainer's count.
-
-        Returns:
-            The last result of `Trainer.iterate`, or `LOOP_ENDS`.
-
-        Raises:
-            ConfigurationError: training has not begun, or is over.
+        Returns the last result of `Trainer.iterate`, or `LOOP_ENDS`. Raises
+        `ConfigurationError` if training has not begun, or is over.
         """
         with self.entry.step():
             if self._mode is None or (iteration is None and self.iteration >= self._last):
@@ -432,7 +424,6 @@ class Job:
 
     @property
     def committed(self) -> int:
-        """Iterations committed on this rank."""
         return self.rank.events.iteration
 
     @property
@@ -455,7 +446,6 @@ class Job:
                 self.failed(error)
 
     def _finish(self) -> None:
-        """End the job on this rank once all ranks have finished. Collective."""
         keeps = self.keeps_windows
         if keeps is None:
             keeps = self.trainer.iteration < self._last

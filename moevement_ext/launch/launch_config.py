@@ -42,7 +42,6 @@ class LaunchConfig:
     program: str
     """Path of a Python program, as on the command line."""
     flags: tuple[str, ...] = ()
-    """Command line of the program."""
     nodes: int = 1
     workers_per_node: int = 1
     spares: int = 0

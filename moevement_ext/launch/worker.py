@@ -43,7 +43,6 @@ class BadEnd:
 
     worker: Worker
     code: int
-    """Exit status, or the negative number of the signal that killed it."""
     at: float
     """When the supervisor saw the end (seconds of the monotonic clock)."""
 

@@ -38,9 +38,7 @@ class RankMemory(msgspec.Struct, frozen=True):
     replicas: int
     """All generations of the windows it holds for other ranks."""
     ledger: int
-    """The ledger of committed iterations."""
     log_ring: int = 0
-    """The upstream log (boundary activations and gradients)."""
     beside: int = 0
     """Locks, files shared at a rendezvous of all ranks, and the witness of a recovery."""
 

@@ -40,9 +40,7 @@ class Sizes(NamedTuple):
     """File sizes of a rank as functions of W."""
 
     capacity: Callable[[int], int]
-    """Size of a window file."""
     stub: Callable[[int], int]
-    """Size of a file for its stubs."""
     family: int
     """Lowest rank with the same captures."""
 

@@ -45,9 +45,7 @@ class Inventory(msgspec.Struct, frozen=True):
     doubtful: list[str] = []
     """Other differences between the capturing jobs and this one, which may change bits."""
     settings: str = ''
-    """Digest of this rank's settings."""
     deaths: list[Death] = []
-    """Recorded deaths of earlier processes on its node."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:

@@ -30,10 +30,8 @@ from moevement_ext.replicate.interrupting import join_interrupted
 logger = logging.getLogger(__name__)
 
 Arrived = Callable[[WindowFile, SlotHeader], None]
-"""Called with every verified slot."""
 
 DISK = 'disk'
-"""Name of the last source."""
 
 TRIES = 3
 """Attempts per unresponsive replica holder, before an older window is taken."""

@@ -26,7 +26,6 @@ class Gone(NamedTuple):
     how: str
     """For example `was killed by SIGKILL`; empty if unknown."""
     at: float | None = None
-    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Summary:
     lost: int | None
     """Committed iterations that are lost; None: unknown, as all records are lost."""
     replayed: int
-    """Iterations that were computed again."""
     away_s: float | None
     """Seconds since the failure; None if its time is unknown."""
     seconds: Mapping[str, float]

@@ -32,14 +32,12 @@ class Start(NamedTuple):
     iteration: int
     """Number of committed iterations."""
     state: bytes
-    """Auxiliary state after them."""
 
 
 class Committed(NamedTuple):
     """Result of a written update."""
 
     state: bytes
-    """Auxiliary state that the next iteration starts from."""
     entry: LedgerEntry
     """Data that a replay of the iteration needs and cannot compute on its own."""
 

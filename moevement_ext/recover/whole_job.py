@@ -59,9 +59,7 @@ class Predecessor:
     committed: int
     """Newest iteration that any rank committed, -1 if nothing is known."""
     dense_iteration: int
-    """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
     first_death: Death | None = None
-    """First recorded death of the earlier attempt, if any."""
 
 
 class Source(NamedTuple):

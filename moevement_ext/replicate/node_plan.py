@@ -23,7 +23,6 @@ class Member(msgspec.Struct, frozen=True):
     """A rank's description of its host memory for the other ranks."""
 
     node: str
-    """Name of its node, real or emulated."""
     capacity_bytes: int
     """Size of one of its window files."""
     logged: Logged

@@ -19,9 +19,9 @@ _FLAG = '--exit-signal'
 
 
 def listened_for(flags: Sequence[str]) -> signal.Signals:
-    """Return the exit signal in a program's flags; SIGTERM by default.
+    """Exit signal in a program's flags; SIGTERM by default, and for an unknown name.
 
-    Also SIGTERM for an unknown name, which the program itself refuses.
+    The program itself refuses an unknown name.
     """
     name = signal.SIGTERM.name
     for number, flag in enumerate(flags):
@@ -36,9 +36,7 @@ def listened_for(flags: Sequence[str]) -> signal.Signals:
 def stop_at_signals(stop: Callable[[int], None], flags: Sequence[str]) -> None:
     """Install handlers that end the workers at an exit signal or the loss of the terminal.
 
-    Args:
-        stop: called with the exit status.
-        flags: the program's command line.
+    `stop` is called with the exit status; `flags` is the program's command line.
     """
     for number in {*ASKING, listened_for(flags)}:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:

@@ -108,4 +108,3 @@ INSTRUMENTS = (
     _sum('next_tier', 'Recoveries that gave up what they tried.', None, NextTier, 'tier'),
     _sum('device_problems', 'Signs that the GPU of this rank fails.', None, DeviceProblem, 'harm'),
 )
-"""All instruments."""

@@ -28,7 +28,6 @@ class LogKey(NamedTuple):
     """
 
     iteration: int
-    """Iteration in which the tensor was sent."""
     direction: Direction
     sequence: int
 
@@ -43,7 +42,6 @@ class LoggedTensor(msgspec.Struct, frozen=True, array_like=True):
     """`bfloat16`, `float32`, `int64`, ..."""
     shape: tuple[Count, ...]
     nbytes: Count
-    """Size in bytes."""
     checksum: Count
     """xxh3_64 of the bytes."""
 

@@ -25,14 +25,10 @@ class Expected(NamedTuple):
     """Required header fields of every slot; None accepts any value."""
 
     run: str | None = None
-    """Digest of the run."""
     topology: str | None = None
-    """Digest of the parallel layout."""
     owner: int | None = None
-    """Rank whose state the window holds."""
     name: WindowName | None = None
     settings: RunSettings | None = None
-    """Settings of this job."""
 
     @classmethod
     def of(cls, identity: RankIdentity, name: WindowName | None = None) -> Self:

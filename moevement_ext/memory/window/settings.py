@@ -41,7 +41,6 @@ class RunSettings(msgspec.Struct, frozen=True):
     files: Table = {}
     """Content of files that flags name; unknown for a file that a rank does not see."""
     versions: Table = {}
-    """Versions of packages that compute."""
     environment: Table = {}
     """Environment variables that may decide bits."""
     protection: Table | UnsetType = UNSET

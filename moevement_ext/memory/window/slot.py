@@ -45,7 +45,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     offset: Count
     """Byte offset within the slot payload, a multiple of 64."""
     nbytes: Count
-    """Size in bytes."""
     checksum: Count = 0
     """xxh3_64 of the bytes; 0 until the slot is sealed."""
 
@@ -56,9 +55,7 @@ class SlotHeader(msgspec.Struct):
     version: Count
     """`FORMAT_VERSION` of the writer."""
     run: str
-    """Digest of the run identity."""
     topology: str
-    """Digest of the parallel layout."""
     owner: Count
     """Rank whose state the slot holds."""
     start: Count
@@ -72,9 +69,7 @@ class SlotHeader(msgspec.Struct):
     plan: str
     """Digest of the plan (which operators in which slot)."""
     payload_bytes: Count
-    """Size of the payload in bytes."""
     records: list[Record]
-    """The captured ranges."""
     context: bytes = b''
     """Opaque auxiliary state (RNG, schedulers, ...), covered by the checksum of the frame."""
     settings: bytes = b''

@@ -22,13 +22,10 @@ class Cycle(NamedTuple):
     origin: int
     """Iteration whose state is the first to be captured."""
     plan: WindowPlan
-    """Operators captured in full, by slot."""
     digest: str
     version: int = 0
     idle: int = 0
-    """Iterations without a capture after each window."""
     experts: int = 0
-    """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
     shares: Mapping[str, float] | None = None
     """Share of the layer's tokens by expert of the stage, as far as it is known."""
 
