@@ -20,7 +20,6 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-import xxhash
 
 type Operators = Sequence[OperatorBytes] | OperatorTable
 """Operators of a stage group, in capture order."""
@@ -161,9 +160,6 @@ class WindowPlan(msgspec.Struct, frozen=True):
         totals = _Totals(table.full[order], table.weights[order])
         ends = np.cumsum([0, *map(len, self.slots)])
         return tuple(tuple(totals.slot(start, end).tolist()) for start, end in pairwise(ends))
-
-    def digest(self) -> str:
-        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.slots))
 
 
 class _Totals:

@@ -155,11 +155,6 @@ class ExpertCopies(msgspec.Struct, frozen=True):
     """Tokens whose updates were lost in earlier recoveries."""
 
     @property
-    def routed(self) -> float:
-        """Tokens of all experts by the iteration of the slot."""
-        return sum(copy.routed for copy in self.experts.values())
-
-    @property
     def unsaved(self) -> float:
         """Tokens that are lost by a recovery from this slot."""
         return sum(copy.routed - copy.learned for copy in self.experts.values())
