@@ -22,26 +22,15 @@ from typing import NamedTuple, Self
 import torch
 import xxhash
 
-from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.capture.fitting import RangeKey
+from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import STOP
-from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.slot import Record, SlotHeader, older_experts
+from moevement_ext.memory.window.slot import SlotHeader, older_experts
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 8
-
-
-class _Key(NamedTuple):
-    """Identity of a captured range, for comparison."""
-
-    operator: str
-    tensor: str
-    part: str
-    dtype: str
-    start: int
-    end: int
 
 
 class Verified(NamedTuple):
@@ -88,16 +77,16 @@ class Verification:
         recorded: Iterable[LedgerEntry] = (),
     ) -> None:
         self._sources = {
-            _key_of_slice(item): item.source
+            RangeKey.of_slice(item): item.source
             for slices in operators.values()
             for item in (*slices.full, *slices.weights)
         }
-        self._expected: dict[int, dict[_Key, int]] = {}
+        self._expected: dict[int, dict[RangeKey, int]] = {}
         for header in captured:
             checksums = self._expected.setdefault(header.iteration, {})
             older = older_experts(header)
             checksums.update(
-                (_key_of_record(item), item.checksum)
+                (RangeKey.of_record(item), item.checksum)
                 for item in header.records
                 if item.operator not in older
             )
@@ -182,15 +171,6 @@ class Verification:
 
 def _listed(names: Sequence[str]) -> str:
     return ', '.join(names[:_MOST_NAMES]) + (', ...' if len(names) > _MOST_NAMES else '')
-
-
-def _key_of_record(record: Record) -> _Key:
-    return _Key(record.operator, record.tensor, record.part, record.dtype, record.start, record.end)
-
-
-def _key_of_slice(item: TensorSlice) -> _Key:
-    dtype = dtype_name(item.source.dtype)
-    return _Key(item.operator, item.tensor, item.part, dtype, item.start, item.end)
 
 
 def _checksum(source: torch.Tensor) -> int:
