@@ -33,10 +33,7 @@ def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Check before training that the file of `--sparse-ckpt-digest` can be written.
-
-    Raises `ConfigurationError` otherwise.
-    """
+    """Check that the file of `--sparse-ckpt-digest` can be written, or `ConfigurationError`."""
     target = Path(path)
     try:
         if target.is_dir():

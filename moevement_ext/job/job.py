@@ -226,10 +226,7 @@ class Job:
         logger.warning('sparse checkpointing: protection is reduced: %s', reason)
 
     def _continue_on_disk(self, predecessor: whole_job.Predecessor | None) -> None:
-        """Discard on-disk windows newer than the one that this run resumes from.
-
-        Those windows belong to an abandoned history.
-        """
+        """Set aside on-disk windows newer than the one that this run resumes from."""
         if self._disk is None or predecessor is None:
             return
         start = -1 if self._restart is None else self._restart.conversion.window.start
@@ -467,10 +464,7 @@ class Job:
             self._layouts.part(self.protection, self.trainer, self.committed)
 
     def close(self, remove: bool = True) -> None:
-        """Stop all threads; with `remove` also free this run's host memory.
-
-        Windows that an export has read stay.
-        """
+        """Stop all threads; with `remove` free host memory, unless an export has read it."""
         remove = remove and not reads_memory()
         if self._device_watch is not None:
             self._device_watch.close()

@@ -102,10 +102,7 @@ class LocalizedMode(WholeJobMode):
         self.recovery.converted(start)
 
     def failed(self, error: Exception) -> None:
-        """Handle an error of the training program.
-
-        If another worker died after training had ended, all workers restart.
-        """
+        """Restart the whole job if another worker died after training had ended."""
         if self._trained and self.recovery.announced():  # for any error
             self.recovery.give_up('a worker died after training had ended')
 

@@ -14,10 +14,7 @@ class LoopGoesOn(BaseException):
 
 
 class LoopEntry:
-    """The current call of the loop. Training thread only.
-
-    `cut_off` is the error that interrupted a step, until the loop is left.
-    """
+    """The current call of the loop. Training thread. `cut_off` has interrupted a step."""
 
     def __init__(self) -> None:
         self.cut_off: BaseException | None = None

@@ -116,10 +116,7 @@ class SurplusRank:
                 tell_joining(launcher, self._rank)
 
     def _message(self, store: Store, number: int, limit: timedelta | None = None) -> Message | None:
-        """The message of this number; None: it did not arrive in time.
-
-        Raises `DistError` if the store or the launcher is gone.
-        """
+        """A message by number; None if not in time. `DistError`: store or launcher is gone."""
         key, waited = surplus.key_of(number), timedelta()
         decode = msgspec.msgpack.Decoder(Message).decode
         while True:

@@ -34,10 +34,7 @@ class StagedFault(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One job; the flags of the launchers fill these fields.
-
-    `ConfigurationError` names a bad flag.
-    """
+    """One job, by the flags of the launchers. `ConfigurationError` names a bad flag."""
 
     program: str
     """Path of a Python program, as on the command line."""

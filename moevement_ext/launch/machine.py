@@ -81,10 +81,7 @@ class Machine:
         self._pages: ReservedPages | None = None
 
     def obey(self, message: messages.FromSupervisor) -> None:
-        """Carry out an order of the supervisor.
-
-        Raises `TemplateLost` if the template is dead, so that no worker can start.
-        """
+        """Carry out an order of the supervisor; `TemplateLost` if no worker can start."""
         match message:
             case messages.StartWorker():
                 self._start(message)

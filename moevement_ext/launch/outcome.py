@@ -64,10 +64,7 @@ class Outcome:
         tell_cause(store, restarts, cause.worker.rank, cause.worker.pid, cause.fate)
 
     def look(self, store: Store) -> None:
-        """Read the outcome of a pending recovery; called ten times a second.
-
-        Raises `DistError` if the store does not answer.
-        """
+        """Read a pending recovery's outcome, ten times a second; `DistError`: no store."""
         if not self._waits:
             return
         spares = self._spares()

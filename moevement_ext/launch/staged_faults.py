@@ -13,10 +13,7 @@ _ITERATION = re.compile(r'\biteration +(\d+)/')
 
 
 class StagedFaults:
-    """The pending staged failures.
-
-    Raises `ConfigurationError` if the host memory of a node to kill is unknown.
-    """
+    """Pending staged failures. `ConfigurationError`: unknown host memory of a node to kill."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self.pending = list(config.faults)

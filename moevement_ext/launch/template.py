@@ -99,10 +99,7 @@ class Template:
         return self.process
 
     def ask(self, request: str, value: Any, descriptors: Sequence[int] = ()) -> int:
-        """Send one request and return its answer.
-
-        Raises `TemplateLost` if the template does not answer; it is dead then.
-        """
+        """Send one request and return its answer; `TemplateLost` if the template is dead."""
         self._send(request, value, descriptors)
         try:
             answer = self._socket.recv(_MAX_ANSWER_BYTES)

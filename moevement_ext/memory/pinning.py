@@ -77,10 +77,7 @@ def pinned_as_far_as(file: MappedFile, nbytes: int) -> Iterator[None]:
 
 
 def pin_like(other: MappedFile, file: MappedFile) -> None:
-    """Register a new file if `other` is registered; a failure only makes copies slower.
-
-    Any thread whose device is set.
-    """
+    """Register a new file if `other` is, on a thread as `pin`; failures make copies slower."""
     if other not in _pinned:
         return
     _pin_or_warn(file, None)

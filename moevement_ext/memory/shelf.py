@@ -128,17 +128,11 @@ class Shelf:
                 yield part, headers[0]
 
     def headers(self, part: Part) -> list[SlotHeader]:
-        """Headers of a part, slot 0 first.
-
-        Raises `RefusedWindow` if the part is missing or damaged.
-        """
+        """Headers of a part, slot 0 first; `RefusedWindow` if it is missing or damaged."""
         return self._opened(part)[0].headers
 
     def read(self, part: Part, slot: int, index: int) -> memoryview:
-        """Verified bytes of record `index` of a slot.
-
-        `RefusedWindow`: no undamaged copy on this node.
-        """
+        """Verified bytes of record `index`; `RefusedWindow` without an undamaged copy here."""
         refusals = []
         for copy in self._opened(part):
             header = copy.headers[slot]

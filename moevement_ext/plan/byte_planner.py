@@ -197,10 +197,7 @@ class _Loads:
         """Everything in one slot."""
 
     def filled(self, load: int, slots: int) -> list[int]:
-        """End of each slot when all slots are filled up to `load`, which is at least `least`.
-
-        Stops after `slots` + 1 slots.
-        """
+        """End of each slot, all filled up to `load` >= `least`; at most `slots` + 1 slots."""
         shares = (min(load * own // self._reference, _UNLIMITED) for own in self._budgets)
         return _fill(self._totals, np.fromiter(shares, np.int64, len(self._budgets)), slots)
 

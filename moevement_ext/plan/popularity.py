@@ -15,10 +15,7 @@ _KEPT_OF_BEFORE = 0.5
 
 
 class Popularity:
-    """Follows the popularity of all experts, by one of `config.ORDERS`.
-
-    One thread, on the rank that decides on plans.
-    """
+    """Popularity of all experts, by one of `config.ORDERS`. One thread, on the planning rank."""
 
     def __init__(self, order: str) -> None:
         self._order = order

@@ -64,10 +64,7 @@ class Budgets(NamedTuple):
         return min(self.copy_bytes, self.network_bytes or self.copy_bytes)
 
     def carry(self, need: Need) -> bool:
-        """True if a window with this need lengthens no iteration and is never skipped.
-
-        Ignores the cores, which `shortest` checks.
-        """
+        """True if such a window lengthens no iteration and is never skipped, cores ignored."""
         if need.copied > self.copy_bytes:
             return False
         if self.network_bytes is None or self.link_bytes is None:

@@ -156,10 +156,7 @@ class Planner:
         )
 
     def announced_plan(self, version: int, store: Store) -> StagePlan:
-        """Compute a plan that is or was in force; the stage's first rank also hands it out.
-
-        `store` is that of the replanners.
-        """
+        """Compute an announced plan; the stage's first rank also hands it out in `store`."""
         plan = self.plan(published(store, version))
         if self.is_first:
             hand_out(store, self.place.stage, plan)

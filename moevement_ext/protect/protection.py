@@ -211,10 +211,7 @@ class Protection:
             self.memory.log.rewind(iteration)
 
     def roll_back(self, name: WindowName, file: WindowFile) -> float | None:
-        """Continue from this protected window; capture later ones again.
-
-        Returns as `lose_tokens`.
-        """
+        """Continue from this protected window; recapture later ones. Returns as `lose_tokens`."""
         self._withdraw_on_disk(name)
         self.windows.go_back_to(name)
         self.checkpointer.roll_back(name.start)
@@ -294,10 +291,7 @@ class Protection:
         self.windows.withdraw_after(window)
 
     def reach_peers(self, newest: int) -> None:
-        """Offer windows up to start `newest` again if replica holders have new processes.
-
-        Later windows will be captured again.
-        """
+        """Offer windows up to start `newest`, the rest being recaptured, to new holders."""
         if self._reached == self.memory.peer_addresses():
             return
         self._reached = self.memory.peer_addresses()

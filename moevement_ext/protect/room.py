@@ -47,10 +47,7 @@ class WindowRoom:
             self._on_degraded(f'there is no room for windows of {window}: {error}')
 
     def for_recovery(self, start: int, until: int) -> None:
-        """Make room in the log before a recovery from the window at `start` to iteration `until`.
-
-        Training thread.
-        """
+        """Make room in the log for a recovery from window `start` to `until`. Training thread."""
         with self._log:
             self._unlike = max(self._unlike, start)
         self.in_log(until - start + 1)

@@ -73,10 +73,7 @@ class Fruitless:
         return verdict
 
     def pause(self, over: Callable[[], bool]) -> None:
-        """Pause, until `over` returns True, after several useless recoveries.
-
-        A transient cause can then pass.
-        """
+        """Pause until `over`, after several useless recoveries, for a transient cause to pass."""
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** (self.count - 2), _LAST_PAUSE_S)
         until = time.monotonic() + (pause_s if self.count > 1 else 0.0)
         while time.monotonic() < until and not over():

@@ -60,10 +60,7 @@ def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
 def holders(
     candidate: Window, owner: int, inventories: Sequence[Collection[HeldWindow]]
 ) -> list[int]:
-    """Ranks whose node holds `owner`'s part, the owner itself first.
-
-    `inventories` are the windows on each rank's node, by rank.
-    """
+    """Ranks whose node holds `owner`'s part, the owner first; `inventories` are by rank."""
     wanted = HeldWindow(candidate, owner)
     found = [rank for rank, inventory in enumerate(inventories) if wanted in inventory]
     return sorted(found, key=lambda rank: (rank != owner, rank))

@@ -133,10 +133,7 @@ class LocalizedRecovery:
     # Around the loop
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """Run the training loop, entering it again after each failure of other ranks.
-
-        An error of this rank itself is raised.
-        """
+        """Run the loop, again after failures of other ranks; raises this rank's own errors."""
         self._membership.settle()
         again = self._membership.joining
         if not again:

@@ -87,10 +87,7 @@ def _look_at(other: NodeStore, rank: Rank) -> None:
 
 
 def _lives(holder: Path) -> bool:
-    """True if a process has locked the directory.
-
-    Containers reuse process ids, so these prove nothing.
-    """
+    """True if a process has locked the directory; containers reuse process ids."""
     with suppress(OSError), open(holder / 'lock', 'rb') as file:
         try:  # a process that asks for the lock right now asks again
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

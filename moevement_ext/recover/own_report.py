@@ -24,10 +24,7 @@ from moevement_ext.recover.trainer import Start, Trainer
 
 
 class OwnReport:
-    """Builds the report from one rank's state.
-
-    Training thread only, except `of_replay`'s result.
-    """
+    """Reports of one rank. Training thread only, except the result of `of_replay`."""
 
     def __init__(
         self,

@@ -107,10 +107,7 @@ class Releaser:
         self._release(self._address(group))
 
     def _address(self, group: ProcessGroup) -> int:
-        """Address of the C++ object.
-
-        Pybind11 stores the address, and a holder with the same value, after the object head.
-        """
+        """C++ object's address, which pybind11 stores, with an equal holder, after the head."""
         place = id(group) + object.__basicsize__
         address, holder = (ctypes.c_void_p * 2).from_address(place)
         if type(group) is not ProcessGroup or not address or address != holder:

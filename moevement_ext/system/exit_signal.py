@@ -19,10 +19,7 @@ _FLAG = '--exit-signal'
 
 
 def listened_for(flags: Sequence[str]) -> signal.Signals:
-    """Exit signal in a program's flags; SIGTERM by default, and for an unknown name.
-
-    The program itself refuses an unknown name.
-    """
+    """Exit signal in a program's flags; SIGTERM by default, and for a name that it refuses."""
     name = signal.SIGTERM.name
     for number, flag in enumerate(flags):
         if flag == _FLAG:

@@ -16,10 +16,7 @@ _installed = False
 
 
 def isolate_children() -> None:
-    """Make later forks drop TCP sockets and keep garbage.
-
-    Idempotent. Pipes and local sockets stay.
-    """
+    """Make later forks drop TCP sockets, not pipes, and keep garbage. Idempotent."""
     global _installed
     if not _installed:
         _installed = True

@@ -81,10 +81,7 @@ class Host:
             self._warn(_PORT_TAKEN, self._port, error)
 
     def close(self) -> None:
-        """Stop serving, and remove the files of this process and of dead ones.
-
-        Runs in the event loop of the serving thread.
-        """
+        """Stop serving; remove files of this process and dead ones. Serving thread's event loop."""
         with self._writing:
             self._closed = True
         if self._server is not None:

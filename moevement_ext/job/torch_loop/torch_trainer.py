@@ -116,10 +116,7 @@ class TorchTrainer:
         return []
 
     def update(self, reduced: list[float]) -> bool | None:
-        """Step the optimizer, then all schedules; return False if the update is skipped.
-
-        `reduced` is the result of `reduce`.
-        """
+        """Step the optimizer, then all schedules; False: skipped. `reduced` is from `reduce`."""
         raise NotImplementedError
 
     def state_dict(self) -> Any:

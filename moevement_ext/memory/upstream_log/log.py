@@ -394,10 +394,7 @@ class UpstreamLog:
     # On any thread
 
     def _use(self, mapped: RingMap) -> None:
-        """Switch to another map of the same pages. Needs the lock.
-
-        The former map is unmapped after the last copy that uses it.
-        """
+        """Switch to another map of the same pages; copies keep the former. Needs the lock."""
         self._map, self.array = mapped, mapped.array
         self._changed.notify_all()
 

@@ -208,10 +208,7 @@ class WindowFile:
             self._write_directory(Directory(name))
 
     def require(self, content_bytes: int, slots: int) -> None:
-        """Refuse a window whose payloads and frames take `content_bytes`, if it cannot fit.
-
-        Raises `FileTooSmall`.
-        """
+        """Raise `FileTooSmall` if payloads and frames of `content_bytes` cannot fit."""
         if PREAMBLE_BYTES + content_bytes > self.capacity:
             raise FileTooSmall(self.path, PREAMBLE_BYTES + content_bytes + 2 * slots * ALIGNMENT)
 
@@ -376,10 +373,7 @@ class WindowFile:
         return headers
 
     def verify_payloads(self, headers: Iterable[SlotHeader]) -> None:
-        """Compare every record with its checksum.
-
-        Raises `CorruptWindow`, which names slot, operator, tensor and part.
-        """
+        """Compare all records with their checksums; `CorruptWindow` names the first bad one."""
         for header in headers:
             payload = self.payload(header.slot)
             for record in header.records:

@@ -26,10 +26,7 @@ def free_name(index: int) -> str:
 
 
 def writing_name(name: WindowName) -> str:
-    """Name of the file in which a window is being written.
-
-    Raises `ValueError` if the plan's digest cannot be part of a file name.
-    """
+    """Name of the file of a window being written; `ValueError` if the plan cannot be in it."""
     if not _PLAN.fullmatch(name.plan):
         raise ValueError(f'plan digest {name.plan!r} must be letters, digits and "_" (file name)')
     return f'writing-{name}.window'

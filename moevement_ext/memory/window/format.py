@@ -55,10 +55,7 @@ def window_capacity(slots: Iterable[tuple[int, int]]) -> int:
 
 
 def encode_directory(path: Path, capacity: int, directory: Directory) -> bytes:
-    """Encode the used part of the preamble of a file of `capacity` bytes.
-
-    Raises `ValueError` for too many slots.
-    """
+    """Used part of a preamble, for a file of `capacity` bytes; `ValueError`: too many slots."""
     encoded = msgspec.msgpack.encode(directory)
     checksum = _preamble_checksum(FORMAT_VERSION, capacity, encoded)
     used = _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(encoded), capacity, checksum) + encoded

@@ -103,10 +103,7 @@ def frame_checksum(frame: bytes | memoryview) -> int:
 
 
 def decode_frame(frame: bytes | memoryview) -> SlotHeader:
-    """Verify and decode a frame.
-
-    Raises `ValueError` if it is truncated, its checksum is wrong, or it holds no slot header.
-    """
+    """Verify and decode a frame; `ValueError` if it is damaged or holds no slot header."""
     if len(frame) < _CHECKSUM.size:
         raise ValueError(f'header frame has only {len(frame)} bytes')
     encoded = memoryview(frame)[_CHECKSUM.size :]

@@ -24,10 +24,7 @@ MARGIN = 1.25
 
 
 def affordable(load: WindowLoad, limit: float | None) -> int | None:
-    """Experts of the stage that a rank's budgets carry in an iteration; None: a rate is unknown.
-
-    `limit` as in `held_to`.
-    """
+    """Experts that a rank can save per iteration; None: unknown rate. `limit`: see `held_to`."""
     if load.copy_bytes_per_s is None:
         return None
     local = DEFAULT_HIDDEN_FRACTION * load.copy_bytes_per_s * load.iteration_s

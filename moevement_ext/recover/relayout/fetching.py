@@ -70,10 +70,7 @@ class Fetcher:
         raise RefusedWindow(f'the part of rank {owner} cannot be read anywhere')
 
     def fetch(self, owner: int, slot: int, places: Sequence[Place]) -> None:
-        """Fill places with pieces of one owner's records.
-
-        Raises `RefusedWindow` if no holder has them undamaged.
-        """
+        """Fill places with pieces of one owner's records; `RefusedWindow` if damaged everywhere."""
         for number, part in self._sources(owner):
             try:
                 if number == self._rank:
