@@ -128,7 +128,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _become(name: str, arguments: Sequence[str]) -> None:
-    """Run the program as `python -m` would, including its exit status."""
     _running[:] = [name]
     if str(ROOT) not in sys.path[:1]:
         sys.path.insert(0, str(ROOT))
@@ -146,7 +145,7 @@ def _become(name: str, arguments: Sequence[str]) -> None:
 
 
 def _with_trainer(arguments: Sequence[str]) -> list[str]:
-    """Replace `pretrain_gpt.py` by its path under `ROOT` unless the current directory has the file.
+    """Replace `pretrain_gpt.py` by its path under `ROOT` unless the current directory has it.
 
     Launchers take the program as a file.
     """

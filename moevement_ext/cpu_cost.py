@@ -15,8 +15,8 @@ _NEWEST = 32
 class CpuCost:
     """CPU seconds per byte of one kind of work. Any thread.
 
-    Waiting costs nothing. Threads that the work itself starts (OpenMP's, with OMP_NUM_THREADS above
-    1) are not measured.
+    Waiting costs nothing. Threads that the work itself starts (OpenMP's, with OMP_NUM_THREADS
+    above 1) are not measured.
     """
 
     def __init__(self) -> None:
@@ -27,15 +27,13 @@ class CpuCost:
     def of(self, nbytes: int) -> Iterator[None]:
         """Measure the work within the context, on the calling thread; failed work does not count.
 
-        Args:
-            nbytes: bytes moved; 0 for a second pass over bytes that are counted elsewhere.
+        `nbytes` is 0 for a second pass over bytes that are counted elsewhere.
         """
         began = time.thread_time()
         yield
         self.add(nbytes, time.thread_time() - began)
 
     def add(self, nbytes: int, seconds: float) -> None:
-        """Count finished work of `nbytes` that took `seconds` of CPU time."""
         with self._lock:
             self._newest.append((nbytes, seconds))
 

@@ -19,11 +19,9 @@ _TAIL = 1 << 16
 def _to_append(path: Path) -> FileIO:
     """Open a file for appending after its last complete line.
 
-    A line truncated by SIGKILL, a full file system or a power loss would merge with the first new
-    line, and neither would be readable.
-
-    Raises:
-        OSError: the file cannot be opened, or is no event file that this user may change.
+    A line truncated by SIGKILL, a full file system or a power loss would merge with the first
+    new line, and neither would be readable. Raises `OSError` if the file cannot be opened, or
+    is no event file that this user may change.
     """
     file = FileIO(str(path), 'a+', opener=_open_own)
     if file.seekable():
@@ -62,14 +60,9 @@ def _check_cut_off(file: FileIO, begin: int) -> None:
 class EventFile:
     """Appends one JSON object per line; a written line survives the death of the process.
 
-    The next process that opens the file removes a truncated last line. Thread-safe. If a write
-    fails, a warning is logged and later lines are dropped; training continues.
-
-    Args:
-        path: the file; its directory is created if necessary.
-
-    Raises:
-        OSError: the file is not writable.
+    The next process that opens the file removes a truncated last line. Creates the directory.
+    Thread-safe. If a write fails, a warning is logged and later lines are dropped; training
+    continues. Raises `OSError` if the file is not writable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +71,6 @@ class EventFile:
         self._file: FileIO | None = _to_append(path)
 
     def append(self, line: bytes) -> None:
-        """Write one line as returned by `events.encode`."""
         with self._lock:
             if self._file is not None:
                 self._write(self._file, line)

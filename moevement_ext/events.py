@@ -354,10 +354,8 @@ _NAME = msgspec.json.Decoder(_Named)
 def decode(lines: bytes) -> Iterator[Event]:
     """Decode complete lines; skips events of unknown names, and a truncated last line.
 
-    An event name is known once the module of its class is imported.
-
-    Raises:
-        msgspec.ValidationError: a line is no JSON object, or lacks a field of its class.
+    An event name is known once the module of its class is imported. Raises
+    `msgspec.ValidationError` if a line is no JSON object, or lacks a field of its class.
     """
     kinds = {kind.name: kind for kind in Event.__subclasses__()}
     for line in lines.splitlines(keepends=True):
@@ -396,16 +394,13 @@ class EventLog:
     Args:
         directory: `--sparse-ckpt-events`; None: no events are written.
         rank: global rank of this process.
-        required: raise if the directory is not writable; otherwise only warn, as for a process that
-            joins a running job.
+        required: raise `UserError` if the directory is not writable; otherwise only warn, as for a
+            process that joins a running job.
 
     Attributes:
         iteration: the newest iteration committed on this rank.
         recoveries: number of recoveries of this process.
         listeners: called with every event, on the emitting thread; they must not raise.
-
-    Raises:
-        UserError: the directory is not writable.
     """
 
     def __init__(self, directory: str | None, rank: int, required: bool = True) -> None:
@@ -435,6 +430,5 @@ class EventLog:
             listener(event)
 
     def close(self) -> None:
-        """Close the file; later lines are dropped."""
         if self._file is not None:
             self._file.close()

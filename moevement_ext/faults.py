@@ -81,13 +81,8 @@ _iteration = 0
 def arm(rank: int) -> None:
     """Read the faults of this process from the environment, and log a warning for each.
 
-    Called once by each worker, on its training thread.
-
-    Args:
-        rank: global rank of this process.
-
-    Raises:
-        ConfigurationError: the variable is malformed.
+    Called once by each worker, on its training thread. Raises `ConfigurationError` if the
+    variable is malformed.
     """
     attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')
     for text in filter(None, os.environ.get('MOEVEMENT_FAIL_AT', '').split(',')):
@@ -109,7 +104,6 @@ def arm(rank: int) -> None:
 
 
 def at_iteration(iteration: int) -> None:
-    """Record the current iteration. Training thread."""
     global _iteration
     _iteration = iteration
 

@@ -8,12 +8,8 @@ from collections.abc import Callable
 class TokenBucket:
     """Delays a thread to limit its rate. One thread uses it.
 
-    After any idle time, at most `burst` bytes exceed the rate.
-
-    Args:
-        wait: waits the given seconds (0 or more); returns True to end the wait.
-        burst: size of the burst in bytes.
-        clock: returns seconds of a monotonic clock.
+    After any idle time, at most `burst` bytes exceed the rate. `wait` waits the given seconds
+    (0 or more) and returns True to end the wait; `clock` returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -31,11 +27,7 @@ class TokenBucket:
         """Number of waits."""
 
     def take(self, nbytes: int, bytes_per_s: float | None) -> bool:
-        """Wait until the rate allows `nbytes` more; None: no limit.
-
-        Returns:
-            True if `wait` ended the wait.
-        """
+        """Wait until the rate (None: no limit) allows `nbytes`; True if `wait` ended the wait."""
         seconds = 0.0
         if bytes_per_s is not None:
             now = self._clock()

@@ -19,7 +19,7 @@ def broadcast_packed(
     device: torch.device,
     limit: int = PACKED_BYTES,
 ) -> None:
-    """Copy the values of rank `source` to all ranks of `group`. Collective; training thread.
+    """Copy the values of global rank `source` to all ranks of `group`. Collective; training thread.
 
     Args:
         tensors: contiguous, of the same types and sizes in the same order on all ranks; some may

@@ -35,17 +35,12 @@ class _Copied(NamedTuple):
 class Copier:
     """Runs one capture at a time: starts before an iteration, waits before its update.
 
-    The training thread calls `start` and `wait`; a worker thread issues the copies. With CUDA the
-    copies run on a side stream that begins after all work queued so far. They run piece by piece,
-    so that training's own copies to the host (token counts, norms) do not queue behind a whole
-    slot. An event orders the update after the copies, and the training thread waits only until the
-    last pieces are *issued*. Sealing (checksums, commit) runs on another thread and delays nothing.
-
-    Args:
-        device: of the training state.
-
-    Attributes:
-        cost: counts the CPU time of copies and of sealing, on those threads.
+    The training thread calls `start` and `wait`; a worker thread issues the copies. With CUDA
+    the copies run on a side stream that begins after all work queued so far. They run piece by
+    piece, so that training's own copies to the host (token counts, norms) do not queue behind a
+    whole slot. An event orders the update after the copies, and the training thread waits only
+    until the last pieces are *issued*. Sealing (checksums, commit) runs on another thread and
+    delays nothing. `cost` counts the CPU time of copies and of sealing, on those threads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,15 +71,13 @@ class Copier:
         """Begin one capture.
 
         Args:
-            volatile: copied, or queued on the current stream, before this call returns.
+            volatile: copied, or queued on the current stream, before this call returns. If a copy
+                fails, it raises, no capture begins, and `on_error` is not called.
             stable: returns, on the copying thread, the pieces to copy in the background; no code
                 may write to the sources before `wait` returns.
             seal: called on the sealing thread when all copies are done.
             on_error: called once, on a worker thread, if copying or sealing fails; no thread
                 writes to the targets afterwards.
-
-        Raises:
-            Exception: a volatile copy failed; no capture began, and `on_error` is not called.
         """
         stream = torch.cuda.current_stream(self._device) if self._cuda else None
         try:
@@ -99,12 +92,10 @@ class Copier:
     def wait(self) -> float:
         """Return once the sources may be written; with CUDA, by work on the current stream only.
 
-        A failed capture was reported to `on_error`; this call does not raise.
-
-        Returns:
-            Seconds by which copies delayed training. On the CPU, in this call. With CUDA, the
-            stream's waits in all calls, mostly earlier ones, whose end the device has reached
-            since the last call.
+        A failed capture was reported to `on_error`; this call does not raise. Returns the
+        seconds by which copies delayed training: on the CPU, in this call; with CUDA, the
+        stream's waits in all calls, mostly earlier ones, whose end the device has reached
+        since the last call.
         """
         if self._issued is None:
             return 0.0
@@ -121,13 +112,11 @@ class Copier:
         return nbytes / seconds if nbytes and seconds else None
 
     def drain(self) -> None:
-        """Wait until all started captures are copied and sealed."""
         self.wait()
         self._copying.submit(lambda: None).result()
         self._sealing.submit(lambda: None).result()
 
     def stop(self) -> None:
-        """Finish the started captures and end the threads."""
         self._copying.shutdown()
         self._sealing.shutdown()
 
@@ -196,7 +185,6 @@ class Copier:
     # On the training thread, with CUDA
 
     def _wait_on_stream(self, issued: Future[None]) -> float:
-        """Make the update on the stream wait for the copies."""
         stream = torch.cuda.current_stream(self._device)
         reached, resumed = _timing_event(), _timing_event()
         reached.record(stream)

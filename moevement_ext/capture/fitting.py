@@ -2,16 +2,16 @@
 """Compares the records of a slot with the slices of a model."""
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
+from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader, decode_context
 
 
-class _Part(NamedTuple):
-    """Expected record of a captured tensor, which a slot must have."""
+class RangeKey(NamedTuple):
+    """Identity of a captured range, for comparison of slots and models."""
 
     operator: str
     tensor: str
@@ -20,26 +20,27 @@ class _Part(NamedTuple):
     start: int
     end: int
 
+    @classmethod
+    def of_record(cls, item: Record) -> Self:
+        return cls(item.operator, item.tensor, item.part, item.dtype, item.start, item.end)
+
+    @classmethod
+    def of_slice(cls, item: TensorSlice) -> Self:
+        dtype = dtype_name(item.source.dtype)
+        return cls(item.operator, item.tensor, item.part, dtype, item.start, item.end)
+
     def __str__(self) -> str:
         return f'{self.tensor} ({self.part}, {self.dtype}, elements {self.start} to {self.end})'
 
 
 def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None:
-    """Check that a slot has all records that a model needs, and no others.
+    """Check that a slot has all records that `slices` of this rank need, and no others.
 
-    Args:
-        header: of the slot.
-        slices: captured slices of each operator of this rank.
-
-    Raises:
-        RefusedWindow: the slot belongs to another model; the message names a parameter.
+    Raises `RefusedWindow` if the slot belongs to another model; the message names a parameter.
     """
     context = decode_context(header.context)
-    needed = set(_needed(context, slices))
-    held = {
-        _Part(item.operator, item.tensor, item.part, item.dtype, item.start, item.end)
-        for item in header.records
-    }
+    needed = {RangeKey.of_slice(item) for item in _slices_of(context, slices)}
+    held = {RangeKey.of_record(item) for item in header.records}
     where = f'slot {header.slot} of window {header.start}'
     for part in sorted(needed - held):
         raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
@@ -48,12 +49,6 @@ def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None
     absent = slices.keys() - {*context.full, *context.weights}
     if header.slot == 0 and absent:
         raise RefusedWindow(f'{where} has no record of {min(absent)}, which the model has')
-
-
-def _needed(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[_Part]:
-    for item in _slices_of(context, slices):
-        dtype = dtype_name(item.source.dtype)
-        yield _Part(item.operator, item.tensor, item.part, dtype, item.start, item.end)
 
 
 def _slices_of(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[TensorSlice]:

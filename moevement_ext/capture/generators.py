@@ -19,11 +19,7 @@ class GeneratorStates(msgspec.Struct):
 
 
 def capture_generators(on_device: bool) -> GeneratorStates:
-    """States of the default generators.
-
-    Args:
-        on_device: include that of the current CUDA device.
-    """
+    """States of the default generators; `on_device` includes that of the current CUDA device."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return GeneratorStates(
@@ -35,7 +31,6 @@ def capture_generators(on_device: bool) -> GeneratorStates:
 
 
 def restore_generators(state: GeneratorStates) -> None:
-    """Set the default generators."""
     version, internal, gauss = state.python
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state.numpy
@@ -46,7 +41,6 @@ def restore_generators(state: GeneratorStates) -> None:
 
 
 def state_bytes(state: torch.Tensor) -> bytes:
-    """Bytes of a generator's state."""
     return state.cpu().numpy().tobytes()
 
 

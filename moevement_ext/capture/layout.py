@@ -39,7 +39,6 @@ class TensorSlice:
 
     @property
     def nbytes(self) -> int:
-        """Size of the slice in bytes."""
         return self.source.numel() * self.source.element_size()
 
 
@@ -87,18 +86,12 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> 'Piece':
-        """Group copies."""
         nbytes = sum(copy.source.nbytes for copy in copies)
         return cls([copy.target for copy in copies], [copy.source for copy in copies], nbytes)
 
 
 def in_pieces(copies: Iterable[Copy], limit: int = PIECE_BYTES) -> list[Piece]:
-    """Group copies in order, and split large ones.
-
-    Args:
-        copies: flat tensors.
-        limit: maximum bytes of a piece.
-    """
+    """Group copies of flat tensors in order into pieces of `limit` bytes, and split large ones."""
     parts = (part for copy in copies for part in _cut(copy, limit))
     batches = in_batches(parts, lambda part: part.source.nbytes, limit)
     return [Piece.of(batch) for batch in batches]
@@ -112,12 +105,9 @@ def _cut(copy: Copy, limit: int) -> Iterable[Copy]:
 
 
 class SlotLayout:
-    """Places of all tensors of one slot.
+    """Places of all tensors of one slot of a plan.
 
-    Args:
-        plan: the window's plan.
-        slot: index of the slot.
-        operators: slices by operator; operators without slices on this rank may be missing.
+    `operators` has the slices by operator; those without slices on this rank may be missing.
 
     Attributes:
         full: operators captured in full.
@@ -162,8 +152,9 @@ class SlotLayout:
     def copies(self, payload: Bytes, volatile: bool, without: Collection[str] = ()) -> list[Piece]:
         """Copies of the volatile or of the stable slices into the payload of a slot.
 
-        Views are created once per place of a payload, since a few thousand views take longer than
-        issuing the copies. One thread calls this for volatile slices, one for stable slices.
+        Views are created once per place of a payload, since a few thousand views take
+        longer than issuing the copies. One thread calls this for volatile slices, one for
+        stable slices.
 
         Args:
             payload: uint8, shape [payload_bytes], in a mapped file.
@@ -206,11 +197,9 @@ def _record(item: TensorSlice, offset: int) -> Record:
 def operator_table(
     names: Sequence[str], ranks: Sequence[Mapping[str, tuple[int, int]]]
 ) -> OperatorTable:
-    """Sizes of all operators, in the planner's form.
+    """Sizes of all operators, in the planner's form, in the order of `names`.
 
-    Args:
-        names: operators, in the order of the result.
-        ranks: for each rank of the stage, full and weight bytes by operator.
+    `ranks` has, for each rank of the stage, full and weight bytes by operator.
     """
     places = {name: place for place, name in enumerate(names)}
     sizes = np.zeros((2, len(names), len(ranks)), dtype=np.int64)

@@ -15,8 +15,7 @@ class Operators(Protocol):
     """The training state of this rank, operator by operator."""
 
     @property
-    def slices(self) -> Mapping[str, OperatorSlices]:
-        """Captured slices of each operator on this rank."""
+    def slices(self) -> Mapping[str, OperatorSlices]: ...
 
     @property
     def kinds(self) -> Mapping[str, str]:
@@ -27,15 +26,10 @@ class Operators(Protocol):
         """Operators whose weights the first and last stage share."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of the training state."""
+    def device(self) -> torch.device: ...
 
     def check(self, header: SlotHeader) -> None:
-        """Check that the records of a slot fit this model.
-
-        Raises:
-            RefusedWindow: the slot belongs to another model.
-        """
+        """Refuse the records of a slot of another model, with a `RefusedWindow`."""
 
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
         """Load a verified slot into the model. Collective over the ranks of the stage."""

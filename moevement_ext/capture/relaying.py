@@ -10,8 +10,8 @@ from moevement_ext.memory.window.placed import Layout, Seat
 class Division(NamedTuple):
     """How elements of a rank's shard lie in the whole tensor: in blocks, one after the other.
 
-    Of a tensor [rows, columns] that is divided by rows, the shard is one block, or one for each of
-    the halves of a gated unit; by columns, each row is a block.
+    A tensor [rows, columns] divided by rows has one block per shard, or one for each half of a
+    gated unit; divided by columns, each row is a block.
     """
 
     block: int = 0
@@ -20,7 +20,7 @@ class Division(NamedTuple):
     shard: int = 0
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Ranges of the whole tensor that elements `start` to `end` of the shard are, in order."""
+        """Ranges of the whole tensor for elements `start` to `end` of the shard, in order."""
         if not self.block:
             yield start, end
             return
@@ -39,51 +39,29 @@ class Relaying(Protocol):
     def refuse(self, was: Layout) -> None:
         """Refuse an earlier layout whose state cannot be converted to this layout.
 
-        Raises:
-            RefusedWindow: the message names the setting that must not change.
+        Raises `RefusedWindow`, which names the setting that must not change.
         """
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
-        """Name of a tensor in every layout, with its shard unless `division_of` says where it lies.
+        """Layout-independent name of a record's tensor on the rank at `seat`.
 
-        Args:
-            operator: as in a record.
-            tensor: as in a record.
-            seat: place of the rank that has it.
+        The name includes the shard, unless `division_of` gives the place of the shard in
+        the tensor.
         """
 
     def division_of(self, operator: str, part: str, tensor: str, owner: int | None) -> Division:
-        """Where a shard lies in its tensor, if the layouts divide that differently.
+        """Division of a record's tensor, if the two layouts divide it differently.
 
-        Called after `state_owners`.
-
-        Args:
-            operator: as in a record.
-            part: as in a record.
-            tensor: as in a record.
-            owner: in the other layout; None: this rank.
-
-        Raises:
-            RefusedWindow: what belongs to a shard as a whole, such as a scale, cannot be divided.
+        Called after `state_owners`. `owner` is a rank of the other layout; None: this rank.
+        Raises `RefusedWindow` if the layouts divide a value that belongs to the whole
+        shard, such as a scale.
         """
 
     def state_owners(self, seats: Mapping[int, Seat]) -> Collection[int]:
-        """Owners whose auxiliary state is the source of this rank's.
-
-        Args:
-            seats: of all owners.
-        """
+        """Owners whose auxiliary state is the source of this rank's; `seats` has all owners."""
 
     def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
-        """Merge the auxiliary states of `state_owners` into that of this rank.
-
-        Raises:
-            RefusedWindow: they contradict each other.
-        """
+        """Merge the auxiliary states of `state_owners`; `RefusedWindow` if contradictory."""
 
     def kept(self, was: Layout) -> str:
-        """Log text: which random number streams continue and which restart.
-
-        Args:
-            was: the other layout.
-        """
+        """Log text: which random number streams continue from layout `was` and which restart."""

@@ -22,13 +22,8 @@ _STORE_TIMEOUT = timedelta(seconds=60)
 def check_limits(rank: Rank, protection: Protection | None, joining: bool) -> None:
     """Check the system limits that a recovery needs. Training thread.
 
-    Args:
-        rank: this rank.
-        protection: of this rank; None: unprotected.
-        joining: this process replaces a lost one in a running job.
-
-    Raises:
-        HostMemoryError: a limit on this rank is too low, and protection is required.
+    `protection` is None for unprotected training; `joining`: this process replaces a lost one.
+    Raises `HostMemoryError` if a limit on this rank is too low, and protection is required.
     """
     if protection is None or joining:
         return

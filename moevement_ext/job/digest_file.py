@@ -16,10 +16,7 @@ from moevement_ext.config import ConfigurationError
 def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
     """Gather the digests of all ranks and write them as JSON on rank 0. Collective.
 
-    Args:
-        path: of the file; its folder is created.
-        iteration: number of committed iterations.
-        entries: digests of this rank, by name.
+    Creates the file's folder. `entries` are the digests of this rank, by name.
     """
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, entries)
@@ -36,11 +33,7 @@ def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
 
 
 def refuse_unwritable(path: str) -> None:
-    """Check before training that the file of `--sparse-ckpt-digest` can be written.
-
-    Raises:
-        ConfigurationError: it cannot be written.
-    """
+    """Check that the file of `--sparse-ckpt-digest` can be written, or `ConfigurationError`."""
     target = Path(path)
     try:
         if target.is_dir():
@@ -72,7 +65,6 @@ def digest_of_tensor(tensor: torch.Tensor) -> str:
 
 
 def digest_of_bytes(content: bytes) -> str:
-    """Return the SHA-256 digest in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

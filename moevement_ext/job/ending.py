@@ -16,12 +16,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 def announce(rank: int, code: int, freed: bool = False) -> None:
     """Report to the launcher that this process is done and will end with exit status `code`.
 
-    Rank 0 also says it to the ranks that did not train.
-
-    Args:
-        rank: of this process.
-        code: exit status.
-        freed: the windows of the run are freed.
+    Rank 0 also reports it to the surplus ranks, and whether the windows of the run are freed.
     """
     if rank == 0:
         surplus.dismiss(code, freed)

@@ -25,11 +25,7 @@ def reads_memory() -> bool:
 
 
 def refuse_without_window(directory: str, run_id: str) -> None:
-    """End an export that found no window; does nothing in other runs.
-
-    Raises:
-        UserError: this process belongs to an export.
-    """
+    """End an export that found no window, with a `UserError`; does nothing in other runs."""
     if is_export():
         raise UserError(
             f'export: no window of the run {run_id} in {directory} fits these flags; after -- give '

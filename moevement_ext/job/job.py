@@ -72,6 +72,7 @@ class Job:
     Custom loops call `join`. Construct it before the first process group, as it sets NCCL's
     environment variables. As a context manager it ends the job on all ranks: after the last
     iteration host memory is freed; after an earlier end or an exception the windows remain.
+    Raises `UserError` if `--sparse-ckpt-disk` is not usable.
 
     Args:
         rank: this rank.
@@ -81,9 +82,6 @@ class Job:
     Attributes:
         keeps_windows: windows remain after the end; None: if it comes before the last iteration.
         entry: the current call of the loop.
-
-    Raises:
-        UserError: `--sparse-ckpt-disk` is not usable.
     """
 
     def __init__(
@@ -126,7 +124,8 @@ class Job:
     ) -> Self:
         """Rendezvous with the other ranks of the launcher and connect `torch.distributed`.
 
-        The process selects the GPU with index `LOCAL_RANK`, unless it has already selected a GPU.
+        The process selects the GPU with index `LOCAL_RANK`, unless it has already selected
+        a GPU.
 
         Args:
             config: settings of sparse checkpointing.
@@ -146,8 +145,8 @@ class Job:
     def init_process_group(self, timeout: timedelta) -> None:
         """Replace `torch.distributed.init_process_group`, whose groups survivors cannot reconnect.
 
-        A process that joins a running job connects to no other rank before training; until then it
-        has fake process groups.
+        A process that joins a running job connects to no other rank before training; until
+        then it has fake process groups.
         """
         connect(self.rank, self.store, self.joining, timeout)
 
@@ -195,7 +194,7 @@ class Job:
     def _find(
         self, dense_iteration: int, last_iteration: int | None
     ) -> tuple[whole_job.Predecessor | None, float]:
-        """Return an earlier start's windows, None if joining, and the seconds of the search."""
+        """An earlier start's windows, None if joining, and the seconds of the search."""
         if self.joining:
             return None, 0.0
         began = time.perf_counter()
@@ -228,10 +227,7 @@ class Job:
         logger.warning('sparse checkpointing: protection is reduced: %s', reason)
 
     def _continue_on_disk(self, predecessor: whole_job.Predecessor | None) -> None:
-        """Discard on-disk windows newer than the one that this run resumes from.
-
-        Those windows belong to an abandoned history.
-        """
+        """Set aside on-disk windows newer than the one that this run resumes from."""
         if self._disk is None or predecessor is None:
             return
         start = -1 if self._restart is None else self._restart.conversion.window.start
@@ -245,8 +241,8 @@ class Job:
     def _protect(self, required: bool) -> None:
         """Reserve host memory and connect to the peers; if that fails, training is unprotected.
 
-        Args:
-            required: raise instead, since unprotected training would lose the windows found.
+        With `required` it raises instead, since unprotected training would lose the windows
+        found.
         """
         trainer, config = self.trainer, self.rank.config
         if config.bind != OFF:
@@ -312,8 +308,7 @@ class Job:
     def train(self, run: Callable[[], Any]) -> Any:
         """Run the training loop from the window's dense iteration; call it again after failures.
 
-        Args:
-            run: the loop; it calls `step` for every iteration.
+        The loop `run` calls `step` for every iteration.
         """
         check_limits(self.rank, self.protection, self.joining)
         if self.membership is not None:
@@ -339,16 +334,10 @@ class Job:
         return self.trainer.iteration
 
     def step(self, iteration: int | None = None) -> Any:
-        """Run the iteration after `iteration`, after any pending recovery.
+        """Run the iteration after `iteration` (None: the trainer's), after any pending recovery.
 
-        Args:
-            iteration: number of committed iterations; None: the trainer's count.
-
-        Returns:
-            The last result of `Trainer.iterate`, or `LOOP_ENDS`.
-
-        Raises:
-            ConfigurationError: training has not begun, or is over.
+        Returns the last result of `Trainer.iterate`, or `LOOP_ENDS`. Raises
+        `ConfigurationError` if training has not begun, or is over.
         """
         with self.entry.step():
             if self._mode is None or (iteration is None and self.iteration >= self._last):
@@ -433,7 +422,6 @@ class Job:
 
     @property
     def committed(self) -> int:
-        """Iterations committed on this rank."""
         return self.rank.events.iteration
 
     @property
@@ -456,7 +444,6 @@ class Job:
                 self.failed(error)
 
     def _finish(self) -> None:
-        """End the job on this rank once all ranks have finished. Collective."""
         keeps = self.keeps_windows
         if keeps is None:
             keeps = self.trainer.iteration < self._last
@@ -478,7 +465,7 @@ class Job:
             self._layouts.part(self.protection, self.trainer, self.committed)
 
     def close(self, remove: bool = True) -> None:
-        """Stop all threads; with `remove` also free this run's host memory, but after an export."""
+        """Stop all threads; with `remove` free host memory, unless an export has read it."""
         remove, helpers_s = remove and not reads_memory(), helper_cpu_s()
         if self._device_watch is not None:
             self._device_watch.close()

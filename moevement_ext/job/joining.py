@@ -104,12 +104,8 @@ def join_launched(
 ) -> Joined:
     """Join with the rank that the launcher has set in the environment of this process.
 
-    Args:
-        config: settings.
-        settings: every setting that can change the bits of the result, by name; values are
-            compared as text.
-        backend: as of `join`.
-        timeout: as of `join`.
+    `settings` has every setting that can change the bits of the result, by name; values are
+    compared as text. `backend` and `timeout` as in `join`.
     """
     rank, ranks = int(os.environ.get('RANK', '0')), int(os.environ.get('WORLD_SIZE', '1'))
     flags = {name: str(value) for name, value in settings.items()}
@@ -189,11 +185,8 @@ def _take_part(
 def connect(rank: Rank, store: Store | None, joining: bool, timeout: timedelta) -> None:
     """Call `init_process_group`; see `Job.init_process_group`.
 
-    Args:
-        rank: this rank.
-        store: as of `Joined`.
-        joining: this process replaces a lost one in a running job.
-        timeout: of collectives.
+    `store` as in `Joined`; `joining`: this process replaces a lost one; `timeout` of
+    collectives.
     """
     if not joining:
         init_process_group(

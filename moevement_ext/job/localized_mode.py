@@ -23,12 +23,8 @@ LOOP_ENDS = object()
 class LocalizedMode(WholeJobMode):
     """Trains with protection and survives failures of other ranks. Training thread only.
 
-    Args:
-        rank: this rank.
-        trainer: of this rank.
-        protection: started.
-        restart: windows that this start of the job resumes from, or None.
-        membership: of this rank.
+    `protection` is started; `restart` has the windows that this start of the job resumes from,
+    if any.
     """
 
     def __init__(
@@ -46,7 +42,6 @@ class LocalizedMode(WholeJobMode):
         self._recovery: LocalizedRecovery | None = None
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """Run the training loop; call it again after failures of other ranks."""
         self.trainer.pipeline.log_to(self.protection.memory.log)
         self._recovery = LocalizedRecovery(
             self.rank,
@@ -70,7 +65,6 @@ class LocalizedMode(WholeJobMode):
         return result
 
     def step(self, iteration: int) -> Any:
-        """Run the iteration after `iteration`, after any pending recovery."""
         if self.recovery.pending():
             self.drop_conversion()
             if not self.recovery.carry_out(self.iterate):
@@ -80,11 +74,9 @@ class LocalizedMode(WholeJobMode):
 
     @property
     def recovering(self) -> bool:
-        """True if the next step must recover first."""
         return super().recovering or self.recovery.pending()
 
     def updating(self) -> None:
-        """Record that the optimizer begins to write."""
         if self.running:
             with self.protection.checkpointer.statistics.device_wait():
                 self.recovery.updating()
@@ -97,11 +89,9 @@ class LocalizedMode(WholeJobMode):
         super().stepped(skipped)
 
     def begins(self, start: Start) -> None:
-        """Record that the iteration after `start` begins."""
         self.recovery.begin(start)
 
     def committed(self, start: Start) -> None:
-        """Record that the update that leads to `start` is written."""
         self.recovery.stepped(start)
 
     def verifications(self) -> list[Verification]:
@@ -109,14 +99,10 @@ class LocalizedMode(WholeJobMode):
         return [*super().verifications(), self.recovery.verification]
 
     def converted(self, start: Start) -> None:
-        """Record that all stages are at `start`."""
         self.recovery.converted(start)
 
     def failed(self, error: Exception) -> None:
-        """Handle an error of the training program.
-
-        If another worker died after training had ended, all workers restart.
-        """
+        """Restart the whole job if another worker died after training had ended."""
         if self._trained and self.recovery.announced():  # for any error
             self.recovery.give_up('a worker died after training had ended')
 

@@ -14,11 +14,7 @@ class LoopGoesOn(BaseException):
 
 
 class LoopEntry:
-    """The current call of the loop. Training thread only.
-
-    Attributes:
-        cut_off: the error that interrupted a step, until the loop is left.
-    """
+    """The current call of the loop. Training thread. `cut_off` has interrupted a step."""
 
     def __init__(self) -> None:
         self.cut_off: BaseException | None = None
@@ -26,8 +22,8 @@ class LoopEntry:
     def enter(self, run: Callable[[], Any]) -> Any:
         """Call the loop; raise the error that interrupted a step, even if the loop caught it.
 
-        The error does not stay on this object: its traceback holds the frames of the interrupted
-        step, which must be freed.
+        The error does not stay on this object: its traceback holds the frames of the
+        interrupted step, which must be freed.
         """
         try:
             result = run()
@@ -42,11 +38,7 @@ class LoopEntry:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the error that interrupts a step.
-
-        Raises:
-            LoopGoesOn: an earlier step was interrupted.
-        """
+        """Record the error that interrupts a step; `LoopGoesOn` if an earlier one was cut off."""
         if self.cut_off is not None:
             raise LoopGoesOn
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of other layouts in the attempt of a job: found, picked up, freed. Training thread."""
+"""Windows of other layouts in the attempt of a job: found, assembled, freed. Training thread."""
 
 import logging
 
@@ -22,11 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class OtherLayouts:
-    """What other layouts of the run have left; nothing without `--sparse-ckpt-elastic`.
-
-    Args:
-        rank: this rank.
-    """
+    """Windows of the run's other layouts; none without `--sparse-ckpt-elastic`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -35,14 +31,11 @@ class OtherLayouts:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Windows that all owners have somewhere, best first."""
+        """Complete windows of all owners, best first."""
         return self._elsewhere.candidates
 
     def find(self, dense_iteration: int, last_iteration: int | None) -> int:
-        """Look for windows, as `relayout.found.find`; returns the iteration of the newest.
-
-        Collective. -1: there is none.
-        """
+        """Search as `relayout.found.find`; the newest dense iteration, -1 if none. Collective."""
         if self._shelf is None:
             return -1
         self._elsewhere = find(self._rank, self._shelf, dense_iteration, last_iteration)
@@ -51,15 +44,14 @@ class OtherLayouts:
     def require_parts(self, own: whole_job.Predecessor) -> None:
         """Refuse to start over while parts of newer windows are missing, as `found.require_parts`.
 
-        Args:
-            own: windows of this layout.
+        `own` are the windows of this layout.
         """
         newest = max((window.dense_at for window in own.candidates), default=-1)
         if not self._rank.config.forget:
             require_parts(self._elsewhere, newest)
 
     def keep_until_replaced(self, memory: HostMemory, disk: DiskWindows | None) -> None:
-        """Free them once all ranks have a window of their own; on disk, two of them there."""
+        """Free these windows once all ranks have their own window; on disk, two windows."""
         shelf, runs = self._shelf, self._elsewhere.runs
         if shelf is None or is_export():
             return
@@ -74,12 +66,9 @@ class OtherLayouts:
             disk.forget_other_layouts = lambda: shelf.remove_on_disk(runs)
 
     def part(self, protection: Protection, trainer: Trainer, iteration: int) -> None:
-        """Before a planned end, keep the state in one slot, for a start of any layout.
+        """Before a planned end, keep the state after `iteration` in one slot, for any layout.
 
-        Args:
-            protection: of this rank.
-            trainer: of this rank.
-            iteration: committed iterations, the same on all ranks.
+        `iteration` is the same on all ranks.
         """
         if self._shelf is None or is_export() or protection.unjudged:
             return
@@ -97,15 +86,10 @@ class OtherLayouts:
     def obtain(
         self, memory: HostMemory, trainer: Trainer, own: whole_job.Predecessor
     ) -> whole_job.Source | None:
-        """Put the newest window together, if it is newer than those of this layout. Collective.
+        """Assemble the newest window, if it is newer than those of this layout (`own`). Collective.
 
-        Args:
-            memory: of this rank.
-            trainer: of this rank.
-            own: windows of this layout.
-
-        Raises:
-            OtherLayout: this layout cannot, or must not, go on from these windows.
+        Raises `OtherLayout` if this layout cannot, or must not, continue from these
+        windows.
         """
         if self._shelf is None or not self.candidates or trainer.relaying is None:
             return None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU of this process: choice, CPU binding and monitoring.
 
-A process that loses its GPU ends, so that no collective hangs on that GPU.
-
-The launcher then replaces the process and decides whether the device is usable; the launcher for
-Slurm watches all devices of its nodes.
+A process that loses its GPU ends, so that no collective hangs on that GPU. The launcher then
+replaces the process and decides whether the device is usable; the launcher for Slurm watches all
+devices of its nodes.
 """
 
 import logging
@@ -25,10 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def take() -> None:
-    """Select the GPU that the launcher assigned, unless the process has selected one.
+    """Select the visible GPU with index `LOCAL_RANK`, unless the process has selected one.
 
-    The assigned GPU is the visible GPU with index `LOCAL_RANK`. Training thread, before any
-    tensor is on a device.
+    Training thread, before any tensor is on a device.
     """
     if not torch.cuda.is_available() or torch.cuda.current_device() != 0:
         return
@@ -53,10 +51,8 @@ def bind() -> None:
 def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
     """Start watching the GPU; None without a GPU or without NVML. Training thread.
 
-    Args:
-        events: receives all findings.
-        lose: called on the watching thread with the fault, when the process has lost its data on
-            the device; ends the process.
+    `events` receives all findings. `lose` is called on the watching thread with the fault, when
+    the process has lost its data on the device; it ends the process.
     """
     source = _own()
     return None if source is None else DeviceWatch(source, Judge(), partial(_act, events, lose))

@@ -19,15 +19,11 @@ _FILES = 'files'
 
 
 def node_store(rank: Rank) -> NodeStore:
-    """Return the run's host memory on this node."""
     return NodeStore(Path(rank.config.dir), rank.run_id, node_name())
 
 
 def reserve_early(rank: Rank, membership: Membership | None) -> early.EarlyReservation | None:
-    """Start reserving the files of the lost process that this process replaces.
-
-    Return None if that process left no list of its files.
-    """
+    """Start reserving the files that the lost predecessor has listed; None without a list."""
     left = None if membership is None else left_by(membership.archive, _FILES, rank.number)
     if left is None:
         return None

@@ -33,13 +33,13 @@ _LOST = 1
 
 
 class SurplusRank:
-    """Takes the place of a job in a process that does not train. Main thread.
+    """Runs instead of a job in a process that does not train. Main thread.
 
     Args:
         identity: of any rank that trains.
         config: settings.
         run_id: name of the run's directory in host memory.
-        timeout: for rank 0 to come, and after the end of an earlier start for the next.
+        timeout: maximum wait for rank 0, and for the next run attempt after the end of one.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class SurplusRank:
         self._runs: list[str] = []
 
     def serve(self) -> int:
-        """Do what rank 0 says, until the job ends; returns the exit status.
+        """Handle rank 0's messages until the job ends; returns the exit status.
 
-        Raises:
-            UserError: another job has the windows of the run, or this node cannot be reached.
+        Raises `UserError` if another job has the run's windows, or if this node is not
+        reachable.
         """
         meet_there(self._config, base_of(self._run_id), self._timeout)
         print(
@@ -97,7 +97,7 @@ class SurplusRank:
                 return self._end(message)
 
     def _end(self, message: Dismissed | None) -> int:
-        """End with the job; without a message, with one that ended before this process began."""
+        """End with the job; without a message, the job ended before this process began."""
         if message is None:
             return 0
         if message.freed:
@@ -116,11 +116,7 @@ class SurplusRank:
                 tell_joining(launcher, self._rank)
 
     def _message(self, store: Store, number: int, limit: timedelta | None = None) -> Message | None:
-        """The message of this number; None: it did not come in time.
-
-        Raises:
-            DistError: the store, or the launcher, is gone.
-        """
+        """A message by number; None if not in time. `DistError`: store or launcher is gone."""
         key, waited = surplus.key_of(number), timedelta()
         decode = msgspec.msgpack.Decoder(Message).decode
         while True:
@@ -136,7 +132,7 @@ class SurplusRank:
                 return None
 
     def _answer(self, store: Store, number: int, call: Call) -> None:
-        """Leave in the store what this node has, and serve it from now on."""
+        """Leave this node's stock in the store, and serve it from now on."""
         self._stop_serving()
         shelf = shelf_of(self._config, self._run_id)
         stock = take_stock(self._identity, self._config, shelf)

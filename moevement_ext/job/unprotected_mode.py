@@ -8,11 +8,7 @@ from moevement_ext.recover.trainer import Trainer
 
 
 class UnprotectedMode:
-    """Runs only the iterations. Training thread only.
-
-    Args:
-        trainer: of this rank.
-    """
+    """Runs only the iterations. Training thread only."""
 
     recovering = False
 
@@ -20,11 +16,9 @@ class UnprotectedMode:
         self._trainer = trainer
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """Run the training loop."""
         return run()
 
     def step(self, iteration: int) -> Any:
-        """Run the iteration after `iteration`."""
         return self._trainer.iterate(iteration)
 
     def failed(self, error: Exception) -> None:

@@ -59,7 +59,7 @@ class Restart:
 
 
 def tokens_lost(rank: Rank, protection: Protection, conversion: Conversion) -> float | None:
-    """Return the tokens whose expert updates are lost, over all ranks; None if none can be.
+    """Tokens whose expert updates are lost, over all ranks; None if none can be.
 
     Collective with a lossy strategy.
     """
@@ -72,12 +72,8 @@ def tokens_lost(rank: Rank, protection: Protection, conversion: Conversion) -> f
 class WholeJobMode:
     """Trains with protection. Training thread only.
 
-    Args:
-        rank: this rank.
-        trainer: of this rank.
-        protection: started.
-        restart: windows that this start of the job resumes from, or None.
-        store_lost: set when the ranks' store is lost; None for ranks without a store.
+    `protection` is started; `restart` has the windows that this start of the job resumes from,
+    if any. `store_lost` is set when the ranks' store is lost; None for ranks without a store.
     """
 
     def __init__(
@@ -105,21 +101,18 @@ class WholeJobMode:
             self._verification.tokens_lost = restart.tokens_lost
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """Run the training loop from the window's dense iteration."""
         self.trainer.pipeline.log_to(None)
         result = run()
         self.protection.drain()
         return result
 
     def step(self, iteration: int) -> Any:
-        """Run the iteration after `iteration`, after any pending recovery."""
         if self._converting:
             self._convert()
         return self.iterate(iteration)
 
     @property
     def recovering(self) -> bool:
-        """True if the next step must recover first."""
         return self._converting
 
     def failed(self, error: Exception) -> None:
@@ -130,7 +123,6 @@ class WholeJobMode:
     # Around the update
 
     def before_update(self) -> None:
-        """Wait until the optimizer may write to captured state."""
         self.protection.checkpointer.before_update()
 
     def updating(self) -> None:
@@ -169,14 +161,11 @@ class WholeJobMode:
 
     # For subclasses
 
-    def begins(self, start: Start) -> None:
-        """Record that the iteration after `start` begins."""
+    def begins(self, start: Start) -> None: ...
 
-    def committed(self, start: Start) -> None:
-        """Record that the update that leads to `start` is written."""
+    def committed(self, start: Start) -> None: ...
 
-    def converted(self, start: Start) -> None:
-        """Record that all stages are at `start`."""
+    def converted(self, start: Start) -> None: ...
 
     def verifications(self) -> list[Verification]:
         """Verifications of this process's finished and current recoveries."""
@@ -194,7 +183,6 @@ class WholeJobMode:
             self._catch_up_to = NOWHERE
 
     def iterate(self, iteration: int) -> Any:
-        """Run one iteration: capture its starting point, run it, record the result."""
         with self.protection.exposed():
             state = self.trainer.begin_iteration(iteration)
             self.begins(Start(iteration, state))

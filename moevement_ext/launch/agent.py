@@ -2,7 +2,6 @@
 """The launcher's process on a node: starts hot spares and the workers that the supervisor orders.
 
 The agent also watches the GPUs of the node, so that no rank runs on an unusable GPU.
-
 `MOEVEMENT_SUPERVISOR` holds the address of the supervisor and the secret of the job. Processes
 started by the agent do not outlive the agent, and the agent does not outlive the connection.
 """
@@ -38,15 +37,7 @@ _TURN_S = 1.0
 
 
 class Agent:
-    """Carries out the supervisor's orders until the connection ends.
-
-    Args:
-        link: connection to the supervisor.
-        job: the program and its environment.
-        host: name of this node.
-        devices: GPUs of this node.
-        secret: shared secret of the job's launchers.
-    """
+    """Carries out the supervisor's orders until the connection ends."""
 
     def __init__(
         self,
@@ -121,15 +112,9 @@ class Agent:
 def connect(
     address: Address, host: str, devices: Sequence[messages.DevicesFail]
 ) -> Link[messages.FromSupervisor]:
-    """Connect to the supervisor and introduce this node.
+    """Connect to the supervisor and introduce this node with the faults of its GPUs.
 
-    Args:
-        address: address of the supervisor.
-        host: name of this node.
-        devices: faults of this node's GPUs.
-
-    Raises:
-        OSError: no supervisor answers, or it belongs to another job.
+    Raises `OSError` if no supervisor answers, or it belongs to another job.
     """
     sock = socket.create_connection((address.host, address.port), _CONNECT_S)
     connection = Connection(sock)
@@ -144,7 +129,6 @@ def connect(
 
 
 def main() -> None:
-    """Body of the process."""
     ask_again_soon()
     # Slurm sends these signals to all processes; the supervisor alone decides what they mean.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

@@ -22,8 +22,7 @@ _NO_COMMAND = 127
 def hostnames(nodes: str) -> tuple[str, ...]:
     """Expand a Slurm node list such as `n[1-3]` into host names, in order.
 
-    Raises:
-        ConfigurationError: `scontrol` is missing, or does not know these nodes.
+    Raises `ConfigurationError` if `scontrol` is missing, or does not know these nodes.
     """
     asked = _ask('scontrol', 'show', 'hostnames', nodes)
     if asked.returncode != 0:
@@ -37,8 +36,8 @@ def hostnames(nodes: str) -> tuple[str, ...]:
 def call_before_end(job: str, before_s: float, call: Callable[[], object]) -> None:
     """Invoke `call` `before_s` seconds before the job's time limit; never without a limit.
 
-    Run this on a thread of its own, since Slurm's controller may be slow. While the controller does
-    not answer, its last answer is used.
+    Run this on a thread of its own, since Slurm's controller may be slow. While the controller
+    does not answer, its last answer is used.
     """
     end = math.inf
     while time.monotonic() < end - before_s:
@@ -53,15 +52,10 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     """Wait until Slurm has removed lost nodes from the job, so that the job can be requeued.
 
     A job requeued earlier may get the lost nodes again, and Slurm 22.05 does not replace their
-    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait goes on while
-    the controller does not answer, perhaps lost with the nodes, as it could not requeue the job.
-
-    Args:
-        job: Slurm's job id.
-        lost: lost hosts. The wait is bounded, as Slurm may consider some of them healthy.
-
-    Returns:
-        The lost hosts that Slurm considers healthy.
+    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait goes on
+    while the controller does not answer, perhaps lost with the nodes, as it could not requeue
+    the job. Otherwise it is bounded, as Slurm may consider some lost hosts healthy; returns
+    these.
     """
     deadline = time.monotonic() + _TO_NOTICE_S
     while (sound := _still_has(job, lost)) != set() and time.monotonic() < deadline:
@@ -70,12 +64,7 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
 
 
 def requeue(job: str, excluded: Collection[str]) -> None:
-    """Put the job back into Slurm's queue.
-
-    Args:
-        job: Slurm's job id.
-        excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
-    """
+    """Put the job back into Slurm's queue; `excluded` hosts add to the job's own `--exclude`."""
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
     subprocess.run(['scontrol', 'requeue', job], check=False)
     if excluded:  # Slurm changes this of pending jobs only
@@ -83,7 +72,6 @@ def requeue(job: str, excluded: Collection[str]) -> None:
 
 
 def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
-    """Return lost hosts that Slurm still assigns to the job; None if its controller is silent."""
     asked = _ask('squeue', '--noheader', f'--jobs={job}', '--format=%N')
     if asked.returncode != 0:
         return None

@@ -19,7 +19,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Set the parent-death signal and exec the command; never returns."""
     parent, *command = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

@@ -24,12 +24,8 @@ class Child(ABC):
     """A Python process in its own session (out of reach of Ctrl-C), bound to this process.
 
     Linux kills the process when the *thread* that started it ends. The kernel does not kill the
-    descendants of the process, which are in its process group.
-
-    Attributes:
-        pid: process id.
-        death: becomes readable when the process is dead.
-        ended: `reap` was called.
+    descendants of the process, which are in its process group. `death` becomes readable when
+    the process is dead; `ended` is set by `reap`.
     """
 
     def __init__(self, pid: int, death: int) -> None:
@@ -67,8 +63,7 @@ class Child(ABC):
     def reap(self) -> int:
         """Wait for the death of the process and reap it; after an error, also kill its descendants.
 
-        Returns:
-            Exit status, or the negative number of the signal that killed it.
+        Returns the exit status, or the negative number of the signal that killed it.
         """
         if not self.ended_well():
             self.signal(signal.SIGKILL)
@@ -85,22 +80,16 @@ class Child(ABC):
         """Wait for the death; return as `reap`, but keep the process id reserved."""
 
     @abstractmethod
-    def _reap(self) -> int:
-        """Release the process id."""
+    def _reap(self) -> int: ...
 
 
 class OwnChild(Child):
-    """A child whose parent is this process.
-
-    Attributes:
-        output: read end of the child's stdout, if its stdout is a pipe.
-    """
+    """A child whose parent is this process; `output` is the read end of its stdout, if a pipe."""
 
     output: int | None
 
     @abstractmethod
-    def close(self) -> None:
-        """Close the pipe from the child."""
+    def close(self) -> None: ...
 
     def _send(self, number: int) -> None:
         os.killpg(self.pid, number)  # the id is not reused before the child is reaped
@@ -121,12 +110,9 @@ def how_it_ended(pid: int, options: int = 0) -> int:
 
 
 class SpawnedChild(OwnChild):
-    """A child that runs the Python interpreter.
+    """A child that runs the Python interpreter, with the complete environment and empty stdin.
 
-    Args:
-        command: arguments of the Python interpreter.
-        environment: the complete environment.
-        stdout, stderr, pass_fds: as for `subprocess.Popen`; stdin is empty.
+    `stdout`, `stderr` and `pass_fds` as for `subprocess.Popen`.
     """
 
     def __init__(
@@ -152,7 +138,6 @@ class SpawnedChild(OwnChild):
         self.output = None if output is None else output.fileno()
 
     def close(self) -> None:
-        """Close the pipe."""
         if self._process.stdout is not None:
             self._process.stdout.close()
         elif self.output is not None:  # the process was given it later

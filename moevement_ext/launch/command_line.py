@@ -27,11 +27,7 @@ _END = '--'
 
 
 def parse(argv: Sequence[str]) -> LaunchConfig:
-    """Parse a command line; ends the process with a message if a flag breaks a rule.
-
-    Args:
-        argv: flags of the launcher, `--`, program, flags of the program.
-    """
+    """Parse the launcher's flags, `--`, program and its flags; ends the process on an error."""
     parser = _parser()
     args = parse_before_program(parser, argv)
     try:
@@ -74,8 +70,7 @@ def parse_before_program(
 def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
     """Build the job from the flags of `add_shared` and further fields of `LaunchConfig`.
 
-    Raises:
-        ConfigurationError: a value breaks a rule; names the flag.
+    Raises `ConfigurationError`, which names the flag, if a value breaks a rule.
     """
     return LaunchConfig(
         program=args.launched[0],
@@ -125,7 +120,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that both launchers have."""
     add: Callable[..., object] = parser.add_argument
     number = {'type': int, 'metavar': 'N'}
     add('--workers-per-node', **number, default=1, help='Ranks on each node. Default: 1.')

@@ -3,8 +3,8 @@
 
 With one queue, kernels begin in launch order, which hides the communication of tensor and context
 parallelism before Blackwell; Megatron requires one queue for them there. Elsewhere one queue only
-delays work: small copies to the host wait behind captures, and overlapped exchanges between
-experts wait behind compute.
+delays work: small copies to the host wait behind captures, and overlapped exchanges between experts
+wait behind compute.
 """
 
 import argparse
@@ -17,11 +17,7 @@ _WANT_MORE = ('--overlap-moe-expert-parallel-comm', '--use-torch-fsdp2', '--use-
 
 
 def connections(flags: Sequence[str]) -> dict[str, str]:
-    """Environment variables that Megatron requires with these flags.
-
-    Args:
-        flags: the program's command line.
-    """
+    """Environment variables that Megatron requires with these flags of the program."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in _PARALLEL:
         parser.add_argument(flag, nargs='?', default='1')

@@ -13,14 +13,7 @@ from moevement_ext.system.xids import Harm
 
 
 class Devices:
-    """Collects the findings that the supervisor needs; always empty without a source.
-
-    Args:
-        source: of device readings; None: no readings.
-
-    Attributes:
-        fd: readable when there are new findings.
-    """
+    """Collects the findings of `source`; `fd` is readable when there are new ones."""
 
     def __init__(self, source: DeviceReadings | None) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -35,7 +28,6 @@ class Devices:
                 self._add(finding)
 
     def watch(self) -> None:
-        """Start the thread that takes readings."""
         if self._source is not None:
             DeviceWatch(self._source, self._judge, self._add)
 

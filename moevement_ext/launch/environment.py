@@ -17,7 +17,6 @@ _DEFAULTS = {
 
 
 def default_variables_here(config: LaunchConfig) -> dict[str, str]:
-    """`default_variables` for workers on this machine."""
     defaults = default_variables(config)
     if not torch.cuda.is_available():
         defaults['TORCHDYNAMO_DISABLE'] = '1'
@@ -25,22 +24,12 @@ def default_variables_here(config: LaunchConfig) -> dict[str, str]:
 
 
 def default_variables(config: LaunchConfig) -> dict[str, str]:
-    """Environment variables of a worker that the user may override, on any machine.
-
-    Args:
-        config: launch configuration of the job.
-    """
+    """Environment variables of a worker that the user may override, on any machine."""
     return {**_DEFAULTS, **connections(config.flags)}
 
 
 def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
-    """Environment variables of all workers, which the user cannot override.
-
-    Args:
-        config: launch configuration of the job.
-        host: of the launcher's store.
-        port: of the launcher's store.
-    """
+    """Variables of all workers, fixed for the user; `host` and `port` of the launcher's store."""
     return {
         'WORLD_SIZE': str(config.world_size),
         'LOCAL_WORLD_SIZE': str(config.workers_per_node),
@@ -53,13 +42,7 @@ def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
 
 
 def rank_variables(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
-    """Environment variables that differ between ranks, and between restarts of a rank.
-
-    Args:
-        config: launch configuration of the job.
-        rank: of the worker.
-        restarts: number of restarts of this rank.
-    """
+    """Environment variables that differ between ranks, and between restarts of a rank."""
     node = config.node_of(rank)
     return {
         'RANK': str(rank),
@@ -70,15 +53,14 @@ def rank_variables(config: LaunchConfig, rank: int, restarts: int) -> dict[str, 
 
 
 def name_here(node: int) -> str:
-    """Name of an emulated node."""
     return f'node{node}'
 
 
 def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, str]:
     """`rank_variables` for a worker on an emulated node.
 
-    `LOCAL_RANK` chooses the GPU. The emulated nodes share the GPUs of this machine, so with GPUs
-    `LOCAL_RANK` is the rank itself, not the place in the node, or 0 if all share the first GPU.
+    `LOCAL_RANK` chooses the GPU. The emulated nodes share the GPUs of this machine, so with
+    GPUs it is the rank itself, not the place in the node, or 0 if all share the first GPU.
     """
     found = rank_variables(config, rank, restarts)
     if config.share_gpu:
@@ -91,9 +73,7 @@ def variables_here(config: LaunchConfig, rank: int, restarts: int) -> dict[str, 
 def check_devices(config: LaunchConfig) -> None:
     """Check that each worker has its own GPU, unless all share one or no GPU is in use.
 
-    Raises:
-        ConfigurationError: there are fewer GPUs than workers, `--fork` is given with GPUs, or
-            there is no GPU to share.
+    Raises `ConfigurationError` also for `--fork` with GPUs, and if there is no GPU to share.
     """
     if config.fork and torch.cuda.is_available():
         raise ConfigurationError(

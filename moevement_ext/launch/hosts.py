@@ -58,14 +58,10 @@ class NoNodeLeft(LaunchError):
 
 
 class SlurmStarter:
-    """`Starter` of workers on other nodes.
+    """`Starter` of workers on other nodes; the first `hosts` take the seats, in this order.
 
-    Args:
-        hosts: hosts of the allocation; the first hosts take the seats, in this order.
-        start_step: starts the agent of a host.
-        config: job configuration; `nodes` is the number of seats.
-        loop: calls this object when an agent sends a message.
-        report: called with each event.
+    `start_step` starts the agent of a host; `loop` calls this object when an agent sends a
+    message.
     """
 
     def __init__(
@@ -120,14 +116,12 @@ class SlurmStarter:
         return child
 
     def keep_spares(self) -> None:
-        """Start hot spares on nodes with a seat; spare nodes have theirs from the start."""
         self._spares = self._config.spares
         for node in self._nodes.values():
             if node.seat is not None:
                 node.send(messages.KeepSpares(self._spares))
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
-        """Make each spare node reserve the memory that the largest seat uses."""
         seats = [self._config.ranks_of(seat) for seat in range(self._config.nodes)]
         of_seats = [[size for rank in ranks for size in files[rank]] for ranks in seats]
         largest = max(of_seats, key=sum)
@@ -137,7 +131,6 @@ class SlurmStarter:
                 node.send(self._reserve)
 
     def spares_left(self) -> str:
-        """Describe the spare nodes of the allocation."""
         spare = [node.host for node in self._nodes.values() if node.is_spare]
         names = f' ({" ".join(spare)})' if spare else ''
         return f'{len(spare)} nodes{names}'
@@ -145,8 +138,7 @@ class SlurmStarter:
     def look(self) -> None:
         """Handle lost nodes, free hosts, and agents that do not connect.
 
-        Raises:
-            LaunchError: a seat is empty, and no host can take it now or later.
+        Raises `LaunchError` if a seat is empty, and no host can take it now or later.
         """
         for node in self._nodes.values():
             node.look()
@@ -160,7 +152,6 @@ class SlurmStarter:
                 self._ask_for_agent(node)
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
-        """Kill all processes of the host in a seat, and delete its memory."""
         host = next((one for one in self._nodes.values() if one.seat == node), None)
         if host is None:
             return None  # the node is already lost
@@ -169,7 +160,6 @@ class SlurmStarter:
         return store.path
 
     def close(self) -> None:
-        """Shut down all agents."""
         if self._branches is not None:
             self._branches.close()
         if self._listener is not None:
@@ -237,7 +227,6 @@ class SlurmStarter:
                 self._children.act(message)
 
     def _note(self, node: Node, trouble: str, usable: bool) -> None:
-        """Record a faulty device of a node; if it is unusable, move the node's ranks."""
         self._report(DevicesFailing(node.host, trouble, usable))
         if usable:
             node.worn = True
@@ -256,7 +245,6 @@ class SlurmStarter:
     # Seats
 
     def _are_enough(self) -> bool:
-        """True if all hosts are connected, or enough hosts after `_GATHER_S`."""
         coming = [node for node in self._nodes.values() if node.is_coming]
         there = [node for node in self._nodes.values() if node.is_spare]
         enough = len(there) >= self._config.nodes
@@ -287,7 +275,6 @@ class SlurmStarter:
         return False
 
     def _look_for_another(self, seat: int) -> None:
-        """Without a spare, wait for a connecting host or restart the agent of a lost one."""
         absent = [node for node in self._nodes.values() if node.link is None]
         for node in absent:
             if not (node.is_coming or node.broken) and node.tried < self._vacated:

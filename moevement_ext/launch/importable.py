@@ -6,11 +6,7 @@ from pathlib import Path
 
 
 def default_spares(program: str) -> int:
-    """Return the default number of hot spares per node: 1 for a program with a main guard, else 0.
-
-    Args:
-        program: path of the program.
-    """
+    """Default number of hot spares per node: 1 for a program with a main guard, else 0."""
     try:
         statements = ast.parse(Path(program).read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -19,7 +15,6 @@ def default_spares(program: str) -> int:
 
 
 def _guards_main(statement: ast.stmt) -> bool:
-    """True for `if __name__ == '__main__':`."""
     if not (isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare)):
         return False
     sides = [statement.test.left, *statement.test.comparators]

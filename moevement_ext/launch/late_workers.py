@@ -24,15 +24,9 @@ class LateWorkers:
     def late(self, store: Store, living: Sequence[Worker]) -> list[Worker]:
         """Return the workers that have not joined in time and must be killed, each worker once.
 
-        Sends no request to the store before a worker can be late. At the start of a job, which may
-        take long, no worker is late.
-
-        Args:
-            store: the part of the store that belongs to this launch.
-            living: workers that have not ended.
-
-        Raises:
-            DistError: the store does not answer.
+        Sends no request to the store before a worker can be late. At the start of a job,
+        which may take long, no worker is late. `store` is the part of this launch; raises
+        `DistError` if it does not answer.
         """
         now = time.monotonic()
         overdue = [worker for worker in living if self._age_s(worker, now) > _TO_JOIN_S]

@@ -34,16 +34,11 @@ class StagedFault(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """One job; the flags of the launchers fill these fields.
-
-    Raises:
-        ConfigurationError: a value breaks a rule; names the flag.
-    """
+    """One job, by the flags of the launchers. `ConfigurationError` names a bad flag."""
 
     program: str
     """Path of a Python program, as on the command line."""
     flags: tuple[str, ...] = ()
-    """Command line of the program."""
     nodes: int = 1
     workers_per_node: int = 1
     spares: int = 0
@@ -84,7 +79,6 @@ class LaunchConfig:
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
         return self.nodes * self.workers_per_node
 
     def node_of(self, rank: int) -> int:
@@ -92,7 +86,6 @@ class LaunchConfig:
         return rank // self.workers_per_node
 
     def ranks_of(self, node: int) -> range:
-        """All ranks of a node."""
         return range(node * self.workers_per_node, (node + 1) * self.workers_per_node)
 
     def log_of(self, rank: int) -> Path | None:
@@ -102,8 +95,7 @@ class LaunchConfig:
     def make_log_dir(self) -> None:
         """Create the directory of `--log-dir`, if that flag was given.
 
-        Raises:
-            ConfigurationError: the directory, or a file in it, cannot be created.
+        Raises `ConfigurationError` if the directory, or a file in it, cannot be created.
         """
         if self.log_dir is None:
             return

@@ -5,11 +5,7 @@ from moevement_ext.errors import EXIT_USER_ERROR, SparseCheckpointError
 
 
 class LaunchError(SparseCheckpointError):
-    """The job cannot continue.
-
-    Attributes:
-        exit_code: exit status of the launcher.
-    """
+    """The job cannot continue; `exit_code` is the exit status of the launcher."""
 
     exit_code = 1
 

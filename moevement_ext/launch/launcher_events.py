@@ -14,11 +14,7 @@ FILE = 'launcher.jsonl'
 
 
 def describe_exit(code: int) -> str:
-    """Describe how a process ended.
-
-    Args:
-        code: exit status, or the negative number of a signal.
-    """
+    """Describe how a process ended, by exit status or the negative number of a signal."""
     if code >= 0:
         return f'ended with exit status {code}'
     try:
@@ -294,7 +290,6 @@ class JobEnded(Event, frozen=True):
 
 
 def in_words(seconds: float) -> str:
-    """Format a duration, such as `2 h 03 min` or `12 s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -331,14 +326,9 @@ def line_of(event: Event) -> bytes:
 
 
 class Journal:
-    """Passes on the launcher's events and appends them to `launcher.jsonl` in `--log-dir`.
+    """Passes on the launcher's events and appends them to `launcher.jsonl` in `--log-dir`, if any.
 
-    Args:
-        log_dir: None: events are only passed on.
-        then: called with each event.
-
-    Raises:
-        ConfigurationError: the file cannot be written to.
+    Raises `ConfigurationError` if the file cannot be written to.
     """
 
     def __init__(self, log_dir: Path | None, then: Callable[[Event], None]) -> None:
@@ -354,12 +344,10 @@ class Journal:
                 ) from error
 
     def __call__(self, event: Event) -> None:
-        """Record an event."""
         if self._file is not None:
             self._file.append(line_of(event))
         self._then(event)
 
     def close(self) -> None:
-        """Close the file; later events are only passed on."""
         if self._file is not None:
             self._file.close()

@@ -32,7 +32,6 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> 'Address':
-        """Parse the result of `str`."""
         host, port, secret = text.rsplit(' ', 2)
         return cls(host, int(port), bytes.fromhex(secret))
 
@@ -41,16 +40,10 @@ class Address(NamedTuple):
 
 
 class Link[Received]:
-    """One end of the connection; all methods raise `OSError` once the connection is lost.
+    """One end of an authenticated connection; methods raise `OSError` once it is lost.
 
-    One thread uses the link; any thread may call `heartbeat`.
-
-    Args:
-        sock: connected and authenticated.
-        decoder: of the peer's messages.
-
-    Attributes:
-        fd: readable when there is a message.
+    One thread uses the link; any thread may call `heartbeat`. `fd` is readable when there is a
+    message; `decoder` decodes the peer's messages.
     """
 
     def __init__(self, sock: socket.socket, decoder: 'msgspec.msgpack.Decoder[Received]') -> None:
@@ -78,7 +71,6 @@ class Link[Received]:
         return self._silent_s
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; messages are small, so this does not block."""
         with self._sending:
             self._send(message)
 
@@ -101,7 +93,6 @@ class Link[Received]:
             self._sending.release()
 
     def close(self) -> None:
-        """Close the connection; the peer notices."""
         self._connection.shutdown()
         with self._sending:
             self._closed = True
@@ -117,8 +108,7 @@ class Link[Received]:
 class Beats:
     """Background thread that sends heartbeats, so that a busy process does not count as lost.
 
-    Args:
-        links: returns the open links; called on that thread before each round.
+    `links` returns the open links; called on that thread before each round.
     """
 
     def __init__(self, links: 'Callable[[], Iterable[Link[Any]]]') -> None:
@@ -128,7 +118,6 @@ class Beats:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the heartbeats."""
         self._stopping.set()
         self._thread.join()
 

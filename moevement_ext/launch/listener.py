@@ -34,12 +34,7 @@ class Arrival(NamedTuple):
 class Listener:
     """Authenticates agents and queues them for the supervisor.
 
-    Args:
-        secret: shared secret of the job.
-
-    Attributes:
-        port: of the listening socket.
-        fd: readable when an agent has arrived.
+    `port` is that of the listening socket; `fd` is readable when an agent has arrived.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -62,7 +57,6 @@ class Listener:
         return [self._arrived.get() for _ in range(self._arrived.qsize())]
 
     def close(self) -> None:
-        """Stop listening."""
         self._closed.set()
         self._server.shutdown(socket.SHUT_RDWR)  # wakes the listening thread
         self._thread.join()
@@ -80,7 +74,6 @@ class Listener:
                     logger.warning('an agent could not connect: %s', error)
 
     def _hear(self, sock: socket.socket) -> None:
-        """Authenticate a connection on its own thread, unless there are too many."""
         if not self._strangers.make_room():
             sock.close()
             return

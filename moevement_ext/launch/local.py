@@ -28,15 +28,9 @@ _TURN_S = 1.0
 
 
 class LocalStarter:
-    """`Starter` of workers on this machine.
+    """`Starter` of workers on this machine; `loop` calls it after events of the machine.
 
-    Args:
-        config: launch configuration of the job.
-        loop: calls this object after events of the machine.
-        report: called with each event.
-
-    Raises:
-        ConfigurationError: the GPUs of this machine do not fit the job.
+    Raises `ConfigurationError` if the GPUs of this machine do not fit the job.
     """
 
     moves_ranks = False
@@ -54,7 +48,6 @@ class LocalStarter:
         self._own.watch(self._is_told, self._act)
 
     def open(self, port: int) -> None:
-        """Prepare for workers that use the store at `port`."""
         self._variables = job_variables(self._config, '127.0.0.1', port)
         if self._machine is None:
             job = messages.program(self._config, default_variables_here(self._config))
@@ -71,14 +64,12 @@ class LocalStarter:
         return child
 
     def keep_spares(self) -> None:
-        """Start the hot spares."""
         self.send(messages.KeepSpares(self._config.spares))
 
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
         """Does nothing: no rank moves to another node."""
 
     def spares_left(self) -> str:
-        """Describe the hot spares; without a spare a replacement starts more slowly."""
         ready, starting = (0, 0) if self._machine is None else self._machine.spares.count
         more = f' ({starting} starting)' if starting else ''
         return f'{ready} hot{more}' if self._config.spares else '0 hot (none asked for)'
@@ -87,14 +78,12 @@ class LocalStarter:
         """Does nothing: this machine has no lost nodes."""
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path:
-        """Kill the workers of an emulated node, and delete its memory."""
         name = name_here(node)
         store = memory(name)
         self.send(messages.SimulateNodeLoss(name, str(store.root), store.run_id))
         return store.path
 
     def close(self) -> None:
-        """Kill the spares and the template."""
         if self._machine is not None:
             self._machine.close()
         self._own.close()
@@ -103,12 +92,10 @@ class LocalStarter:
     # As the node of a child
 
     def send(self, message: messages.FromSupervisor) -> None:
-        """Pass the message to the machine."""
         assert self._machine is not None
         self._machine.obey(message)
 
     def hear(self) -> None:
-        """Wait for an event of the machine, at most a second."""
         self._own.turn(_TURN_S)
 
     def give_up(self, why: str) -> None:

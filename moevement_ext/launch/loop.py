@@ -6,11 +6,7 @@ from collections.abc import Callable
 
 
 class FdLoop:
-    """Maps file descriptors to callbacks.
-
-    Attributes:
-        fd: readable when a turn would make a call.
-    """
+    """Maps file descriptors to callbacks; `fd` is readable when a turn would make a call."""
 
     def __init__(self) -> None:
         self._selector = selectors.EpollSelector()
@@ -29,12 +25,10 @@ class FdLoop:
             self._selector.unregister(fd)
 
     def turn(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` until a descriptor is readable, then call its callback."""
         for key, _ in self._selector.select(timeout_s):
             # An earlier call of this turn may have closed the descriptor, or reused its number.
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
     def close(self) -> None:
-        """Stop watching all descriptors."""
         self._selector.close()

@@ -59,9 +59,6 @@ class Machine:
         loop: calls this object when a process prints, is ready or dies.
         tell: called with messages to the supervisor.
         report: called with events of hot spares.
-
-    Attributes:
-        spares: the hot spares.
     """
 
     def __init__(
@@ -84,11 +81,7 @@ class Machine:
         self._pages: ReservedPages | None = None
 
     def obey(self, message: messages.FromSupervisor) -> None:
-        """Carry out an order of the supervisor.
-
-        Raises:
-            TemplateLost: the template is dead, so no worker can start.
-        """
+        """Carry out an order of the supervisor; `TemplateLost` if no worker can start."""
         match message:
             case messages.StartWorker():
                 self._start(message)
@@ -102,7 +95,6 @@ class Machine:
                 self._simulate_node_loss(node, NodeStore(Path(directory), run_id, node))
 
     def close(self) -> None:
-        """Kill all processes of this machine."""
         for running in self._running.values():
             running.child.signal(signal.SIGKILL)
         for running in self._running.values():
@@ -142,10 +134,9 @@ class Machine:
             return spare or self._new_process(environment, output), spare is not None
 
     def _opened(self, log: Path) -> BinaryIO:
-        """A log, or stderr instead of one that is gone since it was written: that ends no job.
+        """Open a log; stderr if a log written earlier is gone, which must not end the job.
 
-        Raises:
-            OSError: the log could never be written, which is a mistake.
+        Raises `OSError` if the log could never be written, which is a mistake.
         """
         try:
             output = log.open('ab')

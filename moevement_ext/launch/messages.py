@@ -131,6 +131,5 @@ FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decod
 
 
 def program(config: LaunchConfig, defaults: dict[str, str]) -> Program:
-    """Build the first message of the supervisor; `defaults` as in `Program`."""
     log_dir = None if config.log_dir is None else str(config.log_dir.absolute())
     return Program(config.program, list(config.flags), log_dir, defaults, config.fork)

@@ -27,7 +27,6 @@ class Node:
         on_missed: called with the reason when no agent connected.
 
     Attributes:
-        link: connection to the agent; None without an agent.
         seat: the host's node number in the job (torchrun's group rank); None: a spare.
         is_hot: the agent has the order to keep hot spares.
         tried: start of the last step here, in seconds of the monotonic clock.
@@ -78,7 +77,6 @@ class Node:
         return waits and time.monotonic() >= self.tried + self._pause_s
 
     def begin(self, step: Step) -> None:
-        """Record the step that starts the agent."""
         self.tried = step.since
         self._step = step
 
@@ -88,14 +86,12 @@ class Node:
         self._miss(why)
 
     def connected(self, link: Link[FromAgent]) -> None:
-        """Record the connection of the agent."""
         self.link = link
         self.is_hot = False
         self._pause_s = _FIRST_PAUSE_S
         self._loop.watch(link.fd, self.hear)
 
     def look(self) -> None:
-        """Check that agent and step are alive."""
         self._left = [step for step in self._left if step.ended() is None]
         if self.link is not None and self.link.silent_s > SILENT_S:
             self.lose(f'no message for {SILENT_S:.0f} s')
@@ -103,13 +99,11 @@ class Node:
             self._look_at_step()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message to the agent, if there is one."""
         if self.link is not None:
             link = self.link
             self._attempt(lambda: link.send(message))
 
     def hear(self) -> None:
-        """Wait for a message of the agent and handle it."""
         if self.link is not None:
             self._attempt(self._receive)
 
@@ -122,7 +116,6 @@ class Node:
         self.seat = None
 
     def give_up(self, why: str) -> None:
-        """Drop the host for the rest of the job."""
         self.broken = why
         self.lose(why)
 

@@ -29,7 +29,6 @@ from moevement_ext.membership.failures import (
 
 
 def print_event(event: Event) -> None:
-    """Print an event on stderr."""
     bad = isinstance(event, JobFailed | StoreGone | NodeLost)
     good = False if bad else None
     match event:
@@ -41,12 +40,7 @@ def print_event(event: Event) -> None:
 
 
 class Outcome:
-    """Failures of one job. The launcher's thread uses this object.
-
-    Args:
-        report: called with each event.
-        spares: returns a description of the remaining spares.
-    """
+    """Failures of one job. The launcher's thread uses this object."""
 
     def __init__(self, report: Callable[[Event], None], spares: Callable[[], str]) -> None:
         self._report = report
@@ -70,11 +64,7 @@ class Outcome:
         tell_cause(store, restarts, cause.worker.rank, cause.worker.pid, cause.fate)
 
     def look(self, store: Store) -> None:
-        """Read the outcome of a pending recovery; called ten times a second.
-
-        Raises:
-            DistError: the store does not answer.
-        """
+        """Read a pending recovery's outcome, ten times a second; `DistError`: no store."""
         if not self._waits:
             return
         spares = self._spares()
@@ -89,6 +79,5 @@ class Outcome:
             self._report(JobRecovered(line, spares))
 
     def ended(self, code: int) -> None:
-        """Report the end of the job."""
         seconds = time.monotonic() - self._began
         self._report(JobEnded(code, seconds, self._failures, self._recoveries))

@@ -39,12 +39,9 @@ class _Lines:
 
 
 class Relay:
-    """Copies a pipe to stdout line by line, with a prefix.
+    """Copies a pipe to stdout line by line, with a prefix; `on_line` gets lines without it.
 
-    Args:
-        fd: read end of the pipe; the caller closes it.
-        prefix: of each line.
-        on_line: called with each line, without the prefix.
+    The caller closes the pipe's read end `fd`.
     """
 
     def __init__(self, fd: int, prefix: str, on_line: Callable[[str], None]) -> None:
@@ -94,9 +91,7 @@ def say(stream: TextIO, text: str) -> None:
 def say_of_launcher(what: object, good: bool | None = None) -> None:
     """Print a line of the launcher on stderr, with the time of day.
 
-    Args:
-        what: text of the line.
-        good: colours the line on a terminal as good or bad news; None: no colour.
+    `good` colours the line on a terminal as good or bad news; None: no colour.
     """
     line = f'[launcher {time.strftime("%H:%M:%S")}] {what}'
     say(sys.stderr, (line if good is None else highlighted(line, sys.stderr, good)) + '\n')
@@ -111,12 +106,7 @@ def last_lines(log: Path) -> list[str]:
 
 
 class LogTail:
-    """Reads the lines that are appended to a log from now on.
-
-    Args:
-        path: need not exist yet; earlier content is skipped.
-        on_line: called with each line.
-    """
+    """Reads the lines that are appended to a log, which need not exist yet, from now on."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path = path
@@ -125,7 +115,6 @@ class LogTail:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def pump(self) -> None:
-        """Pass on the new lines."""
         if not self._path.exists():
             return
         with self._path.open('rb') as log:

@@ -71,11 +71,9 @@ class RemoteChild(Child):
 
     @property
     def waits_for_node(self) -> bool:
-        """True if the worker has no node yet."""
         return self.node is None and self._code is None
 
     def start_on(self, node: Commands) -> None:
-        """Order the node to start the worker."""
         self.node = node
         self._asked_for_at = time.monotonic()
         node.send(self.order)
@@ -83,8 +81,7 @@ class RemoteChild(Child):
     def give_up(self, why: str) -> None:
         """Drop the node of a worker that does not die of SIGKILL, or does not start.
 
-        Raises:
-            LaunchError: there is no other node.
+        Raises `LaunchError` if there is no other node.
         """
         if self.node is not None and self._code is None:
             self.node.give_up(why)
@@ -127,11 +124,7 @@ class RemoteChild(Child):
 
 
 class Children:
-    """All workers that have not ended. The supervisor's thread uses this object.
-
-    Args:
-        report: called with each event.
-    """
+    """All workers that have not ended. The supervisor's thread uses this object."""
 
     def __init__(self, report: Callable[[Event], None]) -> None:
         self._report = report
@@ -155,7 +148,6 @@ class Children:
         return child
 
     def act(self, message: FromAgent) -> None:
-        """Handle a message about a worker."""
         match message:
             case Started(key, pid, was_spare):
                 child = self._children[key]
@@ -171,7 +163,6 @@ class Children:
                 child.end(code)
 
     def lose(self, node: Commands, host: str) -> None:
-        """End all workers of a lost node."""
         for key, child in list(self._children.items()):
             if child.node is node:
                 del self._children[key]

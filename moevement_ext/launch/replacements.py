@@ -14,24 +14,18 @@ _ERRORS_WITHIN_S = 600.0
 
 
 class Replacements:
-    """Replacements of single workers in a job, or restarts of all its workers.
-
-    Args:
-        config: launch configuration of the job.
-    """
+    """Replacements of single workers in a job, or restarts of all its workers."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
         self._count = 0
 
     def refuse_mistakes(self, ends: Sequence[BadEnd]) -> None:
-        """Refuse to replace a worker after a user error, which a new worker would repeat.
+        """Refuse to replace a worker after a user error, with a `UserMistake`.
 
-        A user error exists from the start. After a replacement the same exit status may have
-        another cause, such as too little memory on one node, and is no longer refused.
-
-        Raises:
-            UserMistake: a worker ended because of a mistake before any replacement.
+        A user error exists from the start, so a new worker would repeat it. After a
+        replacement the same exit status may have another cause, such as too little memory
+        on one node, and is no longer refused.
         """
         for end in ends:
             if end.code == EXIT_USER_ERROR and self._count == 0:
@@ -40,14 +34,9 @@ class Replacements:
                 )
 
     def add(self, end: BadEnd, blamed: Sequence[Worker]) -> None:
-        """Count a replacement.
+        """Count a replacement of `end`'s worker, together with errors of the `blamed` workers.
 
-        Args:
-            end: death of the worker to replace.
-            blamed: workers whose errors count together with this one.
-
-        Raises:
-            LaunchError: a limit is reached, or the rank failed too often.
+        Raises `LaunchError` if a limit is reached, or the rank failed too often.
         """
         if end.is_error:
             end.worker.errors.append(end.at)

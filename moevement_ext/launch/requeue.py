@@ -15,9 +15,8 @@ _MOST_RESTARTS = 10
 class History:
     """State of a job that decides about a requeue.
 
-    Attributes:
-        lost: hosts without an agent, or with an unusable device.
-        has_begun: the job has started a worker.
+    `lost` are hosts without an agent, or with an unusable device; `has_begun` once a worker
+    started.
     """
 
     def __init__(self) -> None:
@@ -25,7 +24,6 @@ class History:
         self.has_begun = False
 
     def note(self, event: Event) -> None:
-        """Record an event."""
         match event:
             case NodeLost(host) | NodeMissing(host):
                 self.lost.add(host)

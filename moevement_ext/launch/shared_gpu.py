@@ -31,7 +31,6 @@ def of_rank(rank: int) -> dict[str, str]:
 
 
 def share(environment: MutableMapping[str, str]) -> None:
-    """Complete the environment of a worker that has a `RANK`."""
     for name, value in DEFAULTS.items():
         environment.setdefault(name, value)
     environment.update(of_rank(int(environment['RANK'])))

@@ -49,11 +49,7 @@ class SlurmJob:
 
 
 def parse(argv: Sequence[str]) -> SlurmJob:
-    """Parse a command line; ends the process with a message if a flag breaks a rule.
-
-    Args:
-        argv: flags of the launcher, `--`, program, flags of the program.
-    """
+    """Parse the launcher's flags, `--`, program and its flags; ends the process on an error."""
     parser = _parser()
     args = parse_before_program(parser, argv)
     try:

@@ -43,7 +43,6 @@ _set_by_import: dict[str, str] = {}
 
 
 def main() -> None:
-    """Body of the process."""
     program, descriptor, *flags = sys.argv[1:]
     if os.path.exists(_GPUS):  # torch then counts them without using one
         os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
@@ -146,7 +145,6 @@ def _import_program(program: str, flags: list[str]) -> ModuleType:
 
 
 def _become_worker(order: dict[str, Any], output: int) -> None:
-    """Take over environment, arguments and output."""
     sys.stdout.flush()
     os.dup2(output, _STDOUT)
     os.dup2(output, _STDERR)

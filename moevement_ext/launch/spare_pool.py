@@ -17,13 +17,8 @@ class SparePool:
     """Processes that import the program in advance.
 
     A spare that can fork serves any number of workers. If the program cannot be forked, as its
-    import starts threads or uses a GPU, each spare becomes one worker.
-
-    Args:
-        config: launch configuration of the job.
-        environment: of the import.
-        loop: calls this object when a spare is ready or dead.
-        report: called with each event.
+    import starts threads or uses a GPU, each spare becomes one worker. `environment` is that of
+    the import; `loop` calls this object when a spare is ready or dead.
     """
 
     def __init__(
@@ -51,9 +46,7 @@ class SparePool:
     def take(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild | None:
         """Start a worker from a ready spare; None if there is none.
 
-        Args:
-            environment: the worker's complete environment.
-            log: file for the worker's output; None: a pipe.
+        `environment` is complete; `log` receives the worker's output (None: a pipe).
         """
         command = [self._config.program, *self._config.flags]
         for spare in self._ready:

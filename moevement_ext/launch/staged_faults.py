@@ -13,14 +13,7 @@ _ITERATION = re.compile(r'\biteration +(\d+)/')
 
 
 class StagedFaults:
-    """The pending staged failures.
-
-    Args:
-        config: launch configuration of the job.
-
-    Raises:
-        ConfigurationError: the host memory of a node to kill is unknown.
-    """
+    """Pending staged failures. `ConfigurationError`: unknown host memory of a node to kill."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self.pending = list(config.faults)
@@ -36,19 +29,16 @@ class StagedFaults:
         return found
 
     def memory_of(self, name: str) -> NodeStore:
-        """The run's host memory on the node of this name."""
         assert self._run is not None  # the constructor sets it for KILL_NODE
         return NodeStore(*self._run, name)
 
 
 def logged_iteration(line: str) -> int | None:
-    """Parse the iteration of a trainer's log line; None for other lines."""
     logged = _ITERATION.search(line)
     return None if logged is None else int(logged[1])
 
 
 def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]:
-    """The window directory and the run id."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
     parser.add_argument('--sparse-ckpt-run-id')

@@ -26,10 +26,7 @@ class Starter(Protocol):
     ) -> RemoteChild:
         """Start or restart a rank; the process is reported once it exists.
 
-        Args:
-            rank: rank of the worker.
-            restarts: number of restarts of the rank.
-            heard: called with the iterations that the worker logs, if it has no log file.
+        `heard` is called with the iterations that the worker logs, if it has no log file.
         """
 
     def keep_spares(self) -> None:
@@ -38,30 +35,21 @@ class Starter(Protocol):
     def reserve(self, memory: Path, files: Sequence[Sequence[int]]) -> None:
         """Reserve host memory for ranks that may move to another node.
 
-        Args:
-            memory: directory of the run, on each node.
-            files: sizes of the files with pages that each rank keeps, by rank.
+        `memory` is the directory of the run on each node, `files` the sizes of each rank's
+        files.
         """
 
     def spares_left(self) -> str:
         """Describe the remaining spares."""
 
     def look(self) -> None:
-        """Do periodic work; called ten times a second.
-
-        Raises:
-            LaunchError: a worker cannot be started.
-        """
+        """Do periodic work, ten times a second; `LaunchError` if a worker cannot be started."""
 
     def lose_node(self, node: int, memory: Callable[[str], NodeStore]) -> Path | None:
-        """Kill all processes on a node of the job, and delete the node's host memory.
+        """Kill all processes on a node of the job, and delete its host memory.
 
-        Args:
-            node: number of the node.
-            memory: returns the host memory of a node, by the node's name.
-
-        Returns:
-            The deleted directory; None if the node runs nothing.
+        `memory` returns the host memory of a node by its name. Returns the deleted
+        directory; None if the node runs nothing.
         """
 
     def close(self) -> None:

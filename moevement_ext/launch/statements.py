@@ -29,7 +29,6 @@ def tell_memory(store: Store, directory: Path) -> None:
 
 
 def told_memory(store: Store) -> Path | None:
-    """The directory of the run's host memory; None if no worker reported it."""
     return Path(os.fsdecode(store.get(_MEMORY))) if store.check([_MEMORY]) else None
 
 
@@ -58,7 +57,6 @@ def told_survivors(store: Store) -> bool:
 
 
 def tell_joining(store: Store, rank: int) -> None:
-    """Report that this process is about to join the other ranks."""
     _own(store).set(_joining(rank), str(os.getpid()))
 
 

@@ -22,14 +22,9 @@ _SHARES = (
 
 
 class Step:
-    """One attempt to run an agent on a node.
+    """One attempt to run an agent on a node, by a command that runs as long as the agent.
 
-    Args:
-        command: a command that runs as long as the agent.
-        environment: the complete environment.
-
-    Attributes:
-        since: start of the step, in seconds of the monotonic clock.
+    `since` is the start of the step, in seconds of the monotonic clock.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -43,11 +38,9 @@ class Step:
         return self._process.poll()
 
     def cancel(self) -> None:
-        """Ask the step to end."""
         self._process.terminate()
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the end of the step, then kill it."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -67,13 +60,8 @@ def slurm_step(
 ) -> Step:
     """Start a step on one node of the allocation, with all the job's resources there.
 
-    Failures of other steps or nodes do not end the step.
-
-    Args:
-        host: the node.
-        address: address of the supervisor.
-        flags: additional flags of `srun`, such as the container image.
-        python: command that runs Python on the node.
+    Failures of other steps or nodes do not end the step. `flags` are additional flags of
+    `srun`, such as the container image; `python` is the command that runs Python on the node.
     """
     command = ['srun', '--no-kill', '--overlap', '--nodes=1', '--ntasks=1', f'--nodelist={host}']
     command += ['--kill-on-bad-exit=0', '--mem=0', '--export=ALL']  # overrides sbatch's settings

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts all workers of a job, and replaces a dead worker while the others keep running.
 
-torchrun restarts all workers of the agent whose worker died. Here the others keep running: the
-launcher announces the failure in its store, which outlives all workers, and a hot spare or a new
-process replaces the dead worker. This requires a program that reports that its workers survive (see
-`statements`); the workers of any other program restart together, as under torchrun.
+torchrun restarts all workers of the agent whose worker died. Here the launcher announces the
+failure in its store, which outlives all workers, and a hot spare or a new process replaces the dead
+worker. This requires a program that reports that its workers survive (see `statements`); the
+workers of any other program restart together, as under torchrun.
 """
 
 import signal
@@ -129,11 +129,9 @@ class Supervisor:
     def run(self) -> int:
         """Run the job to its end; no process of the job is left afterwards.
 
-        Linux kills all processes when the calling thread ends for any reason.
-
-        Returns:
-            0, or the exit status that the workers announced; the exit code of the `LaunchError` if
-            the job was given up; the argument of `stop` if that was called.
+        Linux kills all processes when the calling thread ends for any reason. Returns 0, or
+        the exit status that the workers announced; the exit code of the `LaunchError` if
+        the job was given up; the argument of `stop` if that was called.
         """
         code = 1  # stays 1 after an unexpected exception
         try:
@@ -271,14 +269,12 @@ class Supervisor:
         return code
 
     def _wait_for_end(self, worker: Worker) -> int:
-        """Wait for the worker's end; returns its exit code."""
         self._loop.forget(worker.child.death)
         code = worker.child.reap()
         worker.finished = code == 0
         return code
 
     def _replace_all(self) -> None:
-        """Replace each dead worker; the others keep running."""
         while self._bad_ends:
             end = self._bad_ends[0]
             self._outcome.lost(self.store, end)
@@ -356,7 +352,6 @@ class Supervisor:
         self._loop.close()
 
     def _report_memory(self) -> None:
-        """Report the host memory that an unfinished job left behind."""
         try:
             memory = told_memory(self._said)
         except DistError:
@@ -395,8 +390,7 @@ class Supervisor:
     def _look_for_store(self) -> bool:
         """Return True if the store answers again; waits at most about `_GLANCE`.
 
-        Raises:
-            LaunchError: a dead worker has waited too long for the store.
+        Raises `LaunchError` if a dead worker has waited too long for the store.
         """
         assert self._look_for_store_at is not None
         if time.monotonic() < self._look_for_store_at:
@@ -421,7 +415,6 @@ class Supervisor:
             self._report(WorkerLate(worker.rank, worker.pid))
 
     def _evict(self) -> None:
-        """Kill the workers that the other ranks reported as hung."""
         asked = evictions(self._said)
         if asked == self._evictions:
             return
@@ -442,7 +435,6 @@ class Supervisor:
             self._stage_faults(iteration)
 
     def _stage_faults(self, iteration: int) -> None:
-        """Stage the failures that are due once the last rank has logged this iteration."""
         for fault in self._faults.due(iteration):
             if fault.action is StagedAction.KILL_NODE:
                 self._kill_node(fault)

@@ -71,15 +71,10 @@ class Template:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
     ) -> OwnChild:
-        """Start a worker; waits until the program is imported.
+        """Start a worker with this complete environment; waits until the program is imported.
 
-        Args:
-            command: program and its flags.
-            environment: the worker's complete environment.
-            log: file for the worker's output; None: the pipe `OwnChild.output`.
-
-        Raises:
-            TemplateLost: the process is dead, or cannot start another worker.
+        Its output goes to `log`; None: the pipe `OwnChild.output`. Raises `TemplateLost` if
+        the process is dead, or cannot start another worker.
         """
         if not self.hear():
             raise TemplateLost('the template of all workers is gone')
@@ -104,11 +99,7 @@ class Template:
         return self.process
 
     def ask(self, request: str, value: Any, descriptors: Sequence[int] = ()) -> int:
-        """Send one request and return its answer.
-
-        Raises:
-            TemplateLost: the template does not answer; it is dead then.
-        """
+        """Send one request and return its answer; `TemplateLost` if the template is dead."""
         self._send(request, value, descriptors)
         try:
             answer = self._socket.recv(_MAX_ANSWER_BYTES)
@@ -149,7 +140,6 @@ class ForkedChild(OwnChild):
         self._template = template
 
     def close(self) -> None:
-        """Close the pipe."""
         if self.output is not None:
             os.close(self.output)
             self.output = None

@@ -51,12 +51,8 @@ _TO_MEET_S = 600
 class OutsideStore(RendezvousHandler):
     """Rendezvous handler of an agent: torch's static rendezvous, but never the store's server.
 
-    Args:
-        host, port: of the store.
-        rank: of this node.
-        nodes: number of them.
-        run_id: `--rdzv-id`.
-        timeout: limit for the rendezvous of all agents and for answers of the store.
+    `rank` is that of this node among `nodes`, `run_id` is `--rdzv-id`; `timeout` limits the
+    rendezvous of all agents and answers of the store.
     """
 
     def __init__(
@@ -70,7 +66,6 @@ class OutsideStore(RendezvousHandler):
 
     @classmethod
     def create(cls, params: RendezvousParameters) -> 'OutsideStore':
-        """Create the handler for torch's registry of rendezvous backends."""
         host, port = flag.split(params.endpoint)
         rank, seconds = params.get_as_int('rank'), params.get_as_int('timeout', _TO_MEET_S)
         assert rank is not None and seconds is not None
@@ -89,11 +84,9 @@ class OutsideStore(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: workers use the same store."""
         return True
 
     def get_backend(self) -> str:
-        """Name of this rendezvous backend."""
         return _BACKEND
 
     def num_nodes_waiting(self) -> int:
@@ -101,11 +94,9 @@ class OutsideStore(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """The `--rdzv-id` of all agents."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """Always False."""
         return False
 
     def set_closed(self) -> None:
@@ -130,11 +121,9 @@ class RestartingAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Check the workers; torch calls this every `--monitor-interval` seconds.
 
-        A user error exists from the start. After a restart the same exit status may have another
-        cause, such as too little memory on one node.
-
-        Raises:
-            UserError: a worker ended because of a user error before any restart.
+        Raises `UserError` if a worker ended because of a user error before any restart. A
+        user error exists from the start; after a restart the same exit status may have
+        another cause, such as too little memory on one node.
         """
         result: RunResult = super()._monitor_workers(worker_group)
         if self._remaining_restarts == worker_group.spec.max_restarts:
@@ -150,8 +139,8 @@ class RestartingAgent(LocalElasticAgent):
 def parse(argv: Sequence[str]) -> Namespace:
     """Parse torchrun's arguments and make the program's store the rendezvous of the agents.
 
-    Raises:
-        ConfigurationError: the program lacks the flag, or torchrun has another rendezvous.
+    Raises `ConfigurationError` if the program lacks the flag, or torchrun has another
+    rendezvous.
     """
     parser = get_args_parser()
     parser.prog = shown('python -m moevement_ext.store.torchrun')
@@ -196,7 +185,6 @@ def _check_numbers(args: Namespace) -> None:
 
 @record
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a node's agent."""
     ask_again_soon()
     with user_errors.in_one_line():
         args = parse(sys.argv[1:] if argv is None else argv)

@@ -24,12 +24,10 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process id of the current process."""
         return self.child.pid
 
     @property
     def restarts(self) -> int:
-        """Number of restarts of the rank."""
         return self.child.restarts
 
     def last_words(self) -> str:
@@ -45,7 +43,6 @@ class BadEnd:
 
     worker: Worker
     code: int
-    """Exit status, or the negative number of the signal that killed it."""
     at: float
     """When the supervisor saw the end (seconds of the monotonic clock)."""
 
@@ -56,11 +53,9 @@ class BadEnd:
 
     @property
     def how(self) -> str:
-        """Description of the end, with the rank."""
         return f'rank {self.worker.rank} (pid {self.worker.pid}) {self.fate}'
 
     @property
     def fate(self) -> str:
-        """Description of the end, without the rank."""
         host = self.worker.child.lost_with
         return f'was lost with host {host}' if host else describe_exit(self.code)

@@ -2,8 +2,8 @@
 """Batches of tensors: copied by one call, with a limit on the bytes per batch.
 
 One call releases the GIL once, not once per tensor. torch's optimizers use `torch._foreach_copy_`,
-which has no public name. Checked with torch 2.11 and 2.15; without this function the import of this
-module fails, so no job starts.
+which has no public name (checked with torch 2.11 and 2.15); without it this import fails, so no job
+starts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,28 +16,16 @@ _foreach_copy = torch._foreach_copy_
 
 
 def copy_all(targets: Tensors, sources: Tensors, non_blocking: bool = False) -> None:
-    """Copy each source into the target with the same index, on the current stream.
+    """Copy each source into the target with the same index and shape, on the current stream.
 
-    Args:
-        targets: same shapes as the sources; devices may differ.
-        sources: may be empty.
-        non_blocking: as of `torch.Tensor.copy_`.
-
-    Raises:
-        RuntimeError: a target has another shape; the targets before it are copied.
+    A target of another shape raises `RuntimeError`; the targets before it are copied.
     """
     if sources:
         _foreach_copy(targets, sources, non_blocking)
 
 
 def in_batches[T](items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Group consecutive items into batches, in order.
-
-    Args:
-        items: none larger than `limit`.
-        nbytes: size of an item in bytes.
-        limit: size of a batch in bytes.
-    """
+    """Group consecutive items into batches of at most `limit` bytes, in order; none is larger."""
     batch: list[T] = []
     total = 0
     for item in items:

@@ -38,36 +38,27 @@ class RankMemory(msgspec.Struct, frozen=True):
     replicas: int
     """All generations of the windows it holds for other ranks."""
     ledger: int
-    """The ledger of committed iterations."""
     log_ring: int = 0
-    """The upstream log (boundary activations and gradients)."""
     beside: int = 0
     """Locks, files shared at a rendezvous of all ranks, and the witness of a recovery."""
 
     @property
     def total(self) -> int:
-        """Sum over all kinds in bytes."""
         return sum(msgspec.structs.astuple(self))
 
 
 class HostMemoryPlan:
-    """Host memory of all ranks of one node.
-
-    Args:
-        ranks: what each rank on this node keeps.
-    """
+    """Host memory of all ranks of one node; `ranks` maps each rank to its bytes."""
 
     def __init__(self, ranks: Mapping[int, RankMemory]) -> None:
         self.ranks = dict(ranks)
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes of the node by kind."""
         kinds = RankMemory.__struct_fields__
         return {kind: sum(getattr(rank, kind) for rank in self.ranks.values()) for kind in kinds}
 
     @property
     def node_total(self) -> int:
-        """Bytes of the node over all ranks and kinds."""
         return sum(rank.total for rank in self.ranks.values())
 
     def describe(self) -> str:
@@ -87,9 +78,9 @@ class HostMemoryPlan:
         Args:
             budget_gb: `--sparse-ckpt-host-memory-gb`, GiB for the whole node; None: no limit but
                 the file system's.
-            directory: directory of this run on this node. Space that files of these ranks already
-                reserve in it (left by earlier processes, to be adopted) is not needed again.
-            process: this process's directory in `/proc`, as for `memory_left`.
+            directory: of this run on this node. Space that files of these ranks already reserve in
+                it (left by earlier processes, to be adopted) is not needed again.
+            process: as for `memory_left`.
 
         Raises:
             HostMemoryError: the plan exceeds the budget, the free space of the file system, or the
@@ -138,7 +129,6 @@ def gib(nbytes: int) -> str:
 
 
 def _gib_up(nbytes: int) -> str:
-    """Round bytes up to GiB with three decimals."""
     return f'{math.ceil(nbytes * 1000 / GIB) / 1000:.3f}'
 
 
@@ -148,7 +138,6 @@ def free_bytes(directory: Path) -> int:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or its nearest existing parent."""
     while not directory.exists():
         directory = directory.parent
     return directory

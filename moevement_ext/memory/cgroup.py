@@ -42,13 +42,8 @@ _V1 = _Version(
 def memory_left(process: Path = THIS_PROCESS) -> MemoryLeft | None:
     """Memory left below the limits of this process's cgroup and of its parents.
 
-    Limits that are invisible inside a container do not count.
-
-    Args:
-        process: directory in `/proc` with the process's groups and their mounts.
-
-    Returns:
-        None if there is no limit, or if the limit is unknown.
+    Limits that are invisible inside a container do not count. `process` is the directory in
+    `/proc` with the groups and their mounts. Returns None if the limit is unknown or missing.
     """
     found = [
         MemoryLeft(left, group)
@@ -107,7 +102,6 @@ def _is_v1(controller: str, kind: str, options: str) -> bool:
 
 
 def _below(path: str, root: str) -> PurePosixPath:
-    """Path of a group relative to a mount that shows the hierarchy from `root` down."""
     try:
         return PurePosixPath(path).relative_to(root)
     except ValueError:  # inside a container its own group is the root group
@@ -115,7 +109,6 @@ def _below(path: str, root: str) -> PurePosixPath:
 
 
 def _left_in(group: Path, version: _Version) -> int | None:
-    """Bytes left below the limit of one group; None without a limit."""
     try:
         limit = int((group / version.limit).read_text())
         used = int((group / version.used).read_text())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deaths of a run's processes on one node, recorded by their watchdogs.
 
-The whole job may restart because one process died, and torchrun does not tell the new processes
-which process died, or when. So each watchdog (`system/watchdog_process.py`, which does not import
-this module) appends a line to a file in the run's directory, and the restarted job reads the file.
+After a death the whole job may restart, and torchrun tells the new processes neither which process
+died nor when. Each watchdog (`system/watchdog_process.py`, which does not import this module)
+appends a line to a file in the run's directory; the restarted job reads it.
 """
 
 from contextlib import suppress

@@ -23,15 +23,12 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def bind_thread(device: torch.device) -> None:
-    """Make `device` the current device of this thread.
+    """Make `device`, from `with_index`, the current device of this thread; no effect for the CPU.
 
-    A new thread starts on GPU 0, and torch returns to GPU 0 after each use of another GPU, which
-    costs half a GB there for a context of this process. While the training thread captures a CUDA
-    graph, an event query from another thread invalidates the capture, unless that thread is in
-    relaxed capture mode.
-
-    Args:
-        device: from `with_index`; does nothing for the CPU.
+    A new thread starts on GPU 0, and torch returns to GPU 0 after each use of another GPU,
+    which costs half a GB there for a context of this process. While the training thread
+    captures a CUDA graph, an event query from another thread invalidates the capture, unless
+    that thread is in relaxed capture mode.
     """
     if device.type == 'cuda':
         torch.cuda.set_device(device)
@@ -39,11 +36,7 @@ def bind_thread(device: torch.device) -> None:
 
 
 def threads_beside(device: torch.device) -> ThreadPoolExecutor:
-    """Threads on a device, beside the set-up on the training thread, which calls this.
-
-    Args:
-        device: as `with_index` takes it.
-    """
+    """Threads on a device, beside the set-up on the training thread, which calls this."""
     return ThreadPoolExecutor(
         thread_name_prefix='sparse-ckpt-set-up',
         initializer=bind_thread,

@@ -48,17 +48,12 @@ _SYNC_BYTES = 256 * 2**20
 
 
 def require_mounted(root: Path) -> None:
-    """Refuse a missing `--sparse-ckpt-disk`.
-
-    Raises:
-        UserError: the directory does not exist.
-    """
+    """Refuse a missing `--sparse-ckpt-disk` with a `UserError`."""
     if not root.is_dir():
         raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
 
 
 def directory_of(root: Path, run_id: str, rank: int) -> Path:
-    """Directory of a rank's windows below `--sparse-ckpt-disk`."""
     return root / run_id / f'rank{rank}'
 
 
@@ -70,14 +65,9 @@ def stored_in(directory: Path, rank: int) -> list[StoredWindow]:
 class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
-    Args:
-        root: `--sparse-ckpt-disk`, which must exist, so that windows are never written below the
-            mount point of an unmounted file system.
-        run_id: `--sparse-ckpt-run-id`.
-        rank: owner of the windows.
-
-    Attributes:
-        forget_other_layouts: called once their windows are worthless.
+    `root` (`--sparse-ckpt-disk`) must exist, so that windows are never written below the mount
+    point of an unmounted file system. `forget_other_layouts` is called once their windows are
+    worthless.
 
     Raises:
         StoreInUseError: another process locks the directory, and does not end.
@@ -105,11 +95,9 @@ class DiskWindows:
             raise UserError(f'{_FLAG} {root}: windows cannot be kept there: {reason}') from error
 
     def stored(self) -> list[StoredWindow]:
-        """The committed windows by file name, newest first."""
         return stored_in(self.path, self.rank)
 
     def has(self, name: WindowName) -> bool:
-        """True if there is a committed window of that name."""
         return any(window.name == name for window in self.stored())
 
     def used_bytes(self) -> int:
@@ -125,10 +113,7 @@ class DiskWindows:
     ) -> None:
         """Copy a window into a file in memory that was begun for it, and verify every slot there.
 
-        Args:
-            name: the window.
-            into: a file begun for this window.
-            received: called with every slot that is read and undamaged, slot 0 first.
+        Calls `received` with every slot that is read and undamaged, slot 0 first.
 
         Raises:
             RefusedWindow: the window is missing, damaged, or another one.
@@ -141,12 +126,9 @@ class DiskWindows:
     def write(
         self, file: WindowFile, identity: RankIdentity, advance: Advance = at_full_speed
     ) -> None:
-        """Copy a committed window to disk, and read it back.
+        """Copy a committed window, which must not change meanwhile, to disk, and read it back.
 
-        Args:
-            file: in memory; the file must not change meanwhile.
-            identity: identity of this rank.
-            advance: called after every chunk written and read; its exceptions end the copy.
+        Calls `advance` after every chunk written and read; its exceptions end the copy.
 
         Raises:
             OSError: the file cannot be written; no partial file is left.
@@ -168,7 +150,6 @@ class DiskWindows:
             raise
 
     def discard(self, name: WindowName) -> None:
-        """Delete a window, if it exists."""
         (self.path / committed_name(name)).unlink(missing_ok=True)
 
     def set_aside_after(self, start: int, identity: RankIdentity) -> None:
@@ -214,7 +195,8 @@ class DiskWindows:
         """Delete all windows older than the newest of `kept`, except `kept`.
 
         This includes windows of other runs and windows set aside: the job has passed their
-        iterations. Newer windows stay, as they may be the only remains of an earlier history.
+        iterations. Newer windows stay, as they may be the only remains of an earlier
+        history.
         """
         self.forget_other_layouts()
         names = {committed_name(name) for name in kept}
@@ -226,9 +208,8 @@ class DiskWindows:
     def remove(self, past: int) -> None:
         """Delete everything of this rank, and the run's directory if it is empty then.
 
-        Args:
-            past: iteration that the job has reached. Windows of an earlier history that begin
-                later stay.
+        Windows of an earlier history that begin after iteration `past`, which the job has
+        reached, stay.
         """
         newer = [path for path in self.path.glob('*.window') if _start_of(path) >= past]
         if newer:
@@ -249,7 +230,6 @@ class DiskWindows:
             self.path.parent.rmdir()
 
     def close(self) -> None:
-        """Release the directory; this object must not write there afterwards."""
         if self._lock is not None:
             self._lock.release()
 
@@ -270,11 +250,7 @@ def _start_of(path: Path) -> int:
 
 
 def _locked(path: Path) -> HolderLock | None:
-    """The lock of a rank's directory; None on a file system without locks.
-
-    Raises:
-        StoreInUseError: a live process kept the lock while this process waited.
-    """
+    """The lock of a rank's directory; None on a file system without locks."""
     try:
         return taken(path)
     except OSError as error:

@@ -15,10 +15,8 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of an element type in a header, e.g. `bfloat16`."""
     return str(dtype).removeprefix('torch.')
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """Element type of that name, None if the name is unknown."""
     return _DTYPES.get(name)

@@ -45,7 +45,6 @@ class KeptFile(msgspec.Struct, frozen=True):
 
 
 def kept_by(store: NodeStore, holder: int) -> list[KeptFile]:
-    """The windows and the log of a rank of this node."""
     path = store.holder_path(holder)
     found = []
     for file in [*sorted(path.glob(f'*/{_WINDOWS}')), *path.glob(_LOG)]:
@@ -67,31 +66,22 @@ def encode(files: Sequence[KeptFile]) -> bytes:
 
 
 def decode(files: bytes) -> list[KeptFile]:
-    """Inverse of `encode`.
-
-    Raises:
-        msgspec.MsgspecError: the bytes are no such list.
-    """
+    """Inverse of `encode`. Raises `msgspec.MsgspecError` for other bytes."""
     return msgspec.msgpack.decode(files, type=list[KeptFile])
 
 
 def sizes_in(files: bytes) -> list[int]:
-    """Return the reserved bytes of each encoded file."""
     return [file.reserved for file in decode(files)]
 
 
 class EarlyReservation:
     """Reserves and maps the files of a rank on background threads.
 
-    If the directory already has window files, only existing files are mapped and none are created.
+    If the directory already has window files, only existing files are mapped and none are
+    created. If the files do not all fit, none are created. After an error the created files are
+    deleted. In both cases the set-up reserves the memory itself.
 
-    If the files do not all fit, none are created. After an error the created files are deleted. In
-    both cases the set-up reserves the memory itself.
-
-    Args:
-        store: of this node; not used otherwise before `wait` returns.
-        holder: the rank.
-        files: the files that the rank will need.
+    Nothing else may use `store` before `wait` returns.
     """
 
     def __init__(self, store: NodeStore, holder: int, files: Sequence[KeptFile]) -> None:
@@ -116,7 +106,7 @@ class EarlyReservation:
             self._begin(files)
 
     def wait(self) -> None:
-        """Wait for the threads. The training thread calls this before it reserves other files.
+        """Wait for the threads, on the training thread, before it reserves other files.
 
         Once it has reserved them, it must call `mapped.forget_prepared_maps`.
         """
@@ -128,7 +118,6 @@ class EarlyReservation:
         self._store.close()
 
     def _fits(self, files: Sequence[KeptFile]) -> bool:
-        """True if every file belongs to this directory and all files fit."""
         if not all(_OF_OWNER.fullmatch(file.directory) for file in files):
             return False
         needed = sum(file.reserved for file in files)

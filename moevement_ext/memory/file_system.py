@@ -13,11 +13,7 @@ _IN_MEMORY = ('tmpfs', 'ramfs')
 
 
 def file_system_type(path: Path) -> str | None:
-    """Type of the file system of `path`, which need not exist yet, such as 'tmpfs'.
-
-    Returns:
-        None if the type is unknown.
-    """
+    """Type, such as 'tmpfs', of the file system of `path`, which may not exist; None: unknown."""
     place = path.resolve()
     types = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((types[parent] for parent in (place, *place.parents) if parent in types), None)
@@ -31,8 +27,8 @@ def is_in_memory(path: Path) -> bool:
 def warn_unless_in_memory(directory: Path) -> None:
     """Warn once per node if `directory` is on a disk or in a network file system.
 
-    Such a directory works, but the kernel writes the windows out again and again, and training
-    waits for the writes. Every rank calls this before it reserves memory.
+    There the kernel writes the windows out again and again, and training waits for the writes.
+    Every rank calls this before it reserves memory.
     """
     if is_in_memory(directory) or os.environ.get('LOCAL_RANK', '0') != '0':
         return

@@ -28,20 +28,13 @@ _SIGKILL_PENDING = re.compile(r'^(?:SigPnd|ShdPnd):\t[0-9a-f]*[1-9a-f][0-9a-f]{2
 
 
 class StoreInUseError(UserError):
-    """A live process already holds the directory of this rank.
-
-    Attributes:
-        dies: the process is ending.
-    """
+    """A live process already holds the directory of this rank; `dies` if the process is ending."""
 
     dies = False
 
 
 class HolderLock:
     """An flock on a file, held until `release` or the end of this process (not of its forks).
-
-    Args:
-        path: the file, in a directory that belongs to this user alone.
 
     Raises:
         StoreInUseError: a live process has the lock.
@@ -89,7 +82,6 @@ def taken(path: Path) -> HolderLock:
 
 
 def _in_use(path: Path, holder: str) -> StoreInUseError:
-    """Error about a directory locked by "<process id> on <host>", or by an unknown process."""
     if _dies(holder):
         error = StoreInUseError(
             f'{path} is in use by process {holder}, which was killed but still waits in the '
@@ -105,7 +97,6 @@ def _in_use(path: Path, holder: str) -> StoreInUseError:
 
 
 def _dies(holder: str) -> bool:
-    """True if the process is on this machine and known to be ending."""
     pid, _, host = holder.partition(' on ')
     if not pid.isdecimal() or host != socket.gethostname():
         return False

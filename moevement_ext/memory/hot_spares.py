@@ -11,7 +11,6 @@ EACH_BYTES = 512 << 20
 
 
 def variables(count: int) -> dict[str, str]:
-    """Environment variables of workers beside `count` spares."""
     return {VARIABLE: str(count)}
 
 

@@ -2,11 +2,11 @@
 """Global scalars of committed iterations, needed for a bit-exact replay.
 
 Gradient norms and overflow flags are reduced across pipeline stages, so a stage that replays alone
-cannot recompute them; every rank keeps these scalars in a small mapped ring that survives
-the process. Layout: a preamble, then `capacity_records` regions of `RECORD_BYTES`; iteration t
-is in region t modulo capacity. Each region has its own checksum, so an append that a kill cuts off
-loses only that entry. The preamble has a digest of run, layout and rank: a file that another run
-left under the same name may come from other optimizers, and so from other bits.
+cannot recompute them; every rank keeps these scalars in a small mapped ring that survives the
+process. Layout: a preamble, then `capacity_records` regions of `RECORD_BYTES`; iteration t is in
+region t modulo capacity. Each region has its own checksum, so an append that a kill cuts off loses
+only that entry. The preamble has a digest of run, layout and rank: a file that another run left
+under the same name may come from other optimizers, and so from other bits.
 """
 
 import logging
@@ -75,16 +75,14 @@ class Ledger:
     """A mapped ring of the newest `capacity_records` entries.
 
     The training thread appends, once per iteration, and reads. A file of an earlier process is
-    continued in place, as host memory is planned for one file only. If the capacity differs, the
-    entries are rewritten. A process has one object per path.
+    continued in place, as host memory is planned for one file only; if the capacity differs,
+    the entries are rewritten. A process has one object per path. Raises `HostMemoryError`
+    without space.
 
     Args:
         path: file in the holder's directory (`NodeStore.ledger_path`), which is locked.
         capacity_records: iterations to remember; more than a recovery can ever go back.
         identity: of this rank. Entries of another run or layout are ignored.
-
-    Raises:
-        HostMemoryError: no space for the file.
     """
 
     def __init__(self, path: Path, capacity_records: int, identity: RankIdentity) -> None:
@@ -110,10 +108,8 @@ class Ledger:
     def append(self, entry: LedgerEntry) -> None:
         """Add one committed iteration. Takes some microseconds, without a system call.
 
-        A repeated iteration (after a rollback) replaces its earlier entry.
-
-        Raises:
-            ValueError: more norms and flags than a record holds (`MAX_SCALARS` always fit).
+        A repeated iteration (after a rollback) replaces its earlier entry. More norms and
+        flags than a record holds raise `ValueError` (`MAX_SCALARS` always fit).
         """
         scratch = self._scratch
         self._encoder.encode_into(entry, scratch, _PREFIX.size)
@@ -142,10 +138,7 @@ class Ledger:
         _COMPLETE.pack_into(self._map, _COMPLETE_AT, start + 1)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop entries of later iterations, which belong to an abandoned history.
-
-        Takes some milliseconds; called at a start or at the begin of a recovery.
-        """
+        """Drop entries of an abandoned history, at a start or recovery. Takes some milliseconds."""
         if _COMPLETE.unpack_from(self._map, _COMPLETE_AT)[0] > iteration:
             self.note_complete(-1)
         for at in range(PREAMBLE_BYTES, self.bytes_needed(self.capacity), RECORD_BYTES):
@@ -171,12 +164,10 @@ class Ledger:
         return _COMPLETE.unpack_from(content, _COMPLETE_AT)[0] - 1 if content else -1
 
     def close(self) -> None:
-        """Unmap; the file stays."""
         self._map.close()
 
     @staticmethod
     def bytes_needed(capacity_records: int) -> int:
-        """Size of the file in bytes."""
         return PREAMBLE_BYTES + capacity_records * RECORD_BYTES
 
     def _region(self, iteration: int) -> int:
@@ -203,7 +194,6 @@ def _entries_in(content: bytes) -> list[tuple[int, LedgerEntry]]:
 
 
 def _content(path: Path, identity: RankIdentity) -> bytes:
-    """Content of the ledger of this run, layout and rank; empty if there is none."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDONLY), 'rb') as file:
             content = file.read()

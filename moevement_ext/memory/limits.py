@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """System limits that a recovery may exceed although training does not.
 
-A recovery connects new process groups while the old ones are still being destroyed, so a rank
-temporarily has twice the open files and threads. The limits are checked before iteration 1, once
-all groups are connected.
+A recovery connects new process groups before the old ones are destroyed, so a rank temporarily has
+twice the open files and threads. Checked before iteration 1, with all groups connected.
 """
 
 import os
@@ -23,11 +22,8 @@ _INFINIBAND = Path('/sys/class/infiniband')
 def shortages(ranks: int, locks_memory: bool) -> list[str]:
     """Messages about limits that are too low for a recovery, with remedies.
 
-    Raises soft limits as far as the hard limits allow.
-
-    Args:
-        ranks: number of ranks on this node.
-        locks_memory: collectives use InfiniBand, if the node has it.
+    Raises soft limits as far as the hard limits allow. `ranks` counts those of this node;
+    `locks_memory`: collectives use InfiniBand, if the node has it.
     """
     return [*_files(), *_threads(ranks), *(_locked() if locks_memory else ())]
 

@@ -4,7 +4,7 @@
 A write to a mapped page that a full tmpfs cannot provide kills the process with SIGBUS, and a fault
 per page slows down the first pass over the file. So before the first write a file gets its final
 size, reserved pages and filled page tables, or is refused. A file may have pages in its first part
-only, and get more of them, or give some back, while it is mapped.
+only, and get or give back pages while it is mapped.
 
 Pages are reserved by writing to the map, in one pass: with a file system that asks for advice
 (`huge=advise`) these are huge pages, as with `huge=within_size`, which costs a tenth of the time.
@@ -43,10 +43,7 @@ _STEP_BYTES = 64 * 2**20
 def map_new(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
     """Create a file of `nbytes` bytes, all zero, and map it.
 
-    Args:
-        path: the file.
-        nbytes: its size.
-        reserved: bytes with pages, from the beginning; None: all.
+    The first `reserved` bytes get pages; None: all.
 
     Raises:
         HostMemoryError: the file system is too full; no file is left behind.
@@ -65,15 +62,9 @@ def map_new(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
 def map_anew(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
     """Map a file for a new use: resize it to `nbytes` bytes, or create it.
 
-    Existing pages are reused without zeroing, so the content is arbitrary.
-
-    Args:
-        path: the file.
-        nbytes: its size.
-        reserved: bytes with pages, from the beginning; None: all.
-
-    Raises:
-        HostMemoryError: the file system has not that much left, or the file is not this user's own.
+    Existing pages are reused without zeroing, so the content is arbitrary. The first `reserved`
+    bytes get pages; None: all. Raises `HostMemoryError` if the file system has not that much
+    left, or if the file is not this user's own.
     """
     fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -89,12 +80,9 @@ def map_anew(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
 
 
 def map_existing(path: Path, writable: bool = False, reserved: int | None = None) -> mmap.mmap:
-    """Map an existing file as a whole; if `writable`, fill the holes that a copied file has.
+    """Map an existing file as a whole.
 
-    Args:
-        path: the file.
-        writable: map it for writing.
-        reserved: fill holes before this byte; None: all.
+    If `writable`, fill the holes that a copied file has before byte `reserved` (None: all).
 
     Raises:
         ValueError: the file is empty.
@@ -118,20 +106,12 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
 
 
 def prepare_map(path: Path, nbytes: int, reserved: int) -> None:
-    """Do the work of `map_anew` in advance; its next call takes over this map. Any thread.
-
-    Raises:
-        HostMemoryError: as in `map_anew`.
-    """
+    """Do the work of `map_anew` in advance; its next call takes over this map. Any thread."""
     _keep(path, map_anew(path, nbytes, reserved))
 
 
 def prepare_map_of_existing(path: Path) -> None:
-    """Do the work of a writable `map_existing` in advance; reserves no pages. Any thread.
-
-    Raises:
-        HostMemoryError, OSError, ValueError: as in `map_existing`.
-    """
+    """Do the work of a writable `map_existing` in advance; reserves no pages. Any thread."""
     status = path.stat()
     _keep(path, map_existing(path, writable=True, reserved=status.st_blocks * _BLOCK_BYTES))
 
@@ -171,16 +151,10 @@ def map_first(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def reserve_range(array: Bytes, path: Path, begin: int, end: int) -> None:
-    """Reserve the pages of a part of a mapped file, and fill the page tables. Any thread.
+    """Reserve the pages of bytes `begin` to `end` of a writable map, and fill the page tables.
 
-    Args:
-        array: the whole map, writable.
-        path: the file.
-        begin: first byte. Existing pages keep their content.
-        end: one past the last byte.
-
-    Raises:
-        HostMemoryError: the file system is too full; pages reserved so far stay reserved.
+    Any thread. Existing pages keep their content. Raises `HostMemoryError` if the file system
+    is too full; pages reserved so far stay reserved.
     """
     begin, end = begin // mmap.PAGESIZE * mmap.PAGESIZE, min(in_pages(end), in_pages(array.size))
     if begin >= end:
@@ -195,13 +169,7 @@ def reserve_range(array: Bytes, path: Path, begin: int, end: int) -> None:
 
 
 def release_range(array: Bytes, begin: int, end: int) -> None:
-    """Give back the pages of a part of a mapped file; readers find zeros there. Any thread.
-
-    Args:
-        array: the whole map, writable.
-        begin: first byte; its page stays, unless it begins there.
-        end: one past the last byte.
-    """
+    """Give back whole pages from `begin` to `end` of a writable map; readers find zeros there."""
     begin, end = in_pages(begin), in_pages(min(end, array.size))
     if begin < end:
         _advise(array, begin, end, _MADV_REMOVE)

@@ -35,13 +35,8 @@ _FORMER = 'former-'
 class NodeStore:
     """The directory of one run on one node. Every rank of the node may construct this.
 
-    Args:
-        root: directory in a tmpfs, e.g. `/dev/shm/moevement-1000`.
-        run_id: `--sparse-ckpt-run-id`.
-        node: name of this (possibly emulated) node.
-
-    Raises:
-        ValueError: the run id or the node name cannot be a directory name.
+    `root` is in a tmpfs, e.g. `/dev/shm/moevement-1000`. A run id or node name that cannot be a
+    directory name raises `ValueError`.
     """
 
     def __init__(self, root: Path, run_id: str, node: str) -> None:
@@ -53,11 +48,9 @@ class NodeStore:
         self._locks: dict[int, HolderLock] = {}
 
     def holder_path(self, holder: int) -> Path:
-        """Directory of all files of rank `holder`."""
         return self.path / str(holder)
 
     def owner_path(self, holder: int, owner: int) -> Path:
-        """Directory of the windows of `owner` that rank `holder` keeps."""
         return self.holder_path(holder) / str(owner)
 
     def stub_path(self, holder: int, owner: int) -> Path:
@@ -75,7 +68,6 @@ class NodeStore:
         return self.path / RESERVED
 
     def ledger_path(self, holder: int) -> Path:
-        """Path of the ledger of rank `holder`."""
         return self.holder_path(holder) / 'ledger'
 
     def lock(self, holder: int) -> None:
@@ -95,8 +87,8 @@ class NodeStore:
     def scan(self) -> list[StoredWindow]:
         """List the committed windows of all holders on this node, newest first.
 
-        Reads only file names; the content is verified when a window is loaded. Skips directories
-        that are not this user's own.
+        Reads only file names; loading verifies the content. Skips directories that are not
+        this user's.
         """
         return self._scan('')
 
@@ -129,7 +121,8 @@ class NodeStore:
     def remove_rank(self, holder: int) -> None:
         """Delete all files of `holder` at a clean exit, and the run's directory once it is empty.
 
-        Does nothing if this object has not locked the directory: another process owns it then.
+        Does nothing if this object has not locked the directory: another process owns it
+        then.
         """
         lock = self._locks.pop(holder, None)
         if lock is None:
@@ -141,13 +134,7 @@ class NodeStore:
     def remove_owners_but(
         self, kept: Collection[int], holder: int, stubs: Collection[int] = ()
     ) -> None:
-        """Delete files of `holder`, locked by this object, for owners that are not named.
-
-        Args:
-            kept: owners of windows.
-            holder: rank of this node.
-            stubs: owners of stubs.
-        """
+        """Delete files of `holder`, locked by this object, for owners not in `kept` or `stubs`."""
         for kind, owners in (('', kept), (STUB, stubs)):
             for owner, path in _numbered(self.holder_path(holder), kind):
                 if owner not in owners:
@@ -171,7 +158,6 @@ class NodeStore:
             shutil.rmtree(path, ignore_errors=True)
 
     def remove_unused(self) -> None:
-        """Delete the files of all holders without a live process, and empty directories."""
         self.remove_holders_but(())
         self._remove_empty()
 
@@ -194,11 +180,7 @@ class NodeStore:
 
 
 def require_directory_name(flag: str, part: str) -> None:
-    """Refuse a value that cannot be the name of a directory.
-
-    Raises:
-        ConfigurationError: the value is no directory name; the message names the flag.
-    """
+    """Refuse a value of `flag` that cannot name a directory, with a `ConfigurationError`."""
     if not _PATH_PART.fullmatch(part):
         raise ConfigurationError(
             f'{flag} {part!r} is used as a directory name: it must begin with a letter '
@@ -207,12 +189,7 @@ def require_directory_name(flag: str, part: str) -> None:
 
 
 def _numbered(path: Path, kind: str = '') -> Iterator[tuple[int, Path]]:
-    """Yield the subdirectories named by a rank; none if `path` is missing or unreadable.
-
-    Args:
-        path: the directory.
-        kind: what their names begin with.
-    """
+    """Yield the subdirectories named `kind` and a rank; none if `path` is missing or unreadable."""
     try:
         entries = sorted(path.iterdir())
     except OSError:

@@ -37,16 +37,11 @@ _pinned: weakref.WeakKeyDictionary[MappedFile, _Registered] = weakref.WeakKeyDic
 
 
 def pin(file: MappedFile, nbytes: int | None = None) -> None:
-    """Register the pages of `file` with CUDA for the lifetime of the object.
+    """Register the first `nbytes` (None: all) of `file` with CUDA for the lifetime of the object.
 
-    Any thread whose device is set; some GB take a second.
-
-    Args:
-        file: not registered yet.
-        nbytes: bytes to register, from the beginning of the file; they must have pages. None: all.
-
-    Raises:
-        HostMemoryError: the driver cannot lock this much memory.
+    Those bytes must have pages, and the file not be registered yet. Any thread whose device is
+    set; some GB take a second. Raises `HostMemoryError` if the driver cannot lock this much
+    memory.
     """
     pointer = file.array.ctypes.data
     nbytes = in_pages(file.array.size if nbytes is None else nbytes)
@@ -66,14 +61,10 @@ def pin(file: MappedFile, nbytes: int | None = None) -> None:
 
 @contextmanager
 def pinned_as_far_as(file: MappedFile, nbytes: int) -> Iterator[None]:
-    """Register another part of a registered file; a failure only makes copies slower.
+    """Register the first `nbytes` of a registered file instead; a failure only makes copies slower.
 
-    No copy to the file may be in progress. Inside the context, pages after `nbytes` are not
-    registered and can be freed. Any thread whose device is set.
-
-    Args:
-        file: the file.
-        nbytes: bytes to register, from the beginning of the file; they must have pages.
+    The bytes must have pages, and no copy to the file may be in progress. Inside the context,
+    pages after `nbytes` are not registered and can be freed. Any thread whose device is set.
     """
     registered = _pinned.get(file)
     if registered is None or registered.nbytes == in_pages(nbytes):
@@ -86,10 +77,7 @@ def pinned_as_far_as(file: MappedFile, nbytes: int) -> Iterator[None]:
 
 
 def pin_like(other: MappedFile, file: MappedFile) -> None:
-    """Register a new file if `other` is registered; a failure only makes copies slower.
-
-    Runs on any thread whose device is set.
-    """
+    """Register a new file if `other` is, on a thread as `pin`; failures make copies slower."""
     if other not in _pinned:
         return
     _pin_or_warn(file, None)

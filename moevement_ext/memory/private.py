@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories and files of this user alone, in a tmpfs that all users may write to.
 
-Another user of the node can predict the names of a run and create them first: a link to another
-file, or a file that this user can read and change later. So every directory level is checked
-before anything below it is used, no link is followed, and foreign files are refused by name.
+Another user of the node can predict the names of a run and create them first: a link, or a file
+that this user can read and change later. So every directory level is checked before anything below
+it is used, no link is followed, and foreign files are refused by name.
 """
 
 import errno
@@ -21,10 +21,7 @@ _REMEDY = (
 
 
 class ForeignFileError(HostMemoryError):
-    """A path does not belong to this user alone; nothing was read from it or written to it.
-
-    As a `HostMemoryError`, this error costs protection, not the training.
-    """
+    """A path is not this user's alone; it was not used. Costs protection, not the training."""
 
 
 def make_directories(root: Path, path: Path) -> None:
@@ -52,9 +49,8 @@ def make_directories(root: Path, path: Path) -> None:
 def check_directories(root: Path, path: Path) -> None:
     """Check all levels from `root` down to `path`, before files there are read.
 
-    Raises:
-        ForeignFileError: as in `make_directories`.
-        FileNotFoundError: a level is missing.
+    Raises `ForeignFileError` as in `make_directories`, and `FileNotFoundError` for a missing
+    level.
     """
     _check_root(root)
     for level in _levels(root, path):
@@ -64,12 +60,8 @@ def check_directories(root: Path, path: Path) -> None:
 def open_file(path: Path, flags: int) -> int:
     """Open a regular file of this user with mode 0600; new files get this mode.
 
-    Args:
-        path: the file.
-        flags: as for `os.open`, without `O_TRUNC`: nothing changes before the check.
-
-    Returns:
-        The descriptor, which the caller closes.
+    `flags` as for `os.open`, without `O_TRUNC`: nothing changes before the check. The caller
+    closes the descriptor.
 
     Raises:
         ForeignFileError: a link, no regular file, another user's, or open to other users.
@@ -91,7 +83,6 @@ def open_file(path: Path, flags: int) -> int:
 
 
 def _levels(root: Path, path: Path) -> list[Path]:
-    """The directories below `root` on the way to `path`, and `path` itself."""
     parts = path.relative_to(root).parts
     return [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
 

@@ -2,8 +2,8 @@
 """Pages reserved on a node for ranks that may join it, in files that these ranks take over.
 
 A spare node reserves as much memory as the ranks of the largest node use, before any node is lost.
-A joining rank takes over a file by renaming it, so that no page is reserved twice or lost in
-between. If no reserved file is left, the rank reserves its own pages.
+A joining rank renames a file, so that no page is reserved twice or lost in between; if none is
+left, it reserves its own pages.
 """
 
 import contextlib
@@ -22,22 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class ReservedPages:
-    """The reserved files of one run on one node. Any thread and process.
-
-    Args:
-        store: of the node.
-    """
+    """The reserved files of one run on one node. Any thread and process."""
 
     def __init__(self, store: NodeStore) -> None:
         self._root = store.root
         self.path = store.reserved
 
     def reserve(self, sizes: Sequence[int]) -> None:
-        """Replace all earlier files by files of these sizes; if they do not all fit, keep none.
-
-        Args:
-            sizes: in bytes.
-        """
+        """Replace all earlier files by files of these sizes; if they do not all fit, keep none."""
         self.remove()
         try:
             private.make_directories(self._root, self.path)
@@ -48,11 +40,7 @@ class ReservedPages:
             self.remove()
 
     def take(self, nbytes: int, to: Path) -> bool:
-        """Rename a reserved file to `to`: the smallest of at least `nbytes`, or the largest.
-
-        Returns:
-            False if no file is left.
-        """
+        """Rename the smallest file of at least `nbytes`, or the largest, to `to`; False if none."""
         while sizes := self._sizes():
             large = [name for name, size in sizes.items() if size >= nbytes]
             name = min(large, key=sizes.__getitem__) if large else max(sizes, key=sizes.__getitem__)
@@ -66,7 +54,6 @@ class ReservedPages:
         return sum(self._sizes().values())
 
     def remove(self) -> None:
-        """Delete the remaining files, and empty directories."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):  # ranks of this node have files
             self.path.parent.rmdir()

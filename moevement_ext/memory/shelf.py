@@ -56,7 +56,6 @@ def directory_of(run: str, layout: str) -> str:
 
 
 def base_of(run_id: str) -> str:
-    """Name of the run that a directory from `directory_of` belongs to."""
     return _SUFFIX.sub('', run_id)
 
 
@@ -89,11 +88,9 @@ class ShelvedCopy(NamedTuple):
 
 
 class Shelf:
-    """Reads windows of other layouts of the run. Any thread. Only the `remove*` methods write.
+    """Reads windows of other layouts of the run, in memory and on `disk` (`--sparse-ckpt-disk`).
 
-    Args:
-        store: store of this node, in the directory of this layout.
-        disk: `--sparse-ckpt-disk`.
+    Any thread. Only the `remove*` methods write. `store` is the one of this layout.
     """
 
     def __init__(self, store: NodeStore, disk: Path | None) -> None:
@@ -105,7 +102,6 @@ class Shelf:
         self._lock = threading.Lock()
 
     def runs(self) -> list[str]:
-        """Directories of other layouts."""
         own = self._store.run_id
         roots = filter(None, (self._store.root, self._disk))
         found = {name for root in roots for name in directories_of(root, base_of(own))}
@@ -114,8 +110,7 @@ class Shelf:
     def look(self, run: str) -> Iterator[tuple[Part, SlotHeader]]:
         """Yield the whole windows of a layout with the header of slot 0; reads no payloads.
 
-        Raises:
-            StoreInUseError: a live job uses that layout.
+        Raises `StoreInUseError` if a live job uses that layout.
         """
         store = NodeStore(self._store.root, run, self._node)
         on_disk = () if self._disk is None else (self._disk / run).glob('rank*/lock')
@@ -133,19 +128,11 @@ class Shelf:
                 yield part, headers[0]
 
     def headers(self, part: Part) -> list[SlotHeader]:
-        """Headers of a part, slot 0 first.
-
-        Raises:
-            RefusedWindow: the part is missing here or damaged.
-        """
+        """Headers of a part, slot 0 first; `RefusedWindow` if it is missing or damaged."""
         return self._opened(part)[0].headers
 
     def read(self, part: Part, slot: int, index: int) -> memoryview:
-        """Return the verified bytes of record `index` of a slot, from any undamaged copy.
-
-        Raises:
-            RefusedWindow: this node has no undamaged copy.
-        """
+        """Verified bytes of record `index`; `RefusedWindow` without an undamaged copy here."""
         refusals = []
         for copy in self._opened(part):
             header = copy.headers[slot]
@@ -247,11 +234,7 @@ def _on_disk(path: Path) -> ShelvedCopy:
 
 
 def _require_idle(locks: Iterable[Path]) -> None:
-    """Wait for ending processes of an earlier run attempt.
-
-    Raises:
-        StoreInUseError: one of the processes is still alive after the wait.
-    """
+    """Wait for ending processes of an earlier run attempt; `StoreInUseError` if one stays alive."""
     for lock in locks:
         deadline = time.monotonic() + LOCK_SECONDS
         while not _is_free(lock):

@@ -53,26 +53,17 @@ NOTHING_LOGGED = Logged(0, 0)
 
 
 def window_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
-    """Size of a window file.
+    """Size of a window file, at least `needed_bytes` (0: exact size of the content unknown).
 
-    Args:
-        state_bytes: weights and optimizer state in the largest window of that length, whatever the
-            order of the operators (`byte_planner.window_bytes_bound`), without alignment.
-        longest_window: W, iterations.
-        needed_bytes: lower bound of the result; 0 if the exact size of the content is unknown.
+    `state_bytes` is the weights and optimizer state in the largest window of W iterations, in
+    any order of the operators (`byte_planner.window_bytes_bound`), without alignment.
     """
     room = align_up(state_bytes // _PAYLOAD_PER_ROOM) + longest_window * SLOT_ROOM_BYTES
     return max(PREAMBLE_BYTES + align_up(state_bytes) + room, needed_bytes)
 
 
 def stub_file_bytes(state_bytes: int, longest_window: int, needed_bytes: int = 0) -> int:
-    """Size of a file for stubs (see `window.twin`): a window file without the state.
-
-    Args:
-        state_bytes: as in `window_file_bytes`.
-        longest_window: W, iterations.
-        needed_bytes: lower bound of the result; 0 if the exact size of a stub is unknown.
-    """
+    """Size of a file for stubs (see `window.twin`): a window file without the state."""
     room = window_file_bytes(state_bytes, longest_window) - align_up(state_bytes)
     return max(room, needed_bytes)
 
@@ -99,8 +90,8 @@ def log_ring_bytes(own: Logged, most: Logged, longest_window: int, lag: float) -
 
     Args:
         own: logged bytes of this rank.
-        most: logged bytes of the rank that logs most. The lag counts in these bytes, since a stage
-            at the end of the pipeline sends as fast as others while micro-batches fill it.
+        most: those of the rank that logs most. The lag counts in these bytes, since a stage at the
+            end of the pipeline sends as fast as others while micro-batches fill it.
         longest_window: W, iterations.
         lag: iterations from the beginning of the copy of a window's last slot until the window is
             persisted. With 1 the log is never full: no window begins before then.
@@ -117,12 +108,8 @@ def rank_memory(
 ) -> RankMemory:
     """Host memory of a rank.
 
-    Args:
-        window_file: size of its window files.
-        replica_files: size of a window file for each rank whose replicas it holds, and of a stub
-            file for each rank whose twin it is.
-        log_ring: size of its log.
-        disk: windows are copied to disk, which holds a third file during a copy.
+    `replica_files` has the size of a window file for each rank whose replicas it holds, and of
+    a stub file for each rank whose twin it is. With `disk`, a third file is held during a copy.
     """
     return RankMemory(
         own_windows=(GENERATIONS + disk) * in_pages(window_file),
@@ -134,9 +121,5 @@ def rank_memory(
 
 
 def beside_bytes(window_file: int) -> int:
-    """Upper bound of a rank's further files: locks, shared reports, witness.
-
-    Args:
-        window_file: size of its window files.
-    """
+    """Upper bound of a rank's further files (locks, reports, witness) beside such window files."""
     return BESIDE_BYTES + in_pages(_WITNESS_BYTES + window_file // _PAYLOAD_PER_WITNESS)

@@ -2,10 +2,10 @@
 """Headers captured before a recovery, kept until a recovery is accepted.
 
 A recovery overwrites the files of windows that are newer than its starting window. The checksums in
-the headers of those windows decide whether the recovery is accepted. If it is refused or cut off,
-they judge all further recoveries, also in the next process and after a restart of the job. So a
-file beside the windows keeps the headers; the memory plan includes it. If there is no room for the
-file, the headers stay in this process only.
+their headers decide whether the recovery is accepted. If it is refused or cut off, they judge all
+further recoveries, also in the next process and after a restart of the job. So a file beside the
+windows keeps the headers (the memory plan includes it); without room for it, they stay in this
+process only.
 """
 
 import logging
@@ -27,18 +27,13 @@ _Headers = msgspec.msgpack.Decoder(list[SlotHeader])
 
 
 class Witness:
-    """Remembered slot headers of one rank. Training thread only.
-
-    Args:
-        path: file in the locked directory of the holder.
-    """
+    """Remembered slot headers of one rank, in a file of its locked directory. Training thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._headers = _read(path)
 
     def after(self, start: int) -> list[SlotHeader]:
-        """The headers of windows that begin after `start`."""
         return [header for header in self._headers if header.start > start]
 
     def remember(self, headers: Sequence[SlotHeader]) -> None:

@@ -23,8 +23,9 @@ from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan
 def plan_as_printed(operators: Sequence[OperatorBytes], budget: int) -> WindowPlan:
     """The window of Algorithm 1 for operators in the given order; slots may exceed the budget.
 
-    `budget` is the bytes that can be copied in one iteration (bandwidth times iteration time). The
-    paper has no ranks: the mean is over operators and ranks, so the algorithm prices the mean rank.
+    `budget` is the bytes that can be copied in one iteration (bandwidth times iteration time).
+    The paper has no ranks: the mean is over operators and ranks, so the algorithm prices the
+    mean rank.
     """
     active = active_operators(operators, budget)
     names = (operator.name for operator in operators)

@@ -2,9 +2,9 @@
 """The window of `--sparse-ckpt-window auto`, which follows the measured rates without flapping.
 
 W grows once several windows in a row demand a longer window even at rates better than measured by
-`MARGIN`. W shrinks once they allow a shorter window even at rates worse than measured by `MARGIN`.
-So variations below `MARGIN`, or a hiccup in one window, change nothing, and a change of W is never
-undone unless the rates change.
+`MARGIN`, and shrinks once they allow a shorter window even at rates worse by `MARGIN`. So smaller
+variations, or a hiccup in one window, change nothing, and a change of W is never undone unless the
+rates change.
 """
 
 import logging
@@ -36,7 +36,6 @@ class Measured(NamedTuple):
     """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
 
     def faster(self, factor: float) -> 'Measured':
-        """All rates multiplied by `factor`."""
         sent, captured = self.send_bytes_per_s, self.cpu_bytes_per_s
         return Measured(
             self.iteration_s,
@@ -47,12 +46,12 @@ class Measured(NamedTuple):
 
 
 class AutoWindow:
-    """Chooses W. Runs on rank 0's replanner thread.
+    """Chooses W, at most `longest`, for which all nodes have host memory.
 
-    Args:
-        shortest: returns the fewest slots that links and cores with these rates carry; None: the
-            links carry no window of up to `longest`.
-        longest: the W for which all nodes have host memory.
+    Rank 0's replanner thread.
+
+    `shortest` returns the fewest slots that links and cores with these rates carry; None: the
+    links carry no window of up to `longest`.
     """
 
     def __init__(self, shortest: Callable[[Measured], int | None], longest: int) -> None:
@@ -65,12 +64,7 @@ class AutoWindow:
         self._warned = False
 
     def __call__(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> int:
-        """The next W, mostly the current one.
-
-        Args:
-            present: the plan in force in the observed window.
-            loads: measurements of every rank in that window.
-        """
+        """The next W, mostly that of `present`, the plan in force in the window of `loads`."""
         rooms = [load.room for load in loads if load.room is not None]
         self._longest = min([self._longest, *rooms])
         seen = measured(loads)
@@ -109,7 +103,8 @@ class AutoWindow:
 def measured(loads: Sequence[WindowLoad]) -> Measured | None:
     """The rates of the slowest ranks; None before the first copy.
 
-    All ranks wait for the rank whose copies delay its update; only this rank measures that delay.
+    All ranks wait for the rank whose copies delay its update; only this rank measures that
+    delay.
     """
     copied = _least(load.copy_bytes_per_s for load in loads)
     if copied is None:

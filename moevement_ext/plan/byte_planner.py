@@ -2,16 +2,15 @@
 """The byte planner: cuts an ordered list of operators into the slots of a window.
 
 A window is W consecutive iterations, one slot each. In its slot an operator is captured in full
-(master weights and optimizer moments); every earlier slot has only its compute weights, which
-is the capture of compute weights (paper, section 3.2). So the operators [a, b) make a slot of
+(master weights and optimizer moments); every earlier slot has only its compute weights (paper,
+section 3.2). So the operators [a, b) make a slot of
 
     sum of full over [a, b)  +  sum of weights over [b, n)          bytes, on each rank.
 
 This size grows with b and shrinks with a, hence filling each slot as far as the budget allows gives
 the minimum number of slots. All arithmetic is exact, on integer bytes of each rank, so ranks with
-the same sizes reach the same plan.
-
-Runs on the training thread at the start, and on the replanner thread during training.
+the same sizes reach the same plan. Runs on the training thread at the start, and on the replanner
+thread during training.
 """
 
 from bisect import bisect_left
@@ -21,7 +20,6 @@ from itertools import pairwise
 
 import msgspec
 import numpy as np
-import xxhash
 
 type Operators = Sequence[OperatorBytes] | OperatorTable
 """Operators of a stage group, in capture order."""
@@ -51,7 +49,8 @@ class InvalidPlan(ValueError):
 class InfeasiblePlan(ValueError):
     """One operator exceeds the budget, alone in its slot beside the compute weights of later ones.
 
-    `rank` counts within the stage group. No longer window helps: capture less, or raise the budget.
+    `rank` counts within the stage group. No longer window helps: capture less, or raise the
+    budget.
     """
 
     def __init__(self, operator: str, rank: int, needed: int, budget: int) -> None:
@@ -70,8 +69,7 @@ class InfeasiblePlan(ValueError):
 class OperatorBytes(msgspec.Struct, frozen=True):
     """Size of one operator on each rank of the stage group (0 on ranks without it).
 
-    Raises:
-        InvalidOperators: unless 0 <= weights <= full on each rank.
+    Raises `InvalidOperators` unless 0 <= weights <= full on each rank.
     """
 
     name: str
@@ -113,8 +111,7 @@ class OperatorTable:
     def of(cls, operators: Operators) -> 'OperatorTable':
         """Build a table from operators; returns a table unchanged.
 
-        Raises:
-            InvalidOperators: a duplicate operator, or different numbers of ranks.
+        Raises `InvalidOperators` for a duplicate operator, or different numbers of ranks.
         """
         if isinstance(operators, OperatorTable):
             return operators
@@ -129,8 +126,7 @@ class OperatorTable:
 class WindowPlan(msgspec.Struct, frozen=True):
     """Names of the operators captured in full in each slot of a window.
 
-    Raises:
-        InvalidPlan: there is no slot, or an operator occurs twice.
+    Raises `InvalidPlan` if there is no slot, or an operator occurs twice.
     """
 
     slots: tuple[tuple[str, ...], ...]
@@ -149,14 +145,12 @@ class WindowPlan(msgspec.Struct, frozen=True):
         return len(self.slots)
 
     def slot_of(self) -> dict[str, int]:
-        """Slot in which each operator is captured in full."""
         return {name: index for index, slot in enumerate(self.slots) for name in slot}
 
     def slot_bytes(self, operators: Operators) -> tuple[tuple[int, ...], ...]:
         """Bytes captured in each slot on each rank, shape (window, ranks).
 
-        Raises:
-            InvalidOperators: `operators` are not the operators of this plan.
+        Raises `InvalidOperators` if `operators` are not the operators of this plan.
         """
         table = OperatorTable.of(operators)
         places = {name: place for place, name in enumerate(table.names)}
@@ -166,10 +160,6 @@ class WindowPlan(msgspec.Struct, frozen=True):
         totals = _Totals(table.full[order], table.weights[order])
         ends = np.cumsum([0, *map(len, self.slots)])
         return tuple(tuple(totals.slot(start, end).tolist()) for start, end in pairwise(ends))
-
-    def digest(self) -> str:
-        """16 hex digits, equal on two ranks exactly if their plans are equal."""
-        return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.slots))
 
 
 class _Totals:
@@ -207,10 +197,7 @@ class _Loads:
         """Everything in one slot."""
 
     def filled(self, load: int, slots: int) -> list[int]:
-        """End of each slot when all slots are filled up to `load`, which is at least `least`.
-
-        Stops after `slots` + 1 slots.
-        """
+        """End of each slot, all filled up to `load` >= `least`; at most `slots` + 1 slots."""
         shares = (min(load * own // self._reference, _UNLIMITED) for own in self._budgets)
         return _fill(self._totals, np.fromiter(shares, np.int64, len(self._budgets)), slots)
 
@@ -236,9 +223,7 @@ def fewest_slots(operators: Operators, budget: Budget) -> WindowPlan:
     """The shortest window, in the given order, with no slot over budget on any rank.
 
     Among the plans of that length, returns one with the smallest largest slot (see `balanced`).
-
-    Raises:
-        InfeasiblePlan: one operator alone exceeds the budget.
+    Raises `InfeasiblePlan` if one operator alone exceeds the budget.
     """
     table = OperatorTable.of(operators)
     totals = _Totals(table.full, table.weights)

@@ -14,8 +14,8 @@ import numpy as np
 def order_by_popularity(names: Sequence[str], popularity: Mapping[str, float]) -> list[str]:
     """`names` by ascending popularity, ties in the given order.
 
-    Every token uses names without a popularity (routers, attention, embeddings): they come last, in
-    the given order.
+    Names without a popularity (routers, attention, embeddings), which every token uses, come
+    last, in the given order.
     """
     ranked = sorted((name for name in names if name in popularity), key=popularity.__getitem__)
     return ranked + [name for name in names if name not in popularity]
@@ -24,10 +24,9 @@ def order_by_popularity(names: Sequence[str], popularity: Mapping[str, float]) -
 def changed_enough(
     old: np.ndarray, new: np.ndarray, *, change: float = 0.10, fraction: float = 0.25
 ) -> bool:
-    """True if the shares have changed enough for a new order.
+    """True if at least `fraction` of the experts changed their share by more than `change` of it.
 
-    At least `fraction` of the experts must have changed their share by more than `change` of the
-    old share; any growth from 0 counts as a change. `old` and `new` have the same shape.
+    Any growth from 0 counts as a change. `old` and `new` have the same shape.
     """
     if old.shape != new.shape:
         raise ValueError(f'shares of shape {old.shape} and {new.shape} cannot be compared')

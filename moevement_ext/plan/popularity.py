@@ -15,11 +15,7 @@ _KEPT_OF_BEFORE = 0.5
 
 
 class Popularity:
-    """Follows the popularity of all experts. One thread, on the rank that decides on plans.
-
-    Args:
-        order: one of `config.ORDERS`.
-    """
+    """Popularity of all experts, by one of `config.ORDERS`. One thread, on the planning rank."""
 
     def __init__(self, order: str) -> None:
         self._order = order
@@ -28,9 +24,8 @@ class Popularity:
     def of(self, loads: Sequence[WindowLoad], present: Mapping[str, float]) -> dict[str, float]:
         """Popularity by expert operator; omits experts without counts.
 
-        Args:
-            loads: measurements of every rank in one window.
-            present: popularity in the current plan; the initial value of 'decayed'.
+        `loads` has every rank's measurements in one window; `present` is the popularity in
+        the current plan, the initial value of 'decayed'.
         """
         if self._order == FIXED:
             return {}

@@ -41,14 +41,11 @@ class NoTokens:
     soft = False
 
     def take(self) -> dict[str, float]:
-        """Always empty."""
         return {}
 
-    def make_up(self, tokens: Mapping[str, float]) -> None:
-        """Do nothing, as capacity is unlimited."""
+    def make_up(self, tokens: Mapping[str, float]) -> None: ...
 
     def take_capacity(self) -> float | None:
-        """Always None: no limit."""
         return None
 
 
@@ -113,7 +110,7 @@ class PlanParameters(msgspec.Struct, frozen=True):
         return self.window + self.idle
 
     def after(self, start: int) -> int:
-        """Origin of the next plan, decided by what was seen of the cycle that began at `start`."""
+        """Origin of the next plan, decided by measurements of the cycle that began at `start`."""
         return start + _WINDOWS_AHEAD * self.period
 
 
@@ -126,11 +123,11 @@ def decide_plan(
     change: float,
     fraction: float,
 ) -> PlanParameters | None:
-    """The next plan, or None to keep the current one.
+    """The next plan, or None to keep `present`, which was in force in the window of `loads`.
 
     Args:
-        present: the plan in force in the observed window.
-        loads: measurements of every rank in that window.
+        present: the plan in force.
+        loads: measurements of every rank.
         popularity: computes the experts' popularity from the measurements and that of the current
             plan; if the result is empty, the order stays.
         auto_window: computes the next W from the measurements; None: W is fixed.

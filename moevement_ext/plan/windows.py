@@ -61,14 +61,10 @@ class Budgets(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The smaller of the copy budget and the network budget."""
         return min(self.copy_bytes, self.network_bytes or self.copy_bytes)
 
     def carry(self, need: Need) -> bool:
-        """True if a window with this need lengthens no iteration and is never skipped.
-
-        `shortest` looks at the cores.
-        """
+        """True if such a window lengthens no iteration and is never skipped, cores ignored."""
         if need.copied > self.copy_bytes:
             return False
         if self.network_bytes is None or self.link_bytes is None:
@@ -86,20 +82,17 @@ def budgets(
     network_bytes_per_s: float | None = None,
     cpu_bytes_per_s: float | None = None,
 ) -> Budgets:
-    """Bytes that the links of a rank carry in an iteration.
+    """Bytes that the links of a rank carry in an iteration. None: no limit, or unknown.
 
     Args:
         iteration_s: seconds of an iteration without checkpointing.
         copy_bytes_per_s: rate of copies to host memory.
-        send_bytes_per_s: send rate of this rank, to one holder after the other; None: no limit, or
-            unknown.
+        send_bytes_per_s: send rate of this rank, to one holder after the other.
         copies: number of holders of replicas.
         hidden_fraction: part of an iteration, in (0, 1], that hides a copy.
         network_share: part of the send rate, in (0, 1], that replication takes on average.
-        network_bytes_per_s: fixed rate limit of replication, instead of a share; None: no fixed
-            limit.
-        cpu_bytes_per_s: capture rate at which helper threads keep to their share of the cores;
-            None: no limit.
+        network_bytes_per_s: fixed rate limit of replication, instead of a share.
+        cpu_bytes_per_s: capture rate at which helper threads keep to their share of the cores.
     """
     copy = hideable_budget(copy_bytes_per_s, iteration_s, hidden_fraction)
     cpu = None if cpu_bytes_per_s is None else hideable_budget(cpu_bytes_per_s, iteration_s, 1.0)
@@ -127,14 +120,11 @@ def held_to(link: float | None, share: float, limit: float | None) -> float | No
 def checkpoint_s(
     nbytes: int, copied: float | None, sent: float | None, copies: int, limit: float | None
 ) -> float | None:
-    """Seconds of a copy to host memory and to all holders, one after the other; None: unknown.
+    """Seconds to copy one slot to host memory and to all holders, one after the other.
 
-    Args:
-        nbytes: of a checkpoint of one slot.
-        copied: rate of copies to host memory in bytes/s; None before the first.
-        sent: send rate in bytes/s; None before the first unthrottled send.
-        copies: number of holders of replicas.
-        limit: as in `held_to`; it throttles sends, so that no other rate may be known.
+    None while a rate is unknown: `copied` bytes/s to host memory before the first copy, `sent`
+    before the first unthrottled send. `limit` is as in `held_to`; it throttles sends, so that
+    no other rate may be known.
     """
     rate = held_to(sent, 1.0, limit)
     if copied is None or (copies and rate is None):
@@ -145,15 +135,8 @@ def checkpoint_s(
 def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float | None:
     """Rate in bytes/s that sends all slots but the last before the last slot is captured.
 
-    The last slot uses the whole link: once it is sent, the next window may begin.
-
-    Args:
-        slot_bytes: sizes of all slots of this rank's window.
-        iteration_s: seconds of an iteration.
-        copies: number of holders of replicas.
-
-    Returns:
-        None if there is nothing to spread.
+    The last slot uses the whole link: once it is sent, the next window may begin. None if there
+    is nothing to spread.
     """
     if len(slot_bytes) < 2 or iteration_s <= 0 or not copies:
         return None
@@ -164,8 +147,8 @@ def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float 
 def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
     """Yield endlessly the needs of windows of 1, 2, ... slots on a stage, in the given order.
 
-    `always` is additional bytes in every slot of each rank. Another order of the operators changes
-    a need by less than an operator.
+    `always` is additional bytes in every slot of each rank. Another order of the operators
+    changes a need by less than an operator.
     """
     table = OperatorTable.of(operators)
     for window in count(1):
@@ -176,13 +159,11 @@ def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:
     """Return the fewest slots that the links carry on every stage and that the cores allow.
 
-    A longer window may need more at its end than a shorter one, so all lengths are tried in turn.
-    The cores never rule out every window: where each window exceeds the share, because the fixed
+    A longer window may need more at its end than a shorter one, so all lengths are tried in
+    turn. The cores never rule out every window: where each exceeds the share, because the fixed
     cost of a slot does, the result is the shortest window that has nearly as few bytes as any
-    (`WORTHWHILE`). That bound is the least for any share, so slower cores never shorten a window.
-
-    Returns:
-        None if the links carry no window of up to `longest`.
+    (`WORTHWHILE`). That bound is the least for any share, so slower cores never shorten a
+    window. None if the links carry no window of up to `longest`.
     """
     windows = enumerate(islice(zip(*stages, strict=True), longest), 1)
     on_links = (

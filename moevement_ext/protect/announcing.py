@@ -20,15 +20,9 @@ def protected_event(
     replicas: int,
     cycle: Cycle,
 ) -> Protected:
-    """Return the event with the rank's place in the job and its memory; see the event's fields.
+    """The event with the rank's place in the job and its memory; see the event's fields.
 
-    Args:
-        rank: this rank.
-        planner: planner of the rank's stage.
-        operators: the captured operators.
-        memory: the rank's host memory.
-        replicas: number of reachable holders of the rank's windows.
-        cycle: the plan in force.
+    `replicas` is the number of reachable holders of the rank's windows.
     """
     return Protected(
         node=node_name(),

@@ -52,20 +52,10 @@ class _Writing:
 class SparseCheckpointer:
     """Sparse checkpointing of one rank.
 
-    The training thread calls `begin` before an iteration and `before_update` before the optimizer
-    writes; everything else happens on other threads. Failures never reach the training thread:
-    protection is reduced, reported and counted (invariant I6).
-
-    Args:
-        identity: run, layout and rank, stamped on every slot.
-        operators: slices of every operator on this rank.
-        device: device of the training state.
-        lifecycle: lifecycle of this rank's windows.
-        schedule: the initial plan.
-        experts: ledger of a lossy strategy.
-
-    Attributes:
-        waited_s: seconds that updates have waited for copies.
+    The training thread calls `begin` before an iteration and `before_update` before the
+    optimizer writes; everything else happens on other threads. Failures never reach the
+    training thread: protection is reduced, reported and counted (invariant I6). `waited_s` is
+    the time that updates have waited for copies. `experts` is the ledger of a lossy strategy.
     """
 
     def __init__(
@@ -95,12 +85,10 @@ class SparseCheckpointer:
 
     @property
     def statistics(self) -> CaptureStatistics:
-        """Figures for the log line and the metrics."""
         return self._lifecycle.statistics
 
     @property
     def schedule(self) -> Cycle:
-        """The plan in force."""
         return self._schedule
 
     def schedule_next(self, schedule: Cycle) -> None:
@@ -111,8 +99,9 @@ class SparseCheckpointer:
     def begin_window(self, iteration: int) -> None:
         """Begin windows at `iteration`, by the plan in force, on all ranks. Training thread.
 
-        A plan with an earlier origin that this rank receives late is aligned to `iteration`, too;
-        otherwise the rank's windows would never match those of the other ranks.
+        A plan with an earlier origin that this rank receives late is aligned to
+        `iteration`, too; otherwise the rank's windows would never match those of the other
+        ranks.
         """
         with self._lock:
             self._aligned = iteration
@@ -122,10 +111,8 @@ class SparseCheckpointer:
         """Start capturing the state after `iteration`, which the next iteration will read.
 
         Called by the training thread before any part of iteration `iteration + 1` runs.
-
-        Args:
-            iteration: number of committed iterations.
-            state: encoded auxiliary state that travels with the slot (RNG, scheduler, ...).
+        `state` is the encoded auxiliary state that travels with the slot (RNG, scheduler,
+        ...).
         """
         faults.at_iteration(iteration + 1)
         self.statistics.events.iteration = iteration
@@ -150,7 +137,8 @@ class SparseCheckpointer:
     def stop_capturing(self) -> None:
         """Wait for running captures and give up their window.
 
-        Called by the training thread before it overwrites the captured state with older state.
+        Called by the training thread before it overwrites the captured state with older
+        state.
         """
         self._copier.drain()
         if self._window is not None and not self._window.complete:
@@ -159,9 +147,9 @@ class SparseCheckpointer:
         self._release_given_up()
 
     def roll_back(self, start: int) -> None:
-        """Capture again from the window after the one that began at `start`.
+        """Capture again from the window after the one that began at `start`. Training thread.
 
-        Windows of an earlier plan are not captured again. Training thread.
+        Windows of an earlier plan are not captured again.
         """
         self._captured = start
         self._before = None
@@ -179,7 +167,7 @@ class SparseCheckpointer:
         return self._copier.bytes_per_s()
 
     def capture_cost(self) -> float:
-        """Return the CPU seconds per copied and sealed byte. Any thread."""
+        """CPU seconds per copied and sealed byte. Any thread."""
         return self._copier.cost.s_per_byte()
 
     @property
@@ -189,11 +177,9 @@ class SparseCheckpointer:
         return window is not None and not (window.complete or window.given_up)
 
     def drain(self) -> None:
-        """Wait until all captured slots are sealed."""
         self._copier.drain()
 
     def stop(self) -> None:
-        """End the capture threads; files stay."""
         self._copier.stop()
 
     def _adopt(self, schedule: Cycle) -> None:

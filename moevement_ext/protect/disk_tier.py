@@ -106,8 +106,7 @@ class DiskTier:
     def keep_last(self, window: WindowName, timeout_s: float) -> bool:
         """Copy the last persisted window of a job: at once, at full speed. Training thread.
 
-        Returns:
-            True once all ranks have it on disk; False after the timeout.
+        True once all ranks have it on disk; False after the timeout.
         """
 
         def complete() -> bool:
@@ -128,8 +127,9 @@ class DiskTier:
     def withdraw_after(self, window: WindowName) -> None:
         """Roll back to `window`: no recovery uses later windows of this rank on disk.
 
-        Called by the training thread, in a recovery. Waits only if a later window is on disk or in
-        copy, which is rare, as a recovery starts from the newest persisted window.
+        Called by the training thread, in a recovery. Waits only if a later window is on
+        disk or in copy, which is rare, as a recovery starts from the newest persisted
+        window.
         """
         if self._goes_back_to(window.start):
             self._tracker.withdraw_after(window)
@@ -183,7 +183,6 @@ class DiskTier:
         return self._stopping or news or self._next() is not None
 
     def _next(self) -> WindowName | None:
-        """The window to copy now, None if there is none."""
         offered = self._offered
         if offered is None or self._pending is not None or offered == self._tried:
             return None
@@ -234,7 +233,6 @@ class DiskTier:
         self._complete = [window for window in self._complete if window.start <= start]
 
     def _settle(self, agreed: Agreed) -> None:
-        """Act on a new agreement of all ranks."""
         self._settled = agreed
         pending = self._pending
         if pending is not None and agreed.is_given_up(pending.start):
@@ -321,12 +319,8 @@ def disk_tier(
 ) -> DiskTier | None:
     """Create the disk tier of a job with `--sparse-ckpt-disk`; None without the flag.
 
-    Args:
-        rank: this rank.
-        memory: host memory of the rank.
-        store: store of this start of the job, the same on all ranks.
-        complete: the newest window that all ranks have on disk.
-        statistics: records failures.
+    `store` is that of this start of the job; `complete` is the newest window on all ranks'
+    disks.
     """
     if memory.disk is None:
         return None

@@ -62,12 +62,7 @@ class Checkpoint(NamedTuple):
     def take_older(self, layout: SlotLayout, payload: Bytes) -> Kept | None:
         """Copy the omitted operators from the base, and return their ranges. Sealing thread.
 
-        Args:
-            layout: layout of the slot.
-            payload: payload of the slot.
-
-        Raises:
-            RefusedWindow: the base's bytes do not match their checksum.
+        Raises `RefusedWindow` if the base's bytes do not match their checksum.
         """
         if self.base is None or not self.older:
             return None
@@ -87,14 +82,9 @@ class Checkpoint(NamedTuple):
 class ExpertLedger:
     """The ledger of one rank. Training thread only.
 
-    Args:
-        counter: counts tokens by expert, in all iterations.
-        strategy: selects the experts.
-        own: bytes of each expert of this rank in a checkpoint.
-        others: bytes of the other operators in it.
-
-    Raises:
-        ConfigurationError: an expert's tokens are not counted, or a layer has fewer than K experts.
+    `own` has the bytes of each expert of this rank in a checkpoint, `others` those of the other
+    operators. Raises `ConfigurationError` if an expert's tokens are not counted, or a layer has
+    fewer than K experts.
     """
 
     def __init__(
@@ -139,13 +129,10 @@ class ExpertLedger:
         return sum(len(name) + _BYTES_OF_COPY for name in self._routed) + _BYTES_OF_COPY
 
     def load(self, measured: WindowLoad, last: int, by_expert: bool, holders: int) -> WindowLoad:
-        """Return the measurements of a cycle with the experts' figures added.
+        """Add the experts' figures to the measurements of a cycle.
 
-        Args:
-            measured: measurements without experts.
-            last: last iteration of training.
-            by_expert: include the tokens of each expert.
-            holders: number of peers that receive the checkpoints.
+        `last` is the last iteration of training, `holders` the number of peers that receive
+        the checkpoints. `by_expert` includes the tokens of each expert.
         """
         tokens, self._of_cycle = self._of_cycle, {}
         return msgspec.structs.replace(
@@ -180,11 +167,7 @@ class ExpertLedger:
             self._of_cycle[name] = self._of_cycle.get(name, 0.0) + count
 
     def base(self, persisted: WindowName | None) -> WindowName | None:
-        """Return the newest window that all ranks have: the source of older copies.
-
-        Args:
-            persisted: the newest window known to be persisted.
-        """
+        """The newest window that all ranks have, the source of older copies."""
         known = [name for name in (persisted, self._from) if name is not None]
         return max(known, key=lambda name: name.start, default=None)
 
@@ -193,14 +176,8 @@ class ExpertLedger:
     ) -> Checkpoint:
         """Select the experts of the checkpoint of `iteration`.
 
-        Args:
-            cycle: the plan in force.
-            iteration: number of committed iterations.
-            base: the previous window; if None, all experts are copied from the state.
-            file: file of `base`, in memory.
-
-        Raises:
-            ValueError: the file of `base` is gone.
+        `base` is the previous window, in `file`; if None, all experts are copied from the
+        state. Raises `ValueError` if the file of `base` is gone.
         """
         if self._since is None:
             self._since = iteration
@@ -234,14 +211,9 @@ class ExpertLedger:
         return xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(parts))
 
     def go_back(self, header: SlotHeader, last: int) -> TokensLost:
-        """Continue counting from a window to which this rank has rolled back.
+        """Continue counting from a window after a rollback to it; returns the lost tokens.
 
-        Args:
-            header: header of the window's slot.
-            last: last iteration of training.
-
-        Returns:
-            The tokens lost by the rollback.
+        `header` is that of the window's slot, `last` the last iteration of training.
         """
         copies = _copies(header)
         self._routed = {name: copy.routed for name, copy in copies.experts.items()}
@@ -263,13 +235,7 @@ class ExpertLedger:
 
 
 def expert_ledger(rank: Rank, tokens: TokenCounter, operators: Operators) -> ExpertLedger:
-    """Create the ledger of a job with a lossy strategy; rank 0 prints that the strategy is lossy.
-
-    Args:
-        rank: this rank.
-        tokens: counts the tokens of its experts.
-        operators: the captured operators.
-    """
+    """The ledger of a job with a lossy strategy; rank 0 prints that the strategy is lossy."""
     if rank.number == 0 and not rank.exchange.joining:
         print(_LOSSY_LINE.format(strategy=rank.config.strategy), flush=True)
     sizes = {name: held.full_bytes for name, held in operators.slices.items()}

@@ -100,12 +100,11 @@ class WindowLifecycle:
         self._replicator.limit, self._replicator.spreads = limit, spreads
 
     def stop(self) -> None:
-        """End all threads; files stay."""
         self._replicator.stop()
         self._tracker.stop()
 
     def send_bytes_per_s(self) -> float | None:
-        """Return the send rate to the replica holders, as in the events. Any thread."""
+        """Send rate to the replica holders, as in the events. Any thread."""
         return self._replicator.bytes_per_s()
 
     @property
@@ -114,7 +113,7 @@ class WindowLifecycle:
         return self._replicator.holders
 
     def send_cost(self) -> float:
-        """Return the CPU seconds per byte sent to a holder. Any thread."""
+        """CPU seconds per byte sent to a holder. Any thread."""
         return self._replicator.cost.s_per_byte()
 
     # Training thread
@@ -122,8 +121,8 @@ class WindowLifecycle:
     def open(self, name: WindowName, length: int) -> WindowFile | None:
         """Take a file for a window of `length` slots; wait at most `max_wait_s`.
 
-        After a timeout, calls do not wait again until a window is persisted. Return None if there
-        is no file, the window is complete already, or another rank has given it up.
+        After a timeout, calls do not wait again until a window is persisted. Return None if
+        there is no file, the window is complete already, or another rank has given it up.
         """
         if self._windows.file(name) is not None or self._windows.is_persisted(name):
             return None  # the window just recovered, which is protected already
@@ -151,12 +150,9 @@ class WindowLifecycle:
         self.give_up([start])
 
     def newest_persisted(self, before: WindowName | None) -> tuple[bool, WindowName | None]:
-        """Return the newest persisted window once `before` is persisted or given up.
+        """Whether `before` was settled in time, and the newest persisted window, if any.
 
-        Waits like `open`.
-
-        Returns:
-            Whether `before` was settled in time, and the newest persisted window, if any.
+        Waits like `open` until `before` is persisted or given up.
         """
         windows = self._windows
         settled = before is None or self._wait_for(
@@ -172,7 +168,8 @@ class WindowLifecycle:
     def give_up(self, starts: Iterable[int]) -> None:
         """Report to all ranks that this rank lacks the windows with these starts. Any thread.
 
-        The other ranks' parts would be useless and would block the file of a later window for ever.
+        The other ranks' parts would be useless and would block the file of a later window
+        for ever.
         """
         self._tracker.give_up(starts)
 
@@ -217,8 +214,8 @@ class WindowLifecycle:
     def _on_trial(self, name: WindowName, length: int) -> WindowFile | None:
         """Take a file for an unjudged window.
 
-        No file becomes free before the verdict. Of the windows complete by then only the newest is
-        kept: each takes the file of the previous one.
+        No file becomes free before the verdict. Of the windows complete by then only the
+        newest is kept: each takes the file of the previous one.
         """
         trial = self._trial
         assert trial is not None
@@ -317,7 +314,6 @@ class WindowLifecycle:
 
     @property
     def trial(self) -> Trial | None:
-        """The current unjudged recovery, or None."""
         return self._trial
 
     def forget_the_past(self) -> None:
@@ -333,11 +329,9 @@ class WindowLifecycle:
         self._submit(file)
 
     def change_peers(self, peers: dict[int, ReplicaClient], newest: int) -> None:
-        """Offer windows to holders of replicas whose process is new.
+        """Offer windows up to the one that starts at `newest` to holders whose process is new.
 
-        Args:
-            peers: all holders.
-            newest: start of the last window to offer; later ones will be captured again.
+        Later windows will be captured again.
         """
         names = [window.name for window in self._windows.committed()]
         files = [self._windows.file(name) for name in names if name.start <= newest]

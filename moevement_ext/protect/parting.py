@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captures the last window of a job that ends as planned: one slot with the whole state.
 
-The next start, in any layout, continues from it without replaying iterations or converting a
-window of several slots. Training thread.
+The next start, in any layout, continues from it without replaying iterations or converting a window
+of several slots. Training thread.
 """
 
 import msgspec
@@ -36,19 +36,9 @@ def part(
 ) -> bool:
     """Capture the state after `iteration`. All ranks call this at the same iteration.
 
-    Args:
-        protection: started, and not in a recovery.
-        rank: this rank.
-        operators: operators of this rank.
-        iteration: number of committed iterations.
-        state: auxiliary state after them.
-
-    Returns:
-        True if all ranks and their replica holders have the window, and with
-        `--sparse-ckpt-disk` all disks, too.
-
-    Raises:
-        HostMemoryError: there is no room for the window.
+    `protection` is started, and not in a recovery; `state` is the auxiliary state after
+    `iteration`. True if all ranks and their replica holders have the window, and with
+    `--sparse-ckpt-disk` all disks, too. Raises `HostMemoryError` without room for the window.
     """
     protection.stop_capturing()
     windows = protection.memory.windows

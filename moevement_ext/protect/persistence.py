@@ -2,10 +2,9 @@
 """Decides when a window is persisted: when every rank and its replica holders have it.
 
 Ranks report through the launcher's key-value store, on a separate thread, without training
-communicators. The rank that completes the count publishes the window.
-
-A rank that rolls back loses later windows, so it withdraws its reports of them. A rank that gives
-up a window reports this, and the other ranks, which would wait for it, give it up as well. Keys:
+communicators. The rank that completes the count publishes the window. A rank that rolls back loses
+later windows, so it withdraws its reports of them. A rank that gives up a window reports this, and
+the other ranks, which would wait for it, give it up as well. Keys:
 
     complete/<start>/<plan>   number of ranks that have reported this window
     counted/<rank>            the windows this rank has reported, also for the process after it
@@ -55,12 +54,9 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
 class PersistenceTracker:
     """Counts complete windows over all ranks.
 
-    Args:
-        store: reachable by all ranks; used by the tracker's thread only.
-        rank: rank of this process; a window counts once per rank, even if a replacement process
-            reports the window again.
-        world_size: number of ranks that must report a window.
-        on_agreed: called on the tracker's thread with each new agreement of all ranks.
+    `store`, reachable by all ranks, is used by the tracker's thread only. A window counts once
+    per `rank`, even if a replacement process reports it again. `on_agreed` is called on the
+    tracker's thread with each new agreement of all ranks.
     """
 
     def __init__(
@@ -103,8 +99,9 @@ class PersistenceTracker:
     def withdraw_after(self, window: WindowName) -> None:
         """Undo the reports of this rank, or its predecessor, about windows after `window`.
 
-        Called before any rank can report windows of the replay. Returns once the withdrawal is in
-        the store, which takes some requests, or after a timeout if the store does not answer.
+        Called before any rank can report windows of the replay. Returns once the withdrawal
+        is in the store, which takes some requests, or after a timeout if the store does not
+        answer.
         """
         done = threading.Event()
         self._enqueue(partial(self._withdraw, window, done), waits=True)
@@ -146,7 +143,7 @@ class PersistenceTracker:
             pause = self._connection.attempt(self._step)
 
     def _rest(self, pause_s: float) -> None:
-        """Less, if a rank waits or begins to: its recovery goes on, with the store back or not."""
+        """Pause; shorter if a rank waits: its recovery continues without the store, too."""
         shortest_s = min(pause_s, _LONGEST_PAUSE_S)
         self._changed.wait_for(lambda: self._stopping or self._is_waited_for, pause_s - shortest_s)
         self._changed.wait_for(lambda: self._stopping, shortest_s)
@@ -224,7 +221,8 @@ class PersistenceTracker:
     def _take_back(self, window: WindowName) -> None:
         """Lower the count of a window, unless it was published: then its count is deleted.
 
-        A new process cannot tell from `persisted` whether other ranks have rolled back before it.
+        A new process cannot tell from `persisted` whether other ranks have rolled back
+        before it.
         """
         if self._store.check([_key(window)]):
             self._store.add(_key(window), -1)
@@ -285,7 +283,6 @@ class PersistenceTracker:
         self._counted = counted
 
     def _read(self) -> str:
-        """Current value of `persisted`, empty if there is none."""
         return (peek(self._store, _NEWEST) or b'').decode()
 
     def _replace(self, found: str, standing: _Standing) -> bool:

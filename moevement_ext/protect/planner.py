@@ -2,8 +2,8 @@
 """Plans the windows of a stage from the bytes of every operator on each of its ranks.
 
 The first rank of a stage plans its windows. A rank that joins a running job plans them too, as it
-may replace the first rank. Little data of other stages is needed; the inputs of all plans enter
-the digest of the window.
+may replace the first rank. Little data of other stages is needed; the inputs of all plans enter the
+digest of the window.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,11 +66,7 @@ class Planner:
     """Plans the windows of this rank's stage. Collective construction.
 
     The cost grows with the operators on the ranks of one stage, not with the number of stages.
-
-    Args:
-        rank: this rank.
-        operators: operators of this rank.
-        place: place of this rank in the layout.
+    `place` is this rank's place in the layout.
     """
 
     def __init__(self, rank: Rank, operators: Operators, place: Place) -> None:
@@ -112,7 +108,6 @@ class Planner:
 
     @property
     def stage_of(self) -> list[int]:
-        """Pipeline stage by rank."""
         return [rank.stage for rank in self._ranks]
 
     @property
@@ -132,11 +127,7 @@ class Planner:
         return frozenset(rank.stage for rank in self._ranks if rank.tied)
 
     def first_plan(self, parameters: PlanParameters) -> StagePlan:
-        """Return the plan of a new job, from iteration 0. Collective, except when joining.
-
-        Args:
-            parameters: planning inputs of all stages.
-        """
+        """The plan of a new job, from iteration 0. Collective, except when joining."""
         if self._exchange.joining:
             return self.plan(parameters)
         own = self.plan(parameters).packed() if self.is_first else b''
@@ -146,8 +137,8 @@ class Planner:
     def plan(self, parameters: PlanParameters) -> StagePlan:
         """Compute the plan of this stage. Only on its first rank or on a joining rank.
 
-        The digest covers the planning inputs of all stages, so that windows of different plans
-        never count as one. Experts without a share keep their order.
+        The digest covers the planning inputs of all stages, so that windows of different
+        plans never count as one. Experts without a share keep their order.
         """
         shares, window = parameters.shares, parameters.window
         table = self._table(shares)
@@ -165,25 +156,16 @@ class Planner:
         )
 
     def announced_plan(self, version: int, store: Store) -> StagePlan:
-        """Compute a plan that is or was in force; the stage's first rank also hands it out.
-
-        Args:
-            version: version of the plan.
-            store: store of the replanners.
-        """
+        """Compute an announced plan; the stage's first rank also hands it out in `store`."""
         plan = self.plan(published(store, version))
         if self.is_first:
             hand_out(store, self.place.stage, plan)
         return plan
 
     def next_plan(self, version: int, store: Store) -> StagePlan | None:
-        """Return an announced plan; None if the stage's first rank has not handed it out yet.
+        """An announced plan; None if the stage's first rank has not handed it out yet.
 
-        Runs on the replanner's thread.
-
-        Args:
-            version: version of the plan.
-            store: store of the replanners.
+        Runs on the replanner's thread; `store` is that of the replanners.
         """
         if self.is_first:
             return self.announced_plan(version, store)
@@ -200,9 +182,9 @@ class Planner:
         self._needs = [found for found in decoded if found]
 
     def shortest_window(self, budgets: Budgets, longest: int) -> int | None:
-        """Return the fewest slots that the links sustain on every rank of every stage.
+        """The fewest slots, up to `longest`, that the links sustain on every rank of every stage.
 
-        Assumes the operators' initial order. Returns None if more than `longest` are needed.
+        Assumes the operators' initial order. None if more are needed.
         """
         return shortest(self._needs, budgets, longest)
 
@@ -255,8 +237,8 @@ class Planner:
     def _ordered(members: Sequence[RankOperators], popularity: Mapping[str, float]) -> list[str]:
         """Tied operators first, then experts, then the rest.
 
-        All ranks that share tied operators thaw them together. Experts are taken from the ranks in
-        turn, so that every slot loads all ranks.
+        All ranks that share tied operators thaw them together. Experts are taken from the
+        ranks in turn, so that every slot loads all ranks.
         """
         tied = list(dict.fromkeys(name for member in members for name in member.tied))
         of_rank = [

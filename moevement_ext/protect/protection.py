@@ -113,7 +113,6 @@ class Protection:
 
     @property
     def present(self) -> Cycle:
-        """The plan in force."""
         return self.checkpointer.schedule
 
     def first_plan(self, iteration: int) -> StagePlan:
@@ -121,12 +120,10 @@ class Protection:
         return msgspec.structs.replace(self._first_plan, origin=iteration)
 
     def agreed_plan(self, version: int, origin: int, store: torch.distributed.Store) -> StagePlan:
-        """Return the plan in force in a running job, for a joining process.
+        """The plan in force in a running job, for a joining process.
 
-        Args:
-            version: version of the plan.
-            origin: iteration where the plan's windows begin.
-            store: the store that the other ranks passed to `start`.
+        Its windows begin at `origin`; `store` is the one that the other ranks passed to
+        `start`.
         """
         if version == self._first_plan.version:
             return self.first_plan(origin)
@@ -140,7 +137,7 @@ class Protection:
         on_disk: WindowName | None = None,
         forget_former_places: bool = False,
     ) -> None:
-        """Begin to capture.
+        """Begin to capture by the plan in force.
 
         Args:
             present: the plan in force.
@@ -189,7 +186,7 @@ class Protection:
         rank.events.emit(protected_event(rank, self.planner, held, memory, reached, cycle))
 
     def captured_after(self, start: int) -> list[SlotHeader]:
-        """Return headers to verify a recovery from the window at `start`; empty without checks.
+        """Headers to verify a recovery from the window at `start`; empty without checks.
 
         Headers of newer slots are also kept for the next recovery, as this one may be refused or
         cut off. The result includes earlier captures of the window itself.
@@ -206,7 +203,6 @@ class Protection:
         self.memory.witness.forget()
 
     def stop_capturing(self) -> None:
-        """Stop captures, so that the state of this rank can be overwritten."""
         self.checkpointer.stop_capturing()
 
     def rewind_log(self, iteration: int) -> None:
@@ -215,11 +211,7 @@ class Protection:
             self.memory.log.rewind(iteration)
 
     def roll_back(self, name: WindowName, file: WindowFile) -> float | None:
-        """Continue from this window, which is protected already; capture later ones again.
-
-        Returns:
-            See `lose_tokens`.
-        """
+        """Continue from this protected window; recapture later ones. Returns as `lose_tokens`."""
         self._withdraw_on_disk(name)
         self.windows.go_back_to(name)
         self.checkpointer.roll_back(name.start)
@@ -229,8 +221,7 @@ class Protection:
     def lose_tokens(self, file: WindowFile) -> float | None:
         """Record a rollback to this window, which may contain older versions of experts.
 
-        Returns:
-            Lost tokens of this rank's experts; None unless the strategy is lossy.
+        Returns the lost tokens of this rank's experts; None unless the strategy is lossy.
         """
         if self._experts is None:
             return None
@@ -239,14 +230,10 @@ class Protection:
         return lost.tokens
 
     def begin_trial(self, back_to: WindowName, until: int, of_all: bool) -> None:
-        """Begin a recovery that is judged at iteration `until`; with `stop` it may be refused.
+        """Begin a recovery from `back_to`, judged at iteration `until`. Training thread.
 
-        In that case its captures stay private until `accept`. Training thread.
-
-        Args:
-            back_to: the window that the recovery starts from.
-            until: iteration at which the recovery ends.
-            of_all: all stages roll back together.
+        With `stop` it may be refused, so its captures stay private until `accept`.
+        `of_all`: all stages roll back together.
         """
         self._room.for_recovery(back_to.start, until)
         if self._rank.config.verify == STOP:
@@ -304,11 +291,7 @@ class Protection:
         self.windows.withdraw_after(window)
 
     def reach_peers(self, newest: int) -> None:
-        """Offer windows again if replica holders have new processes.
-
-        Args:
-            newest: start of the last window to offer; later ones will be captured again.
-        """
+        """Offer windows up to start `newest`, the rest being recaptured, to new holders."""
         if self._reached == self.memory.peer_addresses():
             return
         self._reached = self.memory.peer_addresses()
@@ -342,9 +325,7 @@ class Protection:
     def end(self, iteration: int, replayed: bool) -> None:
         """Note the end of the iteration that led to state `iteration`. Training thread.
 
-        Args:
-            iteration: number of committed iterations.
-            replayed: the job had committed it before.
+        `replayed`: the job had committed it before.
         """
         schedule = self.checkpointer.schedule
         seconds = time.perf_counter() - self._step_began
@@ -407,7 +388,6 @@ class Protection:
 
     @property
     def window_under_way(self) -> bool:
-        """True while the current window is incomplete. Training thread."""
         return self.checkpointer.window_under_way
 
     def keep_last(self, window: WindowName, timeout_s: float) -> bool:
@@ -431,7 +411,6 @@ class Protection:
         self.memory.close(remove)
 
     def _persisted(self, window: WindowName) -> None:
-        """Handle a newly persisted window. Tracker's thread."""
         if not self.memory.disk_only:
             self.memory.ledger.note_complete(window.start)
         if self.memory.log is not None:
@@ -452,7 +431,8 @@ class Protection:
     def _shorten_log(self, iteration: int, window: int) -> None:
         """Make room in the log in a recovery of all stages, during which no window is persisted.
 
-        Another failure rolls all stages back again, so the log serves the newest window only.
+        Another failure rolls all stages back again, so the log serves the newest window
+        only.
         """
         trial, log = self.windows.trial, self.memory.log
         if trial is None or log is None or not trial.of_all:

@@ -82,7 +82,6 @@ class Replanner:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread."""
         self._stopping.set()
         with self._changed:
             self._changed.notify()

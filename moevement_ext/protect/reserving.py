@@ -40,22 +40,15 @@ class Sizes(NamedTuple):
     """File sizes of a rank as functions of W."""
 
     capacity: Callable[[int], int]
-    """Size of a window file."""
     stub: Callable[[int], int]
-    """Size of a file for its stubs."""
     family: int
     """Lowest rank with the same captures."""
 
 
 def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
-    """Return the longest allowed W that fits in the host memory of all nodes; 1 if none fits.
+    """The longest allowed W that fits in the host memory of all nodes; 1 if none fits.
 
     Collective. Returns a fixed window unchanged.
-
-    Args:
-        rank: this rank.
-        sizes: file sizes of this rank.
-        logged: logged bytes of this rank.
     """
     config, exchange = rank.config, rank.exchange
     if config.window != AUTO:
@@ -96,11 +89,9 @@ def reserve(
 ) -> HostMemory:
     """Reserve host memory of this rank; at the start all ranks fail together. Collective.
 
-    A process that joins a running job, perhaps on another node, holds no replicas for other ranks
-    if there is no room: the job needs the process more than the replicas.
-
-    Raises:
-        HostMemoryError: this or another rank cannot reserve its host memory.
+    A process that joins a running job, perhaps on another node, holds no replicas for other
+    ranks if there is no room: the job needs the process more than the replicas. Raises
+    `HostMemoryError` if this or another rank cannot reserve its memory.
     """
     exchange = rank.exchange
     node = NodeStore(Path(rank.config.dir), rank.run_id, node_name())

@@ -9,15 +9,10 @@ from moevement_ext.replicate.host_memory import HostMemory
 
 
 class WindowRoom:
-    """Room for windows of the current length, and of the next one.
+    """Room for windows of the current length (`in_force`), and of the next one.
 
-    Args:
-        memory: host memory of this rank.
-        on_degraded: called with a reason when there is no room.
-
-    Attributes:
-        in_force: W of the window that is captured now.
-        limit: the longest W with enough room, set once a longer one had too little.
+    `limit` is the longest W with enough room, set once a longer one had too little.
+    `on_degraded` is called with a reason when there is no room.
     """
 
     def __init__(self, memory: HostMemory, on_degraded: Callable[[str], None]) -> None:
@@ -38,8 +33,8 @@ class WindowRoom:
     def before(self, window: int) -> None:
         """Make room before windows of this length come into force. Any thread but training's.
 
-        Without room, such windows are given up until all ranks have a plan with shorter windows,
-        for which every rank has room.
+        Without room, such windows are given up until all ranks have a plan with shorter
+        windows, for which every rank has room.
         """
         self._next = window
         self.in_log(window)
@@ -52,12 +47,7 @@ class WindowRoom:
             self._on_degraded(f'there is no room for windows of {window}: {error}')
 
     def for_recovery(self, start: int, until: int) -> None:
-        """Make room in the log for a recovery, before it begins. Training thread.
-
-        Args:
-            start: start of the window that the recovery rolls back to.
-            until: iteration at which the recovery ends.
-        """
+        """Make room in the log for a recovery from window `start` to `until`. Training thread."""
         with self._log:
             self._unlike = max(self._unlike, start)
         self.in_log(until - start + 1)
@@ -73,11 +63,8 @@ class WindowRoom:
     def settle(self, start: int) -> None:
         """Free memory that only longer windows needed. Tracker's thread.
 
-        The log holds the iterations after the persisted window, so that window must be as short
-        as the next ones.
-
-        Args:
-            start: start of the newly persisted window.
+        The log holds the iterations after the newly persisted window, which starts at
+        `start`, so that window must be as short as the next ones.
         """
         window = max(self.in_force, self._next)
         if window < self._memory.window:

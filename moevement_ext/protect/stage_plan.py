@@ -30,21 +30,16 @@ class StagePlan(msgspec.Struct, frozen=True):
     origin: int
     plan: WindowPlan
     digest: str
-    """Digest of the inputs of the plans of all stages."""
     shares: dict[str, float]
     """Share of the layer's tokens, by expert operator of the stage."""
     idle: int = 0
-    """Iterations without a capture after each window."""
     experts: int = 0
-    """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
 
     def schedule(self) -> Cycle:
-        """Return the plan as the checkpointer's cycle."""
         plan = (self.origin, self.plan, self.digest, self.version, self.idle)
         return Cycle(*plan, self.experts, self.shares)
 
     def event(self, operators: Collection[str]) -> Replanned:
-        """Return the event of a rank with these operators that adopts the plan."""
         return Replanned(
             origin=self.origin,
             window=self.plan.window,

@@ -17,7 +17,6 @@ class Figures:
     """Figures of one rank at one moment; counts and seconds since the start of the process."""
 
     iteration: int = 0
-    """The newest committed iteration."""
     window: int = 0
     """Iterations per window in force."""
     committed: int | None = None
@@ -36,7 +35,6 @@ class Figures:
     host_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that this rank reserves, by kind."""
     disk_bytes: int | None = None
-    """Bytes of the rank's windows on disk; None without a disk."""
 
     @property
     def window_age(self) -> int | None:
@@ -70,9 +68,7 @@ class CaptureStatistics:
     iterations: int = 0
     """Iterations that reached their update."""
     captured_bytes: int = 0
-    """Payload of all slots."""
     slot_bytes: int = 0
-    """Payload of the newest slot."""
     copy_bytes_per_s: float | None = None
     """Measured rate of the copies of all sealed slots; None before the first."""
     skipped_windows: int = 0
@@ -80,13 +76,10 @@ class CaptureStatistics:
     failures: int = 0
     """Number of reductions of protection."""
     committed: int | None = None
-    """Start of the newest own window complete in host memory."""
     persisted: int | None = None
-    """Start of the newest window that every rank and its holders have."""
     on_disk: int | None = None
     """Start of the newest window that every rank has on disk."""
     disk_bytes: int | None = None
-    """Bytes of this rank's windows on disk; None without a disk."""
     persist_s: float | None = None
     """Seconds of the newest successful copy to disk; None before the first."""
 

@@ -17,9 +17,8 @@ _LAST_RETRY_SECONDS = 30.0
 class StoreConnection:
     """Reconnecting store: torch's store does not reconnect (torch 2.15). Used by one thread.
 
-    Args:
-        store: a separate connection; its timeout is shortened.
-        consequence: for the log: the function that is lost while the store is unreachable.
+    The timeout of `store`, a separate connection, is shortened. `consequence` names, for the
+    log, the function that is lost while the store is unreachable.
     """
 
     def __init__(self, store: Store, consequence: str) -> None:
@@ -29,14 +28,10 @@ class StoreConnection:
         self._failures = 0
 
     def attempt(self, step: Callable[[], object], losses: type[Exception] = Exception) -> float:
-        """Run `step`, which uses `store`, on a new connection if the last one was lost.
+        """Run `step`, which uses `store`, once, on a new connection if the last one was lost.
 
-        Args:
-            step: called once.
-            losses: exceptions that mean a lost connection; others are raised.
-
-        Returns:
-            Seconds to wait before another attempt; 0 if `step` is done.
+        Only `losses` mean a lost connection. Returns the seconds to wait before another
+        attempt; 0 if `step` is done.
         """
         try:
             if self._failures:

@@ -35,7 +35,6 @@ class Trial:
         return start + length <= self.until
 
     def begins(self, file: WindowFile) -> None:
-        """Add a window begun in `file`."""
         with self._changed:
             self._sealed.append((file, []))
 
@@ -50,7 +49,6 @@ class Trial:
             return True
 
     def forget(self, file: WindowFile) -> None:
-        """Remove the given-up window of `file`."""
         with self._changed:
             self._sealed = [item for item in self._sealed if item[0] is not file]
 
@@ -61,7 +59,6 @@ class Trial:
             return self._complete()
 
     def windows(self) -> list[tuple[WindowFile, list[SlotHeader]]]:
-        """Return all windows with their sealed slots, oldest first."""
         with self._changed:
             return list(self._sealed)
 

@@ -3,8 +3,9 @@
 
 An unmounted disk, or a different directory on one node, looks like a job without windows. Starting
 over would then make the other ranks delete their windows. So a job whose windows were complete
-once, and are not complete now, starts over only with an explicit flag. So does one that finds
-nothing, while a machine has its windows under another name, as of a container that is gone.
+once, and are not complete now, starts over only with an explicit flag. The same holds for a job
+without windows on a machine that has its windows under another name, such as that of an ended
+container.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,16 +45,10 @@ def refuse_to_forget(
 ) -> None:
     """Refuse to start over without a flag. All ranks call this when no window is complete.
 
-    An existing but refused window (damaged, of another run) is no reason to wait.
-
-    Args:
-        held: parts of windows, over all ranks.
-        traces: traces of every rank.
-        dense_iteration: iteration of the dense checkpoint to continue from, -1 for the start.
-        config: settings.
-
-    Raises:
-        AbsentWindows: all ranks had a newer window, and some ranks have none now.
+    An existing but refused window (damaged, of another run) is no reason to wait. `held` has
+    the parts of windows over all ranks, `traces` those of every rank; `dense_iteration` is that
+    of the dense checkpoint to continue from, -1 for the start. Raises `AbsentWindows` if all
+    ranks had a newer window, and some ranks have none now.
     """
     known = max(trace.newest_complete for trace in traces)
     if not (config.forget or held):

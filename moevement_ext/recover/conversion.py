@@ -34,12 +34,8 @@ class _Slot(NamedTuple):
 class Conversion:
     """The conversion of a window to a dense state. Training thread only.
 
-    Args:
-        source: source of the verified slots, some of which may still arrive.
-
-    Attributes:
-        replaying: the current iteration of the replay, counted from 1.
-        load_s, replay_s: seconds of all loads, and of all replays.
+    Some slots of `source` may still arrive. `replaying` is the current iteration of the replay,
+    counted from 1; `load_s` and `replay_s` are the seconds of all loads, and of all replays.
     """
 
     def __init__(self, source: SlotSource) -> None:
@@ -66,14 +62,9 @@ class Conversion:
     def run(self, trainer: Trainer, verification: Verification) -> None:
         """Load slot after slot, and replay one iteration between each two.
 
-        Collective over the stages that convert.
-
-        Args:
-            trainer: training loop of this rank.
-            verification: receives each loaded slot, and the loss of each replayed iteration.
-
-        Raises:
-            RefusedWindow: a slot is not available, or belongs to another model.
+        Collective over the stages that convert. `verification` receives each loaded slot,
+        and the loss of each replayed iteration. Raises `RefusedWindow` if a slot is not available,
+        or belongs to another model.
         """
         with trainer.replaying():
             slot = self._slot(0)

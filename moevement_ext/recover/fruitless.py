@@ -29,11 +29,7 @@ _POLL_S = 0.02
 
 
 class Fruitless:
-    """Useless recoveries in a row, seen from one rank. Training thread only.
-
-    Attributes:
-        count: useless recoveries since the last progress.
-    """
+    """Useless recoveries (`count`) since the last progress, on one rank. Training thread only."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -45,11 +41,9 @@ class Fruitless:
         return self._error is not None
 
     def failed(self, error: Exception, ended_round: bool) -> None:
-        """Record that this rank has left a round.
+        """Record that this rank has left a round because of the training thread's error.
 
-        Args:
-            error: the training thread's error.
-            ended_round: no rank had ended the round before.
+        `ended_round`: no rank had ended the round before.
         """
         self.count += 1
         own = ended_round and not isinstance(error, RoundEnded)
@@ -60,17 +54,9 @@ class Fruitless:
         self.count = 0
 
     def met(self, reports: Sequence[Report], verdict: Verdict) -> Verdict:
-        """Count the recovery and correct the verdict, after a rendezvous of all ranks.
+        """Count the recovery, after a rendezvous of all ranks, and return the corrected verdict.
 
-        Args:
-            reports: of all ranks.
-            verdict: the verdict from the reports alone.
-
-        Returns:
-            The corrected verdict.
-
-        Raises:
-            Exception: this rank's own error, if the rank must end.
+        Raises this rank's own error if the rank must end.
         """
         error, self._error = self._error, None
         survivors = [report.fruitless for report in reports if report.survivor]
@@ -87,11 +73,7 @@ class Fruitless:
         return verdict
 
     def pause(self, over: Callable[[], bool]) -> None:
-        """Pause after several useless recoveries, so that a transient cause can pass.
-
-        Args:
-            over: returns True to end the pause.
-        """
+        """Pause until `over`, after several useless recoveries, for a transient cause to pass."""
         pause_s = min(_FIRST_PAUSE_S * 2.0 ** (self.count - 2), _LAST_PAUSE_S)
         until = time.monotonic() + (pause_s if self.count > 1 else 0.0)
         while time.monotonic() < until and not over():

@@ -26,7 +26,6 @@ class Handover(msgspec.Struct, frozen=True):
 
 
 def handovers(reports: Sequence[Report]) -> list[Handover]:
-    """The handovers of all survivors."""
     return [
         msgspec.msgpack.decode(report.details, type=Handover)
         for report in reports

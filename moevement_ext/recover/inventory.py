@@ -45,9 +45,7 @@ class Inventory(msgspec.Struct, frozen=True):
     doubtful: list[str] = []
     """Other differences between the capturing jobs and this one, which may change bits."""
     settings: str = ''
-    """Digest of this rank's settings."""
     deaths: list[Death] = []
-    """Recorded deaths of earlier processes on its node."""
 
 
 def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
@@ -62,13 +60,7 @@ def candidates(held: Collection[HeldWindow], world_size: int) -> list[Window]:
 def holders(
     candidate: Window, owner: int, inventories: Sequence[Collection[HeldWindow]]
 ) -> list[int]:
-    """Ranks whose node holds `owner`'s part, the owner itself first.
-
-    Args:
-        candidate: the window.
-        owner: rank that owns the part.
-        inventories: windows on each rank's node, by rank.
-    """
+    """Ranks whose node holds `owner`'s part, the owner first; `inventories` are by rank."""
     wanted = HeldWindow(candidate, owner)
     found = [rank for rank, inventory in enumerate(inventories) if wanted in inventory]
     return sorted(found, key=lambda rank: (rank != owner, rank))
@@ -77,11 +69,7 @@ def holders(
 class Found:
     """Windows of this run and layout, with log messages about the examined ones.
 
-    The log names refused windows once per reason. Payloads are verified later, when a window is
-    loaded.
-
-    Args:
-        identity: identity of this rank in this run.
+    The log names refused windows once per reason. Loading a window verifies its payloads.
     """
 
     def __init__(self, identity: RankIdentity) -> None:
@@ -136,10 +124,8 @@ def held_windows(
 ) -> list[HeldWindow]:
     """Return committed windows of this run and layout for a recovery in living processes.
 
-    Args:
-        store: store of this node, whose windows of all ranks count.
-        identity: identity of this rank.
-        only_on: directory on disk; if given, the rank's windows there count instead.
+    Windows of all ranks in `store` count, or, with `only_on`, the rank's windows in that
+    directory on disk.
     """
     found = Found(identity)
     if only_on is not None:
@@ -152,11 +138,7 @@ def take_stock(
 ) -> Inventory:
     """Collect this rank's inventory at the start of a job.
 
-    Args:
-        store: store of this node.
-        disk: disk windows of this rank.
-        identity: identity of this rank.
-        disk_only: omit windows in host memory, which are not used as a source.
+    `disk_only` omits windows in host memory, which are not used as a source.
     """
     memory = Found(identity)
     if not disk_only:

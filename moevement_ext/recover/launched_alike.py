@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that all ranks of a job, and the jobs of the found windows, have equal settings.
 
-Checked at the start of a job, and when a replacement process starts: before it copies state from
+Checked at the start of a job, and when a replacement process starts, before it copies state from
 other ranks, or takes part in a replay.
 """
 
@@ -29,16 +29,8 @@ _PROTECTION = 'protection'
 def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
     """Check that settings agree; report differences by name, with both values. Collective.
 
-    Args:
-        rank: this rank.
-        inventories: inventories of all ranks.
-
-    Returns:
-        Reasons for which found windows are refused.
-
-    Raises:
-        UserError: ranks differ in settings that decide bits; or anything differs, and
-            `--sparse-ckpt-strict` forbids that.
+    Returns the reasons for which found windows are refused. Raises `UserError` if ranks differ
+    in settings that decide bits, or, with `--sparse-ckpt-strict`, in any settings.
     """
     if len({inventory.settings for inventory in inventories}) > 1:
         _check_ranks(rank)
@@ -62,15 +54,8 @@ def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
 def check_protection(store: Store, reports: Sequence[Report], identity: RankIdentity) -> None:
     """Refuse ranks with other settings of sparse checkpointing, before the settings take effect.
 
-    Collective at the start of a job. One rank reports for all ranks with equal settings.
-
-    Args:
-        store: store of the round.
-        reports: reports of all ranks, by rank.
-        identity: identity of this rank.
-
-    Raises:
-        UserError: raised on all ranks.
+    Collective at the start of a job, over `store` of the round; one rank reports for all ranks
+    with equal settings. Raises `UserError` on all ranks.
     """
     first = dict[str, int]()
     for number, report in enumerate(reports):
@@ -106,11 +91,8 @@ def why_not(
 ) -> str | None:
     """Return the reason why a new process must not join a running job; None if it may.
 
-    Args:
-        store: store of this attempt of the job.
-        reports: reports of all ranks, by rank.
-        identity: identity of this rank.
-        strict: also refuse differences that may decide bits; otherwise warn.
+    `strict` also refuses differences that may decide bits; otherwise they cause a warning.
+    `store` is that of this attempt of the job.
     """
     own = launch_of(identity)
     if own in {report.launched for report in reports if report.survivor}:

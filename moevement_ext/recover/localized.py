@@ -49,13 +49,8 @@ _POLL_SECONDS = 0.02
 class LocalizedRecovery:
     """Recovers this rank from failures of other ranks, or rebuilds a lost rank's state.
 
-    Args:
-        rank: this rank.
-        membership: membership of this rank.
-        trainer: training loop of this rank.
-        protection: windows, ledger and log of this rank.
-        stages: stage of every rank, and ranks with the same state.
-        position: this rank's part of the training state.
+    `stages` has the stage of every rank, and ranks with the same state; `position` is this
+    rank's part of the training state.
     """
 
     def __init__(
@@ -87,16 +82,14 @@ class LocalizedRecovery:
     # Called by the training thread in every iteration
 
     def begin(self, start: Start) -> None:
-        """Record that the iteration after `start` begins."""
         self._raise_if_broken()
         self._position.begins(start)
 
     def updating(self) -> None:
         """Record that the optimizer is about to write.
 
-        Raises:
-            RoundEnded: a failure was announced; the last reduction may be invalid (NCCL's waits
-                return when they are aborted).
+        Raises `RoundEnded` if a failure was announced: the last reduction may be invalid
+        (NCCL's waits return when they are aborted).
         """
         self._membership.synchronize()
         self._raise_if_broken()
@@ -107,9 +100,8 @@ class LocalizedRecovery:
     def committing(self) -> None:
         """Record that the optimizer has written and the parameters are gathered.
 
-        Raises:
-            RoundEnded: the gathered parameters may be invalid (see `updating`). If waits raise,
-                they are valid: an update that completes after a failure counts.
+        Raises `RoundEnded` if the gathered parameters may be invalid (see `updating`). If
+        waits raise, they are valid: an update that completes after a failure counts.
         """
         self._membership.synchronize()
         if self._membership.waits_returned:
@@ -136,17 +128,12 @@ class LocalizedRecovery:
 
     @property
     def verification(self) -> Verification:
-        """Verification of this rank's newest replay."""
         return self._replay.verification
 
     # Around the loop
 
     def train(self, run: Callable[[], Any]) -> Any:
-        """Run the training loop, entering it again after each failure of other ranks.
-
-        Raises:
-            Exception: an error of this rank itself.
-        """
+        """Run the loop, again after failures of other ranks; raises this rank's own errors."""
         self._membership.settle()
         again = self._membership.joining
         if not again:
@@ -176,14 +163,8 @@ class LocalizedRecovery:
     def carry_out(self, iterate: Callable[[int], Any]) -> bool:
         """Replay lost state and reconnect, in the first iteration after entering the loop.
 
-        Args:
-            iterate: runs the iteration after the given one and commits it.
-
-        Returns:
-            True if training continues; False if the loop must end.
-
-        Raises:
-            RoundEnded: another failure came first.
+        `iterate` runs the iteration after the given one and commits it. Returns False if
+        the loop must end. Raises `RoundEnded` if another failure came first.
         """
         verdict = self._position.pending
         assert verdict is not None
@@ -272,7 +253,6 @@ class LocalizedRecovery:
         self._phases.respawn = time.perf_counter() - began
 
     def _decide(self) -> Localized:
-        """Return the verdict on all reports; raise this rank's own error if recovery is in vain."""
         reports = self._membership.reports
         # Kept on all ranks: the refusing rank may be lost, and its replacement lacks the list.
         self._refused = sorted({window for report in reports for window in report.refused})
@@ -293,7 +273,6 @@ class LocalizedRecovery:
         )
 
     def _enter(self, verdict: Localized) -> None:
-        """Prepare the loop to start at the newest committed iteration."""
         self._fruitless.pause(lambda: self._membership.broken)
         reports = self._membership.reports
         self._position.decided(verdict, self._rank.number)
@@ -403,7 +382,6 @@ class LocalizedRecovery:
         return self._protection.on_trial(verdict.window.name, verdict.target)
 
     def _roll_back(self) -> None:
-        """Undo the changes of the broken iteration; this rank keeps its state."""
         kept = self._position.kept
         assert kept is not None
         began = isinstance(self._position.position, Running)
@@ -412,7 +390,6 @@ class LocalizedRecovery:
         self._position.undone()
 
     def _copy(self, verdict: Localized) -> None:
-        """Copy the state from or to a data-parallel replica."""
         rank, store = self._rank.number, self._membership.store
         for behind, replica in verdict.copies.items():
             if rank == replica:
@@ -434,7 +411,6 @@ class LocalizedRecovery:
         self._phases.fetch += time.perf_counter() - began
 
     def _resume(self, verdict: Localized) -> bool:
-        """Resume training once all ranks are connected and at the same iteration."""
         self._enters('post-step')
         committed = self._protection.memory.ledger.get(verdict.target)
         goes_on = self._trainer.loop.finish_post_step(verdict.target, self._others(), committed)

@@ -34,8 +34,8 @@ def in_words(error: BaseException) -> str:
 def lost_peer(error: BaseException) -> bool:
     """Return True if an exception results from the loss of another rank, not from an own fault.
 
-    gloo names its transport in every message. NCCL, the stores, and the clients that fetch windows
-    and logs raise exceptions of specific types.
+    gloo names its transport in every message. NCCL, the stores, and the clients that fetch
+    windows and logs raise exceptions of specific types.
     """
     known = RoundEnded | RegroupError | DistError | ConnectionError | ReaderClosed | ArrivalStopped
     if isinstance(error, known):

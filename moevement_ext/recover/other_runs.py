@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports windows of other runs on this node, in case one of them was meant to be resumed.
 
-Without `--sparse-ckpt-run-id` a flag that is mistyped makes another run, which finds no windows and
-would train from the start without a word. So would a run whose node has another name than before.
+Without `--sparse-ckpt-run-id` a mistyped flag makes another run, which finds no windows and would
+silently train from the start. So would a run whose node has another name than before.
 """
 
 import fcntl
@@ -44,9 +44,9 @@ def say(store: NodeStore, rank: Rank) -> None:
 
 
 def of_other_names(store: NodeStore, identity: RankIdentity) -> dict[str, int]:
-    """Newest start of a window of this run here, by the name that this machine had.
+    """Newest start of a window of this run here, by an earlier name of this machine.
 
-    Not of emulated nodes that live.
+    Excludes emulated nodes with live processes.
     """
     found = dict[str, int]()
     with suppress(OSError):
@@ -87,7 +87,7 @@ def _look_at(other: NodeStore, rank: Rank) -> None:
 
 
 def _lives(holder: Path) -> bool:
-    """A process has the directory: its id says nothing, as containers use the same ones again."""
+    """True if a process has locked the directory; containers reuse process ids."""
     with suppress(OSError), open(holder / 'lock', 'rb') as file:
         try:  # a process that asks for the lock right now asks again
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

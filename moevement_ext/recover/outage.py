@@ -47,7 +47,7 @@ class Phases:
     catch_up: float = 0.0
 
     def in_words(self) -> dict[str, float]:
-        """Return the phases that every rank passes through, by their words in the log line."""
+        """Return the phases that every rank passes through, by their names in the log line."""
         return {
             'noticing it': self.detect + self.unblock,
             'starting processes': self.respawn,
@@ -56,11 +56,7 @@ class Phases:
 
 
 class Outage:
-    """Outages of localized recoveries; a failure during an outage belongs to the same outage.
-
-    Args:
-        rank: this rank.
-    """
+    """Outages of localized recoveries; a failure during an outage belongs to the same outage."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -73,12 +69,9 @@ class Outage:
         self._unsaid: Summary | None = None
 
     def begins(self, reason: str, detect_s: float, reports: Sequence[Report]) -> None:
-        """Record that this rank has left a round.
+        """Record that this rank has left a round, `detect_s` seconds after the announcement.
 
-        Args:
-            reason: reason of the failure.
-            detect_s: seconds since the announcement of the failure.
-            reports: reports of the processes before the failure, by rank.
+        `reports` are those of the processes before the failure, by rank.
         """
         self._before = list(reports)
         if self._since is None:
@@ -98,12 +91,7 @@ class Outage:
         self._replay_s = time.perf_counter() - began
 
     def tell_verified(self, store: Store, verified: Verified) -> None:
-        """Publish this rank's verification after its replay, before the other ranks continue.
-
-        Args:
-            store: store of the round.
-            verified: result on this rank.
-        """
+        """Publish this rank's verification after its replay, before the other ranks continue."""
         store.set(_verified(self._rank), msgspec.msgpack.encode(verified))  # type: ignore[arg-type]
 
     def is_over(
@@ -115,11 +103,7 @@ class Outage:
     ) -> None:
         """Record that all ranks are connected again, at `verdict.target`.
 
-        Args:
-            store: store of the round.
-            verdict: verdict of all ranks.
-            reports: reports of all ranks.
-            seconds: this rank's seconds by phase, in the words of the log line.
+        `seconds` are this rank's, by phase, with the names of the log line.
         """
         since, self._since = self._since, None
         speaker = next((rank for rank, report in enumerate(reports) if report.survivor), None)
@@ -168,9 +152,8 @@ def of_the_whole_job(
 ) -> None:
     """Report the outcome of a recovery of the whole job, on one rank.
 
-    Args:
-        first_death: first death that the previous attempt's watchdogs recorded, if any.
-        summary: makes the summary from cause, time of the failure, and remaining spares.
+    `first_death` is the first that the previous attempt's watchdogs recorded. `summary` makes
+    the summary from cause, time of the failure, and remaining spares.
     """
 
     def make() -> Summary:

@@ -24,16 +24,7 @@ from moevement_ext.recover.trainer import Start, Trainer
 
 
 class OwnReport:
-    """Builds the report from one rank's state. Training thread only, except `of_replay`'s result.
-
-    Args:
-        rank: this rank.
-        membership: membership of this process.
-        trainer: its training loop.
-        protection: its windows, ledger and log.
-        position: its part of the training state.
-        fruitless: its count of useless recoveries.
-    """
+    """Reports of one rank. Training thread only, except the result of `of_replay`."""
 
     def __init__(
         self,
@@ -54,11 +45,7 @@ class OwnReport:
         self._fruitless = fruitless
 
     def now(self, refused: Sequence[Window]) -> Report:
-        """Return the report of a training thread that has left its round.
-
-        Args:
-            refused: windows that are damaged beyond repair.
-        """
+        """Report of a training thread that has left its round; `refused` windows are damaged."""
         memory, identity = self._protection.memory, self._rank.identity
         first_logged = memory.log.first_iteration if memory.log is not None else None
         present = self._protection.present
@@ -89,13 +76,7 @@ class OwnReport:
     def of_replay(
         self, window: Window, target: int, refused: Sequence[Window]
     ) -> Callable[[], Report]:
-        """Return a function for another thread that reports this rank's replay of its stage.
-
-        Args:
-            window: the window that the replay starts from.
-            target: iteration at which the replay ends.
-            refused: see `now`.
-        """
+        """Return a function for another thread that reports this rank's replay up to `target`."""
         # The replay may be refused, but only by this stage, before other ranks rely on it.
         under_way = UnderWay(window, target, self._membership.taken.round)
         before = msgspec.structs.replace(self.now(refused), unjudged=False, under_way=under_way)

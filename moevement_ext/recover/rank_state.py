@@ -27,8 +27,7 @@ class IterationStateLike(Protocol):
     """Interface of an iteration state, as far as the state machine uses it."""
 
     @property
-    def iteration(self) -> int:
-        """Number of committed iterations before this state."""
+    def iteration(self) -> int: ...
 
 
 class ForbiddenTransition(SparseCheckpointError):
@@ -106,7 +105,6 @@ class RankState[S: IterationStateLike]:
     # An iteration
 
     def begins(self, state: S) -> None:
-        """Record that the iteration after `state` begins."""
         match self.position:
             case Rebuilding():
                 pass  # a replaying stage
@@ -159,7 +157,6 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden(f'goes on to iteration {verdict.target}')
 
     def undone(self) -> None:
-        """Record that the changes of the interrupted iteration are undone."""
         match self.position:
             case Whole(state) | Running(state):
                 self.position = Whole(state)
@@ -167,7 +164,6 @@ class RankState[S: IterationStateLike]:
                 raise self._forbidden('rolls back to a state that it does not have')
 
     def reached(self, state: S) -> None:
-        """Record that a replay or a copy has reached `state`."""
         match self.position:
             case Rebuilding(before) if before is None or before.iteration <= state.iteration:
                 self.position = Rebuilding(state)

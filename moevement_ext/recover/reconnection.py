@@ -20,12 +20,8 @@ from moevement_ext.recover.verdict import Localized
 def connected_with(rank: int, verdict: Localized, reports: Sequence[Report]) -> frozenset[int]:
     """Return the ranks, including `rank`, connected with `rank` when the replay ends.
 
-    These sets partition the ranks.
-
-    Args:
-        rank: any rank.
-        verdict: the newest verdict; replays that continue are connected since their begin.
-        reports: reports that the verdict follows from, by rank.
+    These sets partition the ranks. `verdict` is the newest one, from `reports`; replays that
+    continue are connected since they began.
     """
     if rank in verdict.beginning:
         return verdict.beginning
@@ -43,13 +39,7 @@ def _connected_in(report: Report) -> int:
 
 
 class Reconnection:
-    """Connections of one rank in a recovery. Training thread only.
-
-    Args:
-        rank: this rank.
-        membership: membership of this rank.
-        protection: protection of this rank, with its host memory.
-    """
+    """Connections of one rank in a recovery. Training thread only."""
 
     def __init__(self, rank: int, membership: Membership, protection: Protection) -> None:
         self._rank = rank
@@ -78,11 +68,8 @@ class Reconnection:
     def early(self, verdict: Localized) -> float:
         """Connect this rank with the ranks that replay with it, or that wait with it.
 
-        Returns:
-            Seconds taken.
-
-        Raises:
-            RoundEnded: another failure was announced meanwhile.
+        Returns the seconds taken. Raises `RoundEnded` if another failure was announced
+        meanwhile.
         """
         began = time.perf_counter()
         self._membership.renew(self._connected_with(verdict))

@@ -30,10 +30,8 @@ from moevement_ext.replicate.interrupting import join_interrupted
 logger = logging.getLogger(__name__)
 
 Arrived = Callable[[WindowFile, SlotHeader], None]
-"""Called with every verified slot."""
 
 DISK = 'disk'
-"""Name of the last source."""
 
 TRIES = 3
 """Attempts per unresponsive replica holder, before an older window is taken."""
@@ -52,12 +50,10 @@ class SlotSource(Protocol):
     """A window to convert."""
 
     @property
-    def name(self) -> WindowName:
-        """Start and plan."""
+    def name(self) -> WindowName: ...
 
     @property
-    def window(self) -> int:
-        """W: number of slots."""
+    def window(self) -> int: ...
 
     def slot(self, index: int) -> tuple[SlotHeader, Bytes]:
         """Wait for a slot; returns its verified header and payload."""
@@ -67,11 +63,7 @@ class SlotSource(Protocol):
 
 
 class VerifiedWindow:
-    """A complete window in memory.
-
-    Args:
-        file: file of the window, verified.
-    """
+    """A complete, verified window in memory."""
 
     def __init__(self, file: WindowFile) -> None:
         assert file.name is not None
@@ -80,11 +72,9 @@ class VerifiedWindow:
         self._file = file
 
     def slot(self, index: int) -> tuple[SlotHeader, Bytes]:
-        """Header and payload of a slot."""
         return self._file.header(index), self._file.payload(index)
 
     def file(self) -> WindowFile:
-        """The whole window."""
         return self._file
 
 
@@ -110,7 +100,7 @@ def verified_window(
         memory: host memory of this rank.
         candidate: the window.
         inventories: windows on each rank's node, by rank.
-        identity: identity of this rank in this run.
+        identity: of this rank in this run.
         arrived: called with the slots in ascending order; from the first again after a failure.
         before_next: called after a failure, before passed-on slots may be overwritten.
 
@@ -132,14 +122,10 @@ def verified_window(
 
 
 def make_room(windows: OwnerWindows, wanted: Window, usable: Sequence[Window]) -> None:
-    """Free a file for a missing window, if other windows occupy all files.
+    """Free a file for the window to fetch, if other windows of this rank occupy all files.
 
-    Frees windows that are no candidates first, then the oldest.
-
-    Args:
-        windows: windows of this rank.
-        wanted: the window to fetch.
-        usable: candidates for a recovery.
+    Frees windows that are not in `usable`, the candidates of a recovery, first, then the
+    oldest.
     """
     names = [candidate.name for candidate in usable]
     while len(held := [window.name for window in windows.committed()]) >= GENERATIONS:
@@ -209,13 +195,8 @@ def _if_of(identity: RankIdentity, arrived: Arrived) -> Arrived:
 class ArrivingWindow:
     """Obtains and verifies this rank's part of a window on a separate thread.
 
-    One thread takes slots; any thread may call `close`.
-
-    Args:
-        memory: host memory of this rank.
-        candidate: the window.
-        inventories: windows on each rank's node, by rank.
-        identity: identity of this rank in this run.
+    One thread takes slots; any thread may call `close`. `inventories` has the windows on each
+    rank's node, by rank.
     """
 
     def __init__(

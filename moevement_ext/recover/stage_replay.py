@@ -4,8 +4,8 @@
 All ranks of the stage convert the window to a dense state and continue to the newest committed
 iteration. The stage's inputs are prefetched from the logs of the neighbouring stages; if such a
 stage replays as well, its log is filled while it is read. Sends go into the stage's own log only,
-which is complete again afterwards. If all stages roll back together
-(`--sparse-ckpt-recovery global`), they send and receive as in training, and nothing is logged.
+which is complete again afterwards. If all stages roll back together (`--sparse-ckpt-recovery
+global`), they send and receive as in training, and nothing is logged.
 """
 
 import time
@@ -48,17 +48,11 @@ _DAMAGES = (RefusedWindow, CorruptLog, PeerRefused)
 
 
 class StageReplay:
-    """Replays the stage of this rank. Training thread only, but for `interrupt`.
+    """Replays the stage of this rank. Training thread only, except `interrupt`.
 
-    Args:
-        rank: this rank.
-        trainer: training loop of this rank.
-        protection: windows, ledger and log of this rank.
-        enters: called with the name of each phase that begins.
-        raise_if_broken: raises RoundEnded if another failure was announced.
-
-    Attributes:
-        verification: comparison of the newest replay with earlier captures.
+    `enters` is called with the name of each phase that begins; `raise_if_broken` raises
+    RoundEnded if another failure was announced. `verification` compares the newest replay with
+    earlier captures.
     """
 
     Refused = WindowRefused
@@ -93,11 +87,11 @@ class StageReplay:
     ) -> None:
         """Copy missing committed iterations from the other ranks' ledgers.
 
-        This rank's records take precedence, then those of its stage: they fit its optimizers for
-        certain. Iterations that a new process's predecessor committed after `target` are computed
-        again. A record that the other ranks contradict was left on this node by another attempt of
-        the job: where other ranks of the stage have a record, the reported one is written over that
-        in this rank's ledger, except for the loss.
+        This rank's records take precedence, then those of its stage: they fit its
+        optimizers for certain. Iterations that a new process's predecessor committed after
+        `target` are computed again. A record that the other ranks contradict was left on
+        this node by another attempt of the job. Where other ranks of the stage have a
+        record, it replaces the contradicted one in this rank's ledger, except for the loss.
         """
         number = self._rank.number
         own = stage_of[number]
@@ -125,11 +119,8 @@ class StageReplay:
     ) -> None:
         """Bring this rank to `verdict.target`. Collective over the replaying ranks.
 
-        Args:
-            verdict: verdict of all ranks; it names a window.
-            reports: reports of all ranks, by rank.
-            iterate: runs the iteration after the given one, captures and commits it.
-            position: this rank's part of the training state.
+        `verdict` names a window; `iterate` runs the iteration after the given one, captures
+        and commits it.
 
         Raises:
             WindowRefused: this rank's part of the window, or a log that it needs, is damaged
@@ -220,7 +211,6 @@ class StageReplay:
 
     @contextmanager
     def _from_logs(self, start: int, target: int) -> Iterator[None]:
-        """Receive the tensors that the neighbours sent in the iterations after `start`."""
         received: dict[Direction, Received] = {}
         pipeline = self._trainer.pipeline
         with ExitStack() as stack:

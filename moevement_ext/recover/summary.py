@@ -26,7 +26,6 @@ class Gone(NamedTuple):
     how: str
     """For example `was killed by SIGKILL`; empty if unknown."""
     at: float | None = None
-    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Summary:
     lost: int | None
     """Committed iterations that are lost; None: unknown, as all records are lost."""
     replayed: int
-    """Iterations that were computed again."""
     away_s: float | None
     """Seconds since the failure; None if its time is unknown."""
     seconds: Mapping[str, float]
@@ -59,11 +57,7 @@ class Summary:
         return self.lost == 0 and not (verified and (verified.differing or verified.tokens_lost))
 
     def line(self, now: float) -> str:
-        """Return the line for the log, in the format of Megatron's lines.
-
-        Args:
-            now: seconds since the epoch.
-        """
+        """The line for the log, in Megatron's format; `now` is seconds since the epoch."""
         lost = (
             'unknown, as the memory that counted them is lost' if self.lost is None else self.lost
         )
@@ -96,7 +90,6 @@ def deaths(gone: Iterable[Gone]) -> str:
 
 
 def together(verified: Sequence[Verified]) -> Verified:
-    """Combine the results of several ranks."""
     lost = [one.tokens_lost for one in verified if one.tokens_lost is not None]
     return Verified(
         sum(one.verified for one in verified),
@@ -119,7 +112,6 @@ def _died(node: str, how: str, gone: Sequence[Gone]) -> str:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Format ascending numbers such as `0-7, 12`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] + 1 == rank:

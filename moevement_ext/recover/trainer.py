@@ -32,14 +32,12 @@ class Start(NamedTuple):
     iteration: int
     """Number of committed iterations."""
     state: bytes
-    """Auxiliary state after them."""
 
 
 class Committed(NamedTuple):
     """Result of a written update."""
 
     state: bytes
-    """Auxiliary state that the next iteration starts from."""
     entry: LedgerEntry
     """Data that a replay of the iteration needs and cannot compute on its own."""
 
@@ -95,9 +93,8 @@ class AuxiliaryState(Protocol):
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
         """Set iteration and sample counters to those of `state`.
 
-        Args:
-            state: auxiliary state.
-            validation: auxiliary state with the position of the validation data; None: `state`.
+        `validation` is the auxiliary state with the position of the validation data; None:
+        `state`.
         """
 
     def count(self, iteration: int, samples: int | None) -> None:
@@ -122,8 +119,7 @@ class Loop(Protocol):
     def enter(self, others: Sequence[bytes]) -> None:
         """Prepare to enter the loop at the counters' position; ranks are not connected yet.
 
-        Args:
-            others: results of `hand_over` on the survivors.
+        `others` are the survivors' results of `hand_over`.
         """
 
     def finish_post_step(
@@ -131,38 +127,28 @@ class Loop(Protocol):
     ) -> bool:
         """Complete the work left by some survivors after `target`; False if the loop ends there.
 
-        Collective over all ranks, which are connected and at `target`.
-
-        Args:
-            target: the newest committed iteration.
-            others: see `enter`.
-            entry: ledger entry of `target`.
+        Collective over all ranks, which are connected and at `target`, the newest committed
+        iteration. `others` as in `enter`; `entry` is the ledger entry of `target`.
         """
 
 
 class PlainLoop:
     """A `Loop` without any work between iterations."""
 
-    def start(self) -> None:
-        """Do nothing."""
+    def start(self) -> None: ...
 
-    def committed(self, iteration: int) -> None:
-        """Do nothing."""
+    def committed(self, iteration: int) -> None: ...
 
     def hand_over(self) -> bytes:
-        """Return no data."""
         return b''
 
-    def leave(self) -> None:
-        """Do nothing: the loop can be entered after an interruption at any point."""
+    def leave(self) -> None: ...
 
-    def enter(self, others: Sequence[bytes]) -> None:
-        """Do nothing: the position follows from the counters alone."""
+    def enter(self, others: Sequence[bytes]) -> None: ...
 
     def finish_post_step(
         self, target: int, others: Sequence[bytes], entry: LedgerEntry | None
     ) -> bool:
-        """Do nothing; training continues."""
         return True
 
 
@@ -183,22 +169,20 @@ class Trainer(Protocol):
 
     @property
     def loss(self) -> float | None:
-        """Loss of the newest iteration, as far as the host has it without a device wait.
+        """This rank's part of the newest loss, as far as the host has it without a device wait.
 
-        The part that this rank computes itself, or None; a replay must compute the same number.
+        None if this rank computes no part; a replay must compute the same number.
         """
 
     @property
-    def operators(self) -> Operators:
-        """The captured operators."""
+    def operators(self) -> Operators: ...
 
     @property
     def auxiliary_state(self) -> AuxiliaryState:
         """The non-tensor state that an iteration starts from."""
 
     @property
-    def pipeline(self) -> Pipeline:
-        """Pipeline to the neighbouring stages."""
+    def pipeline(self) -> Pipeline: ...
 
     @property
     def loop(self) -> Loop:
@@ -215,16 +199,14 @@ class Trainer(Protocol):
     def begin_iteration(self, iteration: int) -> bytes:
         """Begin the iteration after `iteration`: record the buffers that it will accumulate into.
 
-        Returns:
-            The auxiliary state that the iteration starts from.
+        Returns the auxiliary state that the iteration starts from.
         """
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Undo the changes of an interrupted iteration, which followed `state`.
+        """Undo the changes of an interrupted iteration, which followed auxiliary state `state`.
 
-        Args:
-            state: auxiliary state before the iteration.
-            began: the iteration had begun; otherwise only the auxiliary state may have changed.
+        `began`: the iteration had begun; otherwise only the auxiliary state may have
+        changed.
         """
 
     def around_update(
@@ -253,6 +235,6 @@ class Trainer(Protocol):
     def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
         """Within the context, take values reduced over all ranks from `known` instead.
 
-        Args:
-            known: ledger entry of the iteration to run, or the auxiliary state after it.
+        `known` is the ledger entry of the iteration to run, or the auxiliary state after
+        it.
         """

@@ -19,8 +19,7 @@ class Stages(Protocol):
     """The layout of the job, the same on all ranks."""
 
     @property
-    def stage_of(self) -> Sequence[int]:
-        """Pipeline stage by rank."""
+    def stage_of(self) -> Sequence[int]: ...
 
     @property
     def tied(self) -> Collection[int]:
@@ -80,7 +79,7 @@ def decide_recovery(
     """Decide the recovery from a failure.
 
     Args:
-        reports: reports of all ranks, by rank.
+        reports: of all ranks, by rank.
         stage_of: pipeline stage by rank.
         tied: stages that share weights, the first and the last for the embedding: they replay
             together.
@@ -161,7 +160,6 @@ class _Layout(NamedTuple):
     interleaved: bool
 
     def ranks_of(self, stages: Collection[int]) -> frozenset[int]:
-        """All ranks of some stages."""
         return frozenset(rank for rank, stage in enumerate(self.stage_of) if stage in stages)
 
     def neighbours(self, stages: Collection[int]) -> set[int]:
@@ -219,11 +217,11 @@ def _undisturbed(
 ) -> frozenset[int]:
     """Stages that read no log which begins from scratch, or is lost.
 
-    What a log has dropped since they began is of iterations that they have replayed: a newer window
-    is persisted on all ranks then, theirs among them.
+    Records that a log has dropped since the stages began belong to iterations that they have
+    replayed: a newer window is persisted on all ranks then, theirs included.
 
-    If no process was lost, a rank has waited in vain, and two neighbours that both replay may wait
-    for each other: they begin again, and such recoveries are counted (see `fruitless`).
+    If no process was lost, a rank has waited in vain, and two neighbours that both replay may
+    wait for each other: they begin again, and such recoveries are counted (see `fruitless`).
     """
     none_lost = all(report.survivor for report in reports)
 
@@ -248,8 +246,8 @@ def _window(
 ) -> Window | str:
     """Return the newest window that can be converted, or why there is none.
 
-    It must be complete on *all* ranks, including those that do not replay: their logs, and those
-    that the replay fills again, then reach back equally far for the next failure.
+    It must be complete on *all* ranks, including those that do not replay: their logs, and
+    those that the replay fills again, then reach back equally far for the next failure.
     """
     of_nodes = {id(report.windows): report.windows for report in reports}  # one object: decode_all
     held = {part for windows in of_nodes.values() for part in windows}

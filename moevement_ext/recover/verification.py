@@ -8,8 +8,7 @@ nondeterministic kernels, or a chip that corrupts data. The check costs nothing 
 
 Captures lag behind: no slot is left to compare the newest replayed iterations with, and one slot
 does not hold all operators. So the loss of each replayed iteration, and the gradient norm where all
-ranks reduce it again, are compared with the ledger's entry, which was written when the iteration
-was committed.
+ranks reduce it again, are compared with the ledger's entry, which was written at the commit.
 
 Data in every slot (`OperatorSlices.always`) is not compared: a slot contains its state after an
 evaluation, and a replay computes its state before it.
@@ -23,26 +22,15 @@ from typing import NamedTuple, Self
 import torch
 import xxhash
 
-from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.capture.fitting import RangeKey
+from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import STOP
-from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.slot import Record, SlotHeader, older_experts
+from moevement_ext.memory.window.slot import SlotHeader, older_experts
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 8
-
-
-class _Key(NamedTuple):
-    """Identity of a captured range, for comparison."""
-
-    operator: str
-    tensor: str
-    part: str
-    dtype: str
-    start: int
-    end: int
 
 
 class Verified(NamedTuple):
@@ -77,14 +65,9 @@ class Verified(NamedTuple):
 class Verification:
     """Compares recomputed states of one rank with captured ones. Training thread only.
 
-    Args:
-        captured: slots that were sealed before the failure.
-        operators: captured slices of each operator on this rank.
-        recorded: ledger entries of the iterations before their replay; without the norms if the
-            replay takes them from the ledger.
-
-    Attributes:
-        tokens_lost: see `Verified`.
+    `captured` are slots that were sealed before the failure. `recorded` are ledger entries of
+    the iterations before their replay, without the norms if the replay takes them from the
+    ledger.
     """
 
     def __init__(
@@ -94,16 +77,16 @@ class Verification:
         recorded: Iterable[LedgerEntry] = (),
     ) -> None:
         self._sources = {
-            _key_of_slice(item): item.source
+            RangeKey.of_slice(item): item.source
             for slices in operators.values()
             for item in (*slices.full, *slices.weights)
         }
-        self._expected: dict[int, dict[_Key, int]] = {}
+        self._expected: dict[int, dict[RangeKey, int]] = {}
         for header in captured:
             checksums = self._expected.setdefault(header.iteration, {})
             older = older_experts(header)
             checksums.update(
-                (_key_of_record(item), item.checksum)
+                (RangeKey.of_record(item), item.checksum)
                 for item in header.records
                 if item.operator not in older
             )
@@ -116,7 +99,6 @@ class Verification:
 
     @classmethod
     def of_nothing(cls) -> Self:
-        """Return a verification without anything to compare."""
         return cls((), {})
 
     def loaded(self, header: SlotHeader) -> None:
@@ -141,9 +123,7 @@ class Verification:
     def check(self, iteration: int, entry: LedgerEntry | None = None) -> None:
         """Compare the recomputed state after `iteration`, while no thread writes it.
 
-        Args:
-            iteration: newest iteration of this rank.
-            entry: ledger entry of the recomputation, if it ran as in training.
+        `entry` is the ledger entry of the recomputation, if it ran as in training.
         """
         recorded = self._recorded.pop(iteration, None)
         if recorded is not None and entry is not None:
@@ -196,7 +176,6 @@ class Verification:
         return verify == STOP and bool(self._differing)
 
     def result(self) -> Verified:
-        """Return the result so far."""
         names = [f'{name} from iteration {first}' for name, first in self._differing.items()]
         return Verified(
             len(self._compared),
@@ -209,15 +188,6 @@ class Verification:
 
 def _listed(names: Sequence[str]) -> str:
     return ', '.join(names[:_MOST_NAMES]) + (', ...' if len(names) > _MOST_NAMES else '')
-
-
-def _key_of_record(record: Record) -> _Key:
-    return _Key(record.operator, record.tensor, record.part, record.dtype, record.start, record.end)
-
-
-def _key_of_slice(item: TensorSlice) -> _Key:
-    dtype = dtype_name(item.source.dtype)
-    return _Key(item.operator, item.tensor, item.part, dtype, item.start, item.end)
 
 
 def _checksum(source: torch.Tensor) -> int:

@@ -59,9 +59,7 @@ class Predecessor:
     committed: int
     """Newest iteration that any rank committed, -1 if nothing is known."""
     dense_iteration: int
-    """Iteration of the newest dense checkpoint that would be loaded, -1 if there is none."""
     first_death: Death | None = None
-    """First recorded death of the earlier attempt, if any."""
 
 
 class Source(NamedTuple):
@@ -80,7 +78,7 @@ def find(
     last_iteration: int | None,
     elsewhere: int = -1,
 ) -> Predecessor:
-    """Look for windows of a predecessor on all nodes. Collective.
+    """Find windows of a predecessor on all nodes. Collective.
 
     Args:
         store: store of this node.
@@ -151,14 +149,7 @@ def obtain(
 ) -> Source | None:
     """Obtain the newest window that is whole and undamaged on all ranks. Collective.
 
-    Args:
-        memory: host memory of this rank.
-        predecessor: result of `find`.
-        rank: this rank.
-        check: raises RefusedWindow for a slot of another model.
-
-    Returns:
-        The conversion and its source; None: continue with the next tier.
+    `check` raises RefusedWindow for a slot of another model. None: continue with the next tier.
     """
     for candidate in predecessor.candidates:
         make_room(memory.windows, candidate, predecessor.candidates)
@@ -190,14 +181,8 @@ def refuse(
 ) -> NoReturn:
     """Refuse a recovered state that differs, as `--sparse-ckpt-verify stop` demands.
 
-    All ranks call this, and the next start takes the next tier.
-
-    Args:
-        protection: protection of this rank.
-        window: window that the recovery started from.
-        found: differences of the state.
-        rank: this rank.
-        predecessor: windows that a recovery could start from.
+    All ranks call this, and the next start takes the next tier. The recovery started from
+    `window`; `found` describes the differences of the state.
     """
     protection.refuse(window)
     reason = f'the state recovered from window {window.start} is not what it had been: {found}'

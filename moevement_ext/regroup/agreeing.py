@@ -3,8 +3,8 @@
 
 torch creates a communicator at the first operation of its group; most groups of a job never have
 one. A member that creates it at once would wait for a member that leaves it to the first operation,
-and a new process does not know which groups its predecessor has used. So every member reports its
-used groups.
+and a new process does not have the list of groups that its predecessor used. So every member
+reports its used groups.
 """
 
 from collections.abc import Collection
@@ -21,17 +21,9 @@ def used_by_any(
 ) -> set[str]:
     """The groups of `asked` that any member has used. Collective. Training thread.
 
-    Costs some store requests per member, and one per group.
-
-    Args:
-        store: the store of this renewal.
-        size: number of members.
-        used: names of groups that this process has used.
-        asked: names of the groups to connect.
-        timeout: for the reports of the other members.
-
-    Raises:
-        RuntimeError, OSError: a report is missing, or the wait was interrupted.
+    Costs some store requests per member, and one per group. `store` is that of this renewal;
+    `used` are the groups that this process has used. Raises `RuntimeError` or `OSError` if a
+    report is missing, or the wait was interrupted.
     """
     for name in set(used) & set(asked):
         store.add(f'{_TOLD}/{name}', 1)

@@ -17,13 +17,8 @@ _POLL_SECONDS = 0.02
 def in_time[B](connect: Callable[[], B], timeout: timedelta, interrupted: Callable[[], bool]) -> B:
     """Run `connect` with a timeout; returns or raises as `connect`. Training thread.
 
-    Args:
-        connect: called on a separate thread.
-        timeout: for `connect` to return.
-        interrupted: returns True once the wait should end.
-
-    Raises:
-        RuntimeError: `connect` did not return in time, or the wait was interrupted.
+    `connect` runs on a separate thread. Raises `RuntimeError` if it did not return in time, or
+    the wait was `interrupted`.
     """
     connected: queue.SimpleQueue[tuple[B | None, Exception | None]] = queue.SimpleQueue()
 

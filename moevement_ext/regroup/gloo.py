@@ -33,11 +33,9 @@ class Gloo:
     at_a_time = 16
 
     def options(self, backend: ProcessGroupGloo) -> timedelta:
-        """Options for a successor of `backend`: the timeout of operations."""
         return backend.options._timeout
 
     def default_options(self, timeout: timedelta) -> timedelta:
-        """Options for the successor of a fake backend."""
         return timeout
 
     def connect(
@@ -51,20 +49,11 @@ class Gloo:
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> ProcessGroupGloo:
-        """Connect a backend with all others that connect through `store`.
+        """Connect a backend with all others that connect through `store`; see `BackendKind`.
 
-        Args:
-            store: for the addresses of all members.
-            rank: rank in the group.
-            size: size of the group.
-            options: timeout of later operations.
-            device: unused by gloo.
-            timeout: for the other members.
-            interrupted: returns True once the wait should end.
-            at_once: unused; gloo always connects at once.
-
-        Raises:
-            RuntimeError: a member did not connect, or left, or the wait was interrupted.
+        `options` is the timeout of later operations, `timeout` that for the other members.
+        `device` and `at_once` are unused: gloo always connects at once. Raises
+        `RuntimeError` if a member did not connect, or left, or the wait was interrupted.
         """
         backend = connecting.in_time(
             lambda: ProcessGroupGloo(store, rank, size, timeout=timeout), timeout, interrupted
@@ -80,8 +69,8 @@ class Gloo:
     def close(self, backends: Sequence[ProcessGroupGloo]) -> None:
         """Make all pending and later operations raise. Any thread; takes a few ms.
 
-        `abort` does nothing on gloo. But a receive that times out makes gloo close all connections
-        of its context.
+        `abort` does nothing on gloo. But a receive that times out makes gloo close all
+        connections of its context.
         """
         backends = [backend for backend in backends if backend.size() > 1]
         if backends:
@@ -93,17 +82,14 @@ class Gloo:
         """Always True: gloo connects at once."""
         return True
 
-    def make_room(self) -> None:
-        """Do nothing: connections take no device memory."""
+    def make_room(self) -> None: ...
 
-    def end_calls(self) -> None:
-        """Do nothing: gloo has no groups of calls."""
+    def end_calls(self) -> None: ...
 
     def synchronize(self) -> None:
         """Do nothing: every operation is waited for by itself."""
 
-    def check_device(self) -> None:
-        """Do nothing: gloo uses no device."""
+    def check_device(self) -> None: ...
 
 
 def _close_one(backend: ProcessGroupGloo) -> None:

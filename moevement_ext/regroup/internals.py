@@ -60,8 +60,7 @@ class UnsupportedTorchError(SparseCheckpointError):
 def check(parts: dict[str, tuple[str, ...]]) -> None:
     """Check that torch has all `parts`: attributes by object path below `torch`.
 
-    Raises:
-        UnsupportedTorchError: names the first missing part.
+    Raises `UnsupportedTorchError`, which names the first missing part.
     """
     for owner, names in parts.items():
         for name in names:
@@ -74,8 +73,7 @@ def check(parts: dict[str, tuple[str, ...]]) -> None:
 class Releaser:
     """Drops all backends and the store of a `ProcessGroup` object.
 
-    Raises:
-        UnsupportedTorchError: libtorch does not export the function.
+    Raises `UnsupportedTorchError` if libtorch does not export the function.
     """
 
     def __init__(self) -> None:
@@ -95,24 +93,21 @@ class Releaser:
     def check(self, group: ProcessGroup) -> None:
         """Check that `release` would act on the right object.
 
-        Raises:
-            UnsupportedTorchError: Python objects of process groups have another layout.
+        Raises `UnsupportedTorchError` if Python objects of process groups have another
+        layout.
         """
         self._address(group)
 
     def release(self, group: ProcessGroup) -> None:
         """Drop the backends; the group is unusable until others are registered. Training thread.
 
-        Other references keep the backends alive; otherwise they are destroyed in this call, with
-        the GIL held.
+        Other references keep the backends alive; otherwise they are destroyed in this call,
+        with the GIL held.
         """
         self._release(self._address(group))
 
     def _address(self, group: ProcessGroup) -> int:
-        """Address of the C++ object.
-
-        Pybind11 stores the address, and a holder with the same value, after the object head.
-        """
+        """C++ object's address, which pybind11 stores, with an equal holder, after the head."""
         place = id(group) + object.__basicsize__
         address, holder = (ctypes.c_void_p * 2).from_address(place)
         if type(group) is not ProcessGroup or not address or address != holder:
@@ -133,6 +128,9 @@ def install(
 ) -> list[Backend]:
     """Make `backend` the only backend of `group` and update torch's tables. Training thread.
 
+    Returns the old backends; their threads are joined when they are destroyed. Raises
+    `UnsupportedTorchError` if the group still uses another backend.
+
     Args:
         releaser: drops the group's current backends.
         group: a group of torch's tables.
@@ -140,12 +138,6 @@ def install(
         kind: torch's name of the backend: 'gloo', 'nccl' or 'fake'.
         devices: that the backend serves.
         store: that the backend connected through.
-
-    Returns:
-        The old backends; their threads are joined when they are destroyed.
-
-    Raises:
-        UnsupportedTorchError: the group still uses another backend.
     """
     name, description = group.group_name, group.group_desc
     number = getattr(ProcessGroup.BackendType, 'CUSTOM' if kind == 'fake' else kind.upper())

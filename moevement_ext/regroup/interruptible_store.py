@@ -25,11 +25,7 @@ class InterruptibleStore(Store):
     """Forwards to another store; waits raise once `interrupted` is set.
 
     Keep a reference as long as torch uses the store: torch keeps only the C++ part alive.
-
-    Args:
-        store: the other store, used on the thread that uses this object.
-        interrupted: ends all waits.
-        timeout: default timeout of a wait.
+    `timeout` is the default of a wait.
     """
 
     def __init__(self, store: Store, interrupted: threading.Event, timeout: timedelta) -> None:
@@ -39,38 +35,30 @@ class InterruptibleStore(Store):
         self._timeout = timeout
 
     def set(self, key: str, value: str) -> None:
-        """Set a value."""
         self._store.set(key, value)
         faults.point(Phase.CONNECT)  # the address of this rank is published
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
         self.wait([key])
         return self._store.get(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for keys and return their values."""
         self.wait(keys)
         return self._store.multi_get(keys)
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
-        """Set several values."""
         self._store.multi_set(keys, values)  # type: ignore[attr-defined]
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter and return it."""
         return self._store.add(key, value)
 
     def append(self, key: str, value: str) -> None:
-        """Append to a value."""
         self._store.append(key, value)  # type: ignore[attr-defined]
 
     def check(self, keys: list[str]) -> bool:
-        """True if all keys are there."""
         return self._store.check(keys)
 
     def deleteKey(self, key: str) -> bool:  # noqa: N802 - torch calls it by this name
-        """Remove a key."""
         return self._store.delete_key(key)
 
     def has_extended_api(self) -> bool:
@@ -78,12 +66,7 @@ class InterruptibleStore(Store):
         return True
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for keys.
-
-        Raises:
-            ConnectionError: the wait was interrupted.
-            TimeoutError: the keys did not appear in time.
-        """
+        """Wait for keys; `ConnectionError` if interrupted, `TimeoutError` without them in time."""
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause_s = _FIRST_POLL_SECONDS
         while not self._store.check(keys):

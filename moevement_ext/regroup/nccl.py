@@ -58,7 +58,6 @@ class Nccl:
         return options
 
     def default_options(self, timeout: timedelta) -> ProcessGroupNCCL.Options:
-        """Options for the successor of a fake backend."""
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
         return options
@@ -74,25 +73,18 @@ class Nccl:
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> ProcessGroupNCCL:
-        """Connect a backend, with its communicator, with all other members.
+        """Connect a backend, with its communicator, with all other members; see `BackendKind`.
 
-        torch creates communicators in the first operation, which would wait for a member lost
-        meanwhile: a communicator cannot be aborted before it is complete. NCCL's non-blocking mode
-        allows that, but it has hung (NCCL 2.26), and torch no longer uses it.
+        torch creates communicators in the first operation, which would wait for a member
+        lost meanwhile: a communicator cannot be aborted before it is complete. NCCL's
+        non-blocking mode allows that, but it has hung (NCCL 2.26), and torch no longer uses
+        it.
 
-        Args:
-            store: for the addresses of all members.
-            rank: rank in the group.
-            size: size of the group.
-            options: options of the predecessor; their timeout applies to later operations.
-            device: device that the group is bound to; None: the current device.
-            timeout: for the other members.
-            interrupted: returns True once the wait should end.
-            at_once: create the communicator now, else at the first operation, as at a start. The
-                same on all members.
-
-        Raises:
-            RuntimeError: a member did not connect, or left, or the wait was interrupted.
+        `options` are the predecessor's; their timeout applies to later operations,
+        `timeout` to this call. `device` None: the current device. `at_once`, the same on
+        all members: create the communicator now, else at the first operation, as at a
+        start. Raises `RuntimeError` if a member did not connect, or left, or the wait was
+        interrupted.
         """
         own = device or torch.device(torch.cuda.current_device())
 
@@ -112,8 +104,8 @@ class Nccl:
     def make_room(self) -> None:
         """Free the unused GPU memory that torch's allocator keeps.
 
-        Communicators allocate outside torch's allocator, which has grown since they were first
-        created: a full GPU has no room for new communicators.
+        Communicators allocate outside torch's allocator, which has grown since they were
+        first created: a full GPU has no room for new communicators.
         """
         gc.collect()
         torch.cuda.empty_cache()
@@ -124,8 +116,8 @@ class Nccl:
     def close(self, backends: Sequence[ProcessGroupNCCL]) -> None:
         """End all pending and later operations. Any thread; all ranks must call this.
 
-        A wait for a stream returns, with undefined contents of tensors, and does not raise: check
-        for the fault after each wait.
+        A wait for a stream returns, with undefined contents of tensors, and does not raise:
+        check for the fault after each wait.
         """
         if backends:
             # All in parallel: an abort frees memory, which needs an idle device, while hanging
@@ -138,7 +130,6 @@ class Nccl:
         self._open_calls.close()
 
     def synchronize(self) -> None:
-        """Wait for the work that this thread has queued."""
         stream = torch.cuda.current_stream()
         if not stream.query():  # upstream has often waited already, for the gradient norm
             stream.synchronize()
@@ -146,8 +137,8 @@ class Nccl:
     def check_device(self) -> None:
         """Check that the device still computes.
 
-        Raises:
-            RuntimeError: the context is lost, as after an access to memory of a dead peer.
+        Raises `RuntimeError` if the context is lost, as after an access to memory of a dead
+        peer.
         """
         torch.cuda.synchronize()
         torch.ones(1, device=torch.cuda.current_device()).add_(1).item()

@@ -28,8 +28,7 @@ _DEEPEST = 64
 class OpenCalls:
     """The open groups of calls on the calling thread.
 
-    Raises:
-        UnsupportedTorchError: torch's library does not export the symbols.
+    Raises `UnsupportedTorchError` if torch's library does not export the symbols.
     """
 
     def __init__(self) -> None:
@@ -51,5 +50,4 @@ class OpenCalls:
         self._count().value = 0
 
     def _count(self) -> ctypes.c_uint64:
-        """The counter of the calling thread."""
         return ctypes.c_uint64.in_dll(self._library, _COUNT)

@@ -48,9 +48,7 @@ def prepare() -> None:
     """Set the variables that the user has not set, and warn about other values.
 
     Every rank of a job with localized recovery calls this before the first process group.
-
-    Raises:
-        UnsupportedNcclError: NCCL is too old.
+    Raises `UnsupportedNcclError` if NCCL is too old.
     """
     _check_version()
     for name, (value, otherwise) in SETTINGS.items():

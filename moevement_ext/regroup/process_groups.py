@@ -126,12 +126,9 @@ class _Open(NamedTuple):
 class ProcessGroups:
     """All process groups of this process, the world included.
 
-    `unblock` and `renew` add groups that were created later, and drop destroyed ones.
-
-    Args:
-        backend: 'gloo' or 'nccl', the real backend of groups that were created fake. Groups with a
-            real backend keep its kind.
-        timeout: timeout of operations in groups that were created fake; other groups keep theirs.
+    `unblock` and `renew` add groups that were created later, and drop destroyed ones. Groups
+    that were created fake get `backend` ('gloo' or 'nccl') and `timeout`; groups with a real
+    backend keep theirs.
 
     Raises:
         UnsupportedTorchError: a part of torch that renewing needs is missing.
@@ -166,8 +163,8 @@ class ProcessGroups:
     def unblock(self) -> None:
         """End all operations in process groups with a real backend. Any thread, idempotent.
 
-        On gloo all pending and later operations raise, even half-transferred ones (see `waits`).
-        On NCCL waits return, see `Nccl.close`. A running `renew` raises.
+        On gloo all pending and later operations raise, even half-transferred ones (see
+        `waits`). On NCCL waits return, see `Nccl.close`. A running `renew` raises.
         """
         closing: list[_Open] = []
         try:
@@ -187,8 +184,8 @@ class ProcessGroups:
     def end_calls(self) -> None:
         """Close groups of calls that an exception left open.
 
-        Runs on the training thread, which made the calls, if possible before `unblock`: recorded
-        calls on a communicator must not be touched after its abort.
+        Runs on the training thread, which made the calls, if possible before `unblock`:
+        recorded calls on a communicator must not be touched after its abort.
         """
         internals.forget_coalescing()
         for kind in self._kinds.values():
@@ -266,8 +263,7 @@ class ProcessGroups:
     def check_device(self) -> None:
         """Check that this process's device still computes. Training thread, after `unblock`.
 
-        Raises:
-            RuntimeError: the device is lost for this process.
+        Raises `RuntimeError` if the device is lost for this process.
         """
         for kind in self._kinds.values():
             kind.check_device()
@@ -452,8 +448,8 @@ class ProcessGroups:
 def _destroy(backends: list[Backend]) -> threading.Thread:
     """Destroy closed backends on a separate thread; only the next renewal waits, for a while.
 
-    The destructor joins the backend's threads, and a thread in a half-transferred gloo operation
-    ends only at the group's timeout.
+    The destructor joins the backend's threads, and a thread in a half-transferred gloo
+    operation ends only at the group's timeout.
     """
     thread = threading.Thread(target=backends.clear, name='sparse-ckpt-destroy', daemon=True)
     thread.start()
@@ -492,5 +488,4 @@ def _kind(name: str) -> BackendKind:
 
 
 def _shown(ranks: tuple[int, ...]) -> str:
-    """Format the first few ranks."""
     return ', '.join(map(str, ranks[:8])) + (', ...' if len(ranks) > 8 else '')

@@ -4,9 +4,8 @@
 Closing the connections of a backend makes every operation raise that has not moved a byte. A
 connection forgets its half-transferred operation (gloo's `Pair::signalException` handles queued
 operations only), and `Work.wait` would last until the group's timeout, minutes by default. So this
-module replaces `Work.wait` by a wait that polls for an interruption.
-
-An abandoned operation keeps its tensors and a thread until the group's timeout.
+module replaces `Work.wait` by a wait that polls for an interruption. An abandoned operation keeps
+its tensors and a thread until the group's timeout.
 """
 
 import queue
@@ -52,7 +51,8 @@ def install() -> None:
 def show() -> None:
     """Make all waits of this process visible on the Python stack, as torch's leave no frame.
 
-    For processes without interruptible waits; the waits of `install` are visible, too. Idempotent.
+    For processes without interruptible waits; the waits of `install` are visible, too.
+    Idempotent.
     """
     if Work.wait is _torch_wait:
         Work.wait = _shown  # type: ignore[method-assign, assignment]
@@ -122,8 +122,7 @@ class _Waiter:
     def wait(self, work: Work) -> bool | Exception:
         """Wait for a work on the thread; returns the result or the exception.
 
-        Raises:
-            WaitEnded: the wait was ended; drop this thread.
+        Raises `WaitEnded` if the wait was ended; drop this thread.
         """
         self._works.put(work)
         while True:

@@ -58,11 +58,10 @@ class BaseAwaited(SparseCheckpointError):
 class ReplicaClient:
     """Connection to one peer, opened on first use and after a loss. One thread at a time uses it.
 
-    The client trusts no message before the peer has proved that it belongs to the job, and a peer's
-    message alone never decides the size of an allocation.
-
-    Every method raises `PeerLost` with the address when the peer does not answer in time, and
-    `PeerRefused` with the peer's reason. All requests are safe to repeat.
+    The client trusts no message before the peer has proved that it belongs to the job, and a
+    peer's message alone never decides the size of an allocation. Every method raises `PeerLost`
+    with the address when the peer does not answer in time, and `PeerRefused` with the peer's
+    reason. All requests are safe to repeat.
 
     Args:
         address: host and port of the peer's `ReplicaServer`.
@@ -104,18 +103,11 @@ class ReplicaClient:
         agreed: Agreed = NOTHING_AGREED,
         before: Callable[[int], object] = lambda nbytes: None,
     ) -> int:
-        """Send a sealed slot of the window in `file`, unless the peer has it already.
+        """Send a sealed slot of the window in `file`, unless the peer has it; returns sent bytes.
 
-        Args:
-            owner: rank whose window it is.
-            file: the window, which may be incomplete.
-            slot: index of the slot.
-            agreed: the ranks' agreement about windows; lets the peer recycle files.
-            before: called with the size of each chunk before its send; may wait up to the time of
-                the chunk at `MIN_BYTES_PER_SECOND`.
-
-        Returns:
-            Number of sent bytes.
+        The window may be incomplete. `agreed`, the ranks' agreement about windows, lets the
+        peer recycle files. `before` is called with the size of each chunk before its send;
+        it may wait up to the time of the chunk at `MIN_BYTES_PER_SECOND`.
         """
         blob = self._blob(file, slot)
         kept = self._kept(file)
@@ -151,10 +143,7 @@ class ReplicaClient:
     def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
         """Ask the peer to commit a fully sent window; the peer verifies every n-th window.
 
-        Args:
-            owner: rank whose window it is.
-            window: its name.
-            nbytes: size of the window, for the time that its verification may take.
+        `nbytes` is the size of the window, for the time that its verification may take.
 
         Raises:
             BaseAwaited: a twin has not captured the same window yet; try again.
@@ -182,16 +171,10 @@ class ReplicaClient:
         into: WindowFile,
         received: Callable[[WindowFile, SlotHeader], None] = lambda file, header: None,
     ) -> list[SlotHeader]:
-        """Receive a whole window into `into`, and verify it.
+        """Receive a whole window into `into`, verify it, and return its headers, slot 0 first.
 
-        Args:
-            owner: rank whose window it is.
-            window: its name.
-            into: file for the window; its previous content is dropped.
-            received: called with every received and undamaged slot, slot 0 first.
-
-        Returns:
-            The headers, slot 0 first.
+        Drops the previous content of `into`. Calls `received` with every received and
+        undamaged slot, slot 0 first.
 
         Raises:
             RefusedWindow: the received window is damaged or not the requested one.
@@ -214,8 +197,8 @@ class ReplicaClient:
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
         """Receive the headers of the peer's windows after `start`, complete or not.
 
-        Raises:
-            RefusedWindow: the answer is damaged, or has more headers than windows can have.
+        Raises `RefusedWindow` if the answer is damaged, or has more headers than windows
+        can have.
         """
         return self._headers(FetchHeaders(owner, start))
 
@@ -240,11 +223,8 @@ class ReplicaClient:
     def fetch_log(self, key: LogKey) -> tuple[LoggedTensor, bytearray] | None:
         """Receive and verify one record of the peer's upstream log.
 
-        Returns:
-            None if the record is not there after a short wait of the peer; try again.
-
-        Raises:
-            CorruptLog: the received record differs from the logged one.
+        None if the record is not there after a short wait of the peer; try again. Raises
+        `CorruptLog` if the received record differs from the logged one.
         """
         with self._exchange() as connection:
             connection.send(FetchLog(key))
@@ -266,7 +246,6 @@ class ReplicaClient:
         return tensor, data
 
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
-        """The part of a slot to send."""
         return file.slot_blob(slot)
 
     def _kept(self, file: WindowFile) -> Kept | None:
@@ -304,7 +283,6 @@ class ReplicaClient:
 
     @staticmethod
     def _expected[Expected: Reply](connection: Connection, expected: type[Expected]) -> Expected:
-        """The next message, which must be of this type."""
         return _expect(connection, expected)
 
     def _call(self, request: Request) -> None:

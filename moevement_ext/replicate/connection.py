@@ -47,14 +47,12 @@ class Connection:
         )
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message."""
         encoded = _ENCODER.encode(message)
         if len(encoded) > MAX_MESSAGE_BYTES:
             raise ProtocolError(f'{type(message).__name__} of {len(encoded)} bytes is too large')
         self.send_bytes(_LENGTH.pack(len(encoded)) + encoded)
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send raw bytes."""
         view = memoryview(data)
         while view:
             self._await_turn()
@@ -77,15 +75,12 @@ class Connection:
             raise ProtocolError(f'message cannot be understood: {error}') from error
 
     def receive_request(self) -> Request:
-        """Receive one message as the server."""
         return self.receive(_REQUESTS)
 
     def receive_reply(self) -> Reply:
-        """Receive one message as the client."""
         return self.receive(_REPLIES)
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with raw bytes."""
         while view:
             self._await_turn()
             received = self._socket.recv_into(view)
@@ -101,7 +96,6 @@ class Connection:
             pass
 
     def close(self) -> None:
-        """Close the socket."""
         self._socket.close()
 
     def _await_turn(self) -> None:

@@ -4,9 +4,8 @@
 A *twin* captures the same state anyway, like peers with the same shard; the owner sends it only the
 few different bytes (`memory.window.twin`). Holders receive whole windows. The requested copies of a
 rank are in different failure domains, none of them the rank's own, so that the loss of one domain
-never destroys all copies.
-
-Every rank computes the whole placement from the same failure domains, without communication.
+never destroys all copies. Every rank computes the whole placement from the same failure domains,
+without communication.
 """
 
 from collections.abc import Sequence
@@ -43,16 +42,13 @@ class Copies(NamedTuple):
 def place_copies(domains: Sequence[str], replicas: int, families: Sequence[int]) -> Copies:
     """Compute twins and holders of each rank.
 
-    Near ranks are preferred; distance is the number of levels on which two domains differ. Within
-    these rules, holders get equal loads.
+    Near ranks are preferred; distance is the number of levels on which two domains differ.
+    Within these rules, holders get equal loads.
 
     Args:
         domains: failure domain of each rank; a path if the topology file names levels.
-        replicas: copies of each rank's windows on other ranks.
+        replicas: copies of each rank's windows on other ranks; not negative.
         families: for each rank, the lowest rank with the same captures.
-
-    Raises:
-        ValueError: `replicas` is negative.
     """
     groups: dict[int, list[int]] = {}
     for rank, family in enumerate(families):
@@ -99,15 +95,10 @@ def _distances(names: Sequence[str]) -> np.ndarray:
 def _twins(
     ring: np.ndarray, of_rank: np.ndarray, distance: np.ndarray, most: int
 ) -> tuple[int, ...]:
-    """Choose the nearest twins, at most one in each other domain.
+    """Choose the nearest twins, at most one in each other domain, at most `most`.
 
-    Of equally near ranks the next in the ring is chosen, so that all are twins equally often.
-
-    Args:
-        ring: ranks with the same captures, the owner first.
-        of_rank: domain number of each rank.
-        distance: between domains.
-        most: maximum number of twins.
+    `ring` has the ranks with the same captures, the owner first. Of equally near ranks the next
+    in the ring is chosen, so that all are twins equally often.
     """
     home = of_rank[ring[0]]
     away = distance[home, of_rank[ring]]

@@ -26,9 +26,8 @@ def own_domain(node: str, topology: str | None) -> str:
 def failure_domains(nodes: Sequence[str], topology: str | None) -> list[str]:
     """Failure domain of each rank: its node, unless a topology file says otherwise.
 
-    Raises:
-        ConfigurationError: the file is unreadable, does not name every node, or has different
-            numbers of levels.
+    Raises `ConfigurationError` if the file is unreadable, does not name every node, or has
+    different numbers of levels.
     """
     if topology is None:
         return list(nodes)

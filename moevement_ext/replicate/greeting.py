@@ -85,8 +85,7 @@ def admit(connection: Connection, secret: bytes) -> None:
 def introduce(connection: Connection, secret: bytes) -> str | None:
     """Greet and authenticate a server. The caller sets the deadline.
 
-    Returns:
-        The server's reason to refuse this client; None after mutual authentication.
+    Returns the server's reason to refuse this client; None after mutual authentication.
 
     Raises:
         ProtocolError: the server does not belong to the job.

@@ -66,8 +66,8 @@ Exchange = Callable[[bytes], list[bytes]]
 class HostMemory:
     """Window files, replicas held for others, ledger and server of one rank.
 
-    Construction and `connect` are collective. Any thread may call `fetch` and `interrupt_fetch`;
-    the training thread calls the other methods.
+    Construction and `connect` are collective. Any thread may call `fetch` and
+    `interrupt_fetch`; the training thread calls the other methods.
 
     Args:
         config: settings.
@@ -79,16 +79,10 @@ class HostMemory:
         secret: secret of the job.
 
     Attributes:
-        rank: global rank.
-        store: directory of the run on this node.
         members: descriptions of all ranks, by rank.
         copies: placement of the copies of all ranks' windows.
         plan: bytes of all ranks of this node.
-        windows: window files of this rank.
-        ledger: ledger of this rank.
         witness: headers captured before a recovery that is not judged yet.
-        log: upstream log of this rank, or None.
-        disk: disk windows of this rank, or None.
         disk_only: windows in memory are not used as a source of a recovery.
         server: serves windows and log to the peers.
         window: largest W for which the window files have room.
@@ -197,7 +191,6 @@ class HostMemory:
     def _serve(
         self, own: Member, config: SparseCheckpointConfig, present: Sequence[Member]
     ) -> None:
-        """Reserve and serve the replicas of other ranks."""
         rank = self.rank
         self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
         self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
@@ -214,8 +207,7 @@ class HostMemory:
     def make_room_in_log(self, window: int) -> None:
         """Enlarge the log for windows of this length, within the memory plan. Any thread.
 
-        Raises:
-            HostMemoryError, OSError: other files have taken the space.
+        Raises `HostMemoryError` or `OSError` if other files have taken the space.
         """
         if self.log is not None:
             self.log.grow(self._own_log_bytes(window))
@@ -231,11 +223,10 @@ class HostMemory:
     def make_room_for(self, window: int) -> None:
         """Reserve room for windows of this length: own ones and replicas, within the memory plan.
 
-        Memory that only longer windows took is freed when no longer needed, but not in this call
-        if another thread is making room. Any thread but the training thread.
-
-        Raises:
-            HostMemoryError, OSError: other files have taken the space; nothing has changed.
+        Memory that only longer windows took is freed when no longer needed, but not in this
+        call if another thread is making room. Any thread but the training thread. Raises
+        `HostMemoryError` or `OSError` if other files have taken the space; nothing has
+        changed then.
         """
         if not self._changing.acquire(blocking=window > self.window):
             return
@@ -257,7 +248,6 @@ class HostMemory:
         self._reserved = rank_memory(own, replicas.values(), 0, self._to_disk)
 
     def describe(self) -> str:
-        """Description of this node's host memory, for the log."""
         return (
             f'node: {self.members[self.rank].node} | {self.plan.describe()} | '
             f'directory: {self.store.path} | {self._replicas()} | {self._windows_that_fit()}'
@@ -303,7 +293,6 @@ class HostMemory:
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
 
     def shelf_client(self, rank: int) -> ShelfClient:
-        """Create a client for another rank's windows of other layouts, not yet connected."""
         return ShelfClient(self.addresses[rank], self._secret)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
@@ -324,15 +313,10 @@ class HostMemory:
         holder: int,
         received: Callable[[WindowFile, SlotHeader], None],
     ) -> WindowFile:
-        """Fetch this rank's part of a window and commit it here. Any single thread.
+        """Fetch this rank's part of a window from a rank whose node has it, and commit it here.
 
-        Args:
-            window: the window.
-            holder: rank whose node has the window.
-            received: called with every received and undamaged slot, slot 0 first.
-
-        Raises:
-            RefusedWindow, PeerLost, PeerRefused, HostMemoryError: the fetch failed.
+        Any single thread. Calls `received` with every received and undamaged slot, slot 0
+        first. Raises `RefusedWindow`, `PeerLost`, `PeerRefused` or `HostMemoryError`.
         """
         client = self._fetching = self.client(holder)
         try:
@@ -349,11 +333,7 @@ class HostMemory:
     def fetch_from_disk(
         self, window: Window, received: Callable[[WindowFile, SlotHeader], None]
     ) -> WindowFile:
-        """Like `fetch`, but from the disk of this rank, which must have one.
-
-        Raises:
-            RefusedWindow, PeerLost, HostMemoryError: the read failed.
-        """
+        """Fetch, like `fetch`, from the disk of this rank, which must have one."""
         disk = self.disk
         assert disk is not None
         return self.receive(window, lambda file: disk.read(window.name, file, received))
@@ -409,8 +389,9 @@ class HostMemory:
     def forget_window(self, name: WindowName) -> None:
         """Drop a window in this rank's memory: its own part and the replicas for other ranks.
 
-        Every rank drops its own files, so that no rank depends on one that may have ended. This
-        also frees memory that earlier starts of the job kept here for ranks now on other nodes.
+        Every rank drops its own files, so that no rank depends on one that may have ended.
+        This also frees memory that earlier starts of the job kept here for ranks now on
+        other nodes.
         """
         self.windows.discard(name)
         self.server.discard(name)
@@ -421,8 +402,8 @@ class HostMemory:
     def forget_former_places(self) -> None:
         """Free memory that earlier starts of the job kept here for ranks now on other nodes.
 
-        Any thread, once all ranks and their holders have a window at their current places, or at
-        the end. Takes as long as the system needs to free the memory.
+        Any thread, once all ranks and their holders have a window at their current places,
+        or at the end. Takes as long as the system needs to free the memory.
         """
         hosted, stubs = self._hosted(self.rank), self._stubs(self.rank)
         self.store.remove_owners_but({self.rank, *hosted}, self.rank, stubs)

@@ -66,15 +66,10 @@ class Inbox:
         request: PutSlot | CommitWindow | DiscardAfter,
         timeout_s: float,
     ) -> Reply:
-        """Carry out a request of the owner.
+        """Carry out a request of the owner; the caller sends the returned answer.
 
-        Args:
-            connection: connection of the request and its payload.
-            request: the message.
-            timeout_s: time for the exchange, plus time to move its bytes.
-
-        Returns:
-            The answer; the caller sends it.
+        `connection` has the request's payload; `timeout_s` is for the exchange, plus time
+        to move its bytes.
 
         Raises:
             RefusedWindow, HostMemoryError, ValueError: a refusal; the connection stays usable.
@@ -225,7 +220,6 @@ class Inbox:
         return due
 
     def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:
-        """Confirm an existing window, if its base still exists."""
         try:
             return Ack() if self._has_base(committed, name) else NotYet()
         except RefusedWindow:
@@ -233,11 +227,7 @@ class Inbox:
             raise
 
     def _has_base(self, stub: WindowFile, name: WindowName) -> bool:
-        """True if the base of the stub is here.
-
-        Raises:
-            OtherBytes: the base holds another state.
-        """
+        """True if the base of the stub is here; `OtherBytes` if the base holds another state."""
         if self._bases is None:
             return True
         base = self._bases.awaited(name, _BASE_SECONDS)

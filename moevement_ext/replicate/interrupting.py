@@ -12,10 +12,8 @@ _AGAIN_SECONDS = 0.1
 def join_interrupted(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
     """Wait a limited time for the end of a stopped thread.
 
-    Args:
-        thread: the thread.
-        interrupt: cuts off the thread's exchange; called repeatedly, as the thread may just have
-            opened a connection.
+    `interrupt` cuts off its exchange; called repeatedly, as it may just have opened a
+    connection.
     """
     expires = time.monotonic() + _SECONDS
     while thread.is_alive() and time.monotonic() < expires:

@@ -63,16 +63,15 @@ class LogReader:
     def take(self, iteration: int, sequence: int, timeout_s: float | None = None) -> torch.Tensor:
         """Wait for the next tensor, on the CPU; the caller owns its memory.
 
-        Args:
-            iteration: iteration in which the tensor was sent.
-            sequence: index among the tensors of that iteration, from 0.
-            timeout_s: None: wait until it arrives, the neighbour fails or the reader is closed.
+        `sequence` is the index among the tensors sent in that iteration, from 0. With
+        `timeout_s` None, waits until it arrives, the neighbour fails or the reader is
+        closed.
 
         Raises:
             ReaderClosed: also while waiting.
             PeerLost, PeerRefused, CorruptLog: the neighbour cannot deliver the tensor; the message
                 names it. All later calls raise the same error.
-            TimeoutError: the tensor did not arrive within `timeout_s`; the call may be repeated.
+            TimeoutError: the tensor did not arrive in time; the call may be repeated.
             ValueError: the tensor is not the next in order.
         """
         key = LogKey(iteration, self._direction, sequence)

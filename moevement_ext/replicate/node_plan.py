@@ -23,7 +23,6 @@ class Member(msgspec.Struct, frozen=True):
     """A rank's description of its host memory for the other ranks."""
 
     node: str
-    """Name of its node, real or emulated."""
     capacity_bytes: int
     """Size of one of its window files."""
     logged: Logged
@@ -44,12 +43,7 @@ class Member(msgspec.Struct, frozen=True):
     """`capacity_bytes` and `stub_bytes` for each of `window_lengths`; empty: only one length."""
 
     def sized_for(self, window: int, longest: int) -> 'Member':
-        """This rank with files for windows of that length.
-
-        Args:
-            window: W.
-            longest: the W of `capacity_bytes`.
-        """
+        """This rank with files for W = `window`; `longest` is the W of `capacity_bytes`."""
         if not self.shorter:
             return self
         place = bisect_left(window_lengths(longest), min(window, longest))
@@ -58,15 +52,9 @@ class Member(msgspec.Struct, frozen=True):
 
 
 def copies_of(members: Sequence[Member], topology: str | None, replicas: int) -> Copies:
-    """Compute the placement of the copies of all ranks' windows.
+    """Place the copies of all ranks' windows, at the ranks' places at the start of the job.
 
-    Args:
-        members: all ranks, at their places at the start of the job.
-        topology: path of the topology file.
-        replicas: copies of each rank's windows.
-
-    Raises:
-        ConfigurationError: the topology file is wrong.
+    Raises `ConfigurationError` if the topology file is wrong.
     """
     families = [
         rank if member.family == ALONE else member.family for rank, member in enumerate(members)
@@ -119,7 +107,6 @@ def file_sizes(longest: dict[int, int], present: dict[int, int]) -> dict[int, Fi
 def log_bytes(
     member: Member, members: Sequence[Member], longest_window: int, log_lag: float
 ) -> int:
-    """Size of a member's upstream log."""
     most = max((other.logged for other in members), key=lambda it: it.iteration_bytes)
     return log_ring_bytes(member.logged, most, longest_window, log_lag)
 
@@ -135,14 +122,9 @@ def node_plan(
 ) -> HostMemoryPlan:
     """Bytes of every rank on a node.
 
-    Args:
-        node: name of the node.
-        members: all ranks.
-        copies: placement of the copies.
-        longest_window: the W that window files and logs are sized for.
-        log_lag: see `log_ring_bytes`.
-        to_disk: windows are copied to disk.
-        holds_none: a rank that holds no replicas despite the placement.
+    `longest_window` is the W that window files and logs are sized for, `log_lag` as in
+    `log_ring_bytes`. With `to_disk` windows are copied to disk. The rank `holds_none` holds no
+    replicas despite the placement.
     """
     ranks = {}
     for rank, member in enumerate(members):

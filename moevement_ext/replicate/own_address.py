@@ -33,15 +33,10 @@ def host_identity() -> str:
 def local_host(interface: str | None = None, several_hosts: bool = False) -> str:
     """IP under which the other ranks reach this host; sends no packet.
 
-    In order of preference: the interface named by the flag, or by gloo's and NCCL's variables; the
-    interface towards the job's master (`MASTER_ADDR`); the default route; the only interface.
-
-    Args:
-        interface: `--sparse-ckpt-interface`.
-        several_hosts: other ranks are on other machines, so loopback is not usable.
-
-    Raises:
-        NoAddressError: the interface has no address, or none can be chosen.
+    In order of preference: `interface` (`--sparse-ckpt-interface`), or that of gloo's and
+    NCCL's variables; the interface towards the job's master (`MASTER_ADDR`); the default route;
+    the only interface. With `several_hosts` loopback is not usable. Raises `NoAddressError` if
+    the interface has no address, or none can be chosen.
     """
     addresses = _addresses()
     if interface is not None:
@@ -76,13 +71,9 @@ def _addresses() -> dict[str, list[str]]:
 def _named(value: str, known: Mapping[str, list[str]], exact: bool) -> list[str]:
     """The interfaces that a variable lists or, after a `^`, excludes.
 
-    In NCCL's syntax a list has prefixes, unless it begins with `=`. Gloo supports names only, and
-    no exceptions; but with NCCL alone, users often set one value for both.
-
-    Args:
-        value: value of the variable.
-        known: addresses by interface.
-        exact: a list without a `=` has names, not prefixes.
+    In NCCL's syntax a list has prefixes, unless it begins with `=` or `exact` is set. Gloo
+    supports names only, and no exceptions; but with NCCL alone, users often set one value for
+    both.
     """
     excepted = value.startswith('^')
     listed = value.removeprefix('^')

@@ -27,24 +27,22 @@ def place_replicas(
     """Ranks that hold the copies of each rank's state, indexed by owner.
 
     A failure domain fails as a whole (a node, a rack). The copies and the owner are all in
-    different domains; with fewer other domains than `replicas`, an owner has fewer holders, down to
-    none. Within these rules, ranks get equal loads, exactly equal if all domains have the same
-    size.
+    different domains; with fewer other domains than `replicas`, an owner has fewer holders,
+    down to none. Within these rules, ranks get equal loads, exactly equal if all domains have
+    the same size.
 
     Ranks with the same captures count as copies: the number of holders is that of the rank with
-    the fewest such copies in other domains, and holders avoid the domains of the owner's group if
-    possible. Of placements with equal loads the one with cheaper links is taken: first the best
-    turns of the ring of domains, then exchanges of two holders as long as one helps (a local
-    optimum). With `groups` or `distance`, time and memory grow with the square of the ranks.
+    the fewest such copies in other domains, and holders avoid the domains of the owner's group
+    if possible. Of placements with equal loads the one with cheaper links is taken: first the
+    best turns of the ring of domains, then exchanges of two holders as long as one helps (a
+    local optimum). With `groups` or `distance`, time and memory grow with the square of the
+    ranks.
 
     Args:
         domains: failure domain of each rank.
-        replicas: copies of each rank's state on other ranks.
+        replicas: copies of each rank's state on other ranks; not negative.
         groups: ranks that capture the same (see `copies`).
         distance: cost of the link from an owner to a holder.
-
-    Raises:
-        ValueError: `replicas` is negative.
     """
     if replicas < 0:
         raise ValueError(f'replicas is {replicas}; it must be 0 or more')
@@ -73,15 +71,16 @@ def survival_probability(
 ) -> float:
     """Probability that every rank's state survives a simultaneous loss of `failed_domains` domains.
 
-    A rank's state survives in the owner, in its holders, and in the ranks with the same state and
-    their holders. Every set of domains is equally likely. Exact up to `ENUMERATION_LIMIT` sets.
+    A rank's state survives in the owner, in its holders, and in the ranks with the same state
+    and their holders. Every set of domains is equally likely. Exact up to `ENUMERATION_LIMIT`
+    sets, else from `samples` random sets.
 
     Args:
         domains: failure domain of each rank.
         holders: ranks that hold copies of each rank's state, by owner.
         failed_domains: number of domains lost.
         groups: ranks with the same state.
-        samples: number of sampled sets of domains if there are too many to enumerate.
+        samples: number of sampled sets.
         seed: seed of the samples.
     """
     index = {name: position for position, name in enumerate(sorted(set(domains)))}
@@ -98,16 +97,9 @@ def copies_survival(
 ) -> float:
     """Probability that each item keeps a copy when `failed_domains` random domains are lost.
 
-    Exact, by enumeration, where `is_exact`.
-
-    Args:
-        kept: bool, shape [items, domains]: whether a domain has a copy of an item.
-        failed_domains: number of domains lost.
-        samples: number of sampled sets of domains if there are too many to enumerate.
-        seed: seed of the samples.
-
-    Raises:
-        ValueError: there are fewer than `failed_domains` domains.
+    `kept` is bool, shape [items, domains]: whether a domain has a copy of an item. Exact, by
+    enumeration, where `is_exact`, else from `samples` random sets. Raises `ValueError` for
+    fewer than `failed_domains` domains.
     """
     domains = kept.shape[1]
     if not 0 <= failed_domains <= domains:
@@ -164,8 +156,8 @@ def _rotate(domains: _Domains, copies: int, prices: np.ndarray | None) -> np.nda
     """Placement by turning the ring of ranks, domain after domain; int64 (ranks, copies).
 
     A turn is a permutation, so it loads every rank equally. Turns by multiples of the largest
-    domain's size that stop as far short of a full circle move each rank out of its own domain, and
-    no two of them lead into the same domain.
+    domain's size that stop as far short of a full circle move each rank out of its own domain,
+    and no two of them lead into the same domain.
     """
     ring = np.argsort(domains.of_rank, kind='stable')
     largest = int(domains.sizes.max())

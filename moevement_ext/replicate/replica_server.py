@@ -104,7 +104,8 @@ _Opened = Callable[[Path, Expected], _Served]
 class ReplicaServer:
     """Server for a rank's peers: takes replicas, and serves windows and the rank's log.
 
-    The training thread calls `serve_log` and `stop`.
+    The training thread calls `serve_log` and `stop`. Raises `HostMemoryError` if the replica
+    files cannot be reserved.
 
     Args:
         store: store of this node.
@@ -114,12 +115,6 @@ class ReplicaServer:
         address: host and port to listen on, IPv4 or IPv6; port 0 lets the system choose.
         timeout_s: time for one exchange after its begin, plus time to move its bytes.
         keeping: policy for received windows.
-
-    Attributes:
-        cost: CPU time of receiving and comparing replicas.
-
-    Raises:
-        HostMemoryError: the replica files cannot be reserved.
     """
 
     def __init__(
@@ -169,7 +164,6 @@ class ReplicaServer:
         self._log = log
 
     def serve_shelf(self, shelf: Shelf) -> None:
-        """Serve windows of other layouts from now on."""
         self._shelf = shelf
 
     def discard(self, name: WindowName) -> None:
@@ -180,8 +174,7 @@ class ReplicaServer:
     def make_room(self, rooms: Mapping[int, int]) -> None:
         """Reserve pages for what owners send: bytes of a window or stub, by owner. Any thread.
 
-        Raises:
-            HostMemoryError: there is no room; replicas of windows that fit are still taken.
+        Raises `HostMemoryError` without room; replicas of windows that fit are still taken.
         """
         for owner, room in rooms.items():
             self._inboxes[owner].windows.make_room(room)
@@ -198,10 +191,7 @@ class ReplicaServer:
             thread.join(self._timeout_s)
 
     def accept(self, connection: Connection) -> None:
-        """Serve a new connection on its own thread, unless there are too many.
-
-        Called by the listening thread.
-        """
+        """Serve a new connection on its own thread, unless there are too many. Listening thread."""
         if not self._has_room():
             connection.close()
             return
@@ -224,7 +214,6 @@ class ReplicaServer:
         return self._strangers.make_room()
 
     def _serve(self, connection: Connection) -> None:
-        """Serve one connection until it ends."""
         try:
             connection.set_deadline(_GREETING_SECONDS)
             greeting.admit(connection, self._secret)
@@ -291,8 +280,8 @@ class ReplicaServer:
     def _send_window(self, connection: Connection, request: FetchWindow) -> None:
         """Stream a window.
 
-        The file is never locked: a rename precedes the first overwritten byte, so a check after
-        the transfer shows whether all sent bytes were immutable.
+        The file is never locked: a rename precedes the first overwritten byte, so a check
+        after the transfer shows whether all sent bytes were immutable.
         """
         found = self._open_whole(request)
         connection.set_deadline(self._timeout_s, found.nbytes)

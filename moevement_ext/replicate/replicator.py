@@ -131,13 +131,8 @@ class Replicator:
     def submit(self, file: WindowFile, slot: int, urgent: bool = False) -> None:
         """Queue a sealed slot; never blocks. After the last slot the peers commit.
 
-        Called by the sealing thread, or by another thread for a committed window to resend (to new
-        peers).
-
-        Args:
-            file: the window.
-            slot: index of the slot.
-            urgent: ignore rates, as the window has too few copies.
+        Called by the sealing thread, or by another thread for a committed window to resend
+        (to new peers). `urgent` ignores rates, as the window has too few copies.
         """
         name = file.required_name()
         with self._changed:
@@ -211,8 +206,8 @@ class Replicator:
     def bytes_per_s(self) -> float | None:
         """Rate at which peers took slots of the newest windows, bytes/s; None before the first.
 
-        Measured over whole windows, as slot sizes vary, without slots that waited for their turn.
-        Any thread.
+        Measured over whole windows, as slot sizes vary, without slots that waited for their
+        turn. Any thread.
         """
         of_windows = self._sent.values()
         seconds = sum(taken for _, taken in of_windows)
@@ -261,7 +256,6 @@ class Replicator:
         return min(waits, default=None) if not self._stopping.is_set() else 0.0
 
     def _next_action(self) -> Callable[[], None] | None:
-        """Next step; None: wait for a change or a retry."""
         if self._reports:
             return partial(self._on_degraded, self._reports.popleft())
         if self._retired:

@@ -75,10 +75,6 @@ def variables_of(secret: bytes) -> dict[str, str]:
 def agree(exchange: SecretExchange, node: NodeStore) -> bytes:
     """Agree on the secret of the job. Collective, except in a joining process.
 
-    Args:
-        exchange: with all ranks.
-        node: the run's directory on this node.
-
     Raises:
         ConfigurationError: ranks have different secrets, or only some ranks have one.
         UnknownSecretError: this joining process does not have the job's secret.
@@ -103,11 +99,7 @@ def marks_here(node: NodeStore) -> list[bytes]:
 
 
 def given_in(environment: Mapping[str, str]) -> bytes | None:
-    """The secret in an environment, or None.
-
-    Raises:
-        ConfigurationError: the secret is too short.
-    """
+    """The secret in an environment, or None; `ConfigurationError` if it is too short."""
     text = environment.get(VARIABLE, '')
     if not text:
         return None
@@ -120,17 +112,11 @@ def given_in(environment: Mapping[str, str]) -> bytes | None:
 
 
 def mark(secret: bytes) -> bytes:
-    """The public mark of a secret."""
     return hmac.digest(secret, b'mark', 'sha256')[:_MARK_BYTES]
 
 
 def of_attempt(secret: bytes, salt: bytes) -> bytes:
-    """Derive the secret of one start of a job, useless in another.
-
-    Args:
-        secret: secret of the job.
-        salt: random and public salt of this start.
-    """
+    """Derive the secret of one start of a job, useless in another, from the start's public salt."""
     return hmac.digest(secret, b'attempt' + salt, 'sha256')
 
 

@@ -14,15 +14,12 @@ class Share(NamedTuple):
     """Contents and sizes of one rank's host memory."""
 
     identity: RankIdentity
-    """Run, layout and rank."""
     capacity_bytes: int
     """Size of one window file of this rank."""
     logged: Logged = NOTHING_LOGGED
-    """Logged bytes, for the size of the upstream log."""
     hosts_replicas: bool = True
     """Hold the replicas placed here; otherwise their owners have one copy fewer."""
     disk: DiskWindows | None = None
-    """The rank's windows on disk."""
     longest_window: int | None = None
     """The W that all sizes are for; None: as configured."""
     window: int | None = None
@@ -37,10 +34,7 @@ class TwinShare(NamedTuple):
     """Description of a rank for its twins."""
 
     family: int
-    """Lowest rank with the same captures."""
     stub_bytes: int
-    """Size of a stub file for the rank's windows."""
     slot_bytes: int
-    """Mean slot size in the first windows of the job."""
     own_parts: OwnParts
     """Parts that may differ at a twin."""

@@ -19,11 +19,7 @@ class ShelfClient(ReplicaClient):
     """Fetches headers and ranges of records; errors as in `ReplicaClient`."""
 
     def fetch_part(self, part: Part) -> list[SlotHeader]:
-        """Fetch the headers of a part, slot 0 first.
-
-        Raises:
-            RefusedWindow: the answer is damaged, or no whole window.
-        """
+        """Headers of a part, slot 0 first; `RefusedWindow` if damaged, or no whole window."""
         headers = self._headers(FetchPart(part))
         if [header.slot for header in headers] != list(range(part.window.length)):
             raise RefusedWindow(f'window {part.window.start} of rank {part.owner} is not whole')
@@ -34,8 +30,7 @@ class ShelfClient(ReplicaClient):
     ) -> None:
         """Receive ranges of records into places of the same sizes.
 
-        Raises:
-            RefusedWindow: the received bytes differ from the peer's.
+        Raises `RefusedWindow` if the received bytes differ from the peer's.
         """
         nbytes = sum(map(len, into))
         with self._exchange(nbytes) as connection:

@@ -19,7 +19,6 @@ class Strangers:
         self._lock = threading.Lock()
 
     def add(self, connection: Connection, thread: threading.Thread) -> None:
-        """Add a new connection."""
         with self._lock:
             self._threads[connection] = thread
 

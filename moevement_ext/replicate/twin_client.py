@@ -12,13 +12,7 @@ from moevement_ext.replicate.client import ReplicaClient
 
 
 class TwinClient(ReplicaClient):
-    """Client of a twin. One thread at a time uses it.
-
-    Args:
-        address: host and port of the twin's `ReplicaServer`.
-        secret: secret of this start of the job.
-        own_parts: parts that may differ at the twin.
-    """
+    """Client of a twin. One thread at a time uses it. `own_parts` may differ at the twin."""
 
     takes_all = False
 

@@ -18,15 +18,10 @@ _DEVICES = Path('/sys/bus/pci/devices')
 def bind(address: str, devices: Path = _DEVICES) -> set[int] | None:
     """Bind the calling thread, and threads and processes that it starts later, near a device.
 
-    The binding does not change if the kernel reports no CPUs, as in many virtual machines, or if
-    the process may use none of these CPUs; a launcher's own binding then remains.
-
-    Args:
-        address: PCI address of the device, such as `0000:1b:00.0`.
-        devices: the kernel's device directory.
-
-    Returns:
-        The CPUs of the new binding; None if the binding did not change.
+    The binding does not change (None) if the kernel reports no CPUs, as in many virtual
+    machines, or if the process may use none of these CPUs; a launcher's own binding then
+    remains. Otherwise returns the CPUs. `address` is a PCI address, such as `0000:1b:00.0`;
+    `devices` the kernel's directory.
     """
     try:
         near = cpus_in((devices / address / 'local_cpulist').read_text('ascii'))
@@ -42,11 +37,7 @@ def bind(address: str, devices: Path = _DEVICES) -> set[int] | None:
 
 
 def cpus_in(listed: str) -> set[int]:
-    """Parse a CPU list of the kernel, such as `0-3,8`.
-
-    Raises:
-        ValueError: the text is no such list.
-    """
+    """Parse a CPU list of the kernel, such as `0-3,8`; `ValueError` for other text."""
     found: set[int] = set()
     for part in filter(None, listed.strip().split(',')):
         first, _, last = part.partition('-')

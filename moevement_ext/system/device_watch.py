@@ -17,13 +17,9 @@ _LOOKS_BETWEEN_READINGS = 5
 class DeviceWatch:
     """Reports new faults of some devices, until closed.
 
-    Error reports of the driver are passed on at once; all other values are read every five seconds
-    and after each error report.
-
-    Args:
-        source: of readings; only the watching thread uses it.
-        judge: has the state of earlier readings of these devices.
-        found: called on the thread with each finding.
+    Error reports of the driver are passed on at once; all other values are read every five
+    seconds and after each error report. Only the watching thread uses `source` and calls
+    `found`.
     """
 
     def __init__(

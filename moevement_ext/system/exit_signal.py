@@ -19,10 +19,7 @@ _FLAG = '--exit-signal'
 
 
 def listened_for(flags: Sequence[str]) -> signal.Signals:
-    """Return the exit signal in a program's flags; SIGTERM by default.
-
-    Also SIGTERM for an unknown name, which the program itself refuses.
-    """
+    """Exit signal in a program's flags; SIGTERM by default, and for a name that it refuses."""
     name = signal.SIGTERM.name
     for number, flag in enumerate(flags):
         if flag == _FLAG:
@@ -36,9 +33,7 @@ def listened_for(flags: Sequence[str]) -> signal.Signals:
 def stop_at_signals(stop: Callable[[int], None], flags: Sequence[str]) -> None:
     """Install handlers that end the workers at an exit signal or the loss of the terminal.
 
-    Args:
-        stop: called with the exit status.
-        flags: the program's command line.
+    `stop` is called with the exit status; `flags` is the program's command line.
     """
     for number in {*ASKING, listened_for(flags)}:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:

@@ -3,9 +3,8 @@
 
 A connection ends only when the last process that holds it has ended. Loader workers notice the
 death of their trainer seconds later; until then the trainer would appear alive to its peers.
-
-Children also do not collect their parent's garbage. After a failure it contains old process
-groups, whose destructors wait for threads that a fork does not have: the child would hang or crash.
+Children also do not collect their parent's garbage. After a failure it contains old process groups,
+whose destructors wait for threads that a fork does not have: the child would hang or crash.
 """
 
 import gc
@@ -17,10 +16,7 @@ _installed = False
 
 
 def isolate_children() -> None:
-    """Make later forks of this process drop its TCP sockets and keep its garbage.
-
-    Pipes and local sockets stay open. Idempotent.
-    """
+    """Make later forks drop TCP sockets, not pipes, and keep garbage. Idempotent."""
     global _installed
     if not _installed:
         _installed = True

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 def settled() -> Iterator[None]:
     """Collect garbage once; collections within the context skip all objects that exist now.
 
-    Skipped objects are still freed when their last reference is dropped, but not if they are part
-    of a reference cycle.
+    Skipped objects are still freed when their last reference is dropped, but not if they are
+    part of a reference cycle.
     """
     gc.collect()
     gc.freeze()

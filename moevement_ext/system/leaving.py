@@ -13,10 +13,10 @@ from typing import NoReturn
 def leave(code: int) -> NoReturn:
     """End a finished process without finalizing the interpreter.
 
-    Some threads cannot be stopped: inside torch they wait for the launcher's store to report the
-    end of a round, or for a dead peer. If such a thread returns during finalization, CPython
-    (before 3.14) ends it by `pthread_exit`, which C++ turns into SIGABRT: "terminate called without
-    an active exception".
+    Some threads cannot be stopped: inside torch they wait for the launcher's store to report
+    the end of a round, or for a dead peer. If such a thread returns during finalization,
+    CPython (before 3.14) ends it by `pthread_exit`, which C++ turns into SIGABRT: "terminate
+    called without an active exception".
     """
     # The steps of the interpreter before it drops its threads (checked against Python 3.12).
     threading._shutdown()  # type: ignore[attr-defined]

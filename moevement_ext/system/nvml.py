@@ -38,12 +38,7 @@ class DeviceReadings(Protocol):
 
 
 class Nvml:
-    """Some devices of this node.
-
-    Args:
-        library: the module `pynvml`, initialised.
-        handles: of the devices, by UUID.
-    """
+    """Some devices of this node, by UUID; `library` is the initialised `pynvml`."""
 
     def __init__(self, library: Any, handles: Mapping[str, Any]) -> None:
         self._nvml = library
@@ -71,7 +66,6 @@ class Nvml:
         return Reading(device, xids=(int(event.eventData),))
 
     def read(self) -> list[Reading]:
-        """One reading of each device."""
         return [self._read(device, handle) for device, handle in self._handles.items()]
 
     def _listen_to(self, device: str, handle: Any) -> None:
@@ -101,7 +95,6 @@ class Nvml:
         return known.get(int(values[0].value.uiVal), Action.OTHER)
 
     def _told[T](self, read: Callable[[], T]) -> T | None:
-        """Read a value; None if the device does not support it."""
         try:
             return read()
         except self._nvml.NVMLError as error:
@@ -138,12 +131,10 @@ def of_one(device: str) -> Nvml | None:
 
 
 def visible(devices: list[str], allowed: str | None) -> Iterable[str]:
-    """The devices that `CUDA_VISIBLE_DEVICES` leaves visible.
+    """The devices, in the order of the bus, that `CUDA_VISIBLE_DEVICES` leaves visible.
 
-    Args:
-        devices: UUIDs, in the order of the bus.
-        allowed: indices, or prefixes of UUIDs; None: all. As in CUDA, entries after an invalid one
-            are ignored.
+    `allowed` has indices, or prefixes of UUIDs; None: all. As in CUDA, entries after an invalid
+    one are ignored.
     """
     if allowed is None:
         return devices

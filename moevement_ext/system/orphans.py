@@ -28,16 +28,11 @@ _SAME_LAUNCHER = ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_RUN_ID')
 
 
 def end_orphans(run: Path) -> list[int]:
-    """End orphans of earlier processes of the same rank of the same job on this node.
+    """End orphans of earlier processes of the same rank of the same job; returns their ids.
 
-    A living predecessor and its children stay, as its launcher is responsible for them. The parents
-    of this process stay, too. Called once, before this process has children.
-
-    Args:
-        run: host memory directory of the job, the same after a relaunch, in any layout.
-
-    Returns:
-        Process ids of the ended processes.
+    A living predecessor and its children stay, as its launcher is responsible for them. The
+    parents of this process stay, too. Called once, before this process has children. `run` is
+    the host memory directory of the job, the same after a relaunch, in any layout.
     """
     os.environ[_RUN] = str(run)
     if 'RANK' not in os.environ:
@@ -87,8 +82,8 @@ class _OwnAttempt(NamedTuple):
     def of(cls, family: Mapping[int, psutil.Process]) -> '_OwnAttempt':
         """Find the first process: the oldest ancestor with this rank in its environment.
 
-        A spare or a fork starts before it gets a rank, so none is found; then no process counts as
-        younger.
+        A spare or a fork starts before it gets a rank, so none is found; then no process
+        counts as younger.
         """
         own = psutil.Process()
         line = [own, *own.parents()]

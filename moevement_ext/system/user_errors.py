@@ -20,8 +20,7 @@ _NEAR = 0.8
 def in_one_line() -> Iterator[None]:
     """Turn a `UserError` from within into its message on stderr, in the style of argparse.
 
-    Raises:
-        SystemExit: with `EXIT_USER_ERROR`, instead of the `UserError`.
+    Raises `SystemExit` with `EXIT_USER_ERROR` instead.
     """
     try:
         yield
@@ -33,9 +32,7 @@ def in_one_line() -> Iterator[None]:
 def usage_error(parser: argparse.ArgumentParser, message: str) -> str:
     """Format an error of a command line in one line, instead of the usage of all flags.
 
-    Args:
-        parser: that found the error.
-        message: of argparse; for an unknown flag, the most similar known flag is added.
+    For an unknown flag, the most similar known flag is added.
     """
     hint = ''
     if message.startswith(_UNKNOWN):

@@ -29,8 +29,7 @@ def under_torchrun() -> bool:
 def watch_set_up(silent_s: float) -> None:
     """Under torchrun, watch this process until `set_up_is_over`. Main thread.
 
-    Args:
-        silent_s: a generous time, as builds during set-up may block the heartbeat thread.
+    `silent_s` is generous, as builds during set-up may block the heartbeat thread.
     """
     if under_torchrun() and not _of_set_up:
         _of_set_up.append(Watchdog(silent_s, None))
@@ -45,11 +44,9 @@ def set_up_is_over() -> None:
 class Watchdog:
     """A child process that watches this one until closed, and never outlives it.
 
-    Args:
-        silent_s: seconds without a heartbeat after which this process is killed.
-        kept_in: directory of the run on this node, where the watchdog records the death of this
-            process; None: it is not recorded.
-        says: also print that the windows there stay.
+    It kills this process after `silent_s` without a heartbeat. `kept_in` is the directory of
+    the run on this node, where it records the death of this process (None: not recorded); with
+    `says` it also prints that the windows there stay.
     """
 
     def __init__(self, silent_s: float, kept_in: Path | None, says: bool = False) -> None:

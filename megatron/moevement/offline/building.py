@@ -23,12 +23,10 @@ from megatron.moevement.facts import UpstreamArguments
 
 
 def build(args: UpstreamArguments, experts_apart: bool) -> Built:
-    """Build the whole model on this process. Once in a process.
+    """Build the whole model for one rank on this process. Once in a process.
 
-    Args:
-        args: for one rank.
-        experts_apart: experts get an optimizer of their own, as in layouts with several
-            expert-parallel ranks: upstream's loader needs as many optimizers as were saved.
+    With `experts_apart`, experts get an optimizer of their own, as in layouts with several
+    expert-parallel ranks: upstream's loader needs as many optimizers as were saved.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         set_global_variables(args, build_tokenizer=False)
@@ -45,6 +43,5 @@ def build(args: UpstreamArguments, experts_apart: bool) -> Built:
 
 
 def close() -> None:
-    """End the process groups."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()

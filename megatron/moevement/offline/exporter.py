@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes upstream's checkpoint of one dense slot of all owners, in this process."""
+"""Writes an upstream checkpoint from one dense slot of all owners, in this process."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,13 +23,11 @@ from moevement_ext.memory.window.slot import decode_context
 def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
     """Save a checkpoint that any layout can load; returns its iteration. Once in a process.
 
-    Args:
-        slot: to read from.
-        flags: all flags of `pretrain_gpt.py`, in the layout of the run or in another one.
-        output: directory for upstream's `--load`.
+    `flags` are all flags of `pretrain_gpt.py`, in the run's layout or another one; `output` is
+    a directory for upstream's `--load`.
 
     Raises:
-        UserError: the flags are of another training, or upstream refuses them.
+        UserError: the flags belong to another training, or upstream refuses them.
         RefusedWindow: a tensor is missing or damaged.
     """
     header = slot.headers[min(slot.headers)]
@@ -61,7 +59,8 @@ def _for_this_rank(
 ) -> tuple[IterationState, int | None]:
     """Auxiliary state of the rank, and steps of its parameters if the run counted by group.
 
-    Random numbers are left as they are: nothing is drawn, and those of the owners are saved.
+    The generators of this process stay as they are: no random number is drawn, and the owners'
+    generator states are saved.
     """
     built = iteration_state.capture(
         counters, 0, training.optimizer, training.scheduler, states[min(states)].scalars, 0.0

@@ -28,7 +28,7 @@ Raises `RefusedWindow`: no copy of it is undamaged."""
 
 
 class DenseSlot(NamedTuple):
-    """One dense slot of all owners, and how to read it."""
+    """One dense slot of all owners, and the function that reads its records."""
 
     headers: Mapping[int, SlotHeader]
     """By owner; all of them say their layout and place."""
@@ -39,10 +39,7 @@ class DenseSlot(NamedTuple):
 class Filling:
     """Copies one slot into a model. One thread.
 
-    Args:
-        slot: to read from.
-        training: the state of the model to fill.
-        shared: embedding and output layer share their weight.
+    `shared`: embedding and output layer share their weight.
     """
 
     def __init__(self, slot: DenseSlot, training: TrainingState, shared: bool) -> None:
@@ -58,11 +55,8 @@ class Filling:
     def fill(self, group_step: int | None) -> None:
         """Fill parameters, optimizer state and buffers.
 
-        Args:
-            group_step: step of an optimizer that has no steps of parameters in its windows.
-
-        Raises:
-            RefusedWindow: a tensor is missing or damaged; the message names it.
+        `group_step` is the step of an optimizer whose windows have no steps of parameters.
+        Raises `RefusedWindow`, which names the tensor, if one is missing or damaged.
         """
         for item in self._slices():
             if item.part == 'step' and group_step is not None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of a run, in its own layout and for one rank.
+"""Upstream's arguments from the flags of a run, for the run's layout and for one rank.
 
-The flags must be those of the training that captured the windows, in any layout. For one rank
-everything that cannot change a bit of the state has upstream's defaults (no logs, no profiles, no
-overlap), and layers are those that a CPU can build; their state is the same.
-
-Checked against megatron-core 0.19.2.
+The flags must be those of the training that captured the windows, in any layout. For one rank,
+flags that cannot change a bit of the state get upstream's defaults (no logs, no profiles, no
+overlap), and layers are built for a CPU; their state is the same. Checked against megatron-core
+0.19.2.
 """
 
 import contextlib
@@ -52,12 +51,8 @@ _ON_A_CPU = {
 def of_training(flags: Sequence[str], header: SlotHeader) -> UpstreamArguments:
     """Upstream's arguments of the run, in the layout of the flags.
 
-    Args:
-        flags: all flags of `pretrain_gpt.py`.
-        header: of slot 0 of a window that says its layout.
-
-    Raises:
-        UserError: the flags are wrong, or of another training; the message names which.
+    `header` is of slot 0, which records the window's layout. Raises `UserError`, which names
+    the flags, if they are wrong or belong to another training.
     """
     args = validated_for(flags, header)
     in_vocabulary_of(header, args)
@@ -73,14 +68,14 @@ def of_training(flags: Sequence[str], header: SlotHeader) -> UpstreamArguments:
 
 
 def other_training(header: SlotHeader, known: Settings) -> str:
-    """In what flags are of another training than a window, whatever the layouts."""
+    """Differences in flags between this training and that of a window, ignoring layouts."""
     was, now = _captured(header), identity.run_settings(known, run_id_of(header))
     was, now = (msgspec.structs.replace(one, layout={}) for one in (was, now))
     return settings.told(settings.differences(was, now).decisive) or 'in what, they do not say'
 
 
 def run_id_of(header: SlotHeader) -> str:
-    """The run's name, whatever the directory is called."""
+    """The run's name in the header, which the directory's name need not contain."""
     return _captured(header).flags.get(_RUN_ID, '')
 
 
@@ -95,13 +90,8 @@ def validated_for(
 ) -> UpstreamArguments:
     """Validate the flags for a number of ranks.
 
-    Args:
-        flags: all flags of `pretrain_gpt.py`.
-        header: of a window.
-        ranks: None: as many as captured the window, if the flags allow it, else the fewest.
-
-    Raises:
-        UserError: upstream refuses them.
+    With `ranks` None: as many as captured the window, if the flags allow it, else the fewest.
+    Raises `UserError` if upstream refuses the flags.
     """
     if ranks is None:
         ranks = fewest_ranks(vars(parser().parse_args(flags)))

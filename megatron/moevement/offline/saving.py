@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves the filled model as the run itself would have saved it, in its own layout.
 
-What upstream keeps beside tensors is taken from the windows: the arguments have the numbers of the
-run's layout, and there are generator states of each of its stages and tensor-parallel ranks, so
-that a job in the same layout goes on with the same random numbers.
-
-Checked against megatron-core 0.19.2.
+Upstream's data beside tensors comes from the windows: the arguments have the numbers of the run's
+layout, and the generator states those of each of its stages and tensor-parallel ranks, so that a
+job in the same layout continues with the same random numbers. Checked against megatron-core 0.19.2.
 """
 
 import contextlib
@@ -78,7 +76,7 @@ def _arguments(run: UpstreamArguments, layout: Layout, state: IterationState) ->
 def _generators(
     states: Mapping[int, IterationState], placed: Mapping[int, Placed], of_each_replica: bool
 ) -> dict[str, ShardedObject]:
-    """Generator states of the first data-parallel ranks; with `of_each_replica` of all."""
+    """Generator states of the first data-parallel ranks, or of all if `of_each_replica`."""
     layout = placed[min(placed)].layout
     found: dict[tuple[int, int], list[dict[str, object]]] = {}
     for owner in _in_order(placed):
@@ -98,7 +96,7 @@ def _in_order(placed: Mapping[int, Placed]) -> Iterator[int]:
 
 
 def _as_upstream(state: RngState) -> dict[str, object]:
-    """Upstream's form of the generators' states, without touching those of this process."""
+    """Upstream's form of generator states; leaves the generators of this process unchanged."""
     version, internal, gauss = state.python
     name, keys, position, has_gauss, cached = state.numpy
     return {

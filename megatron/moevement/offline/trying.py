@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the job that some flags start would go on from windows, without starting it."""
+"""Predicts whether a job with given flags would continue from windows, without starting it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from moevement_ext.memory.window.slot import SlotHeader
 
 
 class Answer(NamedTuple):
-    """What a job would do with a window."""
+    """The predicted use of a window by a job."""
 
     loads: bool
     words: str
@@ -28,12 +28,10 @@ class Answer(NamedTuple):
 
 
 def answer(header: SlotHeader, flags: Sequence[str], ranks: int | None) -> Answer:
-    """Whether a job would go on from a window of all its owners.
+    """Predict whether a job would continue from a window of all its owners.
 
-    Args:
-        header: of slot 0 of any owner.
-        flags: all flags of `pretrain_gpt.py`.
-        ranks: world size; None: as many as the windows had, or else the fewest for the flags.
+    `header` is slot 0 of any owner, `flags` are all flags of `pretrain_gpt.py`. With `ranks`
+    None, the world size is that of the windows, or else the fewest ranks that the flags allow.
     """
     try:
         args = validated_for(flags, header, ranks)

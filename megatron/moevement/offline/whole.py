@@ -29,10 +29,8 @@ _EXPERT = re.compile(r'\.expert\d+$')
 def whole_name(operator: str, tensor: str, shared: bool) -> str:
     """Name in the whole model of a CPU, which is equal in all layouts.
 
-    Args:
-        operator: as in a record, e.g. `layer3.expert5`.
-        tensor: as in a record; its first part names the model chunk.
-        shared: embedding and output layer share their weight.
+    `operator` and `tensor` are as in a record, e.g. `layer3.expert5`; the first part of
+    `tensor` names the model chunk. `shared`: embedding and output layer share their weight.
     """
     name = canonical_name(operator, tensor, shared)
     for pattern, local in _LAYERS_OF_A_CPU:
@@ -41,17 +39,11 @@ def whole_name(operator: str, tensor: str, shared: bool) -> str:
 
 
 def shard_name(name: str, shard: int) -> str:
-    """Name of one tensor-parallel shard of a tensor."""
     return f'{name} of tensor-parallel rank {shard}'
 
 
 def names_of_shards(placed: Mapping[int, Placed], shared: bool) -> NameOf:
-    """Names of the shards that owners hold, for the index of their records.
-
-    Args:
-        placed: layout and place of each owner.
-        shared: embedding and output layer share their weight.
-    """
+    """Names of the shards that owners hold, for the index of their records."""
 
     def name_of(operator: str, tensor: str, owner: int) -> str:
         return shard_name(
@@ -62,7 +54,7 @@ def names_of_shards(placed: Mapping[int, Placed], shared: bool) -> NameOf:
 
 
 def number_of_shards(operator: str, placed: Placed) -> int:
-    """Ranks that a tensor of this operator may be divided among."""
+    """Number of ranks that may share a tensor of this operator."""
     layout = placed.layout
     return layout.expert_tensor if _EXPERT.search(operator) else layout.tensor
 
@@ -70,16 +62,10 @@ def number_of_shards(operator: str, placed: Placed) -> int:
 def merged(
     parameter: torch.Tensor, shards: int, shard: Callable[[int, int], torch.Tensor], name: str
 ) -> torch.Tensor:
-    """A whole tensor, flat.
+    """A whole tensor, flat; upstream's attributes of `parameter` tell how it is divided.
 
-    Args:
-        parameter: of the whole model; upstream says by attributes how it is divided.
-        shards: number of tensor-parallel ranks.
-        shard: elements of one shard, flat, from its index and number of elements.
-        name: of the parameter, for the message.
-
-    Raises:
-        RefusedWindow: it is divided in another way.
+    `shard` returns the elements of one shard, flat, from its index and number of elements.
+    Raises `RefusedWindow`, which contains `name`, if the tensor is divided in another way.
     """
     if shards == 1 or not getattr(parameter, 'tensor_model_parallel', False):
         return shard(0, parameter.numel())
@@ -93,7 +79,7 @@ def merged(
 
 
 def _joined(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
-    """Upstream gives each rank `stride` pieces: of the gate and of the other half, for example."""
+    """Join shards of `stride` pieces each, such as the two halves of a gated unit."""
     pieces = [torch.chunk(shard, stride, dim) for shard in shards]
     return torch.cat([piece[part] for part in range(stride) for piece in pieces], dim).view(-1)
 

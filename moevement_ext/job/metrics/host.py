@@ -36,13 +36,8 @@ _PORT_TAKEN = (
 class Host:
     """Publishes the page of this process, and serves all pages if no other process does.
 
-    Args:
-        port: TCP port of the host, on all of its interfaces.
-        root: `--sparse-ckpt-dir`, which contains the files of all processes.
-        run_id: name of the run.
-
-    Attributes:
-        reader: OpenTelemetry reader that renders the page from the values of a `Meter`.
+    `root` is `--sparse-ckpt-dir`, which contains the files of all processes. `reader` is the
+    OpenTelemetry reader that renders the page from the values of a `Meter`.
 
     Raises:
         ConfigurationError: the library is missing or disabled.
@@ -86,10 +81,7 @@ class Host:
             self._warn(_PORT_TAKEN, self._port, error)
 
     def close(self) -> None:
-        """Stop serving, and remove the files of this process and of dead ones.
-
-        Runs in the event loop of the serving thread.
-        """
+        """Stop serving; remove files of this process and dead ones. Serving thread's event loop."""
         with self._writing:
             self._closed = True
         if self._server is not None:

@@ -53,14 +53,12 @@ def _state(name: str, help_: str, *taken: Any) -> Instrument:
     return Instrument(f'moevement_{name}', False, help_, *taken)
 
 
-_AGE = 'Iterations since the newest window that all ranks and holders have.'
-_LAG = (
-    'Start of the newest own window minus that of the newest one that all ranks and holders have.'
-)
+_AGE = 'Iterations since the start of the newest window that all ranks and holders have.'
+_LAG = 'Start of the newest own window minus that of the newest on all ranks and holders.'
 _LOSS = 'Loss that the trainer logged last, on the rank that logs.'
 _LAYOUT = 'Ranks of the job by kind of parallelism, on rank 0.'
 _VERIFIED = 'Operators compared with captures after a recovery.'
-_DIFFERING = 'Operators whose recovered state was another, and losses or gradient norms.'
+_DIFFERING = 'Operators, losses and gradient norms that differed after a recovery.'
 
 TARGET = _state('train_iterations', 'Iteration at which training ends.')
 FINISHED = _state('finished', '1 once this process has ended as planned, else 0.', None, Finished)
@@ -75,37 +73,24 @@ INSTRUMENTS = (
     _state('replication_lag_iterations', _LAG, 'replication_lag'),
     _state('slot_bytes', 'Payload of the newest slot of this rank.', 'slot_bytes'),
     _state('copy_bytes_per_second', 'Measured rate of copies to host memory.', 'copy_bytes_per_s'),
-    _state(
-        'host_memory_bytes', 'Reserved by this rank in host memory.', 'host_memory', None, 'kind'
-    ),
-    _state('disk_bytes', 'That windows of this rank take on disk.', 'disk_bytes'),
-    _sum('training_seconds', 'In iterations that were committed; not in replays.', 'training_s'),
-    _sum('exposed_seconds', 'By which sparse checkpointing held up training.', 'exposed_s'),
-    _sum('device_wait_seconds', 'Waits for the GPU before and after updates.', 'device_wait_s'),
-    _sum('iterations', 'Iterations that came to their update.', 'iterations'),
-    _sum('captured_bytes', 'Payload of the slots that were captured.', 'captured_bytes'),
-    _sum('skipped_windows', 'Windows for which there was no free file.', 'skipped_windows'),
-    _sum(
-        'windows_committed',
-        'Windows complete in the host memory of this rank.',
-        None,
-        WindowCommitted,
-    ),
+    _state('host_memory_bytes', 'Bytes that this rank reserves.', 'host_memory', None, 'kind'),
+    _state('disk_bytes', 'Bytes of the windows of this rank on disk.', 'disk_bytes'),
+    _sum('training_seconds', 'Seconds in committed iterations, without replays.', 'training_s'),
+    _sum('exposed_seconds', 'Delay of training by sparse checkpointing.', 'exposed_s'),
+    _sum('device_wait_seconds', 'Waits for the GPU around updates.', 'device_wait_s'),
+    _sum('iterations', 'Iterations that reached their update.', 'iterations'),
+    _sum('captured_bytes', 'Payload of the captured slots.', 'captured_bytes'),
+    _sum('skipped_windows', 'Windows skipped for lack of a free file.', 'skipped_windows'),
+    _sum('windows_committed', 'Windows complete in memory of this rank.', None, WindowCommitted),
     _sum('windows_persisted', 'Windows that all ranks and holders have.', None, WindowPersisted),
     _sum('windows_on_disk', 'Windows that all ranks have on disk.', None, WindowOnDisk),
-    _sum(
-        'protection_reduced',
-        'Times that training went on with less protection.',
-        None,
-        ProtectionReduced,
-    ),
-    _sum('failures_detected', 'Failures of any rank that this one noticed.', None, FailureDetected),
+    _sum('protection_reduced', 'Reductions of protection.', None, ProtectionReduced),
+    _sum('failures_detected', 'Failures that this rank detected.', None, FailureDetected),
     _sum('recoveries', 'Recoveries that this rank took part in.', 'by_scope', Recovered, 'scope'),
-    _sum('recovery_seconds', 'In recoveries, on this rank.', 'seconds', Recovered, 'phase'),
-    _sum('replayed_iterations', 'Iterations computed again to recover.', 'replayed', Recovered),
+    _sum('recovery_seconds', 'Time in recoveries on this rank.', 'seconds', Recovered, 'phase'),
+    _sum('replayed_iterations', 'Iterations recomputed in recoveries.', 'replayed', Recovered),
     _sum('verified_operators', _VERIFIED, 'verified', Recovered),
     _sum('differing_operators', _DIFFERING, 'differing', Recovered),
-    _sum('next_tier', 'Recoveries that gave up what they tried.', None, NextTier, 'tier'),
-    _sum('device_problems', 'Signs that the GPU of this rank fails.', None, DeviceProblem, 'harm'),
+    _sum('next_tier', 'Recoveries that abandoned a source.', None, NextTier, 'tier'),
+    _sum('device_problems', 'Faults of the GPU of this rank.', None, DeviceProblem, 'harm'),
 )
-"""All instruments."""

@@ -17,12 +17,7 @@ _HTTP = 'http/protobuf'
 
 
 class Meter:
-    """Metrics of one rank. Any thread.
-
-    Args:
-        labels: of all values.
-        readers: OpenTelemetry readers, at least one.
-    """
+    """Metrics of one rank, each with `labels`. Any thread."""
 
     def __init__(self, labels: dict[str, Any], readers: list[Any]) -> None:
         from opentelemetry.sdk.metrics import MeterProvider
@@ -38,11 +33,9 @@ class Meter:
         }
 
     def add(self, instrument: Instrument, amount: float = 1, label: str | None = None) -> None:
-        """Add to a counter."""
         self._of[instrument].add(amount, self._attributes(instrument, label))
 
     def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        """Replace the value of a gauge."""
         self._of[instrument].set(value, self._attributes(instrument, label))
 
     def close(self) -> None:
@@ -59,7 +52,6 @@ def is_disabled() -> bool:
 
 
 def otlp_is_wanted() -> bool:
-    """True if the environment names an endpoint for metrics and OpenTelemetry is enabled."""
     exporter = os.environ.get('OTEL_METRICS_EXPORTER', 'otlp')
     named = any(os.environ.get(name) for name in _ENDPOINTS)
     return named and not is_disabled() and exporter == 'otlp'
@@ -68,9 +60,8 @@ def otlp_is_wanted() -> bool:
 def otlp() -> Any:
     """Create the reader that sends values over OTLP on its own thread.
 
-    Raises:
-        ConfigurationError: the library is missing, or the environment selects another protocol
-            than HTTP, although the library speaks HTTP only and ignores these variables.
+    Raises `ConfigurationError` if the library is missing, or if the environment selects another
+    protocol than HTTP, although the library speaks HTTP only and ignores these variables.
     """
     name = next((name for name in _PROTOCOLS if os.environ.get(name)), None)
     if name is not None and os.environ[name] != _HTTP:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts events and figures of this rank into metrics."""
+"""Converts events and statistics of this rank into metrics."""
 
 import asyncio
 import contextlib
@@ -29,9 +29,8 @@ _ORDINARY = (LossLogged, WindowCommitted, WindowPersisted)
 def observe(rank: Rank) -> 'Observer | None':
     """Start recording metrics of a rank; None if no exporter is configured.
 
-    Raises:
-        ConfigurationError: the library of `--sparse-ckpt-metrics` is missing. A process that joins
-            a running job only logs a warning.
+    Raises `ConfigurationError` if the library of `--sparse-ckpt-metrics` is missing. A process
+    that joins a running job only logs a warning.
     """
     config, host, readers = rank.config, None, []
     if config.metrics is not None:
@@ -57,13 +56,10 @@ def observe(rank: Rank) -> 'Observer | None':
 
 
 class Observer:
-    """Records events of this rank, and once a second the figures of its protection.
+    """Records events of this rank, and once a second the statistics of its protection.
 
-    The training thread only counts rare events; no error reaches training (invariant I6).
-
-    Args:
-        meter: receives the values.
-        host: serves the values to Prometheus; None: no server.
+    `host` serves the values of `meter` to Prometheus, if given. The training thread only counts
+    rare events; no error reaches training (invariant I6).
     """
 
     def __init__(self, meter: Meter, host: Host | None = None) -> None:
@@ -81,7 +77,6 @@ class Observer:
         self._thread.start()
 
     def event(self, event: Event) -> None:
-        """Count one event. Any thread."""
         try:
             for instrument in INSTRUMENTS:
                 if instrument.event is type(event):
@@ -94,12 +89,7 @@ class Observer:
             logger.exception('an event is missing in the metrics')
 
     def watch(self, figures: Callable[[], Figures], last_iteration: int) -> None:
-        """Record these figures once a second from now on, on the metrics thread.
-
-        Args:
-            figures: returns the current figures.
-            last_iteration: iteration at which training ends.
-        """
+        """Record these figures once a second from now on, on the metrics thread."""
         self._meter.set(TARGET, last_iteration)
         self._meter.set(FINISHED, 0)
         self._figures = figures
@@ -115,7 +105,6 @@ class Observer:
             logger.exception('the last metrics may be missing')
 
     def _run(self) -> None:
-        """Body of the thread."""
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._again_and_again())

@@ -31,8 +31,7 @@ Page = Callable[[str], tuple[str, bytes]]
 async def serve(port: int, page: Page) -> asyncio.Server:
     """Answer every GET on all interfaces of this host with the page, until the server closes.
 
-    Raises:
-        OSError: another process has the port.
+    Raises `OSError` if another process has the port.
     """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET

@@ -30,13 +30,9 @@ class _Encoded(msgspec.Struct, array_like=True):
 class LoopState:
     """Counters, random number generators, and the loop's own state. Training thread only.
 
-    Args:
-        state_dict: returns the loop's state: numbers, strings, bytes, lists, dicts, small tensors.
-        load_state_dict: its inverse.
-
-    Attributes:
-        iteration: number of committed iterations.
-        reduced: values reduced over all ranks in the newest iteration.
+    `state_dict` returns the loop's state: numbers, strings, bytes, lists, dicts, small tensors;
+    `load_state_dict` is its inverse. `iteration` is the number of committed iterations,
+    `reduced` the values reduced over all ranks in the newest one.
     """
 
     def __init__(
@@ -82,11 +78,9 @@ class LoopState:
         """Do nothing: the iteration or the loop's own state determines the batches."""
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """Set the iteration."""
         self.iteration = _decode(state).iteration
 
     def count(self, iteration: int, samples: int | None) -> None:
-        """Set the iteration."""
         self.iteration = iteration
 
     @staticmethod

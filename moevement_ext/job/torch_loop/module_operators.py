@@ -22,6 +22,7 @@ class ModuleOperators:
     """Parameters, buffers and optimizer state of this rank. Training thread only.
 
     The compute weights of an operator are its parameters. `requires_grad` freezes an operator.
+    Raises `ConfigurationError`, which names the parameter, if a rule is broken.
 
     Args:
         model: the module, without a wrapper for data parallelism.
@@ -31,9 +32,6 @@ class ModuleOperators:
     Attributes:
         buffers: of the module, which an iteration may change before its update.
         group: of the ranks with the same state; set before training.
-
-    Raises:
-        ConfigurationError: a rule is broken; the message names the parameter.
     """
 
     tied: tuple[str, ...] = ()
@@ -80,8 +78,8 @@ class ModuleOperators:
     def check(self, header: SlotHeader) -> None:
         """Check that a slot has all records that this model needs.
 
-        Raises:
-            RefusedWindow: the slot belongs to another model; the message names a parameter.
+        Raises `RefusedWindow`, which names a parameter, if the slot belongs to another
+        model.
         """
         check_fits(header, self.slices)
 
@@ -103,7 +101,6 @@ class ModuleOperators:
                 parameter.requires_grad_(operator not in names)
 
     def copy(self, source: int) -> None:
-        """Copy the state of rank `source`. Collective over the ranks of the stage."""
         assert self.group is not None
         broadcast_packed((item.source for item in self._all()), source, self.group, self.device)
 

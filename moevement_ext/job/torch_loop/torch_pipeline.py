@@ -44,14 +44,12 @@ class TorchPipeline:
             self.logged = Logged(micro_batches * sends * record, record)
 
     def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
-        """Return the number of tensors received per direction: one for each micro-batch."""
         return {
             direction: 0 if other is None else entry.num_microbatches
             for direction, other in self.neighbours.items()
         }
 
     def log_to(self, log: UpstreamLog | None) -> None:
-        """Log all sent tensors."""
         self._log = log
 
     @contextmanager

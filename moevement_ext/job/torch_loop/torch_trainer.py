@@ -42,10 +42,12 @@ class TorchTrainer:
 
     A subclass implements `compute` and `update`. It also implements `reduce` if an update needs
     values reduced over all ranks, `state_dict` and `load_state_dict` if there is state besides
-    random number generators, and `operator_of` if the experts are not in a list named `experts`.
+    random number generators, and `operator_of` if the experts are not in a list named
+    `experts`.
 
     The ranks of a pipeline stage are consecutive, hold the same state and compute on different
     data. All ranks of the job construct the trainer together, in `build` of `Job.set_up`.
+    Raises `ConfigurationError` if a rule is broken.
 
     Args:
         job: of this process.
@@ -57,13 +59,9 @@ class TorchTrainer:
         boundary_bytes: size of the largest tensor that a stage sends.
 
     Attributes:
-        model, optimizer, last_iteration: as given.
         pipeline: sends and receives.
         loop: actions around iterations; a loop with evaluations or checkpoints replaces it.
         loss: of the newest iteration on this rank.
-
-    Raises:
-        ConfigurationError: a rule is broken.
     """
 
     def __init__(
@@ -104,11 +102,9 @@ class TorchTrainer:
     def compute(self, iteration: int) -> float | None:
         """Run forward and backward of the iteration after `iteration`; gradients are cleared.
 
-        The ranks of a stage average their gradients here. In a replay the parameters of frozen
-        operators have no `grad`, the same parameters on all ranks of the stage.
-
-        Returns:
-            The loss of this rank, or None. A replay must return the same number.
+        The ranks of a stage average their gradients here. In a replay the parameters of
+        frozen operators have no `grad`, the same parameters on all ranks of the stage.
+        Returns the loss of this rank, or None; a replay must return the same number.
         """
         raise NotImplementedError
 
@@ -120,21 +116,15 @@ class TorchTrainer:
         return []
 
     def update(self, reduced: list[float]) -> bool | None:
-        """Step the optimizer, then all schedules.
-
-        Args:
-            reduced: what `reduce` returned.
-
-        Returns:
-            False if the update is skipped.
-        """
+        """Step the optimizer, then all schedules; False: skipped. `reduced` is from `reduce`."""
         raise NotImplementedError
 
     def state_dict(self) -> Any:
         """Return further state, such as that of a schedule.
 
-        Model, optimizer, random number generators and iteration are not part of it. Allowed are
-        numbers, strings, bytes, lists, dicts and small tensors. Must be complete after `update`.
+        Model, optimizer, random number generators and iteration are not part of it. Allowed
+        are numbers, strings, bytes, lists, dicts and small tensors. Must be complete after
+        `update`.
         """
         return None
 
@@ -195,11 +185,9 @@ class TorchTrainer:
             copy_all(self.operators.buffers, self._buffers)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
-        """Set the callbacks around the update."""
         self._update = _Update(*calls)
 
     def iterate(self, iteration: int) -> float | None:
-        """Run one iteration: compute, reduce, update."""
         faults.point(Phase.FORWARD)
         self.optimizer.zero_grad(set_to_none=True)
         self.pipeline.begin(iteration + 1)
@@ -229,7 +217,6 @@ class TorchTrainer:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Thaw all operators at the end of the context."""
         try:
             yield
         finally:

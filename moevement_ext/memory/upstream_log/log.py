@@ -2,8 +2,8 @@
 """The upstream log: tensors sent to neighbour stages, kept for their replay (paper sec. 3.4).
 
 A lost stage replays from the logs of its neighbours, so that no other stage recomputes anything.
-So each stage keeps, in host memory, the activations that it sent downstream and the gradients that
-it sent upstream, back to the oldest window that a recovery may start from.
+Each stage keeps, in host memory, the activations that it sent downstream and the gradients that it
+sent upstream, back to the oldest window that a recovery may start from.
 
 Records lie in a ring in sending order. The log drops them oldest first (a newer window is
 persisted, or the ring is full) or newest first (a rollback). One worker thread, or one CUDA stream,
@@ -62,9 +62,10 @@ class _Shrunk(NamedTuple):
 class UpstreamLog:
     """Records of all tensors sent in the iterations from `first_iteration` on.
 
-    The training thread calls `append`, `rewind`, `pause` and `close`; any thread calls the rest.
-    The index lives in this process, so the log ends with the process; the file of an earlier
-    process is overwritten.
+    The training thread calls `append`, `rewind`, `pause` and `close`; any thread calls the
+    rest. The index lives in this process, so the log ends with the process; the file of an
+    earlier process is overwritten. Raises `HostMemoryError` if there is no space for the file,
+    an existing file is not this user's own, or CUDA cannot pin the file.
 
     Args:
         path: file in a tmpfs, in a directory that no other process uses.
@@ -73,14 +74,6 @@ class UpstreamLog:
         max_wait_s: longest time that one `append` blocks training because the ring is full.
         on_degraded: called with a reason, on the training or the worker thread, when localized
             recovery is impossible for a while, or the log blocks training.
-
-    Attributes:
-        path: the file.
-        array: uint8 view over the whole map.
-
-    Raises:
-        HostMemoryError: there is no space for the file, an existing file is not this user's own,
-            or CUDA cannot pin the file.
     """
 
     def __init__(
@@ -123,12 +116,11 @@ class UpstreamLog:
     def append(self, iteration: int, direction: Direction, tensor: torch.Tensor) -> None:
         """Log a tensor of any shape right before its send, as the next record of its direction.
 
-        The copy is asynchronous. The log keeps the storage alive until the copy is done, also when
-        the caller replaces `tensor.data` meanwhile; no code may write to that storage before.
-        If the log cannot keep the tensor, it drops this iteration and all older iterations.
-
-        Raises:
-            ValueError: an iteration older than the last one, without a `rewind` in between.
+        The copy is asynchronous. The log keeps the storage alive until the copy is done,
+        also when the caller replaces `tensor.data` meanwhile; no code may write to that
+        storage before. If the log cannot keep the tensor, it drops this iteration and all
+        older iterations. Raises `ValueError` for an iteration older than the last one,
+        without a `rewind` in between.
         """
         source = tensor.detach()  # shares the storage, but not a later change of `.data`
         self._await_room(iteration, source.nbytes)
@@ -176,10 +168,9 @@ class UpstreamLog:
     def grow(self, capacity_bytes: int) -> None:
         """Enlarge the ring to at least this size; records stay. Any thread.
 
-        On a GPU the caller's current device must be set (`bind_thread`), to pin the ring for it.
-
-        Raises:
-            HostMemoryError: there is no room, or CUDA cannot pin the ring; the log does not change.
+        On a GPU the caller's current device must be set (`bind_thread`), to pin the ring.
+        Raises `HostMemoryError` if there is no room, or CUDA cannot pin the ring; the log
+        does not change.
         """
         with self._resizing:
             with self._changed:
@@ -209,15 +200,11 @@ class UpstreamLog:
             return self._first
 
     def read(self, key: LogKey, timeout_s: float) -> tuple[LoggedTensor, bytes] | None:
-        """Wait for a record and copy its bytes. Any thread.
-
-        Args:
-            key: the record.
-            timeout_s: longest wait for the record.
+        """Wait at most `timeout_s` for a record and copy its bytes. Any thread.
 
         Returns:
-            The record and its bytes. None: the record did not arrive within `timeout_s`, but may
-            arrive later, if this stage replays too.
+            The record and its bytes. None: it did not arrive in time, but may arrive later, if this
+            stage replays too.
 
         Raises:
             LogGap: the record is not in the log and will not arrive.
@@ -267,8 +254,9 @@ class UpstreamLog:
     def _await_room(self, iteration: int, nbytes: int) -> None:
         """Wait, up to a limit, for `drop_until` to make room; only the training thread takes room.
 
-        After a timeout, appends do not wait again before the next `drop_until`, so that a log that
-        is too small, or windows that are never persisted, do not slow down every iteration.
+        After a timeout, appends do not wait before the next `drop_until`, so that a log
+        that is too small, or windows that are never persisted, do not slow down every
+        iteration.
         """
         with self._changed:
             if self._waited_in_vain or not self._room_may_come(iteration, nbytes):
@@ -283,7 +271,6 @@ class UpstreamLog:
             )
 
     def _room_may_come(self, iteration: int, nbytes: int) -> bool:
-        """True if there is no room, and dropping older iterations may make room."""
         if self._closed or nbytes > self._ring.capacity or self._ring.fits(nbytes):
             return False
         return self._oldest_iteration(iteration) < iteration
@@ -294,7 +281,6 @@ class UpstreamLog:
     def _reserve(
         self, iteration: int, direction: Direction, source: torch.Tensor
     ) -> _Record | None:
-        """Enter the next record; None if its iteration is given up."""
         with self._changed:
             key = self._next_key(iteration, direction)
             self._paused = False
@@ -338,7 +324,6 @@ class UpstreamLog:
         return not self._closed and self._first is not None and iteration >= self._first
 
     def _begin_copy(self, source: torch.Tensor, span: slice) -> Callable[[], object]:
-        """Begin the copy; the returned function completes it on the worker thread."""
         mapped = self._map
         target = mapped.bytes[span].view(source.dtype).view(source.shape)
         if not self._cuda:
@@ -392,7 +377,6 @@ class UpstreamLog:
             self._changed.notify_all()
 
     def _give_back(self) -> None:
-        """Free the pages beyond the ring's capacity; all copies to them are complete."""
         with self._resizing:
             former, capacity = self._map, self._ring.capacity
             if capacity >= former.array.size:
@@ -410,10 +394,7 @@ class UpstreamLog:
     # On any thread
 
     def _use(self, mapped: RingMap) -> None:
-        """Switch to another map of the same pages. Needs the lock.
-
-        The former map is unmapped after the last copy that uses it.
-        """
+        """Switch to another map of the same pages; copies keep the former. Needs the lock."""
         self._map, self.array = mapped, mapped.array
         self._changed.notify_all()
 
@@ -426,7 +407,6 @@ class UpstreamLog:
         self._report(f'{self._description} has failed ({error}): {self._consequence}')
 
     def _drop_oldest(self, iteration: int) -> None:
-        """Drop the records up to and including `iteration`."""
         while self._oldest_iteration(iteration + 1) <= iteration:
             self._records.popitem(last=False)
             self._ring.free_oldest()
@@ -446,7 +426,6 @@ class UpstreamLog:
         return record if record is not None and record.logged is not None else None
 
     def _gap(self, key: LogKey) -> str | None:
-        """Reason why a record will never arrive; None if it is there or may arrive."""
         if self._closed:
             return 'the log is closed'
         if self._first is not None and key.iteration < self._first:

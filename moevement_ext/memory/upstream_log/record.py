@@ -22,13 +22,12 @@ class Direction(StrEnum):
 class LogKey(NamedTuple):
     """Name of one tensor that was sent.
 
-    `sequence` counts, from 0, the tensors sent in this direction within the iteration. Sender and
-    receiver follow one schedule and tensors arrive in the order in which they were sent, so the
-    sequence alone identifies micro-batch and virtual chunk.
+    `sequence` counts, from 0, the tensors sent in this direction within the iteration. Sender
+    and receiver follow one schedule and tensors arrive in sending order, so it identifies
+    micro-batch and virtual chunk.
     """
 
     iteration: int
-    """Iteration in which the tensor was sent."""
     direction: Direction
     sequence: int
 
@@ -43,7 +42,6 @@ class LoggedTensor(msgspec.Struct, frozen=True, array_like=True):
     """`bfloat16`, `float32`, `int64`, ..."""
     shape: tuple[Count, ...]
     nbytes: Count
-    """Size in bytes."""
     checksum: Count
     """xxh3_64 of the bytes."""
 

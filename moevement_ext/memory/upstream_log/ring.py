@@ -15,17 +15,11 @@ class _Region(NamedTuple):
 class Ring:
     """Allocator of regions in a ring of `capacity` bytes; not thread-safe.
 
-    A region begins at a multiple of 64 and never wraps: if it does not fit before the end of the
-    ring, it begins at 0, and the tail stays unused until the ring comes around again. No region is
-    empty, so the ring is empty exactly when there is no region.
-
-    Args:
-        capacity: size of the ring in bytes.
-
-    Attributes:
-        capacity: size of the ring in bytes.
-        limit: target size. While it is below `capacity`, a region is placed beyond it only if there
-            is no room before it.
+    A region begins at a multiple of 64 and never wraps: if it does not fit before the end of
+    the ring, it begins at 0, and the tail stays unused until the ring comes around again. No
+    region is empty, so the ring is empty exactly when there is no region. While the target size
+    `limit` is below `capacity`, a region is placed beyond it only if there is no room before
+    it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -33,26 +27,19 @@ class Ring:
         self._regions: deque[_Region] = deque()  # oldest first
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate the newest region.
-
-        Returns:
-            Offset of the region in bytes; None if there is no room now.
-        """
+        """Allocate the newest region; returns its offset in bytes, None if there is no room now."""
         start = self._place(region_bytes(nbytes))
         if start is not None:
             self._regions.append(_Region(start, start + region_bytes(nbytes)))
         return start
 
     def fits(self, nbytes: int) -> bool:
-        """True if `allocate` would find room."""
         return self._place(region_bytes(nbytes)) is not None
 
     def free_oldest(self) -> None:
-        """Free the region allocated first."""
         self._regions.popleft()
 
     def free_newest(self) -> None:
-        """Free the region allocated last."""
         self._regions.pop()
 
     def resize(self, capacity: int) -> None:
@@ -60,11 +47,7 @@ class Ring:
         self.capacity = self.limit = capacity
 
     def shrink(self) -> bool:
-        """Reduce the capacity to `limit`, unless a region lies beyond it.
-
-        Returns:
-            True if the ring is smaller now.
-        """
+        """Reduce the capacity to `limit`, unless a region lies beyond it; True if it shrank."""
         if self.limit >= self.capacity:
             return False
         if self._regions:

@@ -15,20 +15,13 @@ from moevement_ext.memory.pinning import pin
 class RingMap:
     """The first bytes of the file. Every copy to them and every reader must keep this object.
 
-    Args:
-        path: the file.
-        mapped: its first bytes, with pages.
-        pinned: register the pages with CUDA for the lifetime of the object; the caller's current
-            device must be set (`bind_thread`).
+    With `pinned`, CUDA registers the pages for the lifetime of the object; the caller's current
+    device must be set (`bind_thread`). Raises `HostMemoryError` if CUDA cannot.
 
     Attributes:
-        path: the file.
         array: uint8 view over the whole map.
         bytes: the same, as a tensor.
         readers: number of threads that read here; with the lock of the log.
-
-    Raises:
-        HostMemoryError: CUDA cannot pin the pages.
     """
 
     def __init__(self, path: Path, mapped: mmap.mmap, pinned: bool) -> None:
@@ -44,17 +37,16 @@ class RingMap:
     def of_size(cls, path: Path, nbytes: int, pinned: bool) -> Self:
         """Resize the file and map it; content within the new size stays.
 
-        Raises:
-            HostMemoryError: there is no room, the file is not this user's own, or CUDA cannot pin.
+        Raises `HostMemoryError` if there is no room, the file is not this user's, or CUDA
+        cannot pin.
         """
         return cls(path, map_anew(path, nbytes), pinned)
 
     def first(self, nbytes: int) -> Self:
         """Map fewer bytes of the same file.
 
-        Raises:
-            HostMemoryError: CUDA cannot pin them.
-            OSError, ValueError: the file was removed, or cut.
+        Raises `HostMemoryError` if CUDA cannot pin them, `OSError` or `ValueError` if the
+        file is gone.
         """
         return type(self)(self.path, map_first(self.path, nbytes), self._pinned)
 

@@ -14,8 +14,8 @@ MAX_GIVEN_UP = 8
 class Agreed(msgspec.Struct, frozen=True, array_like=True):
     """The newest persisted window, and later windows that will never be persisted.
 
-    A window that one rank lacks is useless to all ranks, but looks to them like a late window. So a
-    rank that gives up or skips a window reports it.
+    A window that one rank lacks is useless to all ranks, but looks to them like a late window.
+    So a rank that gives up or skips a window reports it.
     """
 
     persisted: WindowName | None = None
@@ -29,11 +29,9 @@ class Agreed(msgspec.Struct, frozen=True, array_like=True):
         return self.persisted is not None and start <= self.persisted.start
 
     def is_outdated(self, start: int) -> bool:
-        """True if a newer window is persisted."""
         return self.persisted is not None and start < self.persisted.start
 
     def is_given_up(self, start: int) -> bool:
-        """True if the window is newer than the persisted one and will never be persisted."""
         if self.is_persisted(start):
             return False
         full = len(self.given_up) == MAX_GIVEN_UP

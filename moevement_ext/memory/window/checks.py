@@ -14,16 +14,9 @@ from moevement_ext.memory.window.slot import READABLE_VERSIONS, Record, SlotHead
 def verified_header(
     path: Path, name: WindowName | None, entry: Entry, frame: bytes | memoryview
 ) -> SlotHeader:
-    """Verify and decode the frame of one slot.
+    """Verify and decode the `frame` at `entry` of a file that claims to hold window `name`.
 
-    Args:
-        path: the file, for messages.
-        name: the window that the file claims to hold.
-        entry: place of the slot.
-        frame: its bytes.
-
-    Raises:
-        RefusedWindow: the frame is damaged, of an unknown version, or contradicts the file.
+    Raises `RefusedWindow` if it is damaged, of an unknown version, or contradicts the file.
     """
     try:
         header = decode_frame(frame)
@@ -38,15 +31,9 @@ def verified_header(
 
 
 def check_whole(path: Path, headers: Sequence[SlotHeader], expected: Expected) -> None:
-    """Check that slots make up a whole window, the expected one.
+    """Check that headers of all slots, ascending, make up a whole window, the expected one.
 
-    Args:
-        path: the file, for messages.
-        headers: of all its slots, in ascending order.
-        expected: required values of the headers.
-
-    Raises:
-        RefusedWindow: typed by the reason.
+    Raises a `RefusedWindow` typed by the reason; `path` is for its message.
     """
     if not headers:
         raise TruncatedWindow(f'{path}: holds no slot')
@@ -64,7 +51,6 @@ def check_whole(path: Path, headers: Sequence[SlotHeader], expected: Expected) -
 
 
 def damaged(path: Path, slot: int, record: Record) -> CorruptWindow:
-    """Build the error about a record whose bytes differ from the captured bytes."""
     return CorruptWindow(
         f'{path}: slot {slot}: checksum mismatch in operator {record.operator}, tensor '
         f'{record.tensor}, part {record.part}, elements [{record.start}, {record.end})'

@@ -25,14 +25,10 @@ class Expected(NamedTuple):
     """Required header fields of every slot; None accepts any value."""
 
     run: str | None = None
-    """Digest of the run."""
     topology: str | None = None
-    """Digest of the parallel layout."""
     owner: int | None = None
-    """Rank whose state the window holds."""
     name: WindowName | None = None
     settings: RunSettings | None = None
-    """Settings of this job."""
 
     @classmethod
     def of(cls, identity: RankIdentity, name: WindowName | None = None) -> Self:
@@ -40,15 +36,7 @@ class Expected(NamedTuple):
         return cls(identity.run, identity.topology, identity.rank, name, identity.settings)
 
     def check(self, header: SlotHeader, path: Path) -> None:
-        """Compare with the header of a slot.
-
-        Args:
-            header: of one slot.
-            path: file of the slot, for the message.
-
-        Raises:
-            RefusedWindow: typed by what differs.
-        """
+        """Compare with the header of a slot; raises a `RefusedWindow` typed by what differs."""
         window = (None, None) if self.name is None else (self.name.start, self.name.plan)
         wanted = (self.run, self.topology, self.owner, *window)
         known = self.differs(header).decisive

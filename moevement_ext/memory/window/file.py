@@ -2,9 +2,8 @@
 """One window of one owner in one preallocated, mapped file (see `window.format`).
 
 A slot is its payload followed by the frame of its header. The frame is placed when the slot is
-sealed, so that its size need not be known when the payload is reserved.
-
-Readers trust no byte: any damage raises a `RefusedWindow` (invariant I7).
+sealed, so that its size need not be known when the payload is reserved. Readers trust no byte: any
+damage raises a `RefusedWindow` (invariant I7).
 """
 
 import mmap
@@ -79,11 +78,11 @@ class _Draft:
 class WindowFile:
     """A window file mapped once for the lifetime of the object.
 
-    One thread begins and reserves; another may seal, which computes the checksums. A lock guards
-    the directory. After `freeze` no byte changes until the next `begin`.
+    One thread begins and reserves; another may seal, which computes the checksums. A lock
+    guards the directory. After `freeze` no byte changes until the next `begin`.
 
     Attributes:
-        path: current path; changes when the store renames the file.
+        path: changes when the store renames the file.
         array: uint8 view over the whole map, e.g. to wrap in a tensor and register as pinned.
         room: bytes with pages, from the beginning: the size of windows of the length in force.
             The rest of the file is a hole.
@@ -104,15 +103,9 @@ class WindowFile:
 
     @classmethod
     def create(cls, path: Path, capacity: int, room: int | None = None) -> 'WindowFile':
-        """Create an empty file of `capacity` bytes.
+        """Create an empty file of `capacity` bytes, the first `room` (None: all) with pages.
 
-        Args:
-            path: the file.
-            capacity: its size.
-            room: bytes with pages, from the beginning; None: all.
-
-        Raises:
-            HostMemoryError: the file system is too full; no file is left behind.
+        Raises `HostMemoryError` if the file system is too full; no file is left behind.
         """
         return cls._blank(path, map_new, capacity, room)
 
@@ -120,8 +113,7 @@ class WindowFile:
     def adopt(cls, path: Path, capacity: int, room: int | None = None) -> 'WindowFile':
         """Reuse the space of an existing file, as `create`; its content is lost.
 
-        Raises:
-            ForeignFileError: other users may have the file open.
+        Raises `ForeignFileError` if other users may have the file open.
         """
         return cls._blank(path, map_anew, capacity, room)
 
@@ -129,10 +121,8 @@ class WindowFile:
     def open(cls, path: Path, writable: bool = False, room: int | None = None) -> 'WindowFile':
         """Map an existing window; frames and payloads are read later, by `verify`.
 
-        Args:
-            path: the file.
-            writable: map the file for writing, so that `begin` can recycle it later.
-            room: of a writable map: bytes with pages, if the window takes less; None: all.
+        If `writable`, `begin` can recycle the file later; it gets `room` bytes with pages
+        if the window takes less (None: all).
 
         Raises:
             RefusedWindow: no readable, whole window file of a known version (typed by reason).
@@ -168,8 +158,7 @@ class WindowFile:
     def make_room(self, nbytes: int) -> None:
         """Reserve pages for that many bytes of the file, or all; others stay. Any thread.
 
-        Raises:
-            HostMemoryError: the file system is too full.
+        Raises `HostMemoryError` if the file system is too full.
         """
         with self._making_room:
             if (wanted := min(nbytes, self.capacity)) > self.room:
@@ -192,7 +181,6 @@ class WindowFile:
 
     @property
     def capacity(self) -> int:
-        """Size of the file in bytes, preamble included."""
         return self.array.size
 
     @property
@@ -201,11 +189,7 @@ class WindowFile:
         return self._directory.name
 
     def required_name(self) -> WindowName:
-        """Name of the window in this file, complete or being written.
-
-        Raises:
-            ValueError: the file is empty.
-        """
+        """Name of the window in this file; `ValueError` if the file is empty."""
         if self.name is None:
             raise ValueError(f'{self.path} holds no window')
         return self.name
@@ -218,22 +202,13 @@ class WindowFile:
     # Writing
 
     def begin(self, name: WindowName) -> None:
-        """Forget all slots and open the file for another window."""
         with self._lock:
             self.kept = None
             self._draft = _Draft()
             self._write_directory(Directory(name))
 
     def require(self, content_bytes: int, slots: int) -> None:
-        """Refuse a window that cannot fit.
-
-        Args:
-            content_bytes: payloads and frames of a window, together.
-            slots: number of slots.
-
-        Raises:
-            FileTooSmall: the file is too small.
-        """
+        """Raise `FileTooSmall` if payloads and frames of `content_bytes` cannot fit."""
         if PREAMBLE_BYTES + content_bytes > self.capacity:
             raise FileTooSmall(self.path, PREAMBLE_BYTES + content_bytes + 2 * slots * ALIGNMENT)
 
@@ -243,15 +218,10 @@ class WindowFile:
             self._draft = None
 
     def reserve_slot(self, slot: int, payload_bytes: int) -> Bytes:
-        """Reserve the place of a slot's payload, which the caller then writes.
+        """Reserve a slot's payload: a view of the map, 64-byte aligned, shape [payload_bytes].
 
-        A slot that is reserved but not sealed (after a broken transfer) gets the same place again.
-
-        Returns:
-            View of the map, 64-byte aligned, shape [payload_bytes].
-
-        Raises:
-            HostMemoryError: the file is too small for it.
+        A slot that is reserved but not sealed (after a broken transfer) gets the same place
+        again. Raises `HostMemoryError` if the file is too small.
         """
         with self._lock:
             draft = self._writing()
@@ -270,12 +240,9 @@ class WindowFile:
             return self.array[offset : offset + payload_bytes]
 
     def seal_slot(self, header: SlotHeader) -> SlotHeader:
-        """Compute the checksums of a filled slot and enter it in the directory.
+        """Enter a filled slot in the directory; returns the header with its checksums.
 
         Called on a worker thread, as it reads the whole payload.
-
-        Returns:
-            The header with its checksums.
         """
         with self._lock:
             offset, size = self._reserved(header.slot)
@@ -294,12 +261,8 @@ class WindowFile:
     ) -> SlotHeader:
         """Write a slot that another process sealed, byte for byte.
 
-        Args:
-            slot: index of the slot.
-            payload_bytes: size of its payload.
-            frame_bytes: size of the frame of its header.
-            fill: called with the place of the payload in the map, then with that of the frame; it
-                fills each completely or raises, after which the slot can be written again.
+        Calls `fill` with the place of the payload in the map, then with that of the frame;
+        it fills each completely or raises, after which the slot can be written again.
 
         Raises:
             CorruptWindow: the frame is damaged or belongs to another slot. Payload checksums are
@@ -372,9 +335,8 @@ class WindowFile:
     def header(self, slot: int) -> SlotHeader:
         """Verified header of a sealed slot.
 
-        Raises:
-            RefusedWindow: the header is missing, damaged, of an unknown version, or at odds with
-                the file.
+        Raises `RefusedWindow` if it is missing, damaged, of an unknown version, or at odds
+        with the file.
         """
         entry = self._sealed(slot)
         return verified_header(self.path, self.name, entry, self.slot_blob(slot).frame)
@@ -395,33 +357,23 @@ class WindowFile:
         return SlotBlob(memoryview(self.payload(slot)), memoryview(frame))
 
     def verify(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole, undamaged and the expected one.
+        """Verify that the window is whole, undamaged and the expected one; headers, slot 0 first.
 
-        Returns:
-            The headers, slot 0 first.
-
-        Raises:
-            RefusedWindow: typed by the reason; names file, slot and, if applicable, tensor.
+        Raises a `RefusedWindow` typed by the reason; it names file, slot and, if
+        applicable, tensor.
         """
         headers = self.verify_identity(expected)
         self.verify_payloads(headers)
         return headers
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole and the expected one, without reading payloads.
-
-        Returns and raises as `verify`.
-        """
+        """Verify as `verify`, without reading payloads."""
         headers = self.headers()
         check_whole(self.path, headers, expected)
         return headers
 
     def verify_payloads(self, headers: Iterable[SlotHeader]) -> None:
-        """Compare every record with its checksum.
-
-        Raises:
-            CorruptWindow: names slot, operator, tensor and part.
-        """
+        """Compare all records with their checksums; `CorruptWindow` names the first bad one."""
         for header in headers:
             payload = self.payload(header.slot)
             for record in header.records:

@@ -22,28 +22,21 @@ _COMMITTED = re.compile(r'window-(\d{1,18})-([A-Za-z0-9_]{1,100})\.window')
 
 
 def free_name(index: int) -> str:
-    """Name of a file that holds nothing of value."""
     return f'free-{index}.window'
 
 
 def writing_name(name: WindowName) -> str:
-    """Name of the file in which a window is being written.
-
-    Raises:
-        ValueError: the plan's digest cannot be part of a file name.
-    """
+    """Name of the file of a window being written; `ValueError` if the plan cannot be in it."""
     if not _PLAN.fullmatch(name.plan):
         raise ValueError(f'plan digest {name.plan!r} must be letters, digits and "_" (file name)')
     return f'writing-{name}.window'
 
 
 def unjudged_name(name: WindowName) -> str:
-    """Name of the file of a window that is captured in a recovery not judged yet."""
     return f'unjudged-{writing_name(name).removeprefix("writing-")}'
 
 
 def committed_name(name: WindowName) -> str:
-    """Name of the file of a committed window."""
     return f'window-{name}.window'
 
 

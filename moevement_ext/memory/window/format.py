@@ -2,9 +2,8 @@
 """Byte format of a window file: the preamble with the directory of the slots.
 
 The preamble has a fixed size: magic, version, checksum, capacity, then the directory. The slots
-follow, each a payload followed by the frame of its header (`slot.encode_frame`).
-
-Readers trust no byte: they check every offset against the file before they use it.
+follow, each a payload and the frame of its header (`slot.encode_frame`). Readers check every offset
+against the file before they use it.
 """
 
 import struct
@@ -51,20 +50,12 @@ class Directory(msgspec.Struct, frozen=True, array_like=True):
 
 
 def window_capacity(slots: Iterable[tuple[int, int]]) -> int:
-    """Size in bytes of a window file with room for all its slots.
-
-    Args:
-        slots: payload bytes and frame bytes (`slot.frame_bytes_bound`) of every slot.
-    """
+    """Bytes of a window file for slots of (payload, `slot.frame_bytes_bound`) bytes each."""
     return PREAMBLE_BYTES + sum(align_up(payload) + align_up(frame) for payload, frame in slots)
 
 
 def encode_directory(path: Path, capacity: int, directory: Directory) -> bytes:
-    """Encode the used part of the preamble of a file of `capacity` bytes.
-
-    Raises:
-        ValueError: too many slots for the preamble.
-    """
+    """Used part of a preamble, for a file of `capacity` bytes; `ValueError`: too many slots."""
     encoded = msgspec.msgpack.encode(directory)
     checksum = _preamble_checksum(FORMAT_VERSION, capacity, encoded)
     used = _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(encoded), capacity, checksum) + encoded
@@ -74,12 +65,9 @@ def encode_directory(path: Path, capacity: int, directory: Directory) -> bytes:
 
 
 def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
-    """Decode the directory of a file after checking all of its preamble.
+    """Decode the directory of a file of `size` bytes after checking all of its preamble.
 
-    Args:
-        path: the file, for messages.
-        preamble: at least the first `PREAMBLE_BYTES` bytes, or fewer if the file is shorter.
-        size: size of the file in bytes.
+    `preamble` is at least the first `PREAMBLE_BYTES` bytes, or fewer if the file is shorter.
 
     Raises:
         RefusedWindow: not a readable, whole window file of a known version (typed by the reason).
@@ -107,15 +95,9 @@ def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
 
 
 def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int) -> None:
-    """Check that a header is consistent with itself, its file and its payload.
+    """Check that a header is consistent with itself, its file (begun for `name`) and its payload.
 
-    Args:
-        header: of one slot.
-        name: window that the file was begun for.
-        payload_bytes: size of the payload in the file.
-
-    Raises:
-        ValueError: the header is inconsistent; the message says how.
+    Raises `ValueError` otherwise; the message says how.
     """
     if header.name != name:
         raise ValueError(f'header of window {header.name} in a file of {name}')
@@ -136,7 +118,6 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
 
 
 def unknown_version(path: Path, version: int) -> UnknownVersion:
-    """Build the error about a file or header of another format version."""
     return UnknownVersion(
         f'{path}: format version {version}, this program reads '
         f'{" and ".join(map(str, READABLE_VERSIONS))}; '

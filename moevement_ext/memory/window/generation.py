@@ -46,7 +46,6 @@ class Generation:
 
     @property
     def start(self) -> int:
-        """Start of the window in the file; -1 if there is none."""
         name = self.file.name
         return -1 if name is None else name.start
 
@@ -61,11 +60,7 @@ def readable_headers(file: WindowFile) -> list[SlotHeader]:
 
 
 def require_complete(file: WindowFile) -> None:
-    """Refuse to commit a file.
-
-    Raises:
-        TruncatedWindow: slots are missing.
-    """
+    """Refuse to commit a file without all slots, with a `TruncatedWindow`."""
     slots = file.slots()
     if not slots or slots != list(range(file.header(slots[0]).window)):
         raise TruncatedWindow(f'{file.path}: cannot be committed with only slots {slots}')

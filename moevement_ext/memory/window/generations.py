@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class OwnerWindows:
     """Generations of windows of one owner that one holder keeps.
 
-    Thread-safe. Every call is short (renames and a preamble), except construction, which reserves
-    the memory.
+    Thread-safe. Every call is short (renames and a preamble), except construction, which
+    reserves the memory.
 
     Args:
         store: store of the node; the directory of `holder` is locked.
@@ -89,14 +89,11 @@ class OwnerWindows:
 
     @property
     def newest_persisted(self) -> WindowName | None:
-        """The newest window that is known as persisted on every rank."""
+        """The newest window known to be persisted on every rank."""
         return self._agreed.persisted
 
     def begin(self, name: WindowName, unjudged: bool = False, room: int = 0) -> WindowFile | None:
-        """Open a file for a new window.
-
-        Takes a free file, or else the file of a window that is given up or older than the newest
-        persisted window.
+        """Open a file for a new window: a free file, a given up window's, or an outdated window's.
 
         Args:
             name: of the window.
@@ -136,10 +133,8 @@ class OwnerWindows:
         """Reserve pages of all files for windows of this size, or give back what exceeds it.
 
         Pages come at once. They go when the file has no window that a recovery may need
-        (invariant I3), here or in `agree`. Any thread but the training thread.
-
-        Raises:
-            HostMemoryError: there is no room; the files stay as large as before.
+        (invariant I3), here or in `agree`. Any thread but the training thread. Raises
+        `HostMemoryError` if there is no room; the files then stay as large as before.
         """
         with self._lock:
             files = [generation.file for generation in self._generations if self._fits(generation)]
@@ -152,8 +147,7 @@ class OwnerWindows:
     def begin_larger(self, name: WindowName, nbytes: int) -> WindowFile:
         """Create a file for a window too large for the others; it is deleted when outdated.
 
-        Raises:
-            HostMemoryError: there is no room for the file.
+        Raises `HostMemoryError` if there is no room.
         """
         with self._lock:
             self._free_cut_off(path := self.path / writing_name(name))
@@ -173,8 +167,7 @@ class OwnerWindows:
     def commit(self, file: WindowFile) -> None:
         """Make a completely sealed window permanent by renaming it.
 
-        Raises:
-            TruncatedWindow: slots are missing; the file stays open for writing.
+        Raises `TruncatedWindow` if slots are missing; the file stays open for writing.
         """
         require_complete(file)
         with self._lock:
@@ -185,22 +178,20 @@ class OwnerWindows:
             self._committed.notify_all()
 
     def abandon(self, file: WindowFile) -> None:
-        """Drop a window being written; its file becomes free."""
         with self._lock:
             self._free(self._being_filled(file))
 
     def agree(self, agreed: Agreed) -> None:
         """Record the ranks' agreement; outdated and given up windows may then be recycled.
 
-        An older agreement changes nothing. The windows need not exist here, so that a holder that
-        was disconnected for a while can recycle its useless windows.
+        An older agreement changes nothing. The windows need not exist here, so that a
+        holder that was disconnected for a while can recycle its useless windows.
         """
         with self._lock:
             self._agreed = self._agreed.joined(agreed)
             self._fit_recyclable()
 
     def persisted(self, name: WindowName) -> None:
-        """Record that this window is persisted on all ranks; older ones may be recycled."""
         self.agree(Agreed(name))
 
     def is_persisted(self, name: WindowName) -> bool:
@@ -214,8 +205,8 @@ class OwnerWindows:
     def discard_after(self, start: int) -> None:
         """Free all windows that begin after `start`, persisted or not.
 
-        Called after a recovery that resumed from window `start` (-1: from a dense checkpoint or
-        from iteration 0): later windows belong to an abandoned history.
+        Called after a recovery that resumed from window `start` (-1: from a dense
+        checkpoint or from iteration 0): later windows belong to an abandoned history.
         """
         with self._lock:
             self._agreed = self._agreed.without_persisted_after(start)
@@ -232,15 +223,10 @@ class OwnerWindows:
                 self._free(generation)
 
     def hold(self, name: WindowName) -> WindowFile | None:
-        """Protect the file of a committed window against overwriting, until `release`.
+        """Protect the file of a committed window until `release`; None if the window is gone.
 
-        Other windows use the additional file meanwhile, so that none has to wait.
-
-        Returns:
-            None if the window is gone.
-
-        Raises:
-            ValueError: another file is held already.
+        Other windows use the additional file meanwhile, so that none has to wait. Raises
+        `ValueError` if another file is held already.
         """
         with self._lock:
             if any(generation.held for generation in self._generations):
@@ -264,7 +250,6 @@ class OwnerWindows:
                     generation.held = False
 
     def committed(self) -> list[StoredWindow]:
-        """List the committed windows, newest first."""
         with self._lock:
             files = [g.file for g in self._generations if g.state is FileState.COMMITTED]
             held = [
@@ -276,8 +261,8 @@ class OwnerWindows:
     def headers_after(self, start: int) -> list[SlotHeader]:
         """Headers of sealed slots of windows that begin after `start`, complete or not.
 
-        This includes slots that an earlier process sealed in an incomplete window, until their file
-        is reused.
+        Includes slots that an earlier process sealed in an incomplete window, until its
+        file is reused.
         """
         with self._lock:
             of_value = (FileState.WRITING, FileState.COMMITTED, FileState.CUT_OFF)
@@ -286,12 +271,10 @@ class OwnerWindows:
             return [header for header in headers if header.start > start]
 
     def file(self, name: WindowName) -> WindowFile | None:
-        """Mapped file of a committed window, None if there is none."""
         with self._lock:
             return self._file(name)
 
     def awaited(self, name: WindowName, seconds: float) -> WindowFile | None:
-        """Wait up to `seconds` for `file` to return a committed window."""
         with self._committed:
             self._committed.wait_for(lambda: self._file(name) is not None, seconds)
             return self._file(name)
@@ -307,7 +290,6 @@ class OwnerWindows:
             return [generation.file for generation in self._generations]
 
     def _find(self, name: WindowName) -> Generation | None:
-        """The generation with this window, complete or being written."""
         for generation in self._generations:
             worthless = generation.state in (FileState.FREE, FileState.CUT_OFF)
             if not worthless and generation.file.name == name:
@@ -397,8 +379,8 @@ class OwnerWindows:
     def _replace_removed(self) -> None:
         """Recreate removed files, except files of windows that may still be needed.
 
-        The content of those remains as long as they are mapped. The replacement of a pinned file
-        is not pinned, so copies to it are slower.
+        The content of those remains as long as they are mapped. The replacement of a pinned
+        file is not pinned, so copies to it are slower.
         """
         for generation in self._recyclable():
             if not generation.file.path.exists():
@@ -418,7 +400,6 @@ class OwnerWindows:
         return [generation for generation in self._generations if self._fits(generation)]
 
     def _adopt(self) -> None:
-        """Take over the files of an earlier process."""
         for found in committed_in(self.path, self.holder, self.owner):
             try:
                 file = WindowFile.open(found.path, writable=True, room=self._room_of(found.path))
@@ -434,7 +415,6 @@ class OwnerWindows:
                 self._adopt_free(path)
 
     def _room_of(self, path: Path) -> int | None:
-        """Bytes with pages for an adopted file; None (all) if the file has another size."""
         return self._room if path.lstat().st_size == self.capacity_bytes else None
 
     def _adopt_free(self, path: Path) -> None:

@@ -23,12 +23,8 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     def rest(self, nbytes: int, earlier: int | None = None) -> list[tuple[int, int]]:
         """Begin and end of the gaps between the ranges, in a payload of `nbytes`.
 
-        Args:
-            nbytes: size of the payload.
-            earlier: size of the earlier payload; None: not checked.
-
-        Raises:
-            ValueError: the ranges are not in order, or not within the payloads.
+        Raises `ValueError` if the ranges are not in order, or not within this payload and
+        the earlier one of `earlier` bytes (None: not checked).
         """
         found, end = [], 0
         for begin, there, count in self.ranges:

@@ -35,7 +35,6 @@ class WindowName(msgspec.Struct, frozen=True, order=True, array_like=True, gc=Fa
     """Start and plan of a window, which distinguish the windows of one owner."""
 
     start: Count
-    """Iteration whose state its first slot holds."""
     plan: str
     """Digest of the plan (which operators in which slot)."""
 
@@ -66,7 +65,6 @@ class HeldWindow(msgspec.Struct, frozen=True, order=True, gc=False):
 
     window: Window
     owner: int
-    """Rank whose state it is."""
 
 
 class StoredWindow(NamedTuple):
@@ -75,6 +73,5 @@ class StoredWindow(NamedTuple):
     holder: int
     """Rank that keeps the file: the owner, or a peer for its replica."""
     owner: int
-    """Rank whose state it is."""
     name: WindowName
     path: Path

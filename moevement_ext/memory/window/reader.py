@@ -2,7 +2,7 @@
 """Reads a window file without mapping it: on a disk, or for a tool.
 
 A bad disk block fails a read, whereas it would kill the process in a map (SIGBUS). The reader
-trusts no byte, as in `window.file` (invariant I7).
+trusts no byte (invariant I7).
 """
 
 import os
@@ -30,20 +30,15 @@ Advance = Callable[[int], None]
 """Called with the number of bytes just read or written; may wait, or raise to stop the work."""
 
 
-def at_full_speed(nbytes: int) -> None:
-    """Do nothing: neither wait nor stop the work."""
+def at_full_speed(nbytes: int) -> None: ...
 
 
 class WindowReader:
     """An open window file; a context manager. One thread uses it.
 
-    Attributes:
-        path: the file.
-        nbytes: size of the file.
-        name: the window that the file claims to hold, None if the file is empty.
-
-    Raises:
-        RefusedWindow: no readable, whole window file of a known version (typed by reason).
+    `name` is the window that the file claims to hold, None if the file is empty. Raises a
+    `RefusedWindow`, typed by reason, unless it is a readable, whole window file of a known
+    version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,17 +66,12 @@ class WindowReader:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole and the expected one, without reading payloads.
+        """Verify that the window is whole and the expected one; headers, slot 0 first.
 
-        Returns:
-            The headers, slot 0 first.
-
-        Raises:
-            RefusedWindow: typed by the reason.
+        Payloads are not read. Raises a `RefusedWindow` typed by the reason.
         """
         headers = [self._header(entry) for entry in self._entries]
         check_whole(self.path, headers, expected)
@@ -92,8 +82,8 @@ class WindowReader:
     ) -> None:
         """Compare every record with its checksum, in bounded memory.
 
-        Raises:
-            RefusedWindow: a record is unreadable or damaged; names slot, operator, tensor, part.
+        Raises a `RefusedWindow`, which names slot, operator, tensor, part of an unreadable
+        or damaged record.
         """
         buffer = memoryview(bytearray(CHUNK_BYTES))
         for header in headers:
@@ -109,11 +99,7 @@ class WindowReader:
                     raise damaged(self.path, header.slot, record)
 
     def read_record(self, slot: int, record: Record) -> bytearray:
-        """Bytes of one record, not verified.
-
-        Raises:
-            RefusedWindow: they cannot be read.
-        """
+        """Bytes of one record, not verified. Raises `RefusedWindow` if unreadable."""
         return self._read(self._entry(slot).payload_offset + record.offset, record.nbytes)
 
     def copy_into(
@@ -121,9 +107,7 @@ class WindowReader:
     ) -> None:
         """Copy all slots into a file that was begun for this window, and verify them there.
 
-        Args:
-            file: mapped, in memory.
-            received: called with every slot that is read and undamaged, slot 0 first.
+        Calls `received` with every slot that is read and undamaged, slot 0 first.
 
         Raises:
             RefusedWindow: the window is damaged or unreadable.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of a job by name, so that messages about a difference can show both values.
 
-The first slot of every window carries the settings. Digests of run and layout show *that* two jobs
-differ; the settings show which values differ. They include values that no digest covers: a rank may
-be unable to read them (a file that its node has not mounted), or a difference need not change a bit
-(a version, the environment).
+The first slot of every window carries them. Digests of run and layout show *that* two jobs differ;
+settings show which values differ. They include values that no digest covers: a rank may be unable
+to read them (a file that its node has not mounted), or a difference need not change a bit (a
+version, the environment).
 """
 
 import zlib
@@ -41,7 +41,6 @@ class RunSettings(msgspec.Struct, frozen=True):
     files: Table = {}
     """Content of files that flags name; unknown for a file that a rank does not see."""
     versions: Table = {}
-    """Versions of packages that compute."""
     environment: Table = {}
     """Environment variables that may decide bits."""
     protection: Table | UnsetType = UNSET
@@ -62,7 +61,6 @@ class Differences(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """All differences, decisive ones first."""
         return [*self.decisive, *self.doubtful]
 
 
@@ -71,10 +69,7 @@ def differences(
 ) -> Differences:
     """Compare two settings; returns lines `name: was value, is value`.
 
-    Args:
-        one: settings of the earlier launch, or of another rank.
-        other: settings of this launch or rank.
-        words: words before the two values in a line.
+    `words` are the words before the value of `one` and of `other`.
     """
     known = one.files.keys() & other.files.keys()
     files = [{name: item.files[name] for name in known} for item in (one, other)]
@@ -101,8 +96,8 @@ def told(lines: Sequence[str]) -> str:
 def bounded(settings: RunSettings) -> RunSettings:
     """Shorten settings for `encode`; equal settings stay equal, different ones stay different.
 
-    First long values are cut, then all values become digests, then the table with the most names,
-    such as the files of a large blend, becomes one digest.
+    First long values are cut, then all values become digests, then the table with the most
+    names, such as the files of a large blend, becomes one digest.
     """
     every = msgspec.structs.asdict(settings)
     tables: dict[str, Table] = {
@@ -128,11 +123,7 @@ def encode(settings: RunSettings) -> bytes:
 
 @lru_cache(maxsize=64)
 def decode(encoded: bytes) -> RunSettings:
-    """Inverse of `encode`.
-
-    Raises:
-        ValueError: the bytes are no settings.
-    """
+    """Inverse of `encode`. Raises `ValueError` for other bytes."""
     try:
         text = zlib.decompressobj().decompress(encoded, _MAX_DECODED)
         return msgspec.msgpack.decode(text, type=RunSettings)

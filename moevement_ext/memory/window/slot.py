@@ -2,10 +2,10 @@
 """The typed header of one slot, captured after one iteration of a window (paper sec. 3.2).
 
 A *window* is W consecutive iterations beginning at iteration `start`; slot i holds the slice
-captured of the state after iteration `start + i`. A header travels as a *frame*: the xxh3_64 of
-the encoded header followed by the header itself, so that header and context verify themselves,
-in a file as on the wire. The header holds the checksums of all records, hence the checksum of a
-frame identifies the content of a whole slot.
+captured of the state after iteration `start + i`. A header travels as a *frame*: the xxh3_64 of the
+encoded header followed by the header itself, so that header and context verify themselves, in a
+file as on the wire. The header holds the checksums of all records, so the checksum of a frame
+identifies the content of a whole slot.
 """
 
 import struct
@@ -45,7 +45,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     offset: Count
     """Byte offset within the slot payload, a multiple of 64."""
     nbytes: Count
-    """Size in bytes."""
     checksum: Count = 0
     """xxh3_64 of the bytes; 0 until the slot is sealed."""
 
@@ -56,9 +55,7 @@ class SlotHeader(msgspec.Struct):
     version: Count
     """`FORMAT_VERSION` of the writer."""
     run: str
-    """Digest of the run identity."""
     topology: str
-    """Digest of the parallel layout."""
     owner: Count
     """Rank whose state the slot holds."""
     start: Count
@@ -72,9 +69,7 @@ class SlotHeader(msgspec.Struct):
     plan: str
     """Digest of the plan (which operators in which slot)."""
     payload_bytes: Count
-    """Size of the payload in bytes."""
     records: list[Record]
-    """The captured ranges."""
     context: bytes = b''
     """Opaque auxiliary state (RNG, schedulers, ...), covered by the checksum of the frame."""
     settings: bytes = b''
@@ -84,7 +79,6 @@ class SlotHeader(msgspec.Struct):
 
     @property
     def name(self) -> WindowName:
-        """Start and plan of the window."""
         return WindowName(self.start, self.plan)
 
 
@@ -93,7 +87,6 @@ _DECODER = msgspec.msgpack.Decoder(SlotHeader)
 
 
 def align_up(nbytes: int) -> int:
-    """Smallest multiple of `ALIGNMENT` (64 bytes) that is not below `nbytes`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -110,11 +103,7 @@ def frame_checksum(frame: bytes | memoryview) -> int:
 
 
 def decode_frame(frame: bytes | memoryview) -> SlotHeader:
-    """Verify and decode a frame.
-
-    Raises:
-        ValueError: the frame is truncated, its checksum is wrong, or it holds no slot header.
-    """
+    """Verify and decode a frame; `ValueError` if it is damaged or holds no slot header."""
     if len(frame) < _CHECKSUM.size:
         raise ValueError(f'header frame has only {len(frame)} bytes')
     encoded = memoryview(frame)[_CHECKSUM.size :]
@@ -132,9 +121,9 @@ def decode_frame(frame: bytes | memoryview) -> SlotHeader:
 def frame_bytes_bound(header: SlotHeader) -> int:
     """Upper bound in bytes of the frame of `header`, for any checksums and iteration.
 
-    Called when windows are sized, before any capture. An integer takes 1 to 9 bytes in
-    msgpack, so every checksum may grow by 8, and so may each of the seven integer fields. The
-    context must already have its final length.
+    Called when windows are sized, before any capture. An integer takes 1 to 9 bytes in msgpack,
+    so every checksum may grow by 8, and so may each of the seven integer fields. The context
+    must already have its final length.
     """
     return _CHECKSUM.size + len(_ENCODER.encode(header)) + 8 * (len(header.records) + 7)
 
@@ -163,11 +152,6 @@ class ExpertCopies(msgspec.Struct, frozen=True):
     """Tokens whose updates were lost in earlier recoveries."""
 
     @property
-    def routed(self) -> float:
-        """Tokens of all experts by the iteration of the slot."""
-        return sum(copy.routed for copy in self.experts.values())
-
-    @property
     def unsaved(self) -> float:
         """Tokens that are lost by a recovery from this slot."""
         return sum(copy.routed - copy.learned for copy in self.experts.values())
@@ -180,7 +164,7 @@ class ExpertCopies(msgspec.Struct, frozen=True):
 class SlotContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """Operators in a slot, on every rank of the stage, and the auxiliary state.
 
-    The records alone do not show this, as a rank may hold no bytes of an operator of its peers.
+    The records alone do not show this: a rank may hold no bytes of an operator of its peers.
     """
 
     full: list[str]
@@ -200,9 +184,5 @@ def older_experts(header: SlotHeader) -> frozenset[str]:
 
 
 def decode_context(encoded: bytes) -> SlotContext:
-    """Decode the context of a verified slot header.
-
-    Raises:
-        msgspec.MsgspecError: the bytes are no slot context.
-    """
+    """Decode the context of a verified slot header; `msgspec.MsgspecError` for other bytes."""
     return msgspec.msgpack.decode(encoded, type=SlotContext)

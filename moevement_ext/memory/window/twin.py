@@ -4,7 +4,7 @@
 Twins have the same shard of weights and optimizer state, but differ in random numbers, counters of
 the rank and amax histories. So the twin keeps a *stub* of each window: an ordinary window of few
 bytes. Each slot of a stub holds the records that differ, and in its context the whole frame of the
-owner's slot, hence the checksums of all records. The other bytes come from the twin's own window of
+owner's slot, with the checksums of all records. The other bytes come from the twin's own window of
 the same name, the *base*. A stub is committed only if the checksums of these bytes match, so stub
 and base together are bit for bit the window that the owner captured.
 """
@@ -36,10 +36,7 @@ OwnParts = Collection[tuple[str, str]]
 def stub_of(file: WindowFile, slot: int, own_parts: OwnParts) -> SlotBlob:
     """Build the stub of a sealed slot: the records that the twin lacks.
 
-    Args:
-        file: the owner's window, perhaps not yet complete.
-        slot: index of the slot.
-        own_parts: tensors and parts in which twins differ.
+    The window may be incomplete. `own_parts` are tensors and parts in which twins differ.
     """
     header, frame = file.header(slot), bytes(file.slot_blob(slot).frame)
     payload, content, records = file.payload(slot), bytearray(), []
@@ -61,10 +58,8 @@ def stub_window_bytes(file: WindowFile, own_parts: OwnParts) -> int:
 def stub_capacity(largest: SlotHeader, own_parts: OwnParts, settings_bytes: int) -> int:
     """Size of a file that has room for the stub of any window of a rank.
 
-    Args:
-        largest: header with every record of the rank, and with the longest context.
-        own_parts: tensors and parts in which twins differ.
-        settings_bytes: room for the settings in the first slot.
+    `largest` is a header with every record of the rank and the longest context;
+    `settings_bytes` is the room for the settings in the first slot.
     """
     own = [record for record in largest.records if (record.tensor, record.part) in own_parts]
     payload = sum(align_up(record.nbytes) for record in own)
@@ -74,11 +69,7 @@ def stub_capacity(largest: SlotHeader, own_parts: OwnParts, settings_bytes: int)
 
 
 def owner_header(stub: SlotHeader, path: Path | str) -> SlotHeader:
-    """Decode the owner's header from the header of its stub.
-
-    Raises:
-        CorruptWindow: the stub contains no such header.
-    """
+    """Decode the owner's header in the header of its stub. Raises `CorruptWindow` without one."""
     try:
         header = decode_frame(stub.context)
         same = (header.owner, header.name, header.slot, header.window)
@@ -90,14 +81,9 @@ def owner_header(stub: SlotHeader, path: Path | str) -> SlotHeader:
 
 
 class TwinWindow:
-    """A whole window, put together of a stub and its base; both are only read.
+    """A whole window, put together of a stub and its base, both only read.
 
-    Args:
-        stub: of the owner's window, in the twin's memory.
-        base: the twin's own window of the same name.
-
-    Raises:
-        RefusedWindow: one of them is damaged, or the base holds other bytes.
+    Raises `RefusedWindow` if one of them is damaged, or the base holds other bytes.
     """
 
     def __init__(self, stub: WindowFile, base: WindowFile) -> None:
@@ -110,35 +96,26 @@ class TwinWindow:
 
     @classmethod
     def open(cls, path: Path) -> 'TwinWindow':
-        """Map both files.
+        """Map the stub at `path` (`NodeStore.stub_path`) and its base.
 
-        Args:
-            path: of the stub, where a holder keeps it (`NodeStore.stub_path`).
-
-        Raises:
-            RefusedWindow: one is not there, damaged, or the base holds other bytes.
+        Raises `RefusedWindow` if one is missing or damaged, or the base holds other bytes.
         """
         return cls(WindowFile.open(path), WindowFile.open(base_path(path)))
 
     def headers(self) -> list[SlotHeader]:
-        """The owner's headers, slot 0 first."""
         return [header for _, header in sorted(self._headers.items())]
 
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
-        """Verify that the window is whole and the one expected; payloads are not read.
+        """Verify that the window is whole and the expected one; the owner's headers, slot 0 first.
 
-        Returns:
-            The owner's headers, slot 0 first.
-
-        Raises:
-            RefusedWindow: typed by the reason.
+        Payloads are not read. Raises a `RefusedWindow` typed by the reason.
         """
         headers = self.headers()
         check_whole(self.path, headers, expected)
         return headers
 
     def verify(self, expected: Expected) -> list[SlotHeader]:
-        """The same, and compare all payloads with their checksums."""
+        """Verify as `verify_identity`, and compare all payloads with their checksums."""
         headers = self.verify_identity(expected)
         self._stub.verify_payloads(self._stubs.values())
         self._base.verify_payloads(self._base.headers())
@@ -157,7 +134,6 @@ class TwinWindow:
         yield base[sent:]
 
     def frame(self, slot: int) -> memoryview:
-        """The frame of the owner's slot."""
         return memoryview(self._stubs[slot].context)
 
 

@@ -29,12 +29,7 @@ def shortest_interval(iteration_s: float, stall_s: float, persist_s: float, boun
 
 
 class CheckFreq(DenseCycles):
-    """Dense checkpoints on disk.
-
-    Args:
-        fixed: iterations from one to the next; None: tuned.
-        bound: `--sparse-ckpt-overhead-bound`.
-    """
+    """Dense checkpoints on disk, every `fixed` iterations (None: tuned to the overhead `bound`)."""
 
     def __init__(self, fixed: int | None, bound: float) -> None:
         super().__init__(fixed)
@@ -43,8 +38,9 @@ class CheckFreq(DenseCycles):
     def demanded(self, period: int, loads: Sequence[WindowLoad]) -> int | None:
         """A longer interval, if the present one breaks the bound or is too short for the disk.
 
-        Stalls and disk times are those of the slowest rank, as the others wait for it. Only that
-        rank measures an iteration without its own stall, so the shortest iteration counts.
+        Stalls and disk times are those of the slowest rank, as the others wait for it. Only
+        that rank measures an iteration without its own stall, so the shortest iteration
+        counts.
         """
         persisted = [load.persist_s for load in loads if load.persist_s is not None]
         if len(persisted) < len(loads):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the strategy that a job is configured for.
-
-A job imports only the module of its own strategy.
-"""
+"""Builds the strategy of a job; imports only the module of this strategy."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +26,6 @@ def only_source(config: SparseCheckpointConfig, run_id: str, rank: int) -> Path 
 
 
 def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
-    """The strategy of a job that is configured for a lossy one."""
     if config.strategy == MOETION:
         from moevement_ext.plan.strategy.moetion import Moetion
 
@@ -43,13 +39,7 @@ def lossy_strategy(config: SparseCheckpointConfig) -> LossyStrategy:
 def strategy_of(
     config: SparseCheckpointConfig, longest: int, shortest: Callable[[Measured], int | None]
 ) -> Strategy:
-    """The strategy of a job.
-
-    Args:
-        config: settings.
-        longest: the W for which host memory is reserved.
-        shortest: as of `AutoWindow`.
-    """
+    """The strategy of a job with host memory for W = `longest`; `shortest` as of `AutoWindow`."""
     interval = config.interval
     if config.strategy == GEMINI:
         from moevement_ext.plan.strategy.gemini import Gemini

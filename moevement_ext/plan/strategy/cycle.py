@@ -12,23 +12,20 @@ from moevement_ext.plan.byte_planner import WindowPlan
 class Cycle(NamedTuple):
     """The state that a stage captures in each iteration. Every rank captures its own part.
 
-    Cycles begin at `origin`, `origin + period`, ... on every rank, so that a rank that receives a
-    plan late joins at the next boundary. The first iterations of a cycle are its window, one slot
-    each; the other, `idle` iterations capture nothing. `digest` covers the plans of all stages, so
-    that windows of different plans never count as one. Of two cycles, the one with the higher
-    `version` is later.
+    Cycles begin at `origin`, `origin + period`, ... on every rank, so that a rank that receives
+    a plan late joins at the next boundary. The first iterations of a cycle are its window, one
+    slot each; the other, `idle` iterations capture nothing. `digest` covers the plans of all
+    stages, so that windows of different plans never count as one. Of two cycles, the one with
+    the higher `version` is later.
     """
 
     origin: int
     """Iteration whose state is the first to be captured."""
     plan: WindowPlan
-    """Operators captured in full, by slot."""
     digest: str
     version: int = 0
     idle: int = 0
-    """Iterations without a capture after each window."""
     experts: int = 0
-    """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
     shares: Mapping[str, float] | None = None
     """Share of the layer's tokens by expert of the stage, as far as it is known."""
 
@@ -43,7 +40,7 @@ class Cycle(NamedTuple):
         return self.period if self.idle else UNSET
 
     def position(self, iteration: int) -> int:
-        """Iterations since the cycle began that captures the state after `iteration`."""
+        """Iterations since the cycle that captures the state after `iteration` began."""
         return (iteration - self.origin) % self.period
 
     def slot(self, iteration: int) -> int | None:

@@ -11,13 +11,11 @@ CONFIRMED = 2
 
 
 class DenseCycles(ABC):
-    """An interval that is fixed, or follows measurements.
+    """An interval that is fixed, or follows measurements, after first cycles of one iteration.
 
-    It changes once `CONFIRMED` cycles in a row demand a change, by the smallest demanded step, so
-    an outlier in one cycle has no effect. All ranks change at the same iteration, as with any plan.
-
-    Args:
-        fixed: k; None: `demanded` decides, and the first cycles are of one iteration.
+    It changes once `CONFIRMED` cycles in a row demand a change, by the smallest demanded step,
+    so an outlier in one cycle has no effect. All ranks change at the same iteration, as with
+    any plan.
     """
 
     counts_tokens = False
@@ -30,12 +28,7 @@ class DenseCycles(ABC):
 
     @abstractmethod
     def demanded(self, period: int, loads: Sequence[WindowLoad]) -> int | None:
-        """The demanded interval, mostly `period`; None if measurements are missing.
-
-        Args:
-            period: the present interval.
-            loads: measurements of every rank in one cycle.
-        """
+        """The demanded interval, mostly the present `period`; None if measurements are missing."""
 
     def first(self) -> PlanParameters:
         """The whole state in one slot."""

@@ -19,16 +19,12 @@ MARGIN = 1.25
 
 
 def best_interval(rule: str, iteration_s: float, checkpoint_s: float, mtbf_s: float) -> int:
-    """Iterations from one checkpoint to the next.
+    """Iterations from one checkpoint to the next, by one of `config.INTERVAL_RULES`.
 
     'young' and 'daly' use the stall of a checkpoint that one iteration hides in part. 'oracle'
     tries every interval up to the one that hides all of it: a longer one only loses more.
-
-    Args:
-        rule: one of `config.INTERVAL_RULES`.
-        iteration_s: seconds of an iteration without checkpoints.
-        checkpoint_s: seconds of a copy to host memory and to all peers.
-        mtbf_s: mean seconds between failures.
+    `checkpoint_s` is the time of a copy to host memory and to all peers, `mtbf_s` the mean time
+    between failures, in seconds.
     """
     hidden_s = DEFAULT_HIDDEN_FRACTION * iteration_s
     if rule == ORACLE:
@@ -47,8 +43,8 @@ def _log_cost(
 ) -> float:
     """Ln of wall time over useful time, up to terms that no interval changes (Daly, renewal form).
 
-    With L seconds from one checkpoint to the next and r seconds of iterations that are lost since
-    the newest checkpoint was not complete yet, that is r/M + ln((e^(L/M) - 1) / k).
+    L is the seconds from one checkpoint to the next, r the seconds of iterations that are lost
+    since the newest checkpoint was not complete: r/M + ln((e^(L/M) - 1) / k).
     """
     stall_s = max(0.0, checkpoint_s - interval * hidden_s)
     late_s = math.ceil(min(interval, checkpoint_s / hidden_s)) * iteration_s
@@ -57,12 +53,7 @@ def _log_cost(
 
 
 class Gemini(DenseCycles):
-    """Dense checkpoints in memory.
-
-    Args:
-        interval: iterations from one to the next, or one of `config.INTERVAL_RULES`.
-        mtbf_s: mean seconds between failures, for a rule.
-    """
+    """Dense checkpoints in memory, at a fixed `interval` or by one of `config.INTERVAL_RULES`."""
 
     def __init__(self, interval: int | str, mtbf_s: float) -> None:
         super().__init__(None if isinstance(interval, str) else interval)

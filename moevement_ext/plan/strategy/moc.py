@@ -3,8 +3,8 @@
 
 Cai et al., ASPLOS'25 (arXiv 2408.04307). The other experts keep their state of an earlier
 checkpoint. After a failure all stages roll back to the newest checkpoint, and updates of those
-experts since their last copy are lost. K may double when too many tokens were lost at the
-present K.
+experts since their last copy are lost. K may double when too many tokens were lost at the present
+K.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,13 +20,7 @@ _CHANGE, _FRACTION = 0.1, 0.25
 
 
 def in_turn(layers: Sequence[Sequence[str]], most: int, checkpoint: int) -> set[str]:
-    """K experts of each layer, the next ones at the next checkpoint, shifted by layer.
-
-    Args:
-        layers: the N experts of each layer.
-        most: K.
-        checkpoint: its number.
-    """
+    """K (`most`) experts of each layer, the next ones at the next checkpoint, shifted by layer."""
     return {
         experts[(layer + checkpoint * most + index) % len(experts)]
         for layer, experts in enumerate(layers)
@@ -48,11 +42,8 @@ def most_unsaved(
 def doubled(present: PlanParameters, share: float, limit: float, most: int) -> PlanParameters:
     """The plan with twice the K, at most `most`, if too many tokens were lost at the present K.
 
-    Args:
-        present: the plan in force.
-        share: tokens lost so far, as a share of all tokens of the training.
-        limit: maximum share lost at one K.
-        most: N.
+    `share` is lost tokens as a share of all tokens of the training, `limit` its maximum at one
+    K.
     """
     if present.experts >= most or share - present.lost < limit:
         return present
@@ -63,13 +54,10 @@ def doubled(present: PlanParameters, share: float, limit: float, most: int) -> P
 
 
 class Moc:
-    """Checkpoints of some experts every k iterations.
+    """Checkpoints of some experts every `interval` iterations.
 
-    Args:
-        interval: k.
-        experts: K, or 'dynamic'.
-        choice: one of `config.EXPERT_CHOICES`.
-        limit: `--sparse-ckpt-lost-share`.
+    `experts` is K, or 'dynamic'; `choice` is one of `config.EXPERT_CHOICES`; `limit` is
+    `--sparse-ckpt-lost-share`.
     """
 
     makes_up = False

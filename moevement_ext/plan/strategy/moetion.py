@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MoEtion, the first version: each iteration saves the experts with most to lose.
+"""MoEtion, the first version: each iteration saves the experts with the most tokens to lose.
 
 Gandhi and Kozyrakis (arXiv 2412.15411v1). Copies to host memory and sends to the holders of
-replicas each have a budget: what an iteration hides. The smaller of both, less the operators that
-are no experts, says how many experts are saved; layers share them by their risk, which is the
-number of tokens since the copies of their experts, and within a layer those with most tokens come
-first. After a failure, experts drop fewer tokens, where a capacity limits them, until they have had
-as many more as they lost.
+replicas each have a budget: the bytes that an iteration hides. The smaller budget, less the
+operators that are not experts, gives the number of saved experts. Layers share it in proportion to
+their risk (tokens since the copies of their experts); within a layer the experts with most tokens
+come first. After a failure, experts with a capacity limit drop fewer tokens until they have
+received as many additional tokens as they lost.
 """
 
 import math
@@ -24,12 +24,7 @@ MARGIN = 1.25
 
 
 def affordable(load: WindowLoad, limit: float | None) -> int | None:
-    """Experts of the stage that a rank's budgets carry in an iteration; None: a rate is unknown.
-
-    Args:
-        load: measurements of the rank.
-        limit: as in `held_to`.
-    """
+    """Experts that a rank can save per iteration; None: unknown rate. `limit`: see `held_to`."""
     if load.copy_bytes_per_s is None:
         return None
     local = DEFAULT_HIDDEN_FRACTION * load.copy_bytes_per_s * load.iteration_s
@@ -47,7 +42,7 @@ def affordable(load: WindowLoad, limit: float | None) -> int | None:
 def divided(total: int, risks: Sequence[float], most: Sequence[int]) -> list[int]:
     """Experts of each layer: in proportion to its risk, none above `most`, `total` together.
 
-    What the proportions leave goes to the largest remainders, the first of equal ones.
+    The rest goes to the largest remainders, the first of equal ones.
     """
     left = min(total, sum(most))
     found = [0] * len(risks)
@@ -81,11 +76,7 @@ def _rounded(found: list[int], wanted: Mapping[int, float], left: int) -> list[i
 
 
 class Moetion:
-    """Checkpoints of some experts in every iteration.
-
-    Args:
-        limit: as of `held_to`.
-    """
+    """Checkpoints of some experts in every iteration; `limit` as in `held_to`."""
 
     counts_tokens = makes_up = True
 

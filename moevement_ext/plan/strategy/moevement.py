@@ -12,12 +12,9 @@ from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_pla
 class MoEvement:
     """Windows of W slots. W follows the link rates; experts are ordered by popularity.
 
-    Args:
-        order: `--sparse-ckpt-order`.
-        longest: the W for which host memory is reserved.
-        auto_window: chooses W; None: W is `longest`.
-        change: `--sparse-ckpt-reorder-change`.
-        fraction: `--sparse-ckpt-reorder-fraction`.
+    `longest` is the W for which host memory is reserved; without `auto_window`, W stays
+    `longest`. The other arguments are the flags `--sparse-ckpt-order`,
+    `--sparse-ckpt-reorder-change` and `--sparse-ckpt-reorder-fraction`.
     """
 
     def __init__(

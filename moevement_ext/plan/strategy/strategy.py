@@ -23,11 +23,9 @@ class Strategy(Protocol):
         """The plan of a new job, before anything is measured."""
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-        """The next plan, or None to keep the current one. Called for one cycle after another.
+        """The next plan, or None to keep `present`, which was in force in the cycle of `loads`.
 
-        Args:
-            present: the plan in force in the observed cycle.
-            loads: measurements of every rank in that cycle.
+        Called for one cycle after another; `loads` has every rank's measurements.
         """
 
 
@@ -45,6 +43,6 @@ class LossyStrategy(Strategy, Protocol):
         Args:
             layers: all experts of each layer of the stage.
             cycle: the plan in force.
-            iteration: whose state the checkpoint has.
-            ages: iterations since the state that the newest copy has, by expert.
+            iteration: of the checkpoint's state.
+            ages: iterations since the state in the newest copy, by expert.
         """

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another parallel layout picks up the windows of a job: found, fetched in ranges, written anew."""
+"""Recovery from the windows of another parallel layout: finds, fetches and rewrites them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads headers and ranges of another layout's windows, here or from peers that see them."""
+"""Reads headers and ranges of another layout's windows, here or from ranks that have them."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,12 +28,12 @@ class Fetcher:
 
     Args:
         rank: this rank.
-        shelf: what this rank sees itself.
-        holders: ranks that see the part, by owner.
+        shelf: windows that this rank can read itself.
+        holders: ranks that can read the part, by owner.
         client: makes a client of another rank's server.
 
     Attributes:
-        local, remote: bytes that were read here, and from peers.
+        local, remote: bytes that were read here, and from other ranks.
     """
 
     def __init__(
@@ -51,20 +51,15 @@ class Fetcher:
         self.local = self.remote = 0
 
     def close(self) -> None:
-        """Close the connections."""
         for client in self._clients.values():
             client.close()
 
     def distance(self, owner: int) -> int:
-        """0 for what this rank sees itself; others as far as their numbers, to spread load."""
+        """0 for parts readable here; for others the distance of rank numbers, to spread load."""
         return 0 if self._sees(owner) else 1 + (owner - self._rank) % (len(self._holders) + 1)
 
     def headers(self, owner: int) -> list[SlotHeader]:
-        """Headers of an owner's part, slot 0 first.
-
-        Raises:
-            RefusedWindow: no holder has it undamaged.
-        """
+        """Headers of an owner's part, slot 0 first; `RefusedWindow` without an undamaged one."""
         for number, part in self._sources(owner):
             try:
                 if number == self._rank:
@@ -75,11 +70,7 @@ class Fetcher:
         raise RefusedWindow(f'the part of rank {owner} cannot be read anywhere')
 
     def fetch(self, owner: int, slot: int, places: Sequence[Place]) -> None:
-        """Fill places with pieces of one owner's records.
-
-        Raises:
-            RefusedWindow: no holder has them undamaged.
-        """
+        """Fill places with pieces of one owner's records; `RefusedWindow` if damaged everywhere."""
         for number, part in self._sources(owner):
             try:
                 if number == self._rank:

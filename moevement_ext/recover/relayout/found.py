@@ -23,7 +23,7 @@ _MOST_NAMED = 8
 
 @dataclass
 class Candidate:
-    """A window that all owners of another layout have somewhere."""
+    """A window of another layout, whose owners' parts are on some nodes or disks."""
 
     run: str
     window: Window
@@ -37,12 +37,11 @@ class Candidate:
 
     @property
     def complete(self) -> bool:
-        """True if no owner is missing."""
         return len(self.seats) == self.layout.ranks
 
     @property
     def missing(self) -> list[int]:
-        """Owners whose part no rank sees."""
+        """Owners whose part no rank can read."""
         return [owner for owner in range(self.layout.ranks) if owner not in self.seats]
 
 
@@ -68,24 +67,23 @@ NOTHING = Elsewhere([], [])
 
 
 class PartsMissing(UserError):
-    """Windows of another layout are there, and some of its ranks' parts are not."""
+    """Another layout has windows, but no rank can read the parts of some of its ranks."""
 
 
 class OtherTraining(UserError):
-    """Windows of the run are of another training."""
+    """The windows of the run belong to another training."""
 
 
 def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | None) -> Elsewhere:
-    """Look for windows of other layouts on all nodes and disks. Collective.
+    """Find windows of other layouts on all nodes and disks. Collective.
+
+    Raises `StoreInUseError` if a live job has another layout of the run.
 
     Args:
         rank: this rank.
         shelf: the other layouts.
         dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
         last_iteration: at which training ends, None if that is not known yet.
-
-    Raises:
-        StoreInUseError: a live job has another layout of the run.
     """
     stock = take_stock(rank.identity, rank.config, shelf)
     encoded = rank.exchange('other-layouts', msgspec.msgpack.encode(stock))
@@ -103,17 +101,11 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
 
 
 def require_parts(elsewhere: Elsewhere, own: int) -> None:
-    """Refuse to start over while parts of windows are missing.
+    """Refuse to start over while parts of newer windows are missing, with `PartsMissing`.
 
-    Windows that this layout has itself and that are as new are better: what is torn is left of a
-    layout that it has replaced, when all processes died while the nodes freed its windows.
-
-    Args:
-        elsewhere: as found.
-        own: iteration of the newest dense state in windows of this layout, -1 if there is none.
-
-    Raises:
-        PartsMissing: the torn windows are newer.
+    `own` is the newest dense iteration in windows of this layout, -1 if there is none. If it is
+    as new, incomplete windows are remains of a layout that this one has replaced: all processes
+    died while the nodes deleted its windows.
     """
     newer = [one for one in elsewhere.torn if one.window.dense_at > own]
     if newer:
@@ -121,11 +113,7 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
 
 
 def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
-    """Name windows of another training, which the job does not go on from.
-
-    Raises:
-        OtherTraining: `--sparse-ckpt-strict`.
-    """
+    """Report windows of another training; raises `OtherTraining` with `--sparse-ckpt-strict`."""
     if refused and rank.config.strict:
         raise OtherTraining(
             f'--sparse-ckpt-strict: windows of the run are of another training: {told(refused)}. '
@@ -136,11 +124,7 @@ def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
 
 
 def merged(stocks: Sequence[Stock]) -> list[Candidate]:
-    """Windows by what all ranks see, complete or not, the newest dense state first.
-
-    Args:
-        stocks: by rank.
-    """
+    """Windows in the stocks of all ranks, complete or not, the newest dense state first."""
     found: dict[tuple[str, Window], Candidate] = {}
     for number, stock in enumerate(stocks):
         for seen in stock.seen:

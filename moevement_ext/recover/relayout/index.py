@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all owners of a slot hold together, and which ranges of it make up what a rank needs.
+"""Index of the records of a slot over all its owners, and the ranges that a rank needs of them.
 
 Pure: no file and no connection. A tensor has a name that is equal in every layout; the elements of
-its (tensor-parallel) shard lie in ranges on several owners, some of them on more than one. Where
-layouts divide a tensor differently, ranges are those of the whole one.
+its (tensor-parallel) shard lie in ranges on one or more owners. Where layouts divide a tensor
+differently, ranges refer to the whole tensor.
 """
 
 from bisect import bisect_right
@@ -62,12 +62,7 @@ class _Held(NamedTuple):
 
 
 class SlotIndex:
-    """The records of one slot over all owners.
-
-    Args:
-        name_of: names a tensor of an owner.
-        division_of: says where its elements lie.
-    """
+    """The records of one slot over all owners; complete before the first `pieces`."""
 
     def __init__(
         self, name_of: NameOf, division_of: DivisionOf = lambda record, owner: _WHOLE
@@ -78,7 +73,6 @@ class SlotIndex:
         self._sorted: dict[tuple[str, str, str], _Sorted] = {}
 
     def add(self, header: SlotHeader) -> None:
-        """Enter the records of one owner; before the first question."""
         for index, record in enumerate(header.records):
             held = self._held.setdefault(self._key(header.owner, record), [])
             size, rest = divmod(record.nbytes, max(record.end - record.start, 1))
@@ -99,12 +93,9 @@ class SlotIndex:
     def pieces(self, need: Wanted, distance: Callable[[int], int]) -> Iterator[Portion]:
         """Pieces that make up a range, each element once, in ascending order.
 
-        Args:
-            need: the range.
-            distance: of an owner; the nearest of those with the same elements is taken.
-
-        Raises:
-            RefusedWindow: elements are missing, or owners hold different bytes of the same range.
+        Of owners with the same elements, the one with the least `distance` is chosen.
+        Raises `RefusedWindow` if elements are missing, or owners hold different bytes of
+        the same range.
         """
         held = self._of(need)
         at = need.start
@@ -120,7 +111,7 @@ class SlotIndex:
             at = end
 
     def _of(self, need: Wanted) -> '_Sorted':
-        """Holders of a tensor, compared once."""
+        """Holders of a tensor; compared once, then cached."""
         key = need.name, need.part, need.dtype
         if key not in self._sorted:
             held = self._held.get(key, [])
@@ -138,7 +129,7 @@ class _Sorted:
         self._longest = max((item.end - item.start for item in held), default=0)
 
     def around(self, at: int) -> list[_Held]:
-        """Ranges with this element."""
+        """Ranges that contain this element."""
         first = bisect_right(self._held, at - self._longest, key=attrgetter('start'))
         last = bisect_right(self._held, at, key=attrgetter('start'))
         return [item for item in self._held[first:last] if at < item.end]
@@ -151,7 +142,7 @@ def _piece(held: _Held, start: int, end: int, need: Wanted) -> Portion:
 
 
 def _require_equal(need: Wanted, held: Iterable[_Held]) -> None:
-    """Owners that hold the same range hold the same bytes."""
+    """Check that owners of the same range have the same bytes."""
     first: dict[tuple[int, int], _Held] = {}
     for item in held:
         known = first.setdefault((item.start, item.end), item)

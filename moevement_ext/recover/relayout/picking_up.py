@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job picks up the windows that another layout has left. Every step is collective."""
+"""Assembles the windows of another layout for this one. Every step is collective."""
 
 import logging
 import time
@@ -29,19 +29,14 @@ _FAILURES = (RefusedWindow, HostMemoryError, PeerLost)
 
 
 class OtherLayout(UserError):
-    """Windows of another layout that this one must not, or cannot, go on from."""
+    """This layout must not, or cannot, continue from windows of another layout."""
 
 
 class PickingUp:
-    """Puts windows of other layouts together in this one. Training thread.
+    """Assembles windows of other layouts for this layout. Training thread.
 
-    Args:
-        rank: this rank.
-        shelf: the other layouts as this rank sees them.
-        elsewhere: what all ranks see.
-        memory: of this rank.
-        operators: of this rank.
-        relaying: of the trainer.
+    `shelf` has the other layouts that this rank can read, `elsewhere` those of all ranks;
+    `relaying` belongs to the trainer.
     """
 
     def __init__(
@@ -61,16 +56,10 @@ class PickingUp:
         self._relaying = relaying
 
     def obtain(self, newer_than: int = -1) -> Source | None:
-        """The newest window that every rank could put together. Collective.
+        """The newest window, dense after `newer_than`, that every rank could assemble. Collective.
 
-        Args:
-            newer_than: iteration of a dense state that is better than an older window.
-
-        Returns:
-            Its conversion, or None: go on with the next tier.
-
-        Raises:
-            OtherLayout: this layout cannot, or must not, go on from these windows.
+        None: recovery continues with the next tier. Raises `OtherLayout` if this layout
+        cannot, or must not, continue from these windows.
         """
         self._memory.server.serve_shelf(self._shelf)
         self._rank.exchange('shelves', b'')  # all serve theirs now
@@ -103,7 +92,7 @@ class PickingUp:
             print(self._line(candidate), flush=True)
 
     def _line(self, candidate: Candidate) -> str:
-        """What going on from a window means, said before."""
+        """Log line about the consequences of continuing from a window, written before."""
         placed, window = self._rank.identity.placed, candidate.window
         assert isinstance(placed, Placed)
         exact = f'bit for bit what this layout computes from iteration {window.dense_at}'
@@ -118,14 +107,14 @@ class PickingUp:
         )
 
     def _client(self, number: int) -> ShelfClient:
-        """Make a client of another rank; numbers of surplus ranks follow those that train."""
+        """Make a client of another rank; surplus ranks are numbered after training ranks."""
         beyond = number - self._rank.world_size
         if beyond < 0:
             return self._memory.shelf_client(number)
         return self._elsewhere.beside.client(beyond)
 
     def _relaid(self, candidate: Candidate) -> WindowFile | None:
-        """This rank's part, committed in its memory; None if something is damaged everywhere."""
+        """This rank's part, committed in its memory; None if no undamaged copy exists."""
         began = time.perf_counter()
         fetcher = Fetcher(self._rank.number, self._shelf, candidate.holders, self._client)
         own = self._operators.slices.keys()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes this rank's part of a window anew, from the parts of all owners of another layout.
+"""Writes this rank's part of a window from the parts of all owners in another layout.
 
-What comes out is a window as if this rank had captured it: with its names, ranges and stamp. So all
-that follows, conversion, replication, another recovery, is as ever.
+The result equals a window captured by this rank: it has the rank's names, ranges and layout stamp.
+So conversion, replication and further recoveries treat it like any other window.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,25 +34,23 @@ from moevement_ext.recover.relayout.index import SlotIndex, Wanted
 
 
 def relaid_name(name: WindowName, topology: str) -> WindowName:
-    """Name of a window in another layout, the same on all of its ranks."""
     plan = xxhash.xxh3_64_hexdigest(f'{name.plan}/{topology}'.encode())
     return WindowName(name.start, plan)
 
 
 class RelaidWindow:
-    """One rank's part of a window, put together slot by slot.
+    """One rank's part of a window, assembled slot by slot.
+
+    Raises `RefusedWindow` if no copy of a header is readable.
 
     Args:
         identity: of this rank.
-        slices: what this rank captures of each operator.
+        slices: captured slices of each operator of this rank.
         relaying: of the trainer.
         fetcher: of the window in the other layout.
         seats: of all owners.
         wanted: owners that have any of this rank's operators.
         window: in the other layout.
-
-    Raises:
-        RefusedWindow: a header cannot be read anywhere.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class RelaidWindow:
         """Write all slots into a file that was begun for `window`.
 
         Raises:
-            RefusedWindow: something is missing or damaged everywhere; the message names it.
+            RefusedWindow: no undamaged copy of some bytes exists; the message names them.
             FileTooSmall: the file is too small; nothing was written.
         """
         headers = [self._header(slot) for slot in range(self.window.length)]
@@ -123,7 +121,7 @@ class RelaidWindow:
         )
 
     def _context(self, slot: int) -> SlotContext:
-        """Operators of this rank, as all stages of the other layout had them in this slot."""
+        """Context of a slot with this rank's operators, merged over all stages."""
         contexts = {
             owner: decode_context(headers[slot].context) for owner, headers in self._headers.items()
         }
@@ -163,7 +161,7 @@ class RelaidWindow:
             self._fetcher.fetch(owner, header.slot, wanted)
 
     def _needs(self, record: Record, volatile: Collection[tuple[str, str]]) -> Iterator[Wanted]:
-        """Ranges that make up a record, in its order."""
+        """Ranges that make up a record, in ascending order."""
         name = self._relaying.name_of(record.operator, record.tensor, self._seat)
         varies = (record.tensor, record.part) in volatile
         size = record.nbytes // max(record.end - record.start, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process sees of other layouts of its training, in host memory and on disk."""
+"""The parts of other layouts' windows that one process can read, in host memory and on disk."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from moevement_ext.replicate.own_address import host_identity
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A part that a rank sees, with what its first slot says."""
+    """A part that a rank can read, with fields of its first slot."""
 
     part: Part
     placed: Placed
@@ -26,7 +26,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Stock(msgspec.Struct, frozen=True):
-    """What a rank sees of other layouts."""
+    """The parts of other layouts that a rank can read."""
 
     seen: list[Seen]
     runs: list[str]
@@ -38,21 +38,16 @@ class Stock(msgspec.Struct, frozen=True):
 
 
 def shelf_of(config: SparseCheckpointConfig, run_id: str) -> Shelf:
-    """The other layouts of the run, as this node sees them."""
+    """The other layouts of the run on this node and its disk."""
     store = NodeStore(Path(config.dir), run_id, node_name())
     return Shelf(store, None if config.disk is None else Path(config.disk))
 
 
 def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Shelf) -> Stock:
-    """What there is of other layouts, as seen from this process.
+    """List the parts of other layouts that this process can read.
 
-    Args:
-        identity: of this rank, or of any rank of the job for one that is surplus.
-        config: settings.
-        shelf: the other layouts.
-
-    Raises:
-        StoreInUseError: a live job has another layout of the run.
+    `identity` is this rank's, or, for a surplus rank, that of any rank of the job. Raises
+    `StoreInUseError` if a live job has another layout of the run.
     """
     placed = identity.placed
     if not isinstance(placed, Placed):
@@ -76,7 +71,7 @@ def _training(header: SlotHeader) -> str | None:
 
 
 def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
-    """In what the training that captured a slot is another one."""
+    """Names of the settings by which the job that captured a slot is another training."""
     if not isinstance(header.placed, Placed):
         return f'format version {header.version} says no layout, so that only its own reads it'
     was = decode(header.settings) if header.settings else RunSettings()

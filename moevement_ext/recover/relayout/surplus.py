@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks for which a layout has no place: those that train ask them for windows, and dismiss them.
+"""Surplus ranks: the layout has no place for them, so they only serve windows of their nodes.
 
-A launcher may have started more ranks than the largest layout can use. The others do not train:
-they serve the windows in the memory of their nodes, and end with the job
-(`job/surplus_rank.py`).
+A launcher may start more ranks than the largest layout can use. These ranks do not train: they
+serve the windows in the memory of their nodes, and end with the job (`job/surplus_rank.py`).
 
-Rank 0 numbers what it says to them in the store of the job. Keys, all with the prefix
-`sparse-ckpt-surplus`: `messages` (how many there are), `message/<n>`, `answered/<n>/<rank>`, and
-the answers, as `membership.exchange` leaves them. An answer belongs to one message, so that what an
-earlier start of the job has said counts for nothing.
+Rank 0 sends them numbered messages through the job's store. Keys, all with the prefix
+`sparse-ckpt-surplus`: `messages` (the number of messages), `message/<n>`, `answered/<n>/<rank>`,
+and the answers, in the form of `membership.exchange`. Each answer names its message, so that
+answers to an earlier run attempt are ignored.
 """
 
 import logging
@@ -38,7 +37,7 @@ MESSAGES = 'messages'
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Ranks that train look for windows."""
+    """Training ranks search for windows."""
 
     salt: bytes
     """Random and public, of the secret with which windows are served."""
@@ -63,7 +62,7 @@ Message = Call | LetGo | Dismissed
 
 
 class SurplusAnswer(msgspec.Struct, frozen=True):
-    """What one surplus rank sees, and where it serves that."""
+    """The parts that one surplus rank can read, and its server's address."""
 
     stock: Stock
     host: str
@@ -72,18 +71,17 @@ class SurplusAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Answers:
-    """What the surplus ranks said that answered."""
+    """Answers of the surplus ranks that responded."""
 
     answers: Sequence[SurplusAnswer]
     secret: bytes
 
     @property
     def stocks(self) -> list[Stock]:
-        """What each sees."""
         return [answer.stock for answer in self.answers]
 
     def client(self, index: int) -> ShelfClient:
-        """A client of one, by its place in `stocks`; not yet connected."""
+        """A client, not yet connected, of the rank at `index` in `stocks`."""
         answer = self.answers[index]
         return ShelfClient((answer.host, answer.port), self.secret)
 
@@ -92,10 +90,10 @@ NO_ANSWERS = Answers([], b'')
 
 
 def set_aside(ranks: int) -> None:
-    """Have only the first `ranks` of the ranks that the launcher has started train.
+    """Exclude all ranks that the launcher has started, except the first `ranks`, from training.
 
-    The one place where a variable of the launcher is written anew. Called once, before upstream
-    or the engine reads `WORLD_SIZE`.
+    The only place that overwrites a variable of the launcher. Called once, before upstream or
+    the engine reads `WORLD_SIZE`.
     """
     started = int(os.environ.get('WORLD_SIZE', '1'))
     if ranks < started:
@@ -103,12 +101,10 @@ def set_aside(ranks: int) -> None:
 
 
 def is_surplus() -> bool:
-    """True if this process does not train."""
     return int(os.environ.get(_SURPLUS, '0')) > 0 and own_rank() >= _training()
 
 
 def own_rank() -> int:
-    """The rank that the launcher has given to this process."""
     return int(os.environ.get('RANK', '0'))
 
 
@@ -122,21 +118,15 @@ def _numbers() -> range:
 
 
 def meeting_place(timeout: timedelta) -> Store:
-    """A connection to the job's store, with the keys of this module.
-
-    Raises:
-        DistError: it is not reached in that time.
-    """
+    """Connect to the job's store, with the prefix of this module's keys; `DistError`: timeout."""
     address = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])
     return PrefixStore('sparse-ckpt-surplus', nearest.connect(*address, timeout))
 
 
 def ask(rank: Rank, hosts: set[str]) -> Answers:
-    """What surplus ranks see of other layouts. Collective over those that train.
+    """Ask surplus ranks for the parts of other layouts that they can read.
 
-    Args:
-        rank: this rank.
-        hosts: machines of all ranks that train.
+    Collective over the training ranks; `hosts` are the machines of these ranks.
     """
     if not _numbers():
         return NO_ANSWERS
@@ -174,12 +164,12 @@ def _answers(call: Call) -> list[SurplusAnswer]:
 
 
 def let_go() -> None:
-    """Have surplus ranks free the windows of other layouts. Any thread of rank 0."""
+    """Tell surplus ranks to delete the windows of other layouts. Any thread of rank 0."""
     _tell(LetGo())
 
 
 def dismiss(code: int, freed: bool) -> None:
-    """End surplus ranks, as `Dismissed` says. Rank 0, while the job's store is there."""
+    """Send `Dismissed` to surplus ranks. Rank 0, while the job's store exists."""
     _tell(Dismissed(code, freed))
 
 
@@ -200,15 +190,14 @@ def _say(store: Store, message: Message) -> int:
 
 
 def key_of(number: int) -> str:
-    """Key of a message."""
     return f'message/{number}'
 
 
 def answered(number: int, rank: int) -> str:
-    """Key that is there once a rank's answer to a message is."""
+    """Key that is set once a rank has answered a message."""
     return f'answered/{number}/{rank}'
 
 
 def answers_to(number: int) -> str:
-    """Name of the answers to a message, as of `membership.exchange.leave`."""
+    """Name of the answers to a message, for `membership.exchange.leave`."""
     return f'surplus/{number}'
