@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from moevement_ext.config import OFF
 from moevement_ext.events import Recovered
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import NOWHERE
@@ -95,9 +96,10 @@ class WholeJobMode:
         self._running: int | None = None
         self._verification = Verification.of_nothing()
         if restart is not None:
-            self._verification = Verification(
-                restart.captured, trainer.operators.slices, restart.recorded
-            )
+            if rank.config.verify != OFF:
+                self._verification = Verification(
+                    restart.captured, trainer.operators.slices, restart.recorded
+                )
             self._verification.tokens_lost = restart.tokens_lost
 
     def train(self, run: Callable[[], Any]) -> Any:

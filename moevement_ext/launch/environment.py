@@ -17,10 +17,8 @@ _DEFAULTS = {
 
 
 def default_variables_here(config: LaunchConfig) -> dict[str, str]:
-    defaults = default_variables(config)
-    if not torch.cuda.is_available():
-        defaults['TORCHDYNAMO_DISABLE'] = '1'
-    return defaults | (shared_gpu.DEFAULTS if config.share_gpu else {})
+    """`default_variables` for workers on this machine."""
+    return default_variables(config) | (shared_gpu.DEFAULTS if config.share_gpu else {})
 
 
 def default_variables(config: LaunchConfig) -> dict[str, str]:

@@ -18,7 +18,7 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.memory.window.slot import SlotHeader, decode_context
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ class Witness:
 
     def remember(self, headers: Sequence[SlotHeader]) -> None:
         """Add the headers that judge a beginning recovery to those already remembered."""
-        replace = msgspec.structs.replace
-        bare = [replace(header, context=b'', settings=b'') for header in headers]
+        bare = [_bare(header) for header in headers]
         new = [header for header in bare if header not in self._headers]
         if not new:
             return
@@ -54,6 +53,15 @@ class Witness:
         """Drop all headers, once a recovery is accepted or the history is abandoned."""
         self._headers = []
         self._path.unlink(missing_ok=True)
+
+
+def _bare(header: SlotHeader) -> SlotHeader:
+    """The header with that part of its context alone which is compared."""
+    replace, context = msgspec.structs.replace, b''
+    if header.context:
+        compared = replace(decode_context(header.context), full=[], weights=[], state=b'')
+        context = msgspec.msgpack.encode(compared)
+    return replace(header, context=context, settings=b'')
 
 
 def _write(path: Path, content: bytes) -> None:

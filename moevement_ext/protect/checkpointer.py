@@ -107,12 +107,12 @@ class SparseCheckpointer:
             self._aligned = iteration
             self._upcoming.append(self._schedule._replace(origin=iteration))
 
-    def begin(self, iteration: int, state: bytes) -> None:
+    def begin(self, iteration: int, state: bytes, loss: float | None = None) -> None:
         """Start capturing the state after `iteration`, which the next iteration will read.
 
         Called by the training thread before any part of iteration `iteration + 1` runs.
-        `state` is the encoded auxiliary state that travels with the slot (RNG, scheduler,
-        ...).
+        `state` is the encoded auxiliary state that travels with the slot (RNG, scheduler, ...);
+        `loss` is this rank's in the newest committed iteration, if it has one.
         """
         faults.at_iteration(iteration + 1)
         self.statistics.events.iteration = iteration
@@ -130,7 +130,7 @@ class SparseCheckpointer:
         if window is None or window.given_up:
             return
         try:
-            self._capture(window, slot, iteration, state)
+            self._capture(window, slot, iteration, state, loss)
         except Exception as error:
             self._failed(window, error)
 
@@ -242,13 +242,15 @@ class SparseCheckpointer:
         for window in idle:
             self._lifecycle.abandon(window.name, window.file)
 
-    def _capture(self, window: _Writing, slot: int, iteration: int, state: bytes) -> None:
+    def _capture(
+        self, window: _Writing, slot: int, iteration: int, state: bytes, loss: float | None
+    ) -> None:
         layout = self._layouts[slot]
         payload = window.file.reserve_slot(slot, layout.payload_bytes)
         partial = window.partial
         older = partial.older if partial else frozenset()
         copies = partial.copies if partial else None
-        context = SlotContext(list(layout.full), list(layout.weights), state, copies)
+        context = SlotContext(list(layout.full), list(layout.weights), state, copies, loss)
         header = SlotHeader(
             version=FORMAT_VERSION,
             run=self._identity.run,

@@ -22,6 +22,7 @@ from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
+    LOSS_BYTES,
     Record,
     SlotHeader,
     frame_bytes_bound,
@@ -274,7 +275,7 @@ class Planner:
             plan='0' * 16,
             payload_bytes=0,
             records=records,
-            context=bytes(context_bytes + names),
+            context=bytes(context_bytes + names + LOSS_BYTES),
             placed=self._placed,
         )
 

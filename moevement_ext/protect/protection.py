@@ -308,7 +308,8 @@ class Protection:
 
     def begin(self, iteration: int, state: bytes) -> None:
         """Start capturing the state after `iteration`. Training thread."""
-        self.checkpointer.begin(iteration, state)
+        committed = self.memory.ledger.get(iteration)
+        self.checkpointer.begin(iteration, state, committed.loss if committed else None)
         schedule = self.checkpointer.schedule
         self._position = schedule.position(iteration)
         if self._experts is None:

@@ -73,7 +73,9 @@ class Conversion:
             for index in range(1, self._source.window):
                 following = self._slot(index)  # contains the reductions of the replayed iteration
                 self._replay(slot, following, trainer)
-                verification.replayed(following.header.iteration, trainer.loss)
+                verification.replayed(
+                    following.start.iteration, trainer.loss, following.context.loss
+                )
                 self._load(following, trainer)
                 verification.loaded(following.header)
                 slot = following

@@ -148,9 +148,9 @@ class StageReplay:
 
     def _verification(self, start: int, target: int) -> Verification:
         """Verification of the replay after `start`, which takes gradient norms as given."""
-        recorded = self._protection.memory.ledger.entries(start, target)
         if self._rank.config.verify == OFF:
-            recorded = []
+            return Verification.of_nothing()
+        recorded = self._protection.memory.ledger.entries(start, target)
         return Verification(
             self._protection.captured_after(start),
             self._trainer.operators.slices,

@@ -8,7 +8,9 @@ nondeterministic kernels, or a chip that corrupts data. The check costs nothing 
 
 Captures lag behind: no slot is left to compare the newest replayed iterations with, and one slot
 does not hold all operators. So the loss of each replayed iteration, and the gradient norm where all
-ranks reduce it again, are compared with the ledger's entry, which was written at the commit.
+ranks reduce it again, are compared with the ledger's entry, which was written at the commit. Each
+slot has the loss of its iteration, too: where the ledger was lost with its node, replicas and
+copies on disk still have the losses.
 
 Data in every slot (`OperatorSlices.always`) is not compared: a slot contains its state after an
 evaluation, and a replay computes its state before it.
@@ -26,7 +28,7 @@ from moevement_ext.capture.fitting import RangeKey
 from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import STOP
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.slot import SlotHeader, older_experts
+from moevement_ext.memory.window.slot import SlotHeader, decode_context, older_experts
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,10 @@ class Verification:
             for item in (*slices.full, *slices.weights)
         }
         self._expected: dict[int, dict[RangeKey, int]] = {}
+        self._captured_losses: dict[int, float | None] = {}
         for header in captured:
+            if header.context:
+                self._captured_losses[header.iteration] = decode_context(header.context).loss
             checksums = self._expected.setdefault(header.iteration, {})
             older = older_experts(header)
             checksums.update(
@@ -91,6 +96,7 @@ class Verification:
                 if item.operator not in older
             )
         self._recorded = {entry.iteration: entry for entry in recorded if entry.judges}
+        self._compares = True
         self._scalars_of: set[int] = set()
         self._compared: set[str] = set()
         self._iteration = -1
@@ -99,7 +105,10 @@ class Verification:
 
     @classmethod
     def of_nothing(cls) -> Self:
-        return cls((), {})
+        """Return a verification that compares nothing."""
+        nothing = cls((), {})
+        nothing._compares = False
+        return nothing
 
     def loaded(self, header: SlotHeader) -> None:
         """Compare a slot that the recovery starts from with an earlier capture of the same state.
@@ -109,16 +118,21 @@ class Verification:
         expected = self._expected.pop(header.iteration, {})
         older = older_experts(header)
         for item in header.records:
-            before = expected.get(_key_of_record(item), item.checksum)
+            before = expected.get(RangeKey.of_record(item), item.checksum)
             if before != item.checksum and item.operator not in older:
                 self._differing.setdefault(item.operator, header.iteration)
         self._report(header.iteration)
 
-    def replayed(self, iteration: int, loss: float | None) -> None:
-        """Compare the loss of an iteration replayed in a conversion; other scalars are given."""
-        recorded = self._recorded.pop(iteration, None)
-        if recorded is not None:
-            self._compare('loss', iteration, recorded.loss, loss)
+    def replayed(self, iteration: int, loss: float | None, captured: float | None = None) -> None:
+        """Compare the loss of an iteration replayed in a conversion; other scalars are given.
+
+        Args:
+            iteration: the replayed iteration.
+            loss: of the replay.
+            captured: the loss in the slot after this iteration. Needed where the ledger was lost
+                with its node, or has the entry of another rank.
+        """
+        self._compare_loss(iteration, self._recorded.pop(iteration, None), captured, loss)
 
     def check(self, iteration: int, entry: LedgerEntry | None = None) -> None:
         """Compare the recomputed state after `iteration`, while no thread writes it.
@@ -126,11 +140,24 @@ class Verification:
         `entry` is the ledger entry of the recomputation, if it ran as in training.
         """
         recorded = self._recorded.pop(iteration, None)
+        if entry is not None:
+            captured = self._captured_losses.get(iteration)
+            self._compare_loss(iteration, recorded, captured, entry.loss)
         if recorded is not None and entry is not None:
-            self._compare('loss', iteration, recorded.loss, entry.loss)
             for before, now in zip(recorded.grad_norms, entry.grad_norms, strict=False):
                 self._compare('gradient norm', iteration, before, now)
         self._check_state(iteration)
+
+    def _compare_loss(
+        self,
+        iteration: int,
+        recorded: LedgerEntry | None,
+        captured: float | None,
+        now: float | None,
+    ) -> None:
+        before = captured if recorded is None or recorded.loss is None else recorded.loss
+        if self._compares:
+            self._compare('loss', iteration, before, now)
 
     def _compare(self, what: str, iteration: int, before: float | None, now: float | None) -> None:
         """Compare bit for bit; NaN equals itself."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.moevement.seams.without_gpu import COMPILED
 from moevement_ext.events import Recovered
 from tests.unit.memory.samples import tmpfs_directory
 from tools.gpu_check import four_rank, one_rank
@@ -14,7 +15,7 @@ from tools.gpu_check.training import Kill, Trials, compare
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of
 from tools.lab.four_ranks import WORLD_SIZE, training_flags
-from tools.lab.launch import _FUSIONS, ROOT
+from tools.lab.launch import ROOT
 from tools.lab.trained import Trained
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
@@ -37,7 +38,7 @@ def as_users_run(folder: Path, memory: Path, flags: list[str], nodes: int, windo
         'TORCHDYNAMO_DISABLE': '0',
         'TORCHINDUCTOR_CACHE_DIR': str(folder / 'cache'),
     }
-    fused = [flag for flag in flags if flag not in _FUSIONS]
+    fused = [flag for flag in flags if flag not in COMPILED]
     settings = Settings(folder, memory, gpu=False)
     return Trials(settings, folder, [*fused, *FLAGS], nodes, window, variables=compiled)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
+from megatron.moevement.seams.without_gpu import COMPILED
 from moevement_ext.launch.connections import connections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,8 +34,6 @@ ENVIRONMENT = {
 _NO_GPU = {'CUDA_VISIBLE_DEVICES': ''}
 # Flags of the program; the last value of a flag counts.
 _ON_GPU = '--distributed-backend nccl --disable-gloo-process-groups --deterministic-mode'.split()
-# Flags against upstream's compiled functions; left out on a GPU, where jobs run as for users.
-_FUSIONS = {'--no-bias-swiglu-fusion', '--no-bias-gelu-fusion', '--no-bias-dropout-fusion'}
 
 
 class Launcher(enum.StrEnum):
@@ -88,7 +87,8 @@ class Launch(NamedTuple):
         program = str(self.checkout / self.program_file)
         if not self.share_gpu:
             return [program, *self.flags]
-        return [program, *(flag for flag in self.flags if flag not in _FUSIONS), *_ON_GPU]
+        # On a GPU jobs run as those of users.
+        return [program, *(flag for flag in self.flags if flag not in COMPILED), *_ON_GPU]
 
 
 def add_share_gpu(parser: argparse.ArgumentParser) -> None:

@@ -7,14 +7,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.moevement.seams import without_gpu
 from tools.lab.errors import LabError
 from tools.lab.launch import ROOT
 
-CPU = (
-    '--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion '
-    '--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion '
-    '--no-bias-gelu-fusion --no-bias-dropout-fusion'
-).split()
 TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
 """Flags for text as bytes, as `prepare_data` writes it."""
 NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
@@ -40,7 +36,7 @@ class ToyModel(NamedTuple):
 
     def flags(self) -> list[str]:
         return [
-            *CPU,
+            *without_gpu.FLAGS.split(),
             *_KIND,
             *('--hidden-size', str(self.hidden), '--moe-ffn-hidden-size', str(self.hidden)),
             *('--num-attention-heads', str(self.heads), '--num-experts', str(self.experts)),

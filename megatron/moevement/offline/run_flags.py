@@ -7,6 +7,7 @@ overlap), and layers are built for a CPU; their state is the same. Checked again
 0.19.2.
 """
 
+import argparse
 import contextlib
 import io
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from megatron.moevement.arguments import add_arguments
 from megatron.moevement.checking import as_first_rank, fewest_ranks, parser, told, validated
 from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity
+from megatron.moevement.seams import without_gpu
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.placed import Placed
@@ -28,18 +30,9 @@ _RUN_ID = '--sparse-ckpt-run-id'
 _VOCABULARY = '--padded-vocab-size'
 _SHARDED = 'use_distributed_optimizer'
 
-# What a CPU lacks, and what an export leaves out.
-_ON_A_CPU = {
-    'distributed_backend': 'gloo',
-    'transformer_impl': 'local',
+# What an export leaves out, beside what a CPU lacks.
+_LEFT_OUT = {
     'moe_grouped_gemm': False,
-    'gradient_accumulation_fusion': False,
-    'persist_layer_norm': False,
-    'masked_softmax_fusion': False,
-    'apply_rope_fusion': False,
-    'bias_swiglu_fusion': False,
-    'bias_gelu_fusion': False,
-    'bias_dropout_fusion': False,
     'ckpt_format': 'torch_dist',
     'dist_ckpt_optim_fully_reshardable': True,
     'rerun_mode': 'disabled',
@@ -112,11 +105,19 @@ def for_one_rank(flags: Sequence[str], run: UpstreamArguments, output: Path) -> 
         reset = identity.INDIFFERENT | identity.LAYOUT | identity.MAY_CHANGE
         plain = sorted((reset & known) - {_SHARDED})
         vars(args).update({name: given.get_default(name) for name in plain})
-        vars(args).update(_ON_A_CPU, padded_vocab_size=run.padded_vocab_size)
+        vars(args).update(without_gpu_settings(given), **_LEFT_OUT)
+        args.padded_vocab_size = run.padded_vocab_size
         with contextlib.redirect_stdout(io.StringIO()):
             upstream.validate_args(args)
     args.save = str(output)
     return args
+
+
+def without_gpu_settings(known: argparse.ArgumentParser) -> dict[str, object]:
+    """Settings in which the flags for a machine without a GPU differ from upstream's defaults."""
+    defaults = vars(known.parse_args([]))
+    found = vars(known.parse_args(without_gpu.FLAGS.split()))
+    return {name: value for name, value in found.items() if value != defaults[name]}
 
 
 def _captured(header: SlotHeader) -> settings.RunSettings:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.seams import patches, quiet
+from megatron.moevement.seams import patches, quiet, without_gpu
 
 CPU = torch.device('cpu')
 
@@ -43,7 +43,8 @@ def needed() -> bool:
 @functools.cache
 def install() -> None:
     """Redirect CUDA requests to the CPU. Call before the first megatron import."""
-    os.environ.setdefault('TORCHDYNAMO_DISABLE', '1')
+    for name, value in without_gpu.VARIABLES.items():
+        os.environ.setdefault(name, value)
     quiet.on_a_cpu()
     hide_transformer_engine()
     _redirect_devices()

@@ -21,18 +21,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from megatron.moevement.seams import patches
+from megatron.moevement.seams import patches, without_gpu
 from moevement_ext.errors import UserError
 
 SHOW_ALL = 'MOEVEMENT_UPSTREAM_LOG'
 _NOT_SO = 'CPU RNG state changed within GPU RNG context'
 _NOT_INSTALLED = r'(Transformer Engine and )?Apex (is|are) not installed|Only transformer-engine>='
 _SAID_ONCE = r'megatron\.core\.optimizer$'
-_ON_A_CPU = (
-    '--distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion '
-    '--no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion '
-    '--no-bias-gelu-fusion --no-bias-dropout-fusion'
-)
 # Shortest abbreviation of --distributed-backend that upstream's parser accepts.
 _SHORTEST_BACKEND = '--distributed-b'
 
@@ -78,7 +73,7 @@ def refuse_without_gpu(flags: Sequence[str]) -> None:
     if backend == 'nccl':
         raise UserError(
             'no GPU is visible here, and --distributed-backend nccl needs GPUs: start the job on a '
-            f'machine with GPUs, or, to try it on the CPU, add {_ON_A_CPU}'
+            f'machine with GPUs, or, to try it on the CPU, add {without_gpu.FLAGS}'
         )
 
 

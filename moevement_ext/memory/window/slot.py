@@ -24,6 +24,9 @@ READABLE_VERSIONS = (2, 3)
 """Version 2 has no `placed`, so only the layout that captured it reads it."""
 ALIGNMENT = 64
 
+LOSS_BYTES = 16
+"""At least the bytes that a loss adds to an encoded context."""
+
 _CHECKSUM = struct.Struct('<Q')
 
 
@@ -175,6 +178,8 @@ class SlotContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """Encoded RNG, scheduler, scaler and data position, opaque to the engine."""
     copies: ExpertCopies | None = None
     """Versions and token counts of experts, under a lossy strategy."""
+    loss: float | None = None
+    """Loss of the owner in the iteration that led here; None if it had none."""
 
 
 def older_experts(header: SlotHeader) -> frozenset[str]:

@@ -20,6 +20,7 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.protection import Protection
+from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verification import Verification
@@ -369,3 +370,22 @@ def test_a_bit_that_differs_after_the_last_captured_state_shows_in_the_next_loss
     what = {'loss', 'gradient norm'} if all_die else {'loss'}
     first = (FIRST, FIRST + 1)  # the newest slot may not have been sealed on a busy machine
     assert found in [{f'{one} from iteration {at}' for one in what} for at in first]
+
+
+@pytest.mark.parametrize('spoiled', [False, True])
+def test_a_window_whose_ledger_is_lost_still_tells_its_losses(
+    spoiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica has them; the ledgers of other stages do not know the loss of this one."""
+    load = Conversion._load
+
+    def load_and_spoil(conversion: Conversion, slot: Any, trainer: Any) -> None:
+        load(conversion, slot, trainer)
+        if spoiled and slot.header.slot == 0:
+            next(iter(trainer.operators.weight.values()))[0] += 1
+
+    monkeypatch.setattr(Conversion, '_load', load_and_spoil)
+    job = train(FIRST + WINDOW, [Fault(2, Phase.FORWARD, FIRST + 1, node_lost=True)])
+    (back,) = (event for event in job.recovered if event.replayed)
+    assert back.stages == [2] and back.iterations >= WINDOW - 1  # and those of newer slots
+    assert any('loss' in name for name in back.differing) is spoiled

@@ -14,7 +14,7 @@ from moevement_ext.config import REPORT, STOP
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.recover.verification import Verification
 from tests.unit.memory.samples import PLAN, named
@@ -146,6 +146,39 @@ def test_scalars_of_replayed_iterations_are_compared_bit_for_bit() -> None:
     result = verification.result()
     assert (result.verified, result.iterations, result.differing) == (0, 3, ())
     assert str(result) == 'verified: loss or gradient norm of 3 iterations, differing: 0'
+
+
+@pytest.mark.parametrize(
+    'recorded', [[], [LedgerEntry(7, [0.25], [], 2, 56)]], ids=['lost', 'of another rank']
+)
+def test_without_a_ledger_the_slots_tell_the_losses(recorded: list[LedgerEntry]) -> None:
+    verification = Verification((), NOTHING, recorded)
+    verification.replayed(6, 5.5, captured=5.5)
+    verification.replayed(7, 5.0, captured=5.25)
+    result = verification.result()
+    assert (result.iterations, result.differing) == (2, ('loss from iteration 7',))
+
+
+def test_a_newer_slot_tells_the_loss_of_an_iteration_that_is_caught_up(
+    tmp_path: Path, state: dict[str, torch.Tensor]
+) -> None:
+    header = captured(tmp_path, slices_of(state), 0)
+    context = SlotContext([], [], b'', loss=5.25)
+    header = msgspec.structs.replace(header, context=msgspec.msgpack.encode(context))
+    at = header.iteration
+    verification = Verification([header], slices_of(state))
+    verification.check(at, LedgerEntry(at, [0.5], [], 2, 8, loss=5.0))
+    result = verification.result()
+    assert (result.iterations, result.differing) == (1, (f'loss from iteration {at}',))
+
+
+def test_the_ledger_goes_before_the_slots_and_nothing_is_compared_unasked() -> None:
+    verification = Verification((), NOTHING, [LedgerEntry(7, [], [], 2, 56, loss=5.25)])
+    verification.replayed(7, 5.25, captured=5.0)
+    assert verification.result().differing == ()
+    nothing = Verification.of_nothing()
+    nothing.replayed(7, 5.0, captured=5.25)
+    assert nothing.result() == Verification.of_nothing().result()
 
 
 @pytest.mark.parametrize(

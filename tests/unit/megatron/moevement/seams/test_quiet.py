@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.moevement.seams import cpu_device, quiet
+from megatron.moevement.seams import cpu_device, quiet, without_gpu
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
 
 ROOT = Path(__file__).resolve().parents[5]
@@ -122,4 +122,4 @@ def test_the_trainer_ends_at_once_and_in_one_line() -> None:
 
 def test_the_flags_of_a_cpu_are_those_of_the_tutorial() -> None:
     tutorial = ' '.join((ROOT / 'docs/tutorial.md').read_text().split())
-    assert all(flag in tutorial for flag in quiet._ON_A_CPU.split())
+    assert all(flag in tutorial for flag in without_gpu.FLAGS.split())

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine without a GPU switches off is in one place, and is no more than that."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement.checking import parser
+from megatron.moevement.offline import run_flags
+from megatron.moevement.seams import cpu_device, without_gpu
+
+ROOT = Path(__file__).resolve().parents[5]
+PROGRAMS = 'moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'deploy'
+HERE = Path(without_gpu.__file__).relative_to(ROOT)
+
+
+def test_no_other_program_names_a_flag_of_it() -> None:
+    flags = [flag for flag in without_gpu.FLAGS.split() if flag.startswith('--no-')]
+    assert len(flags) > 5
+    paths = [path for name in PROGRAMS for path in (ROOT / name).rglob('*.*')]
+    texts = [path for path in paths if path.suffix in {'.py', '.sh', '.sbatch'}]
+    found = {path.relative_to(ROOT) for path in texts for flag in flags if flag in path.read_text()}
+    assert found == {HERE}
+
+
+def test_an_export_switches_off_the_same() -> None:
+    defaults, without = run_flags.without_gpu_settings(parser()), without_gpu.FLAGS.split()
+    changing = {
+        action.dest for action in parser()._actions if {*action.option_strings} & {*without}
+    }
+    assert defaults.keys() == changing and len(changing) == 9
+    assert defaults['distributed_backend'] == 'gloo' and not defaults['bias_swiglu_fusion']
+
+
+@pytest.mark.parametrize('users', [None, '0'])
+def test_a_value_of_the_user_goes_before(
+    users: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in without_gpu.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        if users is not None:
+            monkeypatch.setenv(name, users)
+    for name in ('_redirect_devices', '_redirect_cuda_module', '_redirect_streams'):
+        monkeypatch.setattr(cpu_device, name, lambda: None)
+    monkeypatch.setattr(cpu_device.quiet, 'on_a_cpu', lambda: None)
+    monkeypatch.setattr(cpu_device, 'hide_transformer_engine', lambda: None)
+    cpu_device.install.__wrapped__()
+    for name, value in without_gpu.VARIABLES.items():
+        assert os.environ[name] == (value if users is None else users)
