@@ -61,7 +61,7 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
         lost: lost hosts. The wait is bounded, as Slurm may consider some of them healthy.
 
     Returns:
-        The lost hosts that Slurm considers healthy.
+        The lost hosts that Slurm considers healthy; none if its controller stays silent.
     """
     deadline = time.monotonic() + _TO_NOTICE_S
     while (sound := _still_has(job, lost)) != set() and time.monotonic() < deadline:
@@ -69,17 +69,23 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     return sound or set()
 
 
-def requeue(job: str, excluded: Collection[str]) -> None:
+def requeue(job: str, excluded: Collection[str]) -> bool:
     """Put the job back into Slurm's queue.
 
     Args:
         job: Slurm's job id.
         excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
+
+    Returns:
+        False if Slurm has refused, or its controller does not answer.
     """
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
-    subprocess.run(['scontrol', 'requeue', job], check=False)
+    # Slurm kills all processes of a job that it requeues, this command included.
+    if not _insist('scontrol', 'requeue', job, killed=True):
+        return False
     if excluded:  # Slurm changes this of pending jobs only
         _insist('scontrol', 'update', f'JobId={job}', f'ExcNodeList={hosts}')
+    return True
 
 
 def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
@@ -108,12 +114,22 @@ def _excluded(job: str) -> list[str]:
     return re.findall(r'\bExcNodeList=([^\s(]+)', shown)
 
 
-def _insist(*command: str) -> None:
-    # Repeated: Slurm kills all processes of a job that it requeues, including this command.
+def _insist(*command: str, killed: bool = False) -> bool:
+    """Repeat a command until it succeeds, as Slurm's controller may just be replaced.
+
+    Args:
+        command: the command.
+        killed: a killed command has succeeded.
+
+    Returns:
+        False if it fails too often.
+    """
     for _ in range(_TRIES):
-        if subprocess.run(command, check=False).returncode == 0:
-            break
+        code = subprocess.run(command, check=False).returncode
+        if code == 0 or (killed and code < 0):
+            return True
         time.sleep(_PAUSE_S)
+    return False
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str]:
