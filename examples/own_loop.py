@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""A hand-written Megatron-Core training loop that survives failures: `megatron.moevement.attach`.
 
-    python -m tools.prepare_data --input README.md docs --output-prefix /tmp/text
+    python -m tools.prepare_data --input README.md docs/*.md --output-prefix /tmp/text
     scripts/local_cluster.py --nodes 4 --spares 1 --kill 2@30 -- \
         examples/own_loop.py --data /tmp/text --iterations 200
 
@@ -55,13 +55,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog='own_loop', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--data', type=Path, required=True, help='prefix given to prepare_data.py')
+    parser.add_argument(
+        '--data', type=Path, required=True, help='prefix given to tools.prepare_data'
+    )
     parser.add_argument('--iterations', type=int, default=100)
     parser.add_argument('--dir', default=SparseCheckpointConfig.dir, help='host memory, in a tmpfs')
     parser.add_argument('--run-id', help='name of the run; give the same one to resume')
     parser.add_argument('--events', metavar='DIR', help='write events as JSON lines')
     parser.add_argument('--digest', type=Path, metavar='FILE', help='write digests of the state')
-    return parser.parse_args()
+    given = parser.parse_args()
+    if not Path(f'{given.data}.bin').is_file():  # a mistake: no launcher starts this rank again
+        parser.error(
+            f'--data {given.data}: {given.data}.bin does not exist (see tools.prepare_data)'
+        )
+    return given
 
 
 if __name__ == '__main__':

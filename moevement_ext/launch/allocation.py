@@ -52,10 +52,15 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     """Wait until Slurm has removed lost nodes from the job, so that the job can be requeued.
 
     A job requeued earlier may get the lost nodes again, and Slurm 22.05 does not replace their
-    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait goes on
-    while the controller does not answer, perhaps lost with the nodes, as it could not requeue
-    the job. Otherwise it is bounded, as Slurm may consider some lost hosts healthy; returns
-    these.
+    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait goes on while
+    the controller does not answer, perhaps lost with the nodes, as it could not requeue the job.
+
+    Args:
+        job: Slurm's job id.
+        lost: lost hosts. The wait is bounded, as Slurm may consider some of them healthy.
+
+    Returns:
+        The lost hosts that Slurm considers healthy; none if its controller stays silent.
     """
     deadline = time.monotonic() + _TO_NOTICE_S
     while (sound := _still_has(job, lost)) != set() and time.monotonic() < deadline:
@@ -63,12 +68,23 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     return sound or set()
 
 
-def requeue(job: str, excluded: Collection[str]) -> None:
-    """Put the job back into Slurm's queue; `excluded` hosts add to the job's own `--exclude`."""
+def requeue(job: str, excluded: Collection[str]) -> bool:
+    """Put the job back into Slurm's queue.
+
+    Args:
+        job: Slurm's job id.
+        excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
+
+    Returns:
+        False if Slurm has refused, or its controller does not answer.
+    """
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
-    subprocess.run(['scontrol', 'requeue', job], check=False)
+    # Slurm kills all processes of a job that it requeues, this command included.
+    if not _insist('scontrol', 'requeue', job, killed=True):
+        return False
     if excluded:  # Slurm changes this of pending jobs only
         _insist('scontrol', 'update', f'JobId={job}', f'ExcNodeList={hosts}')
+    return True
 
 
 def _still_has(job: str, lost: Collection[str]) -> set[str] | None:
@@ -96,12 +112,22 @@ def _excluded(job: str) -> list[str]:
     return re.findall(r'\bExcNodeList=([^\s(]+)', shown)
 
 
-def _insist(*command: str) -> None:
-    # Repeated: Slurm kills all processes of a job that it requeues, including this command.
+def _insist(*command: str, killed: bool = False) -> bool:
+    """Repeat a command until it succeeds, as Slurm's controller may just be replaced.
+
+    Args:
+        command: the command.
+        killed: a killed command has succeeded.
+
+    Returns:
+        False if it fails too often.
+    """
     for _ in range(_TRIES):
-        if subprocess.run(command, check=False).returncode == 0:
-            break
+        code = subprocess.run(command, check=False).returncode
+        if code == 0 or (killed and code < 0):
+            return True
         time.sleep(_PAUSE_S)
+    return False
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str]:

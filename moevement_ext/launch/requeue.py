@@ -52,7 +52,11 @@ def go_back(history: History) -> None:
             f'it does not get {",".join(sorted(sound))} again, which Slurm takes for sound; once '
             f'repaired: scontrol update JobId={job} ExcNodeList='
         )
-    requeue(job, sound)
+    if not requeue(job, sound):
+        _tell(
+            f'Slurm did not take it back: scontrol requeue {job} failed. Submit the job again with '
+            'the same flags: it finds its windows.'
+        )
 
 
 def _tell(what: str) -> None:

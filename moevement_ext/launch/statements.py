@@ -7,7 +7,7 @@ Keys of a launch: `memory` (directory of the run's host memory), `survivors` (se
 the death of another worker), `finished/<rank>` (process id and exit status of a finished rank,
 which needs no replacement even if its process is killed), `joining/<rank>` (process id of a rank
 that joins the other ranks, which detect a hang from then on), `files/<rank>` (files that a rank
-keeps in host memory), `files` (number of ranks that have reported their files).
+keeps in host memory), `files` (number of such reports).
 """
 
 import os
@@ -43,7 +43,9 @@ def told_files(store: Store, world_size: int) -> list[bytes] | None:
     """Return the reported files by rank; None until all ranks have reported."""
     if not store.check([_FILES]) or store.add(_FILES, 0) < world_size:
         return None
-    return store.multi_get([f'{_FILES}/{rank}' for rank in range(world_size)])
+    files = [f'{_FILES}/{rank}' for rank in range(world_size)]
+    # A replaced rank counts again, before others have reported.
+    return store.multi_get(files) if store.check(files) else None
 
 
 def tell_survivors(store: Store) -> None:

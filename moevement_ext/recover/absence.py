@@ -3,9 +3,9 @@
 
 An unmounted disk, or a different directory on one node, looks like a job without windows. Starting
 over would then make the other ranks delete their windows. So a job whose windows were complete
-once, and are not complete now, starts over only with an explicit flag. The same holds for a job
-without windows on a machine that has its windows under another name, such as that of an ended
-container.
+once, and are not complete now, starts over only with an explicit flag. So does one that finds
+nothing, while a machine has its windows under another name, as of a container that is gone; or in
+a format that only another release reads.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,6 +35,8 @@ class Traces(msgspec.Struct, frozen=True):
     renamed: dict[str, int] = {}
     """If nothing is found: newest start of a window of this run on the machine, by the name that
     the machine had (see `other_runs.of_other_names`)."""
+    unread: dict[str, int] = {}
+    """Newest start of a window that this release cannot read, by the reason."""
 
 
 def refuse_to_forget(
@@ -45,11 +47,20 @@ def refuse_to_forget(
 ) -> None:
     """Refuse to start over without a flag. All ranks call this when no window is complete.
 
-    An existing but refused window (damaged, of another run) is no reason to wait. `held` has
-    the parts of windows over all ranks, `traces` those of every rank; `dense_iteration` is that
-    of the dense checkpoint to continue from, -1 for the start. Raises `AbsentWindows` if all
-    ranks had a newer window, and some ranks have none now.
+    An existing but refused window (damaged, of another run) is no reason to wait.
+
+    Args:
+        held: parts of windows, over all ranks.
+        traces: traces of every rank.
+        dense_iteration: iteration of the dense checkpoint to continue from, -1 for the start.
+        config: settings.
+
+    Raises:
+        AbsentWindows: all ranks had a newer window, and some ranks have none now; or a newer
+            window is of another release.
     """
+    if not config.forget:
+        _refuse_other_releases(traces, dense_iteration)
     known = max(trace.newest_complete for trace in traces)
     if not (config.forget or held):
         _refuse_other_names(traces, dense_iteration, config)
@@ -75,6 +86,17 @@ def refuse_to_forget(
         f'nodes the same directories, and start again; {FLAG} goes on from '
         f'{_tier(dense_iteration) or "the start"} without them.'
     )
+
+
+def _refuse_other_releases(traces: Sequence[Traces], dense_iteration: int) -> None:
+    for trace in traces:
+        for reason, start in trace.unread.items():
+            if start >= max(dense_iteration, 0):
+                raise AbsentWindows(
+                    f'the node {trace.node} has window {start} of this run, in another format '
+                    f'({reason}): start the job with that release; {FLAG} goes on from '
+                    f'{_tier(dense_iteration) or "the start"}, and deletes such windows.'
+                )
 
 
 def _refuse_other_names(

@@ -22,7 +22,7 @@ from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow
+from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow, UnknownVersion
 from moevement_ext.memory.window.settings import digest_of, encode
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 from moevement_ext.recover import other_runs
@@ -77,6 +77,7 @@ class Found:
         self.windows: set[HeldWindow] = set()
         self.doubtful: set[str] = set()
         self.other_settings: set[str] = set()
+        self.unread: dict[str, int] = {}
         self._refused: dict[str, list[Path]] = {}
 
     def in_memory(self, store: NodeStore) -> Self:
@@ -107,6 +108,8 @@ class Found:
             self._refused.setdefault(reason, []).append(stored.path)
             if isinstance(refusal, OtherSettings):
                 self.other_settings.add(reason)
+            if isinstance(refusal, UnknownVersion):
+                self.unread[reason] = max(stored.name.start, self.unread.get(reason, -1))
             return
         self.windows.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
         self.doubtful.update(own.differs(headers[0]).doubtful)
@@ -147,7 +150,10 @@ def take_stock(
     return Inventory(
         sorted(memory.windows),
         [] if disk is None else sorted(found[1].windows, reverse=True),
-        _traces(store, disk, identity),
+        msgspec.structs.replace(
+            _traces(store, disk, identity),
+            unread={reason: start for one in found for reason, start in one.unread.items()},
+        ),
         sorted(set().union(*(one.other_settings for one in found))),
         sorted(set().union(*(one.doubtful for one in found))),
         digest_of(identity.settings),

@@ -9,6 +9,7 @@ additional flag that shortens them.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -136,15 +137,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for entry in ROOT.iterdir():
         if entry.name not in ('runs', 'data', 'docs'):
             (folder / entry.name).symlink_to(entry)
-    for name in ('docs', 'data', 'books', 'my_texts', 'DIR', 'runs'):
+    for name in ('data', 'books', 'my_texts', 'DIR', 'runs'):
         (folder / name).mkdir()
-    for entry in (ROOT / 'docs').iterdir():
-        if entry.name != 'assets':
-            (folder / 'docs' / entry.name).symlink_to(entry)
-    assets = folder / 'docs' / 'assets'
-    assets.mkdir()
-    for entry in (ROOT / 'docs' / 'assets').iterdir():
-        (assets / entry.name).write_bytes(entry.read_bytes())  # some are written anew
+    shutil.copytree(ROOT / 'docs', folder / 'docs')  # some files are read, and some written anew
     _write_inputs(folder)
     yield folder
 

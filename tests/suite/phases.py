@@ -61,7 +61,8 @@ class Phase:
         found = [path for folder in self.folders for path in (ROOT / folder).rglob('test_*.py')]
         if self.mark is not None:
             found = [path for path in found if f'mark.{self.mark}' in path.read_text('utf-8')]
-        return sorted(str(path.relative_to(ROOT)) for path in found if path in (touched or found))
+        chosen = found if touched is None else touched.intersection(found)
+        return sorted(str(path.relative_to(ROOT)) for path in chosen)
 
 
 def phases(thorough: bool) -> list[Phase]:

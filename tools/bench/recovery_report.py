@@ -15,7 +15,7 @@ from moevement_ext.events import (
 )
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of
-from tools.lab.figures import Spread
+from tools.lab.figures import Spread, medians
 from tools.lab.hardware import Hardware
 from tools.lab.run_log import Iteration, RunLog
 from tools.lab.tables import say, table
@@ -54,7 +54,7 @@ class MethodResult(msgspec.Struct, frozen=True):
     ratio: Spread
     """Seconds divided by those of the first way in the same round."""
     phases: dict[str, float]
-    """Median seconds by phase."""
+    """Median seconds by phase; 0 in a round without it."""
     stage_iterations: float
     different: list[str]
 
@@ -171,9 +171,7 @@ def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:
         title=TITLES[name],
         seconds=Spread.of([run.seconds for run in runs]),
         ratio=Spread.of([runs[name].seconds / runs[first].seconds for runs in rounds]),
-        phases={
-            phase: statistics.median(run.phases[phase] for run in runs) for phase in runs[0].phases
-        },
+        phases=medians([run.phases for run in runs]),
         stage_iterations=statistics.median(run.stage_iterations for run in runs),
         different=sorted({kind for run in runs for kind in run.different}),
     )

@@ -163,12 +163,6 @@ def _comeback(lived: Lived, at: float, end: float) -> Comeback:
     return Comeback(new.time - at, dict(zip(PHASES, seconds, strict=True)), engine)
 
 
-def medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Median of each name, 0 where it is missing."""
-    names = dict.fromkeys(itertools.chain.from_iterable(found))
-    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in names}
-
-
 def stage_iterations(lived: Lived) -> float:
     """Stage-iterations computed again, per fault: trained again by all, or replayed by some."""
     replayed = sum(event.replayed for event in kind_of(lived.trained.events, Recovered))

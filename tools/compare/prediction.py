@@ -9,6 +9,7 @@ from tools.compare.measuring import Comeback
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import MICRO_BATCHES, RANKS, Lived
 from tools.compare.trace import for_simulator
+from tools.lab.figures import medians
 from tools.simulate import run_profile
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
@@ -61,7 +62,7 @@ def _system(
     log = lived.trained.log
     period, waited_ms = checkpoints
     again = {'iterations again', 'new iteration'}
-    restart_s = measuring.medians([one.phases for one in back])
+    restart_s = medians([one.phases for one in back])
     ready_s = sum(value for name, value in restart_s.items() if name not in again)
     if row.keeps is not Keeps.MEMORY:
         return build(row.system, Options(

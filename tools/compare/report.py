@@ -14,7 +14,7 @@ from tools.compare.prediction import predicted
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import RANKS, Course, Lived
 from tools.compare.trace import PlannedFault
-from tools.lab.figures import Spread
+from tools.lab.figures import Spread, medians
 from tools.lab.hardware import Hardware
 from tools.lab.tables import say, table
 
@@ -105,7 +105,7 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
     log, reference = lived.trained.log, plain.trained.log
     iteration_s = measuring.pace_s(reference)
     back = list(measuring.comebacks(lived))
-    phases = measuring.medians([one.phases for one in back])
+    phases = medians([one.phases for one in back])
     period = measuring.period(row.keeps, lived, course.interval)
     saved = lived.checkpoint_bytes / RANKS / course.interval
     captured = sum(slot.nbytes for slot in log.captured) / lived.logged
@@ -120,7 +120,7 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
         stall_ms=waited_ms,
         recovery_s=statistics.median(one.seconds for one in back),
         phases=phases,
-        engine=measuring.medians([one.engine for one in back]),
+        engine=medians([one.engine for one in back]),
         again=measuring.stage_iterations(lived),
         lost_tokens=measuring.lost_tokens(lived) if row.lossy else None,
         loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
@@ -148,8 +148,8 @@ def over_rounds(row: Row, runs: Sequence[Figures]) -> RowResult:
         bytes=statistics.median(run.bytes for run in runs),
         stall_ms=Spread.of([run.stall_ms for run in runs]),
         recovery_s=Spread.of([run.recovery_s for run in runs]),
-        phases=measuring.medians([run.phases for run in runs]),
-        engine=measuring.medians([run.engine for run in runs]),
+        phases=medians([run.phases for run in runs]),
+        engine=medians([run.engine for run in runs]),
         again=statistics.mean(run.again for run in runs),
         lost_tokens=statistics.mean(lost) if lost else None,
         loss_difference=statistics.median(run.loss_difference for run in runs),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simple statistics, and output files."""
 
+import itertools
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -64,3 +65,9 @@ def _rounded(value: Any) -> Any:
     if isinstance(plain, list):
         return [_rounded(item) for item in plain]
     return float(f'{plain:.5g}') if isinstance(plain, float) else plain
+
+
+def medians(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Median of each name, 0 where it is missing."""
+    names = dict.fromkeys(itertools.chain.from_iterable(found))
+    return {name: statistics.median(one.get(name, 0.0) for one in found) for name in names}

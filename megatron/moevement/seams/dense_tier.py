@@ -35,7 +35,7 @@ class DenseTier(NamedTuple):
     """One rank's view of the newest dense checkpoint."""
 
     iteration: int
-    """-1: no checkpoint, or it cannot be read."""
+    """-1: no checkpoint, or its tracker file names none."""
     problem: str = ''
     """Reason why it cannot be read."""
 
@@ -107,42 +107,46 @@ def _or_as_given(
 
 
 def _seen(facts: JobFacts, load: str) -> DenseTier:
+    """The checkpoint that upstream would load: the newest of both directories, readable or not."""
     look_inside = facts.rank == 0
     found = [_newest_in(load, facts.ckpt_step, look_inside)]
     if facts.non_persistent_ckpt_type == 'global':
         within = os.path.join(load, checkpointing._NON_PERSISTENT_CKPT_SUBDIR)
         directory = facts.non_persistent_global_ckpt_dir or within
-        found.append(_newest_in(directory, None, look_inside))
-    return next((tier for tier in found if tier.problem), max(found))
+        found.insert(0, _newest_in(directory, None, look_inside))  # comes first if equally new
+    # A tracker file that names no checkpoint ends upstream, whatever the other directory has.
+    unnamed = (tier for tier in found if tier.problem and tier.iteration < 0)
+    return next(unnamed, max(found, key=lambda tier: tier.iteration))
 
 
 def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier:
     """The checkpoint that a directory's tracker file names, or that of iteration `step`."""
     tracker = get_checkpoint_tracker_filename(directory)
+    iteration, release = -1, False
     try:
-        if not maybe_msc.os.path.isfile(tracker):
+        if maybe_msc.os.path.isfile(tracker):
+            with maybe_msc.open(tracker, 'r') as file:
+                text = file.read().strip()
+            release = text == _RELEASE
+            if not release and not text.isdecimal():
+                return DenseTier(-1, f'{tracker} contains {text!r}, which is no iteration')
+            iteration = 0 if release else int(text)
+        iteration = step or iteration  # upstream needs no tracker file for it
+        if iteration < 0:
             return _NONE
-        with maybe_msc.open(tracker, 'r') as file:
-            text = file.read().strip()
-        if text != _RELEASE and not text.isdecimal():
-            return DenseTier(-1, f'{tracker} contains {text!r}, which is no iteration')
-        iteration = 0 if text == _RELEASE else int(text)
-        if step is not None:
-            iteration = step
-        named = get_checkpoint_name(directory, iteration, text == _RELEASE, return_base_dir=True)
+        named = get_checkpoint_name(directory, iteration, release, return_base_dir=True)
         if not maybe_msc.os.path.isdir(named):
-            return DenseTier(-1, f'{named}, which {tracker} names, does not exist')
+            names = f'--ckpt-step {step}' if step else tracker
+            return DenseTier(iteration, f'{named}, which {names} names, does not exist')
         missing = _missing_in(Path(named)) if look_inside else None
     except OSError as error:
-        return DenseTier(-1, f'{tracker}: {error}')
-    if missing is not None:
-        return DenseTier(-1, missing)
-    return DenseTier(iteration)
+        return DenseTier(iteration, f'{tracker}: {error}')
+    return DenseTier(iteration, missing or '')
 
 
 def _missing_in(folder: Path) -> str | None:
     """A missing or truncated file of a checkpoint in torch's distributed format, if any."""
-    if not (folder / 'metadata.json').is_file() or not folder.is_dir():
+    if not (folder / 'metadata.json').is_file():
         return None  # another format, or an object store
     try:
         parts = FileSystemReader(folder).read_metadata().storage_data or {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Auxiliary state of a loop on plain torch: everything but operators at an iteration's start."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from moevement_ext.capture.generators import (
 from moevement_ext.config import ConfigurationError
 from moevement_ext.memory.dtypes import dtype_name, dtype_of
 
+logger = logging.getLogger(__name__)
+
 _TENSOR = 1
 _SPARE_BYTES = 4096
 
@@ -30,30 +33,47 @@ class _Encoded(msgspec.Struct, array_like=True):
 class LoopState:
     """Counters, random number generators, and the loop's own state. Training thread only.
 
-    `state_dict` returns the loop's state: numbers, strings, bytes, lists, dicts, small tensors;
-    `load_state_dict` is its inverse. `iteration` is the number of committed iterations,
-    `reduced` the values reduced over all ranks in the newest one.
+    Args:
+        state_dict: returns the loop's state: numbers, strings, bytes, lists, dicts, small tensors.
+        load_state_dict: its inverse.
+        state_bytes: upper bound of the encoded state of a loop whose state grows; 0: room for twice
+            the first state.
+
+    Attributes:
+        iteration: number of committed iterations.
+        reduced: values reduced over all ranks in the newest iteration.
     """
 
     def __init__(
-        self, state_dict: Callable[[], Any], load_state_dict: Callable[[Any], None]
+        self,
+        state_dict: Callable[[], Any],
+        load_state_dict: Callable[[Any], None],
+        state_bytes: int = 0,
     ) -> None:
         self._state_dict = state_dict
         self._load_state_dict = load_state_dict
+        self._state_bytes = state_bytes
+        self._bound: int | None = None
         self.iteration = 0
         self.reduced: list[float] = []
         self._generators: GeneratorStates | None = None  # of training, between two iterations
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound of the encoded size; leaves room for the state to double."""
-        return 2 * len(self.now()) + _SPARE_BYTES
+        """Upper bound of the encoded size: room for `state_bytes`, or for the state to double."""
+        present = len(self.now())
+        self._bound = present + max(present, self._state_bytes) + _SPARE_BYTES
+        return self._bound
 
     def now(self) -> bytes:
         """Return the encoded state; between iterations with the generator states of training."""
         generators = self._generators or _capture()
         encoded = _Encoded(self.iteration, self.reduced, generators, self._state_dict())
-        return msgspec.msgpack.encode(encoded, enc_hook=_encode)
+        state = msgspec.msgpack.encode(encoded, enc_hook=_encode)
+        if self._bound is not None and len(state) > self._bound:
+            _say_too_large(len(state), self._bound)
+            self._bound = None
+        return state
 
     def begins(self) -> bytes:
         """Start an iteration: undo random draws since the last iteration; return `now`."""
@@ -87,6 +107,16 @@ class LoopState:
     def reduced_in(state: bytes) -> list[float]:
         """Return the values reduced over all ranks in the step that led to `state`."""
         return _decode(state).reduced
+
+
+def _say_too_large(nbytes: int, bound: int) -> None:
+    logger.warning(
+        'sparse checkpointing: state_dict() of the loop has grown: the state of an iteration takes '
+        '%d bytes, and windows have room for %d. TRAINING IS UNPROTECTED while no window has room '
+        'for it; set state_bytes of the trainer to the largest size of that state',
+        nbytes,
+        bound,
+    )
 
 
 def _capture() -> GeneratorStates:

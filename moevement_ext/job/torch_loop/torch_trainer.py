@@ -64,6 +64,10 @@ class TorchTrainer:
         loss: of the newest iteration on this rank.
     """
 
+    state_bytes = 0
+    """Upper bound of the result of `state_dict` in bytes, in a subclass whose state may more than
+    double, such as that of a data loader. The same on all ranks."""
+
     def __init__(
         self,
         job: Job,
@@ -88,7 +92,7 @@ class TorchTrainer:
         self.tokens = NoTokens()
         self.relaying = None
         self.operators = ModuleOperators(model, optimizer, self._operator_of)
-        self.auxiliary_state = LoopState(self._state, self._load_state)
+        self.auxiliary_state = LoopState(self._state, self._load_state, self.state_bytes)
         before = rank - self._per_stage if self.stage else None
         after = rank + self._per_stage if self.stage + 1 < stages else None
         self.pipeline = TorchPipeline(before, after, micro_batches, boundary_bytes)

@@ -8,6 +8,8 @@ import pytest
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import allocation
+from moevement_ext.launch.launcher_events import NodeLost
+from moevement_ext.launch.requeue import History, go_back
 
 pytestmark = pytest.mark.timed
 
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.timed
 SCONTROL = """\
 #!/usr/bin/env bash
 case "$1 $2" in
-    'requeue '*) echo "$2" >"$0.requeued" ;;
+    'requeue '*) if mkdir "$0.asked"; then exit 1; fi; echo "$2" >"$0.requeued" ;;
     'show job') echo '   ReqNodeList=(null) ExcNodeList=x[1-2]' ;;
     'show hostnames') tr , '\\n' <<<"$3" ;;
     update*) if mkdir "$0.tried"; then exit 1; fi; echo "$2 $3" >"$0.updated" ;;
@@ -69,15 +71,35 @@ def test_a_controller_that_does_not_answer_is_waited_for(programs: Path, lost: s
 
 def test_a_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
     """Nodes excluded at submission stay excluded."""
-    allocation.requeue('42', {'c', 'b'})
+    assert allocation.requeue('42', {'c', 'b'})
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
     assert (programs / 'scontrol.updated').read_text() == 'JobId=42 ExcNodeList=x[1-2],b,c\n'
 
 
+def test_a_requeueing_command_that_slurm_kills_has_done_its_work(programs: Path) -> None:
+    kill = "'requeue '*) kill -9 $$ ;;"
+    (programs / 'scontrol').write_text(SCONTROL.replace("'requeue '*)", kill + " 'again '*)"))
+    assert allocation.requeue('42', {'b'})
+    assert (programs / 'scontrol.updated').exists()
+
+
 def test_nothing_else_of_it_is_changed(programs: Path) -> None:
-    allocation.requeue('42', set())
+    assert allocation.requeue('42', set())
     assert (programs / 'scontrol.requeued').exists()
     assert not (programs / 'scontrol.updated').exists()
+
+
+def test_a_job_that_slurm_does_not_take_back_is_not_changed(
+    programs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (programs / 'scontrol').write_text('#!/bin/sh\necho "$1" >>"$0.asked"\nexit 1\n')
+    (programs / 'squeue.nodes').write_text('\n')
+    monkeypatch.setenv('SLURM_JOB_ID', '42')
+    history = History()
+    history.note(NodeLost('b', 0, 'x'))
+    go_back(history)
+    assert 'update' not in (programs / 'scontrol.asked').read_text()
+    assert 'scontrol requeue 42 failed. Submit the job again' in ''.join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(

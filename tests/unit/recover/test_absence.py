@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
@@ -102,6 +102,32 @@ def test_a_name_that_a_node_had_before_is_named() -> None:
 def store() -> Iterator[NodeStore]:
     with tmpfs_directory() as shm:
         yield NodeStore(shm, 'run1', 'node0')
+
+
+@pytest.mark.parametrize('where', ['memory', 'disk'])
+def test_windows_of_another_release_are_not_trained_over(
+    where: str, store: NodeStore, tmp_path: Path
+) -> None:
+    """They would be deleted, though that release goes on from them."""
+    disk = DiskWindows(tmp_path, 'run1', 0)
+    if where == 'memory':
+        windows = OwnerWindows(store, 0, 0, capacity())
+        path = commit(windows, 6).path
+    else:
+        disk.write(make_file(tmp_path / 'memory', 6), IDENTITY)
+        (path,) = (stored.path for stored in disk.stored())
+    with open(path, 'r+b') as file:
+        file.seek(8)  # behind the magic
+        file.write((1).to_bytes(4, 'little'))
+    stock = take_stock(store, disk, IDENTITY)
+    others = Traces('node1', -1, False)
+    said = refusal([], [others, stock.traces], -1, CONFIG)
+    assert f'{node_name()} has window 6 of this run' in said and 'format version 1' in said
+    assert 'start the job with that release; --sparse-ckpt-forget' in said
+    refuse_to_forget([], [others, stock.traces], 7, CONFIG)
+    refuse_to_forget([], [others, stock.traces], -1, SparseCheckpointConfig(forget=True))
+    disk.close()
+    store.close()
 
 
 def test_that_a_window_was_complete_is_remembered_in_memory(store: NodeStore) -> None:

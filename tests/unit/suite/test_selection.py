@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.suite import selection
+from tests.suite.phases import Phase
 from tests.suite.selection import ROOT, UnknownName, reach, with_paths
 
 UNIT = ROOT / 'tests' / 'unit'
@@ -94,3 +95,11 @@ def test_changes_are_those_of_the_working_tree(
     assert set(selection._changed_since('HEAD')) == {'committed', 'new'}
     with pytest.raises(UnknownName, match='--since nothing'):
         list(selection._changed_since('nothing'))
+
+
+def test_a_change_that_touches_no_test_of_a_phase_leaves_it_out() -> None:
+    phase = Phase('some', ('tests/unit/suite',))
+    assert phase.files(None) == ['tests/unit/suite']
+    assert phase.files(set()) == []
+    here = Path(__file__)
+    assert phase.files({here, UNIT / 'test_names.py'}) == [str(here.relative_to(ROOT))]

@@ -74,3 +74,23 @@ def test_the_bound_leaves_room_for_what_the_loop_adds() -> None:
     bound = state.max_bytes
     added += [2**40] * 400
     assert len(state.now()) <= bound
+
+
+def test_a_loop_whose_state_grows_says_how_far() -> None:
+    added = b''
+    state = LoopState(lambda: added, print, state_bytes=10**6)
+    bound = state.max_bytes
+    added = bytes(10**6)
+    assert len(state.committed()) <= bound
+
+
+def test_a_state_that_outgrows_its_windows_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    added = b''
+    state = LoopState(lambda: added, print)
+    bound = state.max_bytes
+    added = bytes(10**6)
+    for _ in range(2):
+        state.committed()
+    [said] = caplog.messages
+    assert 'TRAINING IS UNPROTECTED' in said and 'set state_bytes' in said
+    assert f'room for {bound}.' in said

@@ -187,3 +187,12 @@ def test_wrong_flags_are_named(flags: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         recovery.parse_arguments([*flags.split(), '--lose', recovery.ALL])
     assert flags in capsys.readouterr().err
+
+
+def test_a_phase_that_some_rounds_lack_took_no_time_there() -> None:
+    of_rounds = [{'start': 1.0, 'end': 1.0}, {'start': 1.0, 'again': 3.0, 'end': 2.0}]
+    rounds = [{reports.WHOLE: Comeback(sum(one.values()), one, 4, [])} for one in of_rounds]
+    for given in (rounds, rounds[::-1]):
+        report = reports.summarize(HARDWARE, 4, (reports.ALL, 30, 20), given)
+        phases = report.methods[reports.WHOLE].phases
+        assert phases == {'start': 1.0, 'again': 1.5, 'end': 1.5}

@@ -75,6 +75,41 @@ def test_a_dense_checkpoint_that_is_not_kept_counts_if_it_is_newer(
     assert found(args) == not_kept
 
 
+@pytest.mark.parametrize(('kept', 'not_kept'), [(10, 5), (5, 10), (10, 10)])
+def test_an_older_checkpoint_that_is_lost_hides_no_newer_one(
+    kept: int, not_kept: int, tmp_path: Path
+) -> None:
+    """Upstream reads only the newer one; of two equally new ones, that which is not kept."""
+    folders = {tmp_path: kept, tmp_path / 'non_persistent': not_kept}
+    of = {folder: checkpoint(folder, iteration) for folder, iteration in folders.items()}
+    older = tmp_path if kept <= not_kept else tmp_path / 'non_persistent'
+    of[older].rmdir()
+    args = parsed('--load', str(tmp_path), *NOT_KEPT)
+    assert found(args) == 10
+    (newer,) = set(of) - {older}
+    of[newer].rmdir()
+    assert found(args) == -1
+
+
+def test_an_unreadable_tracker_file_of_either_folder_ends_upstream(dense: Path) -> None:
+    args = parsed('--load', str(dense), *NOT_KEPT)
+    checkpoint(dense / 'non_persistent', 15)
+    (dense / TRACKER).write_text('')
+    assert found(args) == -1
+    (dense / TRACKER).write_text('10')
+    (dense / 'non_persistent' / TRACKER).write_text('')
+    assert found(args) == -1
+
+
+def test_a_step_that_is_asked_for_needs_no_tracker_file(
+    dense: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (dense / TRACKER).unlink()
+    assert found(parsed('--load', str(dense), '--ckpt-step', '10')) == 10
+    assert found(parsed('--load', str(dense), '--ckpt-step', '4')) == -1
+    assert 'iter_0000004, which --ckpt-step 4 names, does not exist' in caplog.text
+
+
 def test_without_a_dense_checkpoint_there_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
