@@ -19,7 +19,7 @@ from megatron.moevement.facts import JobFacts
 from megatron.moevement.job import protection_lines
 from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.surroundings import Surroundings
-from megatron.moevement.seams import data_caches, upstream
+from megatron.moevement.seams import data_caches, loss_masks, upstream
 from megatron.moevement.state import parameter_groups
 from megatron.moevement.state.global_scalars import check_room
 from megatron.moevement.state.training_state import TrainingState
@@ -61,6 +61,7 @@ class Session:
         self.around.recorder.install()
         self.around.losses.install()
         data_caches.install()
+        loss_masks.install()
         if self.job.joining:
             self.alone.enter_context(upstream.without_connections(self._facts.distributed_backend))
 

@@ -11,7 +11,7 @@ Checked against megatron-core 0.19.2.
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -37,7 +37,8 @@ class DataPosition(Protocol):
         """Move the validation iterators to the position after `consumed_samples` of all ranks."""
 
 
-_OpenAt = Callable[[int], DataLoader[object]]
+_Loader = Callable[..., DataLoader[object]]
+_OpenAt = Callable[[int], Iterable[object]]
 
 
 class UpstreamData:
@@ -81,13 +82,23 @@ class UpstreamData:
         self._calls = 0
         return build(provider)
 
-    def _noting(
-        self, build: Callable[..., DataLoader[object]], dataset: object, consumed_samples: int
-    ) -> DataLoader[object]:
+    def _noting(self, build: _Loader, dataset: object, consumed_samples: int) -> DataLoader[object]:
         # Only the first of several validation sets counts as one; such sets are never moved.
         kind = _KINDS[min(self._calls, len(_KINDS) - 1)]
         self._calls += 1
-        self._loaders[kind].append(partial(build, dataset))
+        self._loaders[kind].append(partial(self._loader_at, build, dataset))
+        return build(dataset, consumed_samples)
+
+    def _loader_at(
+        self, build: _Loader, dataset: object, consumed_samples: int
+    ) -> Iterable[object]:
+        """Loader from `consumed_samples` on; empty at the end, where upstream opens none.
+
+        A blend has no more samples than training reads, and a failure may follow the last
+        iteration.
+        """
+        if not self._cyclic and isinstance(dataset, Sized) and consumed_samples >= len(dataset):
+            return ()
         return build(dataset, consumed_samples)
 
     def _move(self, kind: str, consumed_samples: int) -> None:
@@ -100,7 +111,7 @@ class UpstreamData:
                     iterator.advance()  # drop the micro-batches of the interrupted iteration
                     iterator.iterable = self._opened(loader(consumed_samples), consumed_samples)
 
-    def _opened(self, loader: DataLoader[object], consumed_samples: int) -> Iterator[object]:
+    def _opened(self, loader: Iterable[object], consumed_samples: int) -> Iterator[object]:
         """Iterator from `consumed_samples` on, which draws random numbers when upstream's would.
 
         A loader draws a seed when it is opened. A cyclic loader is opened when the first sample of
@@ -109,6 +120,7 @@ class UpstreamData:
         if not self._cyclic:
             return iter(loader)
         again_and_again = training.cyclic_iter(loader)
+        assert isinstance(loader, DataLoader)
         sampler: Any = loader.batch_sampler
         if consumed_samples % (sampler.total_samples - sampler.last_batch_size) == 0:
             return iter(again_and_again)

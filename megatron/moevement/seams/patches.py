@@ -159,6 +159,7 @@ UPSTREAM = {
     'megatron.core.datasets.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices': (
         'self',
     ),
+    'megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__': ('self', 'idx'),
     'megatron.core.datasets.blended_dataset:BlendedDataset._build_indices': ('self',),
 }  # fmt: skip
 """Parameters by part, written as `module:function` or `module:Class.method`."""

@@ -97,6 +97,25 @@ def test_training_data_are_told_from_any_number_of_validation_sets(sets: int) ->
     ] * 2
 
 
+@pytest.mark.parametrize('kind', ['training', 'validation'])
+def test_data_can_be_moved_to_their_end(kind: str) -> None:
+    """A blend has as many samples as training reads; upstream opens no loader at its end."""
+    data = UpstreamData(cyclic=False, full_validation=False)
+    dataset = list(range(8))
+
+    def build(dataset: list[int], consumed_samples: int) -> DataLoader:
+        sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, 1, 0, 2)
+        return DataLoader(dataset, batch_sampler=sampler)
+
+    data._noting(build, dataset, 0)
+    data._noting(build, dataset, 0)
+    moved = {'training': RerunDataIterator(iter(())), 'validation': RerunDataIterator(iter(()))}
+    data.use(moved['training'], moved['validation'])
+    for consumed, left in ((8, []), (6, [6]), (8, [])):
+        getattr(data, f'move_{kind}')(consumed)
+        assert [batch.item() for batch in moved[kind].iterable] == left
+
+
 class Shuffled(Sampler):
     """Draws from all global generators of the host when it is opened."""
 
