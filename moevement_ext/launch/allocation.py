@@ -69,17 +69,20 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     return sound or set()
 
 
-def requeue(job: str, excluded: Collection[str]) -> None:
+def requeue(job: str, excluded: Collection[str], nodes: int | None = None) -> None:
     """Put the job back into Slurm's queue.
 
     Args:
         job: Slurm's job id.
         excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
+        nodes: number of nodes that it waits for; None: as submitted.
     """
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
+    changes = [f'ExcNodeList={hosts}'] if excluded else []
+    changes += [f'NumNodes={nodes}'] if nodes is not None else []
     subprocess.run(['scontrol', 'requeue', job], check=False)
-    if excluded:  # Slurm changes this of pending jobs only
-        _insist('scontrol', 'update', f'JobId={job}', f'ExcNodeList={hosts}')
+    if changes:  # Slurm changes this of pending jobs only
+        _insist('scontrol', 'update', f'JobId={job}', *changes)
 
 
 def _still_has(job: str, lost: Collection[str]) -> set[str] | None:

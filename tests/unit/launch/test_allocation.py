@@ -18,7 +18,7 @@ case "$1 $2" in
     'requeue '*) echo "$2" >"$0.requeued" ;;
     'show job') echo '   ReqNodeList=(null) ExcNodeList=x[1-2]' ;;
     'show hostnames') tr , '\\n' <<<"$3" ;;
-    update*) if mkdir "$0.tried"; then exit 1; fi; echo "$2 $3" >"$0.updated" ;;
+    update*) if mkdir "$0.tried"; then exit 1; fi; echo "${@:2}" >"$0.updated" ;;
 esac
 """
 # The nodes that the job has are in a file with a line for each question; the last line stays.
@@ -72,6 +72,13 @@ def test_a_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
     allocation.requeue('42', {'c', 'b'})
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
     assert (programs / 'scontrol.updated').read_text() == 'JobId=42 ExcNodeList=x[1-2],b,c\n'
+
+
+def test_a_requeued_job_waits_for_a_number_of_nodes(programs: Path) -> None:
+    allocation.requeue('42', {'b'}, nodes=4)
+    assert (programs / 'scontrol.updated').read_text() == (
+        'JobId=42 ExcNodeList=x[1-2],b NumNodes=4\n'
+    )
 
 
 def test_nothing_else_of_it_is_changed(programs: Path) -> None:
