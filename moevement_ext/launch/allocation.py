@@ -79,7 +79,7 @@ def requeue(job: str, excluded: Collection[str], nodes: int | None = None) -> No
     """
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
     changes = [f'ExcNodeList={hosts}'] if excluded else []
-    changes += [f'NumNodes={nodes}'] if nodes is not None else []
+    changes += [f'NumNodes={nodes}-{nodes}'] if nodes is not None else []
     subprocess.run(['scontrol', 'requeue', job], check=False)
     if changes:  # Slurm changes this of pending jobs only
         _insist('scontrol', 'update', f'JobId={job}', *changes)

@@ -163,7 +163,7 @@ def test_an_exact_job_goes_back_to_the_queue_until_it_has_the_nodes_of_before(
         kill(batch)
     with submitted(exact, slurm, log, stall, nodes='n1', SLURM_RESTART_COUNT='1') as batch:
         assert batch.wait(START_S) == EXIT_WHOLE_JOB, tails([log])
-    assert (slurm / 'scontrol.asked').read_text() == 'requeued\nJobId=42 NumNodes=2\n'
+    assert (slurm / 'scontrol.asked').read_text() == 'requeued\nJobId=42 NumNodes=2-2\n'
     assert 'it waits there for 2 nodes' in log.read_text()
     with submitted(exact, slurm, log, stall, nodes='n1,n2', SLURM_RESTART_COUNT='2') as batch:
         assert batch.wait(START_S) == 0, tails([log])

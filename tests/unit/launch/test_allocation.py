@@ -77,7 +77,7 @@ def test_a_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
 def test_a_requeued_job_waits_for_a_number_of_nodes(programs: Path) -> None:
     allocation.requeue('42', {'b'}, nodes=4)
     assert (programs / 'scontrol.updated').read_text() == (
-        'JobId=42 ExcNodeList=x[1-2],b NumNodes=4\n'
+        'JobId=42 ExcNodeList=x[1-2],b NumNodes=4-4\n'
     )
 
 

@@ -136,7 +136,7 @@ def test_a_job_that_needs_more_ranks_waits_for_them_in_the_queue(
     flags = ['--requeue', '--spare-nodes', '1', '--workers-per-node', '4', '--', str(job.program)]
     assert main(flags) == EXIT_WHOLE_JOB
     assert scontrol.with_name('scontrol.requeued').read_text() == '42\n'
-    assert scontrol.with_name('scontrol.updated').read_text() == 'NumNodes=4\n'
+    assert scontrol.with_name('scontrol.updated').read_text() == 'NumNodes=4-4\n'
 
 
 def test_a_host_that_never_had_an_agent_is_missed(

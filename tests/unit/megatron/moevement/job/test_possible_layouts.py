@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a job that goes on with another number of data-parallel ranks."""
+"""Layouts that cannot go on from windows of another one, and why not."""
 
 from collections import Counter
 from itertools import islice
@@ -40,3 +40,12 @@ def test_another_number_of_ranks_with_data_of_their_own_is_refused() -> None:
     refuse(Layout(4, data=4), Layout(3, data=3), shared)
     with pytest.raises(RefusedWindow, match='start with 4 data-parallel ranks, not 3'):
         refuse(Layout(4, data=4), Layout(3, data=3), own)
+
+
+def test_another_division_of_tensors_is_refused() -> None:
+    free, bound = (Bound(interleaved=interleaved, own_data=False) for interleaved in (False, True))
+    with pytest.raises(RefusedWindow, match='start with --tensor-model-parallel-size 2, or export'):
+        refuse(Layout(4, tensor=2), Layout(4, tensor=4), free)
+    refuse(Layout(4, expert_tensor=2), Layout(4), free)
+    with pytest.raises(RefusedWindow, match='start with --expert-tensor-parallel-size 2'):
+        refuse(Layout(4, expert_tensor=2), Layout(4), bound)
