@@ -180,7 +180,8 @@ class SparseCheckpointConfig:
     """Alternative layouts if the number of ranks does not fit the flags; the first that fits is
     used."""
     elastic_exact: bool = False
-    """Refuse windows of another layout that the new layout can continue only up to rounding."""
+    """Wait for the ranks of the old layout, or refuse to start, rather than continue its windows
+    equal up to rounding only."""
     forget: bool = False
     """Start from scratch although some ranks still have windows that were once complete."""
     strict: bool = False

@@ -339,8 +339,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         '--sparse-ckpt-elastic-exact',
         action='store_true',
-        help='Refuse to start another layout from a window of several iterations, which it '
-        'continues equal up to rounding only; windows of one iteration are continued exactly.',
+        help='Wait for the ranks of the old layout, or refuse to start, rather than continue a '
+        'window of several iterations in another layout, which is equal up to rounding only; '
+        'windows of one iteration are continued exactly.',
     )
     group.add_argument(
         '--sparse-ckpt-forget',

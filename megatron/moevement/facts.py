@@ -53,6 +53,8 @@ class JobFacts:
     """Iterations between two lines about protection."""
     data_parallel_random_init: bool = False
     dataloader_type: str = 'single'
+    data_sharding: bool = True
+    """A cyclic loader shuffles a part of the data for each data-parallel rank."""
     load: str | None = None
     """Directory of the dense checkpoint to start from."""
     finetune: bool = False
@@ -70,6 +72,11 @@ class JobFacts:
     eval_interval: int | None = None
     start_eval_at_iter: int | None = None
     exit_interval: int | None = None
+
+    @property
+    def has_data_of_each_rank(self) -> bool:
+        """True if the samples of an iteration depend on the number of data-parallel ranks."""
+        return self.dataloader_type == 'cyclic' and self.data_sharding
 
     @property
     def boundary_dtype(self) -> torch.dtype:

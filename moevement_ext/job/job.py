@@ -202,7 +202,7 @@ class Job:
         found = whole_job.find(
             node_store(self.rank), self._disk, self.rank, dense_iteration, last_iteration, elsewhere
         )
-        self._layouts.require_parts(found)
+        self._layouts.require_nodes(found)
         return found, time.perf_counter() - began
 
     def _refuse_without_window(self) -> None:

@@ -93,7 +93,7 @@ def join(
         backend=backend,
         config=config,
         events=EventLog(config.events, identity.rank, required=not joining),
-        exchange=Exchange(membership.archive if membership else None, joining),
+        exchange=Exchange(membership.archive if membership else None, joining, timeout),
     )
     faults.arm(rank.number)
     return Joined(rank, membership, store)

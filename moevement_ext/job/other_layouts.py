@@ -6,13 +6,21 @@ import logging
 from moevement_ext.config import OFF
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.job.exporting import is_export
+from moevement_ext.job.more_nodes import without_nodes
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.protect.parting import part
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
 from moevement_ext.recover.relayout import surplus
-from moevement_ext.recover.relayout.found import NOTHING, Candidate, find, require_parts
+from moevement_ext.recover.relayout.found import (
+    NOTHING,
+    Candidate,
+    NodesMissing,
+    find,
+    require_exact,
+    require_parts,
+)
 from moevement_ext.recover.relayout.picking_up import PickingUp
 from moevement_ext.recover.relayout.stock import shelf_of
 from moevement_ext.recover.trainer import Trainer
@@ -41,14 +49,23 @@ class OtherLayouts:
         self._elsewhere = find(self._rank, self._shelf, dense_iteration, last_iteration)
         return self._elsewhere.dense_at
 
-    def require_parts(self, own: whole_job.Predecessor) -> None:
-        """Refuse to start over while parts of newer windows are missing, as `found.require_parts`.
+    def require_nodes(self, own: whole_job.Predecessor) -> None:
+        """Refuse to go on from less than other nodes have. Collective.
+
+        See `found.require_parts`, and with `--sparse-ckpt-elastic-exact` `found.require_exact`.
+        Where the launcher can still get nodes, this waits for them first.
 
         `own` are the windows of this layout.
         """
-        newest = max((window.dense_at for window in own.candidates), default=-1)
-        if not self._rank.config.forget:
-            require_parts(self._elsewhere, newest)
+        newest, config = _newest(own), self._rank.config
+        try:
+            if not config.forget:
+                require_parts(self._elsewhere, newest)
+            if config.elastic_exact and self._elsewhere.dense_at > newest:
+                require_exact(self.candidates[0], surplus.started(self._rank.world_size))
+        except NodesMissing as missing:
+            without_nodes(self._rank, missing)
+            raise
 
     def keep_until_replaced(self, memory: HostMemory, disk: DiskWindows | None) -> None:
         """Free these windows once all ranks have their own window; on disk, two windows."""
@@ -96,9 +113,13 @@ class OtherLayouts:
         picking = PickingUp(
             self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.relaying
         )
-        newest = max((window.dense_at for window in own.candidates), default=-1)
-        source = picking.obtain(newest)
+        source = picking.obtain(_newest(own))
         if source is None and not own.candidates:
             reason = 'no window of another layout could be put together'
             whole_job.next_tier(reason, self._rank, own.dense_iteration)
         return source
+
+
+def _newest(own: whole_job.Predecessor) -> int:
+    """Iteration of the newest dense state in windows of this layout, -1 if there is none."""
+    return max((window.dense_at for window in own.candidates), default=-1)

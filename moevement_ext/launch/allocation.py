@@ -68,22 +68,25 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     return sound or set()
 
 
-def requeue(job: str, excluded: Collection[str]) -> bool:
+def requeue(job: str, excluded: Collection[str], nodes: int | None = None) -> bool:
     """Put the job back into Slurm's queue.
 
     Args:
         job: Slurm's job id.
         excluded: hosts to exclude, in addition to those of the job's own `--exclude`.
+        nodes: number of nodes that it waits for; None: as submitted.
 
     Returns:
         False if Slurm has refused, or its controller does not answer.
     """
     hosts = ','.join([*_excluded(job), *sorted(excluded)])
+    changes = [f'ExcNodeList={hosts}'] if excluded else []
+    changes += [f'NumNodes={nodes}-{nodes}'] if nodes is not None else []
     # Slurm kills all processes of a job that it requeues, this command included.
     if not _insist('scontrol', 'requeue', job, killed=True):
         return False
-    if excluded:  # Slurm changes this of pending jobs only
-        _insist('scontrol', 'update', f'JobId={job}', f'ExcNodeList={hosts}')
+    if changes:  # Slurm changes this of pending jobs only
+        _insist('scontrol', 'update', f'JobId={job}', *changes)
     return True
 
 

@@ -2,10 +2,17 @@
 """Requeues a Slurm job when a node is missing and no spare node is left."""
 
 import os
+from collections.abc import Callable
 
 from moevement_ext.events import Event
 from moevement_ext.launch.allocation import requeue, wait_until_noticed
-from moevement_ext.launch.launcher_events import NodeLost, NodeMissing, NodeReady, WorkerLaunched
+from moevement_ext.launch.launcher_events import (
+    NodeLost,
+    NodeMissing,
+    NodeReady,
+    RanksNeeded,
+    WorkerLaunched,
+)
 from moevement_ext.launch.output import say_of_launcher
 
 # Limit of Slurm's restart count for a job that has started no worker.
@@ -16,12 +23,14 @@ class History:
     """State of a job that decides about a requeue.
 
     `lost` are hosts without an agent, or with an unusable device; `has_begun` once a worker
-    started.
+    started. `needed` is the number of ranks that the job needs to go on, if
+    it has ended for that.
     """
 
     def __init__(self) -> None:
         self.lost: set[str] = set()
         self.has_begun = False
+        self.needed: int | None = None
 
     def note(self, event: Event) -> None:
         match event:
@@ -31,10 +40,17 @@ class History:
                 self.lost.discard(host)
             case WorkerLaunched():
                 self.has_begun = True
+            case RanksNeeded(ranks):
+                self.needed = ranks
 
 
-def go_back(history: History) -> None:
-    """Requeue this job, unless too many requeues started no worker."""
+def go_back(history: History, nodes_of: Callable[[int], int]) -> None:
+    """Requeue this job, unless too many requeues started no worker.
+
+    Args:
+        history: of the job.
+        nodes_of: number of nodes, spare ones included, for a number of ranks.
+    """
     job = os.environ['SLURM_JOB_ID']
     restarts = int(os.environ.get('SLURM_RESTART_COUNT', '0'))
     hosts = ','.join(sorted(history.lost))
@@ -52,7 +68,14 @@ def go_back(history: History) -> None:
             f'it does not get {",".join(sorted(sound))} again, which Slurm takes for sound; once '
             f'repaired: scontrol update JobId={job} ExcNodeList='
         )
-    if not requeue(job, sound):
+    nodes = None
+    if history.needed is not None:
+        nodes = nodes_of(history.needed)
+        _tell(
+            f'it waits there for {nodes} nodes; to start it with other numbers: '
+            f'scontrol update JobId={job} NumNodes=MIN-MAX'
+        )
+    if not requeue(job, sound, nodes):
         _tell(
             f'Slurm did not take it back: scontrol requeue {job} failed. Submit the job again with '
             'the same flags: it finds its windows.'

@@ -2,6 +2,7 @@
 """Command line of the launcher in a Slurm batch script."""
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -104,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ).start()
     code = supervisor.run()
     if code == EXIT_WHOLE_JOB and job.requeue:
-        go_back(history)
+        workers, spare = job.launch.workers_per_node, len(job.hosts) - job.launch.nodes
+        go_back(history, lambda ranks: math.ceil(ranks / workers) + spare)
     return code
 
 

@@ -7,7 +7,8 @@ Keys of a launch: `memory` (directory of the run's host memory), `survivors` (se
 the death of another worker), `finished/<rank>` (process id and exit status of a finished rank,
 which needs no replacement even if its process is killed), `joining/<rank>` (process id of a rank
 that joins the other ranks, which detect a hang from then on), `files/<rank>` (files that a rank
-keeps in host memory), `files` (number of such reports).
+keeps in host memory), `files` (number of such reports), `needed` (number of ranks without which
+the job cannot go on).
 """
 
 import os
@@ -20,6 +21,7 @@ from moevement_ext.membership.launch import of_launch, own_launch
 _MEMORY = 'memory'
 _SURVIVORS = 'survivors'
 _FILES = 'files'
+_NEEDED = 'needed'
 
 
 def tell_memory(store: Store, directory: Path) -> None:
@@ -46,6 +48,16 @@ def told_files(store: Store, world_size: int) -> list[bytes] | None:
     files = [f'{_FILES}/{rank}' for rank in range(world_size)]
     # A replaced rank counts again, before others have reported.
     return store.multi_get(files) if store.check(files) else None
+
+
+def tell_needed(store: Store, ranks: int) -> None:
+    """Report that the job ends, and that it can go on with so many ranks."""
+    _own(store).set(_NEEDED, str(ranks))
+
+
+def told_needed(store: Store) -> int | None:
+    """The number of ranks that the job needs; None if no worker reported it."""
+    return int(store.get(_NEEDED)) if store.check([_NEEDED]) else None
 
 
 def tell_survivors(store: Store) -> None:

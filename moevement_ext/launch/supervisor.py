@@ -26,6 +26,7 @@ from moevement_ext.launch.launcher_events import (
     JobFailed,
     Journal,
     MemoryKept,
+    RanksNeeded,
     StoreFound,
     StoreGone,
     WorkerEnded,
@@ -46,6 +47,7 @@ from moevement_ext.launch.statements import (
     told_files,
     told_finished,
     told_memory,
+    told_needed,
     told_survivors,
 )
 from moevement_ext.launch.worker import BadEnd, Worker
@@ -143,7 +145,7 @@ class Supervisor:
         finally:
             self._kill_all()
             self._outcome.ended(code)
-            self._report_memory()
+            self._report_what_is_told()
             if self._answers is not None:
                 self._answers.close()
             self._report.close()
@@ -351,11 +353,14 @@ class Supervisor:
         self._starter.close()
         self._loop.close()
 
-    def _report_memory(self) -> None:
+    def _report_what_is_told(self) -> None:
+        """Report the host memory that an unfinished job left behind, and how it goes on."""
         try:
-            memory = told_memory(self._said)
+            memory, needed = told_memory(self._said), told_needed(self._said)
         except DistError:
             return
+        if needed is not None:
+            self._report(RanksNeeded(needed))
         if memory is not None and memory.exists():
             self._report(MemoryKept(str(memory)))
 

@@ -2,6 +2,7 @@
 """Small collectives at start-up; fault-free iterations use none of them."""
 
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import torch
 from torch.distributed import Store, all_gather_object, broadcast_object_list
@@ -23,11 +24,18 @@ class Exchange:
     Args:
         archive: outlives the workers; None where no process is ever replaced.
         joining: this process replaces one of a running job.
+        timeout: how long ranks of the job wait for others.
     """
 
-    def __init__(self, archive: Store | None = None, joining: bool = False) -> None:
+    def __init__(
+        self,
+        archive: Store | None = None,
+        joining: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
         self._archive = archive
         self.joining = joining
+        self.timeout = timeout
 
     def __call__(self, name: str, own: bytes) -> list[bytes]:
         """What every rank gave, by rank, under a name used once in an attempt of the job."""

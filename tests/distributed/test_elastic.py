@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Relaid
 from tests.distributed.conftest import read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
@@ -55,6 +56,7 @@ TENSOR_PARALLEL = tuple(
 ETP_1, ETP_2 = (
     Layout(4, expert=2, sharded=True, more=(*TENSOR_PARALLEL, _ETP, str(size))) for size in (1, 2)
 )
+PLAIN_ETP_1, PLAIN_ETP_2 = (layout._replace(sharded=False) for layout in (ETP_1, ETP_2))
 CASES = {
     'EP 4 to EP 2': (Layout(4, expert=4, sharded=True), Layout(2, expert=2, sharded=True)),
     'EP 2 to EP 4': (Layout(2, expert=2, sharded=True), Layout(4, expert=4, sharded=True)),
@@ -64,6 +66,8 @@ CASES = {
     'DP 4 to DP 3': (Layout(4, sharded=True), Layout(3, sharded=True)),
     'ETP 1 to ETP 2': (ETP_1, ETP_2),
     'ETP 2 to ETP 1': (ETP_2, ETP_1),
+    'ETP 1 to ETP 2, plain optimizer': (PLAIN_ETP_1, PLAIN_ETP_2),
+    'ETP 2 to ETP 1, plain optimizer': (PLAIN_ETP_2, PLAIN_ETP_1),
     'VPP to none': (Layout(2, pipeline=2, more=VPP), Layout(2, pipeline=2)),
 }
 """Upstream loads a checkpoint of the first in the second."""
@@ -73,13 +77,16 @@ THERE_AND_BACK = {
     'sharded to plain': (Layout(4, expert=2, sharded=True), Layout(2, pipeline=2)),
     'several instances': (Layout(4, sharded=True, more=INSTANCES), Layout(2)),
 }
-MUTATIONS = (
-    'an_expert_is_swapped',
-    'ranges_are_shifted_by_one',
-    'data_go_on_where_so_many_ranks_would_be',
-    'streams_are_those_of_another_rank',
-    'moments_are_mixed_up',
-)
+MUTATIONS = {
+    'EP 4 to EP 2': (
+        'an_expert_is_swapped',
+        'ranges_are_shifted_by_one',
+        'data_go_on_where_so_many_ranks_would_be',
+        'streams_are_those_of_another_rank',
+        'moments_are_mixed_up',
+    ),
+    'ETP 1 to ETP 2': ('experts_are_cut_elsewhere',),
+}
 
 
 def killed(cluster: Callable[..., Cluster], layout: Layout, dense: Path, *flags: str) -> Cluster:
@@ -195,7 +202,7 @@ def test_a_longer_window_is_converted_in_the_new_layout(
     was, now = CASES['EP 4 to EP 2']
     job = killed(cluster, was, tmp_path / 'dense', *THREE)
     exact = again(job, cluster, now, *THREE, '--sparse-ckpt-elastic-exact')
-    assert 0 not in exact.run()
+    assert set(exact.run(all_end=True)) == {EXIT_WHOLE_JOB}
     assert '--sparse-ckpt-elastic-exact: the newest window has 3 slots' in exact.output(0)
     after = again(job, cluster, now, *THREE)
     after.finish(timeout_s=300.0)
@@ -260,16 +267,17 @@ def test_what_is_left_of_a_layout_that_was_replaced_does_not_matter(
 
 @pytest.mark.thorough
 @pytest.mark.mutation
+@pytest.mark.parametrize('case', MUTATIONS)
 def test_a_broken_way_into_another_layout_is_noticed(
-    cluster: Callable[..., Cluster], tmp_path: Path
+    case: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    was, now = CASES['EP 4 to EP 2']
+    was, now = CASES[case]
     job = killed(cluster, was, tmp_path / 'dense', *ONE)
     (memory,) = job.memory.parent.glob(f'{job.name}.*')
     kept = shutil.copytree(memory, memory.with_name(f'kept-{job.name}'))
     try:
         found = {}
-        for mutation in ('none', *MUTATIONS):
+        for mutation in ('none', *MUTATIONS[case]):
             shutil.rmtree(memory, ignore_errors=True)
             shutil.copytree(kept, memory)
             after = again(job, cluster, now, *ONE)

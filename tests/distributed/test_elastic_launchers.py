@@ -24,6 +24,7 @@ from tests.distributed.test_elastic import (
     MODEL,
     ONE,
     RESTART,
+    THREE,
     Layout,
     differing,
     left_over,
@@ -53,6 +54,7 @@ SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
     "show hostnames") tr , '\\n' <<<"$3" ;;
     "requeue 42") echo requeued >>"$0.asked" ;;
+    update*) echo "${@:2}" >>"$0.asked" ;;
 esac
 """
 SQUEUE = '#!/usr/bin/env bash\necho n1\n'
@@ -61,8 +63,17 @@ SQUEUE = '#!/usr/bin/env bash\necho n1\n'
 @pytest.fixture
 def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
     """A job of four ranks on two nodes, which two ranks may go on with; it saves each iteration."""
-    flags = [*MODEL, *QUIET, *LARGE.flags(), *RESTART, *LAYOUTS, *ONE]
-    made = cluster(*flags, *DENSE, '--save', str(tmp_path / 'dense'))
+    return prepared(cluster, *ONE, *DENSE, '--save', str(tmp_path / 'dense'))
+
+
+@pytest.fixture
+def exact(cluster: Callable[..., Cluster]) -> Cluster:
+    """Two ranks may not go on with its windows."""
+    return prepared(cluster, *THREE, '--sparse-ckpt-elastic-exact')
+
+
+def prepared(cluster: Callable[..., Cluster], *flags: str) -> Cluster:
+    made = cluster(*MODEL, *QUIET, *LARGE.flags(), *RESTART, *LAYOUTS, *flags)
     made.directory.mkdir(parents=True)
     return made
 
@@ -71,10 +82,7 @@ def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
     job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """The node that is lost comes back while two ranks train."""
-    launch = (
-        f'--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d '
-        f'--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=2'
-    ).split()
+    launch = elastic_launch()
     logs = [job.directory / f'agent{number}.log' for number in range(3)]
     stall = tmp_path / 'stall'
     env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
@@ -87,9 +95,7 @@ def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
         )
         agents = [first(), second()]
         hold_at_window(3, job, 4, stall, logs)
-        lost = psutil.Process(agents.pop().pid)
-        for process in [lost, *lost.children(recursive=True)]:
-            process.kill()
+        kill(agents.pop())
         hold_at_window(8, job, 2, stall, logs)
         agents.append(third())
         for process in agents:
@@ -100,15 +106,86 @@ def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
 
 
-def test_a_requeued_job_continues_on_fewer_nodes_and_on_more(
-    job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
+def test_an_exact_job_waits_for_the_node_that_it_has_lost(
+    exact: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    """One of two nodes is lost, and returns; scripts take the place of Slurm's programs."""
-    bin_ = tmp_path / 'bin'
-    bin_.mkdir()
+    launch = elastic_launch()
+    logs = [exact.directory / f'agent{number}.log' for number in range(3)]
+    stall = tmp_path / 'stall'
+    env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
+    with ExitStack() as stack:
+        first, second, third = (
+            lambda number=number, node=node: stack.enter_context(
+                agent(launch, exact.flags, logs[number], MOEVEMENT_NODE=node, **env)
+            )
+            for number, node in enumerate(('node0', 'node1', 'node1'))
+        )
+        agents = [first(), second()]
+        hold_at_window(3, exact, 4, stall, logs)
+        kill(agents.pop())
+        wait_until(lambda: 'minutes for more nodes | --sparse-ckpt' in logs[0].read_text(), logs)
+        assert ': 2 of its ranks are missing' in logs[0].read_text()
+        agents.append(third())
+        for process in agents:
+            assert process.wait(START_S) == 0, tails(logs)
+    assert_as_never_interrupted(exact, cluster)
+
+
+def elastic_launch() -> list[str]:
+    """Flags of torchrun for one or two nodes."""
+    return (
+        f'--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d '
+        f'--rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-conf last_call_timeout=2'
+    ).split()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    lost = psutil.Process(process.pid)
+    for one in [lost, *lost.children(recursive=True)]:
+        one.kill()
+
+
+def assert_as_never_interrupted(job: Cluster, cluster: Callable[..., Cluster]) -> None:
+    assert job.events_of(Relaid) == []
+    assert left_over(job) == []
+    fault_free = cluster(*MODEL, *QUIET, *LARGE.flags(), sparse=False)
+    fault_free.finish(timeout_s=300.0)
+    assert differing(read_digest(job), read_digest(fault_free)) == set()
+
+
+def test_an_exact_job_goes_back_to_the_queue_until_it_has_the_nodes_of_before(
+    exact: Cluster, cluster: Callable[..., Cluster], slurm: Path, tmp_path: Path
+) -> None:
+    stall = tmp_path / 'stall'
+    log = exact.directory / 'slurm.log'
+    with submitted(exact, slurm, log, stall, nodes='n1,n2') as batch:
+        hold_at_window(3, exact, 4, stall, [log])
+        kill(batch)
+    with submitted(exact, slurm, log, stall, nodes='n1', SLURM_RESTART_COUNT='1') as batch:
+        assert batch.wait(START_S) == EXIT_WHOLE_JOB, tails([log])
+    assert (slurm / 'scontrol.asked').read_text() == 'requeued\nJobId=42 NumNodes=2-2\n'
+    assert 'it waits there for 2 nodes' in log.read_text()
+    with submitted(exact, slurm, log, stall, nodes='n1,n2', SLURM_RESTART_COUNT='2') as batch:
+        assert batch.wait(START_S) == 0, tails([log])
+    assert_as_never_interrupted(exact, cluster)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Path:
+    """Scripts that take the place of Slurm's programs."""
+    folder = tmp_path / 'bin'
+    folder.mkdir()
     for name, text in (('srun', SRUN), ('scontrol', SCONTROL), ('squeue', SQUEUE)):
-        (bin_ / name).write_text(text)
-        (bin_ / name).chmod(0o755)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_a_requeued_job_continues_on_fewer_nodes_and_on_more(
+    job: Cluster, cluster: Callable[..., Cluster], slurm: Path, tmp_path: Path
+) -> None:
+    """One of two nodes is lost, and returns."""
+    bin_ = slurm
     stall = tmp_path / 'stall'
     log = job.directory / 'slurm.log'
     with submitted(job, bin_, log, stall, nodes='n1,n2') as batch:
@@ -121,9 +198,7 @@ def test_a_requeued_job_continues_on_fewer_nodes_and_on_more(
     assert (bin_ / 'scontrol.asked').read_text() == 'requeued\n'
     with submitted(job, bin_, log, stall, nodes='n1', SLURM_RESTART_COUNT='1') as batch:
         hold_at_window(8, job, 2, stall, [log])
-        preempted = psutil.Process(batch.pid)
-        for process in [preempted, *preempted.children(recursive=True)]:
-            process.kill()
+        kill(batch)
     (bin_ / 'srun.n2').unlink()
     with submitted(job, bin_, log, stall, nodes='n1,n2', SLURM_RESTART_COUNT='2') as batch:
         assert batch.wait(START_S) == 0, tails([log])
@@ -142,9 +217,7 @@ def test_the_launcher_on_one_machine_goes_on_with_fewer_nodes_and_with_more(
     for nodes, train, start, log in ((4, 4, 3, logs[0]), (3, 2, 8, logs[1])):
         with launched(job, nodes, log, stall) as launcher:
             hold_at_window(start, job, train, stall, [log])
-            everything = psutil.Process(launcher.pid)
-            for process in [everything, *everything.children(recursive=True)]:
-                process.kill()
+            kill(launcher)
     assert 'rank 2 does not train: the layout has no place for it' in logs[1].read_text()
     grows = job.directory / 'launch-again.log'
     with launched(job, 4, grows, stall) as launcher:

@@ -5,6 +5,7 @@ Three ranks on two nodes follow four that were killed, and only two fit a layout
 is compared, bit for bit, with plain Megatron of two ranks.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,22 @@ def test_without_a_secret_what_a_surplus_rank_holds_is_missing(
     started_over.finish(timeout_s=300.0)
     assert IDLES in started_over.output(0)
     assert left_over(job) == []
+
+
+@pytest.mark.mutation
+def test_records_of_another_owner_are_noticed(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
+    (memory,) = job.memory.parent.glob(f'{job.name}.*')
+    kept = shutil.copytree(memory, tmp_path / 'kept')
+    found = []
+    for mutation in (None, 'mutations.elastic:a_surplus_rank_serves_records_of_another_owner'):
+        shutil.copytree(kept, memory, dirs_exist_ok=True)
+        after = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS, *ALONE)
+        assert after.survive(mutation=mutation) == {}
+        found.append(read_digest(after))
+    assert differing(*found)
 
 
 def assert_equal(found: dict, expected: dict) -> None:

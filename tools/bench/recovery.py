@@ -12,8 +12,11 @@ and measures the time until the last rank logs an iteration that was not committ
   whole job              all workers are killed and restarted, as torchrun does; they recover
                          from windows in host memory
   torch_dist             the same, from the last torch_dist checkpoint
+  whole-job-elastic      the whole job with --sparse-ckpt-elastic restart, in the same layout; only
+                         where --only names it
 
-If all workers are killed, only the last two exist. The kill comes half way between two checkpoints.
+If all workers are killed, there is no localized one. The kill comes half way between two
+checkpoints.
 
 Exit status: 0 done, 1 states that must be equal differ, 2 a run failed or did not recover.
 """
@@ -28,15 +31,17 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from moevement_ext.config import LOCALIZED, WHOLE_JOB
+from moevement_ext.config import LOCALIZED, RESTART, WHOLE_JOB
 from tools.bench import model
 from tools.bench.recovery_report import (
     ALL,
     COLD,
     DISK,
+    ELASTIC,
     SPARE,
     STAGES,
     TITLES,
+    USUAL,
     VICTIM,
     WHOLE,
     WORKER,
@@ -70,7 +75,7 @@ class Bench(NamedTuple):
     window: int
     lose: str = WORKER
     share_gpu: bool = False
-    only: Sequence[str] = tuple(TITLES)
+    only: Sequence[str] = USUAL
 
     @property
     def methods(self) -> list[str]:
@@ -118,6 +123,7 @@ class Bench(NamedTuple):
                 flags += dense_flags(Path(checkpoints), interval, asynchronous=False)
             else:
                 flags += self._sparse_flags(memory, folder, WHOLE_JOB)
+                flags += ['--sparse-ckpt-elastic', RESTART] if method == ELASTIC else []
             with Job(self._launch(folder / 'killed', flags)) as job:
                 victims = [VICTIM] if self.lose == WORKER else range(STAGES)
                 killed_at = job.kill_after(kill_at, victims)
@@ -156,8 +162,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='python -m tools.bench.recovery', description=__doc__)
     add = parser.add_argument
     add('--lose', choices=(WORKER, ALL), default=WORKER, help='workers to kill (default: worker)')
-    add('--only', choices=TITLES, nargs='+', default=list(TITLES), help='ways to recover (default: '
-        'all)')  # fmt: skip
+    add('--only', choices=TITLES, nargs='+', default=list(USUAL), help='ways to recover (default: '
+        'all but the last)')  # fmt: skip
     add('--rounds', type=int, default=2, help='turns of everything (default: 2)')
     add('--window', type=int, default=4, help='iterations per window (default: 4)')
     add('--dense-interval', type=int, default=10, help='iterations between torch_dist checkpoints '
@@ -166,7 +172,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_share_gpu(parser)
     args = parser.parse_args(argv)
     parser.require_at_least_1(args, 'rounds', 'window', 'dense_interval')
-    if args.lose == ALL and not {WHOLE, DISK} & set(args.only):
+    if args.lose == ALL and not {WHOLE, DISK, ELASTIC} & set(args.only):
         parser.error(f'--only {" ".join(args.only)}: not with --lose {ALL}')
     return args
 
@@ -183,7 +189,7 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
     for number in range(1, args.rounds + 1):
         rounds.append({})
         for name in bench.methods:
-            if name in (WHOLE, DISK):
+            if name in (WHOLE, DISK, ELASTIC):
                 found = bench.restarted(name, number, kill_at, interval, reference)
             else:
                 found = bench.localized(name, number, kill_at, reference)

@@ -25,12 +25,15 @@ VICTIM = 2
 """A rank whose stage has neighbours on both sides."""
 WORKER, ALL = 'worker', 'all'
 SPARE, COLD, WHOLE, DISK = 'localized-spare', 'localized', 'whole-job', 'torch-dist'
+ELASTIC = 'whole-job-elastic'
 TITLES = {
     SPARE: 'localized, hot spare',
     COLD: 'localized',
     WHOLE: 'whole job, host memory',
     DISK: 'whole job, torch_dist',
+    ELASTIC: 'whole job, --sparse-ckpt-elastic, same layout',
 }
+USUAL = tuple(name for name in TITLES if name != ELASTIC)
 
 
 class Comeback(msgspec.Struct, frozen=True):

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.utils import get_model_config
 
+from megatron.moevement.job import possible_layouts
+from megatron.moevement.job.possible_layouts import Bound
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.canonical import canonical_name
 from megatron.moevement.state.expert_division import ExpertDivision, is_of_an_expert
@@ -19,7 +21,6 @@ from megatron.moevement.state.relaid_state import relaid, streams_of, told_strea
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
-from moevement_ext.memory.window.refused import RefusedWindow
 
 
 class MegatronRelaying:
@@ -30,6 +31,7 @@ class MegatronRelaying:
         training: the training state.
         present: captures the present auxiliary state.
         each_data_rank: data-parallel ranks have separate random number streams.
+        own_data: data-parallel ranks have separate samples.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class MegatronRelaying:
         training: TrainingState,
         present: Callable[[], IterationState],
         each_data_rank: bool,
+        own_data: bool,
     ) -> None:
         self._layout = placed.layout
         self._seat = placed.seat
@@ -48,23 +51,13 @@ class MegatronRelaying:
         self._seats: Mapping[int, Seat] = {}
         self._shards_before = self._layout.expert_tensor
         config = get_model_config(training.model[0])
-        self._interleaved = config.moe_mlp_glu_interleave_size is not None
+        self._bound = Bound(config.moe_mlp_glu_interleave_size is not None, own_data)
         gated, shards = config.gated_linear_unit, self._layout.expert_tensor
         self._experts = ExpertDivision(training.operators, shards, gated)
 
     def refuse(self, was: Layout) -> None:
-        """Refuse another division of tensors, which ranges do not describe."""
-        flag, before, now = '--tensor-model-parallel-size', was.tensor, self._layout.tensor
-        if before != now:
-            raise RefusedWindow(
-                f'windows of {was} are divided by {flag} {before}, and this job by {now}: '
-                f'start with {flag} {before}, or export a checkpoint (tools.windows export)'
-            )
-        if self._interleaved and was.expert_tensor != self._layout.expert_tensor:
-            raise RefusedWindow(
-                f'--moe-mlp-glu-interleave-size mixes the rows of experts: start with '
-                f'--expert-tensor-parallel-size {was.expert_tensor}'
-            )
+        """Refuse windows of this layout, as `possible_layouts.refuse`."""
+        possible_layouts.refuse(was, self._layout, self._bound)
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
         """Name in the whole model, and the tensor-parallel shard if both layouts divide alike."""

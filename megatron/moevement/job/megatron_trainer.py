@@ -75,7 +75,11 @@ class MegatronTrainer:
         if isinstance(placed, Placed):
             present = partial(self.auxiliary_state.capture, 0, GlobalScalars())
             self.relaying = MegatronRelaying(
-                placed, training, present, facts.data_parallel_random_init
+                placed,
+                training,
+                present,
+                facts.data_parallel_random_init,
+                facts.has_data_of_each_rank,
             )
 
     @property

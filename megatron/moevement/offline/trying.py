@@ -6,16 +6,19 @@ from typing import NamedTuple
 
 from megatron.moevement.checking import judge
 from megatron.moevement.facts import Settings
-from megatron.moevement.job import identity, placing
+from megatron.moevement.job import identity, placing, possible_layouts
+from megatron.moevement.job.possible_layouts import Bound
 from megatron.moevement.offline.run_flags import (
     in_vocabulary_of,
     other_training,
     run_id_of,
     validated_for,
 )
+from megatron.moevement.state.expert_division import refuse_scale
 from moevement_ext.config import RESTART
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window.placed import Layout, Placed
+from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 
@@ -58,16 +61,13 @@ def answer(header: SlotHeader, flags: Sequence[str], ranks: int | None) -> Answe
 
 
 def _in_another_layout(header: SlotHeader, was: Layout, now: Layout, known: Settings) -> Answer:
-    for flag, before, after in (
-        ('--tensor-model-parallel-size', was.tensor, now.tensor),
-        ('--expert-tensor-parallel-size', was.expert_tensor, now.expert_tensor),
-    ):
-        if before != after:
-            return Answer(
-                False,
-                f'{was} divide tensors by {flag} {before}, these flags by {after}: give {before}, '
-                'or export a checkpoint',
-            )
+    try:
+        possible_layouts.refuse(was, now, _bound(known))
+        if was.expert_tensor != now.expert_tensor:
+            for record in header.records:
+                refuse_scale(record.operator, record.part, record.tensor)
+    except RefusedWindow as refusal:
+        return Answer(False, str(refusal))
     if known['sparse_ckpt_elastic'] != RESTART:
         return Answer(
             False,
@@ -82,3 +82,10 @@ def _in_another_layout(header: SlotHeader, was: Layout, now: Layout, known: Sett
         )
     how = 'bit for bit' if header.window == 1 else 'equal up to rounding'
     return Answer(True, f'in another layout, {how}: it is of {was}, the job would be of {now}')
+
+
+def _bound(known: Settings) -> Bound:
+    return Bound(
+        interleaved=known['moe_mlp_glu_interleave_size'] is not None,
+        own_data=known['dataloader_type'] == 'cyclic' and bool(known['data_sharding']),
+    )

@@ -25,6 +25,24 @@ def is_of_an_expert(operator: str) -> bool:
     return _EXPERT.match(operator) is not None
 
 
+def refuse_scale(operator: str, part: str, tensor: str) -> None:
+    """Refuse a part of an expert that belongs to a shard as a whole.
+
+    Args:
+        operator: as in a record.
+        part: as in a record.
+        tensor: as in a record.
+
+    Raises:
+        RefusedWindow: it is one.
+    """
+    if is_of_an_expert(operator) and _OF_A_SHARD.match(part):
+        raise RefusedWindow(
+            f'{tensor} has a scale for each shard ({part}): start with the '
+            '--expert-tensor-parallel-size of before'
+        )
+
+
 class ExpertDivision:
     """Divisions of the experts' tensors on this rank, in its layout and in others.
 
@@ -58,11 +76,7 @@ class ExpertDivision:
         """
         place = _place(operator, tensor)
         block = 0 if place is None else self._blocks.get(place, 0)
-        if is_of_an_expert(operator) and _OF_A_SHARD.match(part):
-            raise RefusedWindow(
-                f'{tensor} has a scale for each shard ({part}): start with the '
-                '--expert-tensor-parallel-size of before'
-            )
+        refuse_scale(operator, part, tensor)
         if not block or part == _OF_ALL:
             return Division()
         return Division(block // shards, shards, shard)

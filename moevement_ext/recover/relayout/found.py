@@ -66,8 +66,35 @@ class Elsewhere:
 NOTHING = Elsewhere([], [])
 
 
-class PartsMissing(UserError):
+class NodesMissing(UserError):
+    """More nodes than those of this start would let the job go on.
+
+    Attributes:
+        ranks: of the layout that would go on; 0: their number alone is not what is missing.
+    """
+
+    ranks = 0
+
+
+class PartsMissing(NodesMissing):
     """Another layout has windows, but no rank can read the parts of some of its ranks."""
+
+
+class RanksMissing(NodesMissing):
+    """Only a layout with more ranks than were started goes on exactly.
+
+    Args:
+        message: what is missing.
+        ranks: of that layout.
+    """
+
+    def __init__(self, message: str, ranks: int) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class OtherLayout(UserError):
+    """This layout must not, or cannot, continue from windows of another layout."""
 
 
 class OtherTraining(UserError):
@@ -110,6 +137,34 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
     newer = [one for one in elsewhere.torn if one.window.dense_at > own]
     if newer:
         raise PartsMissing(_missing(newer))
+
+
+def require_exact(candidate: Candidate, started: int) -> None:
+    """Refuse a window that another layout goes on from only up to rounding.
+
+    Args:
+        candidate: the window.
+        started: ranks that the launcher has started.
+
+    Raises:
+        RanksMissing: its layout has more ranks.
+        OtherLayout: it has not, so that more nodes would not help.
+    """
+    length, layout = candidate.window.length, candidate.layout
+    if length == 1:
+        return
+    what = (
+        f'--sparse-ckpt-elastic-exact: the newest window has {length} slots, which only {layout} '
+        'can go on from exactly: '
+    )
+    missing = layout.ranks - started
+    if missing > 0:
+        raise RanksMissing(
+            f'{what}{missing} of its ranks are missing. Without the flag the job goes on with '
+            f'{started} ranks, equal up to rounding.',
+            layout.ranks,
+        )
+    raise OtherLayout(f'{what}start that layout again, or leave the flag out')
 
 
 def _say_refused(rank: Rank, refused: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ import time
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.capture.relaying import Relaying
-from moevement_ext.errors import HostMemoryError, UserError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.events import Relaid
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
@@ -14,8 +14,14 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover.conversion import Conversion
+from moevement_ext.recover.relayout import surplus
 from moevement_ext.recover.relayout.fetching import Fetcher
-from moevement_ext.recover.relayout.found import Candidate, Elsewhere
+from moevement_ext.recover.relayout.found import (
+    Candidate,
+    Elsewhere,
+    OtherLayout,
+    require_exact,
+)
 from moevement_ext.recover.relayout.relaid import RelaidWindow
 from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.recover.whole_job import Source
@@ -26,10 +32,6 @@ from moevement_ext.replicate.shelf_client import ShelfClient
 logger = logging.getLogger(__name__)
 
 _FAILURES = (RefusedWindow, HostMemoryError, PeerLost)
-
-
-class OtherLayout(UserError):
-    """This layout must not, or cannot, continue from windows of another layout."""
 
 
 class PickingUp:
@@ -77,13 +79,8 @@ class PickingUp:
         return None
 
     def _require(self, candidate: Candidate) -> None:
-        window = candidate.window
-        if window.length > 1 and self._rank.config.elastic_exact:
-            raise OtherLayout(
-                f'--sparse-ckpt-elastic-exact: the newest window has {window.length} slots, which '
-                f'only {candidate.layout} can go on from exactly: start that layout again, or '
-                'leave the flag out'
-            )
+        if self._rank.config.elastic_exact:
+            require_exact(candidate, surplus.started(self._rank.world_size))
         try:
             self._relaying.refuse(candidate.layout)
         except RefusedWindow as refusal:

@@ -108,6 +108,15 @@ def own_rank() -> int:
     return int(os.environ.get('RANK', '0'))
 
 
+def started(training: int) -> int:
+    """Ranks that the launcher has started.
+
+    Args:
+        training: number of those that train.
+    """
+    return training + len(_numbers())
+
+
 def _training() -> int:
     return int(os.environ['WORLD_SIZE'])
 

@@ -5,7 +5,9 @@ import msgspec
 
 from megatron.moevement.job import megatron_relaying as relaying
 from megatron.moevement.state import relaid_state
-from moevement_ext.recover.relayout import index
+from megatron.moevement.state.expert_division import ExpertDivision
+from moevement_ext.recover.relayout import index, surplus
+from moevement_ext.replicate import shelf_server
 
 
 def an_expert_is_swapped() -> None:
@@ -76,3 +78,27 @@ def moments_are_mixed_up() -> None:
         return original(self, need, distance)
 
     index.SlotIndex.pieces = pieces
+
+
+def experts_are_cut_elsewhere() -> None:
+    """A shard of an expert gets the elements of the next shard."""
+    original = ExpertDivision.of
+
+    def of(self, operator, part, tensor, shards, shard):
+        return original(self, operator, part, tensor, shards, (shard + 1) % shards)
+
+    ExpertDivision.of = of
+
+
+def a_surplus_rank_serves_records_of_another_owner() -> None:
+    """Sizes are the same, and so is the checksum of what is sent."""
+    original = shelf_server._send_ranges
+
+    def send_ranges(connection, shelf, request, timeout_s):
+        if surplus.is_surplus():
+            other = request.part.owner ^ 1
+            part = msgspec.structs.replace(request.part, owner=other)
+            request = msgspec.structs.replace(request, part=part)
+        original(connection, shelf, request, timeout_s)
+
+    shelf_server._send_ranges = send_ranges

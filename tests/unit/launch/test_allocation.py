@@ -20,7 +20,7 @@ case "$1 $2" in
     'requeue '*) if mkdir "$0.asked"; then exit 1; fi; echo "$2" >"$0.requeued" ;;
     'show job') echo '   ReqNodeList=(null) ExcNodeList=x[1-2]' ;;
     'show hostnames') tr , '\\n' <<<"$3" ;;
-    update*) if mkdir "$0.tried"; then exit 1; fi; echo "$2 $3" >"$0.updated" ;;
+    update*) if mkdir "$0.tried"; then exit 1; fi; echo "${@:2}" >"$0.updated" ;;
 esac
 """
 # The nodes that the job has are in a file with a line for each question; the last line stays.
@@ -81,6 +81,13 @@ def test_a_requeueing_command_that_slurm_kills_has_done_its_work(programs: Path)
     (programs / 'scontrol').write_text(SCONTROL.replace("'requeue '*)", kill + " 'again '*)"))
     assert allocation.requeue('42', {'b'})
     assert (programs / 'scontrol.updated').exists()
+
+
+def test_a_requeued_job_waits_for_a_number_of_nodes(programs: Path) -> None:
+    allocation.requeue('42', {'b'}, nodes=4)
+    assert (programs / 'scontrol.updated').read_text() == (
+        'JobId=42 ExcNodeList=x[1-2],b NumNodes=4-4\n'
+    )
 
 
 def test_nothing_else_of_it_is_changed(programs: Path) -> None:

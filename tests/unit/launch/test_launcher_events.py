@@ -14,6 +14,7 @@ from moevement_ext.launch.launcher_events import (
     Journal,
     MemoryKept,
     NodeLost,
+    RanksNeeded,
     SpareEnded,
     StoreFound,
     StoreGone,
@@ -29,6 +30,7 @@ EVENTS = [
     StoreGone(None),
     StoreFound(),
     MemoryKept('/dev/shm/run'),
+    RanksNeeded(4),
     JobRecovered('RECOVERED', '1 hot'),
 ]
 

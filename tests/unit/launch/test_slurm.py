@@ -6,7 +6,9 @@ import pytest
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.launch import allocation
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
+from moevement_ext.launch.launcher_events import RanksNeeded
 from moevement_ext.launch.slurm import main, parse
+from moevement_ext.launch.supervisor import Supervisor
 from tests.unit.launch.on_hosts import SlurmJob
 
 pytestmark = pytest.mark.timeout(300)
@@ -113,14 +115,28 @@ def test_only_a_lost_node_queues_the_job_again(
     scontrol: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from moevement_ext.launch.supervisor import Supervisor
-
     monkeypatch.setattr(Supervisor, 'run', lambda self: code)
     assert main([*flags, '--', str(job.program)]) == code
     noted = scontrol.with_name('scontrol.requeued')
     assert noted.exists() is requeued
     if requeued:
         assert noted.read_text() == '42\n'
+
+
+def test_a_job_that_needs_more_ranks_waits_for_them_in_the_queue(
+    job: SlurmJob, scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The spare node is asked for again."""
+
+    def run(supervisor: Supervisor) -> int:
+        supervisor._report(RanksNeeded(9))
+        return EXIT_WHOLE_JOB
+
+    monkeypatch.setattr(Supervisor, 'run', run)
+    flags = ['--requeue', '--spare-nodes', '1', '--workers-per-node', '4', '--', str(job.program)]
+    assert main(flags) == EXIT_WHOLE_JOB
+    assert scontrol.with_name('scontrol.requeued').read_text() == '42\n'
+    assert scontrol.with_name('scontrol.updated').read_text() == 'NumNodes=4-4\n'
 
 
 def test_a_host_that_never_had_an_agent_is_missed(

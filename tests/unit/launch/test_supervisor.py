@@ -15,13 +15,14 @@ from moevement_ext.launch.launcher_events import (
     FaultStaged,
     JobFailed,
     MemoryKept,
+    RanksNeeded,
     WorkerEnded,
     WorkerEvicted,
     WorkerLaunched,
     WorkerLostAtExit,
     WorkerStopped,
 )
-from moevement_ext.launch.statements import tell_memory
+from moevement_ext.launch.statements import tell_memory, tell_needed
 from moevement_ext.membership import arrivals
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import present_round, why_broken
@@ -278,6 +279,14 @@ def test_what_stays_in_memory_is_said(job: Job, kept: bool, tmp_path: Path) -> N
     assert launcher.run() == 143
     said = [event for event in job.events if isinstance(event, MemoryKept)]
     assert said == ([MemoryKept(str(memory))] if kept else [])
+
+
+def test_ranks_that_a_job_needs_are_said(job: Job) -> None:
+    job.on_event = lambda event: job.running.stop(143) if job.started() else None
+    launcher = job.supervisor()
+    tell_needed(job.said, 4)
+    assert launcher.run() == 143
+    assert [event for event in job.events if isinstance(event, RanksNeeded)] == [RanksNeeded(4)]
 
 
 def test_used_up_budget_ends_the_job(job: Job) -> None:

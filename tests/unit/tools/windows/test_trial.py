@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said of windows before a job in some layout is started on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,10 @@ MODEL = (
 LAYOUT = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'.split()
 ELASTIC = ['--sparse-ckpt-elastic', 'restart']
 RANKS = 4
+TENSOR_PARALLEL = '--tensor-model-parallel-size 2 --sequence-parallel --swiglu'.split()
+ETP_1, ETP_2 = ([*TENSOR_PARALLEL, '--expert-tensor-parallel-size', size] for size in ('1', '2'))
+INTERLEAVED = ['--moe-mlp-glu-interleave-size', '16']
+CYCLIC, SHARED = ['--dataloader-type', 'cyclic'], '--no-data-sharding'
 
 Capture = Callable[..., Path]
 
@@ -36,8 +40,10 @@ Capture = Callable[..., Path]
 def capture(tmp_path: Path) -> Capture:
     """Writes windows of a job; returns the directory of its run."""
 
-    def write(start: int, slots: int = 1, owners: range = range(RANKS)) -> Path:
-        args = validated([*MODEL, *LAYOUT], RANKS)
+    def write(
+        start: int, slots: int = 1, owners: range = range(RANKS), flags: Sequence[str] = LAYOUT
+    ) -> Path:
+        args = validated([*MODEL, *flags], RANKS)
         args.padded_vocab_size = 256
         for owner in owners:
             stamp = identity.rank_identity(vars(args), owner, SparseCheckpointConfig(run_id=RUN))
@@ -85,7 +91,7 @@ def test_its_own_layout_goes_on_as_it_is(
         (3, ELASTIC, 8, 0, ['goes on, in another layout, equal up to rounding', '8 ranks']),
         (3, [*ELASTIC, '--sparse-ckpt-elastic-exact'], 8, 1, ['no, --sparse-ckpt-elastic-exact']),
         (1, [*ELASTIC, '--tensor-model-parallel-size', '2', '--sequence-parallel'], 2, 1,
-         ['divide tensors by --tensor-model-parallel-size 1, these flags by 2']),
+         ['are divided by --tensor-model-parallel-size 1, and this job by 2']),
         (1, [*LAYOUT, '--lr', '1', '--seed', '5'], 4, 1,
          ['no, it is of another training: --lr: was None, is 1.0; --seed: was 1234, is 5']),
         (1, [*LAYOUT, '--sparse-ckpt-run-id', 'other'], 4, 1, [f'the run is called {RUN}']),
@@ -128,3 +134,27 @@ def test_a_damaged_file_is_named(capture: Capture, capsys: pytest.CaptureFixture
     assert found == 1
     assert lines[0].startswith(f'{path}: 100 bytes')
     assert lines[1] == f'{RUN}, window 4-plan1: no, there is none of the ranks 2 here'
+
+
+@pytest.mark.parametrize(
+    ('captured', 'flags', 'ranks', 'said'),
+    [
+        (ETP_1, ETP_2, 4, 'goes on, in another layout, bit for bit'),
+        ([*ETP_1, *INTERLEAVED], [*ETP_2, *INTERLEAVED], 4,
+         'no, --moe-mlp-glu-interleave-size mixes the rows of experts: start with '
+         '--expert-tensor-parallel-size 1'),
+        (CYCLIC, CYCLIC, 2, 'no, --dataloader-type cyclic shuffles'),
+        ([*CYCLIC, SHARED], [*CYCLIC, SHARED], 2, 'goes on, in another layout'),
+    ],
+)  # fmt: skip
+def test_what_a_restart_would_refuse_is_refused(
+    captured: list[str],
+    flags: list[str],
+    ranks: int,
+    said: str,
+    capture: Capture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = capture(4, flags=captured)
+    _, (line,) = tried(capsys, directory, *ELASTIC, *flags, ranks=ranks)
+    assert said in line
