@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron.moevement.arguments import config_from_args
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import Recovered, TokensLost, WindowCommitted, WindowPersisted
+from tests.unit.tools.runs import localized_run, write
 from tools.compare import measuring, program, report, trace
 from tools.compare.__main__ import main
 from tools.compare.measuring import PHASES, Comeback, Curves, Figures
@@ -232,6 +233,14 @@ def test_without_checkpoints_the_warm_up_is_trained_again() -> None:
     )
     # From 8.5 s on it trains 4 iterations up to the first that counts; 1.5 s remain.
     assert predicted(ROWS['none'], job, 1.0, 6, 0.0) == pytest.approx(1.5 / 10)
+
+
+@pytest.mark.parametrize('name', ['gemini', 'moc', 'moc-dynamic'])
+def test_events_of_a_job_without_a_disk_are_enough(name: str, tmp_path: Path) -> None:
+    write(tmp_path / 'events', localized_run())
+    found = predicted(ROWS[name], RESTARTED._replace(folder=tmp_path), 1.0, 3, 0.0)
+    # As above, but an iteration later: until then the newest checkpoint is not complete.
+    assert found == pytest.approx((3 + 5.5) / 14)
 
 
 def recovery(restore_s: float, engine: dict[str, float]) -> Comeback:
