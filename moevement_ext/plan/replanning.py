@@ -67,8 +67,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Capture rate at which helper threads keep to their share of the cores; None: no limit."""
     waited_s: float = 0.0
     """Seconds by which checkpointing delayed training since the cycle before."""
-    checkpoint_s: float | None = None
-    """Seconds of a copy to host memory and to all holders, one after the other; None: unknown."""
+    checkpoint_s: tuple[float, float] | None = None
+    """Seconds of a copy to host memory, and of that and the sends to all holders; None: unknown."""
     persist_s: float | None = None
     """Seconds of the newest copy to disk; None before the first."""
     room: int | None = None

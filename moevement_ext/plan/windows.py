@@ -119,17 +119,24 @@ def held_to(link: float | None, share: float, limit: float | None) -> float | No
 
 def checkpoint_s(
     nbytes: int, copied: float | None, sent: float | None, copies: int, limit: float | None
-) -> float | None:
-    """Seconds to copy one slot to host memory and to all holders, one after the other.
+) -> tuple[float, float] | None:
+    """Seconds of a copy to host memory, and of that and then the sends to all holders.
 
-    None while a rate is unknown: `copied` bytes/s to host memory before the first copy, `sent`
-    before the first unthrottled send. `limit` is as in `held_to`; it throttles sends, so that
-    no other rate may be known.
+    Args:
+        nbytes: of a checkpoint of one slot.
+        copied: rate of copies to host memory in bytes/s; None before the first.
+        sent: send rate in bytes/s; None before the first unthrottled send.
+        copies: number of holders of replicas.
+        limit: as in `held_to`; it throttles sends, so that no other rate may be known.
+
+    Returns:
+        None if a rate is unknown.
     """
     rate = held_to(sent, 1.0, limit)
     if copied is None or (copies and rate is None):
         return None
-    return nbytes / copied + (copies * nbytes / rate if rate else 0.0)
+    own_s = nbytes / copied
+    return own_s, own_s + (copies * nbytes / rate if rate else 0.0)
 
 
 def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float | None:

@@ -108,13 +108,15 @@ def ettr(log: RunLog, iteration_s: float, without_s: float = 0.0) -> float:
 
 def undisturbed(log: RunLog, strikes: Sequence[Strike]) -> list[float]:
     """Seconds of the iterations without a failure, during or right after them."""
-    pairs = itertools.pairwise(log.iterations)
-    return [
-        after.time - before.time
-        for before, after in pairs
-        if after.number == before.number + 1
-        and not any(before.time <= strike.at <= after.time for strike in strikes)
-    ]
+    return [seconds for _, seconds in _undisturbed(log, strikes)]
+
+
+def _undisturbed(log: RunLog, strikes: Sequence[Strike]) -> Iterator[tuple[int, float]]:
+    """The number before each of these iterations, and their seconds."""
+    for before, after in itertools.pairwise(log.iterations):
+        struck = any(before.time <= strike.at <= after.time for strike in strikes)
+        if after.number == before.number + 1 and not struck:
+            yield before.number, after.time - before.time
 
 
 def repeated(log: RunLog) -> int:
@@ -189,22 +191,26 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
     """Return the mean milliseconds per iteration for which training waits for checkpoints.
 
     Sparse checkpointing logs them. For Megatron's saves they are the additional time of the
-    iterations that save, compared with others; iterations with an evaluation are left out.
+    iterations that save, compared with the median of others: of those with an evaluation, if they
+    have one, too. The first save of a process takes much longer than later ones, and counts.
     """
     log = lived.trained.log
     if keeps is not Keeps.DISK:
         return sum(slot.exposed_ms for slot in log.captured) / lived.logged
-    saves: list[float] = []
-    others: list[float] = []
-    for before, after in itertools.pairwise(log.iterations):
-        struck = any(before.time <= strike.at <= after.time for strike in lived.strikes)
-        if after.number == before.number + 1 and not struck and before.number % course.evaluate:
-            seconds = after.time - before.time
-            (others if before.number % course.interval else saves).append(seconds)
-    if not saves or not others:
-        return 0.0
-    stall_s = statistics.median(saves) - statistics.median(others)
-    return max(1000 * stall_s / course.interval, 0.0)
+    saves: list[tuple[bool, float]] = []
+    others: dict[bool, list[float]] = {False: [], True: []}
+    for number, seconds in _undisturbed(log, lived.strikes):
+        evaluates = number % course.evaluate == 0
+        if number % course.interval:
+            others[evaluates].append(seconds)
+        else:
+            saves.append((evaluates, seconds))
+    stalls_s = [
+        seconds - statistics.median(others[evaluates])
+        for evaluates, seconds in saves
+        if others[evaluates]
+    ]
+    return max(1000 * statistics.mean(stalls_s) / course.interval, 0.0) if stalls_s else 0.0
 
 
 def period(keeps: Keeps, lived: Lived, interval: int) -> int:

@@ -16,11 +16,13 @@ from tools.lab.torchrun import Agents
 RANKS = 2
 SITE = ROOT / '.peers'
 """Where `scripts/peers.sh` installs."""
+# Otherwise the store of torchrun's c10d rendezvous keeps addresses of dead workers, too.
+_NEW_STORE = {'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
 _PROGRAM = str(Path(peer_program.__file__).relative_to(ROOT))
 
 
 class Elastic(Agents):
-    """torchrun with the c10d rendezvous: the static one keeps addresses of dead workers.
+    """torchrun with the c10d rendezvous: the store of the static one keeps dead addresses.
 
     Attributes:
         module: the module that starts the workers.
@@ -110,6 +112,8 @@ class PeerRow(NamedTuple):
         else:
             nodes, workers = self.nodes, RANKS // self.nodes
         variables = {peer_program.FOLDER: str(memory / 'lm-resiliency')}
+        if self.starts is Elastic:
+            variables |= _NEW_STORE
         if self.peer:
             variables[peer_program.PEER] = self.peer
         if not self.ours:

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the ETTR of a job by the simulator, from the profile of that job and its faults."""
+"""Predicts the ETTR of a job by the simulator, from the profile of that job and its faults.
 
+The profile says how fast this job trains between checkpoints, how fast it copies and sends, and
+how long it takes from a failure until state can be loaded. Stalls, lost and repeated iterations,
+loading and replays are the simulator's own.
+"""
+
+import statistics
 from dataclasses import replace
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.compare import measuring
-from tools.compare.measuring import Comeback
+from tools.compare.measuring import PHASES, Comeback
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import MICRO_BATCHES, RANKS, Lived
 from tools.compare.trace import for_simulator
-from tools.lab.figures import medians
 from tools.simulate import run_profile
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
-from tools.simulate.profile import Profile, ProfileError
+from tools.simulate.profile import ProfileError
 from tools.simulate.systems import Options, System, build
 
 _HISTORIES = 2  # the first one has the faults of the job
@@ -27,8 +32,6 @@ def predicted(
 ) -> float | None:
     """ETTR that the simulator gives the row under the same faults, over the same time.
 
-    The profile is that of the job itself: pace, rates, bytes, seconds of restarts.
-
     Args:
         row: the row.
         lived: its job.
@@ -38,56 +41,70 @@ def predicted(
     """
     log = lived.trained.log
     origin, wall_s = log.iterations[0].time, measuring.span_s(log)
-    back = list(measuring.comebacks(lived))
     process = for_simulator(
         [strike.at - origin for strike in lived.strikes],
         [strike.rank for strike in lived.strikes],
         wall_s,
     )
+    own_s = statistics.mean(measuring.undisturbed(log, lived.strikes)) - waited_ms / 1000
     try:
-        system = _system(row, lived, iteration_s, (period, waited_ms), back)
+        system = _system(row, lived, own_s, (period, waited_ms))
         found = simulate(
             system.run or system.costs, process, nodes=RANKS, histories=_HISTORIES
         )  # fmt: skip
     except (ProfileError, FieldError, InfeasiblePlan):
         return None
     line = found.timeline
-    return float(line.useful_s[-1] / line.seconds[-1])
+    # The simulator's useful seconds are those of this job, whose helpers share its cores.
+    return float(line.useful_s[-1] / line.seconds[-1]) * iteration_s / own_s
 
 
-def _system(
-    row: Row, lived: Lived, iteration_s: float, checkpoints: tuple[int, float], back: list[Comeback]
-) -> System:
+def restart_s(back: list[Comeback]) -> float:
+    """Seconds from a failure until state can be loaded: detection, new processes, new groups.
+
+    Median over the recoveries, without the phases that the simulator computes itself.
+    """
+    before = PHASES[: PHASES.index('iterations again')]
+    computed = run_profile.COMPUTED_AGAIN
+    return statistics.median(
+        sum(one.phases[name] for name in before)
+        - sum(one.engine.get(name, 0.0) for name in computed)
+        for one in back
+    )
+
+
+def _system(row: Row, lived: Lived, own_s: float, checkpoints: tuple[int, float]) -> System:
     """The row for the simulator. Raises ProfileError, FieldError, InfeasiblePlan."""
     log = lived.trained.log
     period, waited_ms = checkpoints
-    again = {'iterations again', 'new iteration'}
-    restart_s = medians([one.phases for one in back])
-    ready_s = sum(value for name, value in restart_s.items() if name not in again)
-    if row.keeps is not Keeps.MEMORY:
+    ready_s = restart_s(list(measuring.comebacks(lived)))
+    job_s = log.iterations[-1].number * own_s
+    if row.keeps is Keeps.NOTHING:
+        # The job begins anew, and is measured only from a later iteration on.
+        again_s = log.iterations[0].number * own_s
         return build(row.system, Options(
-            iteration_s=iteration_s,
-            interval=period if row.keeps is Keeps.DISK else None,
+            iteration_s=own_s, restart_s=ready_s + again_s, job_s=job_s
+        ))  # fmt: skip
+    if row.keeps is Keeps.DISK:
+        return build(row.system, Options(
+            iteration_s=own_s,
+            interval=period,
             stall_s=waited_ms * period / 1000,
             restart_s=ready_s,
-            job_s=log.iterations[-1].number * iteration_s,
+            job_s=job_s,
         ))  # fmt: skip
     given = _NOT_IN_EVENTS if row.system == 'checkfreq' else {}
-    profile = _with_pace(run_profile.derive(lived.folder / 'events', given), iteration_s)
+    profile = run_profile.derive(lived.folder / 'events', given)
+    profile = replace(profile, iteration_s=own_s, restart_s=max(ready_s, 0.0))
     windows = row.system in ('ours', 'copy')
     options = Options(
         window=period if windows else None,
         interval=None if windows else period,
         mtbf_s=measuring.span_s(log) / len(lived.strikes),
-        job_s=log.iterations[-1].number * iteration_s,
+        job_s=job_s,
         pipeline=replace(profile.pipeline, micro_batches=MICRO_BATCHES),
         localized=row.localized,
         saved=row.saved,
         lost_budget=row.lost_budget,
     )
     return build(row.system, options, profile)
-
-
-def _with_pace(profile: Profile, iteration_s: float) -> Profile:
-    """The profile with plain Megatron's pace: what protection costs is predicted, too."""
-    return replace(profile, iteration_s=iteration_s)

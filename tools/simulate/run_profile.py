@@ -28,8 +28,8 @@ from tools.simulate.fields import FieldError
 from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError
 from tools.simulate.runs import Pipeline
 
-# Phases of a recovery that the simulator computes itself.
-_COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
+COMPUTED_AGAIN = ('fetch', 'load', 'convert', 'catch_up')
+"""Phases of a recovery that the simulator computes itself."""
 
 
 def derive(folder: Path, given: Mapping[str, float]) -> Profile:
@@ -110,7 +110,7 @@ def _restart(history: History) -> tuple[float, str]:
 def _restart_of(episode: Episode) -> float:
     """Seconds of a recovery, without loading and repeated work."""
     end = episode.end if episode.end is not None else episode.events[-1].time
-    again = sum(episode.phases.get(name, 0.0) for name in _COMPUTED_AGAIN)
+    again = sum(episode.phases.get(name, 0.0) for name in COMPUTED_AGAIN)
     return max(end - episode.start - again, 0.0)
 
 

@@ -11,10 +11,12 @@ failure also loses, on average, as many iterations as a copy takes.
 - checkfreq: snapshot to host memory, then to disk in the background (Mohan et al., FAST'21). The
   exposed part of the snapshot is a stall; the interval is the shortest that keeps the stall below
   `overhead_bound` of an iteration on average and lets one write end before the next begins.
-- gemini: dense in host memory of peers (Wang et al., SOSP'23), with its traffic spread over the
-  interval; the part that the interval cannot hide is a stall. Interval by oracle (exact optimum),
-  or by Young or Daly for the stall of a checkpoint with a single iteration to hide behind.
-- moc: partial checkpoints (see `experts`) in host memory, then on disk; global rollback.
+- gemini: dense in host memory of peers (Wang et al., SOSP'23). The copy to own memory has one
+  iteration, as the next update overwrites the state; the traffic to peers has the interval. What
+  these cannot hide is a stall. Interval by oracle (exact optimum), or by Young or Daly for the
+  stall of a checkpoint with a single iteration to hide behind.
+- moc: partial checkpoints (see `experts`) in host memory, then on disk, if its rate is known;
+  global rollback. One iteration hides a copy, at any interval.
 - moetion: the same in every iteration, with as many experts as the iteration hides; at least one.
 - moevement: window of the printed Algorithm 1; the slots' exposed parts are the overhead.
 - ours: the byte planner; within the budget by construction, so without overhead.
@@ -29,6 +31,7 @@ import numpy as np
 
 from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import OperatorBytes, balanced, fewest_slots
+from moevement_ext.plan.strategy.intervals import young_s
 from tools.simulate import closed_form as intervals
 from tools.simulate import fields
 from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
@@ -173,27 +176,36 @@ def _gemini(name: str, options: Options, profile: Profile | None) -> System:
     )
     if profile is None:
         return _given_dense(name, options, profile)
-    copy_s = profile.state_bytes / profile.memory_bytes_per_s
+    own_s = profile.state_bytes / profile.copy_bytes_per_s
+    everywhere_s = profile.state_bytes / profile.memory_bytes_per_s
     load_s = profile.state_bytes / profile.network_bytes_per_s
+    stalls_s = max(0.0, own_s - profile.hidden_s)
+    hides_rest = (everywhere_s - own_s + min(own_s, profile.hidden_s)) / profile.hidden_s
 
     def costs(interval: int) -> Dense:
-        lag_s = _lag_s(min(interval, copy_s / profile.hidden_s), profile)
+        stall_s = max(stalls_s, everywhere_s - interval * profile.hidden_s)
+        lag_s = _lag_s(min(interval, hides_rest), profile)
         restart_s = profile.restart_s + load_s + lag_s
-        stall_s = max(0.0, copy_s - interval * profile.hidden_s)
         return _dense(options, interval=interval, stall_s=stall_s, restart_s=restart_s)
 
     interval = options.interval
     if interval is None and options.interval_rule == 'oracle':
-        # Beyond the interval that hides everything, a longer interval only loses more.
-        hides_all = max(1, math.ceil(copy_s / profile.hidden_s))
-        interval = max(range(1, hides_all + 1), key=lambda n: costs(n).ettr_exact())
+        # A longer interval than these only loses more.
+        young = young_s(stalls_s, options.mtbf_s) / profile.iteration_s
+        longest = max(1, math.ceil(hides_rest), math.ceil(_finite(young)))
+        interval = max(range(1, longest + 1), key=lambda n: costs(n).ettr_exact())
     elif interval is None:
         best = intervals.optimal(costs(1))
         seconds = best.young if options.interval_rule == 'young' else best.daly
-        if math.isinf(seconds):
-            raise fields.FieldError('interval', 'is missing; without failures no interval is best')
-        interval = int(seconds)
+        interval = int(_finite(seconds))
     return System(name, costs(interval), found={'checkpoint_bytes': profile.state_bytes})
+
+
+def _finite(interval: float) -> float:
+    """The interval of a rule. Raises FieldError if it is infinite."""
+    if math.isinf(interval):
+        raise fields.FieldError('interval', 'is missing; without failures no interval is best')
+    return interval
 
 
 def _known_shares(options: Options, profile: Profile | None) -> np.ndarray | None:
@@ -235,12 +247,14 @@ def _moc(name: str, options: Options, profile: Profile | None) -> System:
         return _partial(name, _dense(options), partial, options, shares)
     interval = options.interval or 1
     copy_s = profile.state_bytes / profile.copy_bytes_per_s
-    hidden_s = min(interval * profile.hidden_s, copy_s)
+    hidden_s = min(profile.hidden_s, copy_s)
     stall_s = copy_s - hidden_s
     if options.stall_s is None:
         partial = replace(partial, hidden_s=hidden_s)
-    lag_s = _lag_s(min(interval, copy_s / profile.hidden_s), profile)
-    restart_s = profile.restart_s + profile.written_s + lag_s
+    load_s = profile.state_bytes / profile.network_bytes_per_s
+    if profile.disk_bytes_per_s is not None:
+        load_s = profile.written_s
+    restart_s = profile.restart_s + load_s + _lag_s(hidden_s / profile.hidden_s, profile)
     full = _dense(options, interval=interval, stall_s=stall_s, restart_s=restart_s)
     return _partial(name, full, partial, options, shares)
 

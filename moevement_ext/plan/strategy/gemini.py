@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gemini: the whole state every k iterations, in host memory of the rank and of its peers.
 
-Wang et al., SOSP'23. Copies and traffic that the interval does not hide stall training. A failure
-rolls all stages back to the newest checkpoint of which all copies are complete.
+Wang et al., SOSP'23. The copy to own memory must end before the next update of the state, which one
+iteration hides in part; traffic to peers has the whole interval. What these do not hide stalls
+training. A failure rolls all stages back to the newest checkpoint of which all copies are complete.
 """
 
 import math
@@ -18,38 +19,47 @@ MARGIN = 1.25
 """Factor by which another interval must be better to replace the present one."""
 
 
-def best_interval(rule: str, iteration_s: float, checkpoint_s: float, mtbf_s: float) -> int:
-    """Iterations from one checkpoint to the next, by one of `config.INTERVAL_RULES`.
+def best_interval(
+    rule: str, iteration_s: float, checkpoint_s: tuple[float, float], mtbf_s: float
+) -> int:
+    """Iterations from one checkpoint to the next.
 
     'young' and 'daly' use the stall of a checkpoint that one iteration hides in part. 'oracle'
-    tries every interval up to the one that hides all of it: a longer one only loses more.
-    `checkpoint_s` is the time of a copy to host memory and to all peers, `mtbf_s` the mean time
-    between failures, in seconds.
+    tries every interval up to the one that hides the traffic, and up to Young's for the stall of
+    the own copy, which no interval hides: a longer one only loses more.
+
+    Args:
+        rule: one of `config.INTERVAL_RULES`.
+        iteration_s: seconds of an iteration without checkpoints.
+        checkpoint_s: seconds of a copy to host memory, and of that and the sends to all peers.
+        mtbf_s: mean seconds between failures.
     """
+    own_s, everywhere_s = checkpoint_s
     hidden_s = DEFAULT_HIDDEN_FRACTION * iteration_s
+    least_s = max(0.0, own_s - hidden_s)
     if rule == ORACLE:
-        hides_all = max(1, math.ceil(checkpoint_s / hidden_s))
-        return min(
-            range(1, hides_all + 1),
-            key=lambda k: _log_cost(k, iteration_s, checkpoint_s, hidden_s, mtbf_s),
-        )
-    stall_s = max(0.0, checkpoint_s - hidden_s)
+        hides_rest = math.ceil((everywhere_s - own_s + min(own_s, hidden_s)) / hidden_s)
+        longest = max(1, hides_rest, math.ceil(young_s(least_s, mtbf_s) / iteration_s))
+
+        def cost(interval: int) -> float:
+            stall_s = max(least_s, everywhere_s - interval * hidden_s)
+            return _log_cost(interval, iteration_s, stall_s, min(interval, hides_rest), mtbf_s)
+
+        return min(range(1, longest + 1), key=cost)
+    stall_s = max(0.0, everywhere_s - hidden_s)
     seconds = (daly_s if rule == DALY else young_s)(stall_s, mtbf_s)
     return max(1, round(seconds / iteration_s))
 
 
-def _log_cost(
-    interval: int, iteration_s: float, checkpoint_s: float, hidden_s: float, mtbf_s: float
-) -> float:
+def _log_cost(interval: int, iteration_s: float, stall_s: float, late: int, mtbf_s: float) -> float:
     """Ln of wall time over useful time, up to terms that no interval changes (Daly, renewal form).
 
-    L is the seconds from one checkpoint to the next, r the seconds of iterations that are lost
-    since the newest checkpoint was not complete: r/M + ln((e^(L/M) - 1) / k).
+    With L seconds from one checkpoint to the next and r seconds of `late` iterations, which are
+    lost since the newest checkpoint was not complete yet, that is r/M + ln((e^(L/M) - 1) / k).
     """
-    stall_s = max(0.0, checkpoint_s - interval * hidden_s)
-    late_s = math.ceil(min(interval, checkpoint_s / hidden_s)) * iteration_s
     periods = (interval * iteration_s + stall_s) / mtbf_s
-    return late_s / mtbf_s + periods + math.log(-math.expm1(-periods)) - math.log(interval)
+    lost = late * iteration_s / mtbf_s
+    return lost + periods + math.log(-math.expm1(-periods)) - math.log(interval)
 
 
 class Gemini(DenseCycles):
@@ -66,5 +76,6 @@ class Gemini(DenseCycles):
         if len(known) < len(loads):
             return None
         iteration_s = min(load.iteration_s for load in loads)
-        best = best_interval(self._rule, iteration_s, max(known), self._mtbf_s)
+        slowest = max(own_s for own_s, _ in known), max(both_s for _, both_s in known)
+        best = best_interval(self._rule, iteration_s, slowest, self._mtbf_s)
         return period if period / MARGIN <= best <= period * MARGIN else best

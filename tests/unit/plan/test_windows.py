@@ -177,15 +177,19 @@ def test_rates_must_be_positive(rate: float) -> None:
     [
         (None, 4.0, 2, None, None),
         (10.0, None, 2, None, None),
-        (10.0, None, 0, None, 2.0),
-        (10.0, 4.0, 2, None, 12.0),
-        (10.0, None, 2, 5.0, 10.0),
-        (10.0, 4.0, 2, 5.0, 12.0),
-        (10.0, 40.0, 2, 5.0, 10.0),
+        (10.0, None, 0, None, (2.0, 2.0)),
+        (10.0, 4.0, 2, None, (2.0, 12.0)),
+        (10.0, None, 2, 5.0, (2.0, 10.0)),
+        (10.0, 4.0, 2, 5.0, (2.0, 12.0)),
+        (10.0, 40.0, 2, 5.0, (2.0, 10.0)),
     ],
 )
 def test_a_checkpoint_takes_its_copy_and_its_sends(
-    copied: float | None, sent: float | None, copies: int, limit: float | None, seconds: float
+    copied: float | None,
+    sent: float | None,
+    copies: int,
+    limit: float | None,
+    seconds: tuple[float, float] | None,
 ) -> None:
     """A limit that holds all sends up leaves no other rate to measure."""
     assert checkpoint_s(20, copied, sent, copies, limit) == seconds

@@ -5,7 +5,9 @@ Processes are threads (`threaded_job`), and train a fake; what a recovery loads,
 again is compared with a recount.
 """
 
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import pytest
 from moevement_ext.config import DYNAMIC, MOC, SparseCheckpointConfig
 from moevement_ext.events import Event, Recovered, Replanned, TokensLost
 from moevement_ext.faults import Phase
+from moevement_ext.memory.window.name import WindowName
+from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.expert_ledger import ExpertLedger
 from moevement_ext.protect.stage_plan import StagePlan
 from tests.unit.memory.samples import tmpfs_directory
@@ -211,6 +215,51 @@ def test_a_job_that_is_started_again_loses_the_same(
     states = (it.job.states for it in (at_once, again))
     one, other = ({key: it[key] for key in it if key[1] > STRUCK} for it in states)
     assert one == other, 'and comes to the same bits'
+
+
+@pytest.mark.parametrize('nodes', [1, STAGES])
+def test_memory_is_the_first_level_and_the_disk_the_second(
+    nodes: int,
+    launch: Launch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The checkpoint of 16 is on all disks, that of 24 is in memory only.
+
+    If one node loses its memory, its experts come from peers; if all do, from disk, and older.
+    """
+    offer, settle, reap = DiskTier.persisted, DiskTier._note_complete, ThreadedJob._reap
+    on_disk: list[WindowName] = []
+
+    def noted(tier: DiskTier, newest: WindowName) -> None:
+        settle(tier, newest)
+        on_disk.append(newest)
+
+    def awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
+        if trainer.iteration == STRUCK - 2:
+            wait_for(lambda: [name.start for name in on_disk].count(16) >= STAGES)
+
+    def lost(job: ThreadedJob, process: Process) -> None:
+        reap(job, process)
+        if nodes > 1:
+            shutil.rmtree(job.directory / 'run', ignore_errors=True)
+
+    monkeypatch.setattr(
+        DiskTier, 'persisted', lambda tier, name: name.start > 16 or offer(tier, name)
+    )
+    monkeypatch.setattr(DiskTier, '_note_complete', noted)
+    monkeypatch.setattr(ThreadedJob, 'note', awaited)
+    monkeypatch.setattr(ThreadedJob, '_reap', lost)
+    fault = Fault(1, Phase.FORWARD, STRUCK, all_die=nodes > 1, node_lost=nodes == 1)
+    lived = launch([fault], restarts=int(nodes > 1), experts=1, disk=str(tmp_path), disk_every=4)
+    start, versions = (24, [16, 20, 24, 12]) if nodes == 1 else (16, [16, 4, 8, 12])
+    gone = sum(routed(index, version, start) for index, version in enumerate(versions))
+    assert {(event.start, *event.versions.values()) for event in lived.lost} == {(start, *versions)}
+    assert {event.tokens for event in lived.lost} == {gone}
+    said = capfd.readouterr().out
+    assert f'tokens lost: {STAGES * gone:.0f} |' in said
+    assert said.count('strategy moc is lossy') == 1 + int(nodes > 1), 'at each start of the job'
 
 
 def losses(lived: Lived) -> list[Any]:

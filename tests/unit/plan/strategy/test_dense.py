@@ -18,7 +18,9 @@ RANKS = 2
 
 
 def load(
-    stall_s: float = 0.0, persist_s: float | None = 0.5, checkpoint_s: float | None = None
+    stall_s: float = 0.0,
+    persist_s: float | None = 0.5,
+    checkpoint_s: tuple[float, float] | None = None,
 ) -> WindowLoad:
     """Of a rank with iterations of a second."""
     measured = {'waited_s': stall_s, 'checkpoint_s': checkpoint_s, 'persist_s': persist_s}
@@ -38,7 +40,7 @@ def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
 def test_a_fixed_interval_stays() -> None:
     for strategy in (CheckFreq(7, 0.03), Gemini(7, math.inf)):
         assert strategy.first() == PlanParameters(0, 0, 1, {}, idle=6)
-        assert intervals(strategy, 5 * [load(9.0, 9.0, 9.0)]) == 6 * [7]
+        assert intervals(strategy, 5 * [load(9.0, 9.0, (9.0, 9.0))]) == 6 * [7]
 
 
 @pytest.mark.parametrize(
@@ -70,24 +72,32 @@ def test_checkfreq_goes_by_the_slowest_rank() -> None:
 
 
 @pytest.mark.parametrize('rule', INTERVAL_RULES)
-@pytest.mark.parametrize('checkpoint_s', [0.1, 0.9, 4.0, 30.0])
+@pytest.mark.parametrize('own_s', [0.1, 0.9, 4.0])
+@pytest.mark.parametrize('traffic', [1, 8])
 @pytest.mark.parametrize('mtbf_s', [60.0, 3600.0])
 def test_gemini_chooses_as_the_simulator_does(
-    rule: str, checkpoint_s: float, mtbf_s: float
+    rule: str, own_s: float, traffic: int, mtbf_s: float
 ) -> None:
-    state = OperatorProfile('all', full_bytes=int(1e6 * checkpoint_s), weight_bytes=0)
-    profile = Profile(FORMAT, 'name', 'source', 1.0, (state,), 1e6, 1e9, replicas=0)
+    state = OperatorProfile('all', full_bytes=int(1e6 * own_s), weight_bytes=0)
+    profile = Profile(FORMAT, 'name', 'source', 1.0, (state,), 1e6, 1e6 / traffic)
     expected = build('gemini', Options(mtbf_s=mtbf_s, interval_rule=rule), profile).costs
     assert isinstance(expected, Dense)
-    assert best_interval(rule, 1.0, checkpoint_s, mtbf_s) == expected.interval
+    assert best_interval(rule, 1.0, (own_s, traffic * own_s), mtbf_s) == expected.interval
+
+
+def test_gemini_pays_for_the_copy_that_the_next_update_waits_for() -> None:
+    """0.2 s of a copy stall at any interval, so many iterations share them."""
+    assert best_interval('oracle', 1.0, (0.8, 0.8), 60.0) == 1
+    assert best_interval('oracle', 1.0, (1.0, 1.0), 60.0) == 5
+    assert best_interval('oracle', 1.0, (1.0, 1.0), 3600.0) > 30
 
 
 def test_gemini_follows_what_is_measured_if_that_is_worth_it() -> None:
     strategy = Gemini('oracle', 3600.0)
-    unknown, slow = load(), load(checkpoint_s=4.0)
-    nearly = load(checkpoint_s=4.5)
-    assert best_interval('oracle', 1.0, 4.0, 3600.0) == 5
-    assert best_interval('oracle', 1.0, 4.5, 3600.0) == 6
+    unknown, slow = load(), load(checkpoint_s=(0.5, 4.0))
+    nearly = load(checkpoint_s=(0.5, 4.5))
+    assert best_interval('oracle', 1.0, (0.5, 4.0), 3600.0) == 5
+    assert best_interval('oracle', 1.0, (0.5, 4.5), 3600.0) == 6
     assert intervals(strategy, [unknown, slow, slow, nearly, nearly, nearly]) == [
         1,
         1,

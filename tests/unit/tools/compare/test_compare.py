@@ -11,11 +11,12 @@ from rich.console import Console
 from megatron.moevement.arguments import config_from_args
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import Recovered, TokensLost, WindowCommitted, WindowPersisted
+from tests.unit.tools.runs import localized_run, write
 from tools.compare import measuring, program, report, trace
 from tools.compare.__main__ import main
-from tools.compare.measuring import PHASES, Curves, Figures
+from tools.compare.measuring import PHASES, Comeback, Curves, Figures
 from tools.compare.pictures import draw_all, goodput, split
-from tools.compare.prediction import predicted
+from tools.compare.prediction import predicted, restart_s
 from tools.compare.report import COLUMNS, Comparison, Conditions, cells, markdown, over_rounds
 from tools.compare.rows import ROWS, Keeps, Places, chosen
 from tools.compare.running import Course, Lived, Strike, since
@@ -162,6 +163,10 @@ def test_a_save_is_what_its_iteration_takes_longer() -> None:
     course = Course(Path(), Path(), 12, 0, 4, 3, 'auto', 0.0, 0.0, True)
     job = RESTARTED._replace(trained=Trained(logged(*times), SAME, []), strikes=[])
     assert measuring.waited_ms(Keeps.DISK, job, course) == pytest.approx(500 / 3)
+    slow = [(now + 4.0 * (number > 9), number) for now, number in times]
+    late = job._replace(trained=Trained(logged(*slow), SAME, []))
+    found = measuring.waited_ms(Keeps.DISK, late, course)
+    assert found == pytest.approx((500 + 4000 / 3) / 3), 'one of three saves took 4 s longer'
     log = RunLog(job.trained.log.attempts, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
     captured = job._replace(trained=Trained(log, SAME, []))
     assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0
@@ -212,6 +217,40 @@ def test_the_simulator_gets_the_same_faults() -> None:
     # From the first line at 1 s: 4.5 s until the fault keep 3 iterations; 6.5 s after 3 s.
     assert found == pytest.approx((3 + 6.5) / 14)
     assert predicted(ROWS['localized'], RESTARTED, 1.0, 3, 0.0) is None, 'there are no events'
+
+
+def test_a_prediction_is_for_the_pace_of_the_job_itself() -> None:
+    """Plain Megatron takes 0.8 s, and this job a second with a tenth in stalls."""
+    stalls = predicted(ROWS['torch-dist-sync'], RESTARTED, 0.8, 3, 100.0)
+    # 0.9 s an iteration and 0.3 s a save, so 3 s of 4.5 keep 3 iterations; 6.5 s train 6.5.
+    assert stalls == pytest.approx((3 + 6.5) * 0.8 / 14)
+
+
+def test_without_checkpoints_the_warm_up_is_trained_again() -> None:
+    log = logged((4, 4), (5, 5), (9, 1), (10, 2), (11, 3), (12, 4), (13, 5), (14, 6))
+    job = RESTARTED._replace(
+        trained=Trained(log, SAME, []), strikes=[Strike(5.5, 2, Kind.KILL)], started=[7.5]
+    )
+    # From 8.5 s on it trains 4 iterations up to the first that counts; 1.5 s remain.
+    assert predicted(ROWS['none'], job, 1.0, 6, 0.0) == pytest.approx(1.5 / 10)
+
+
+@pytest.mark.parametrize('name', ['gemini', 'moc', 'moc-dynamic'])
+def test_events_of_a_job_without_a_disk_are_enough(name: str, tmp_path: Path) -> None:
+    write(tmp_path / 'events', localized_run())
+    found = predicted(ROWS[name], RESTARTED._replace(folder=tmp_path), 1.0, 3, 0.0)
+    # As above, but an iteration later: until then the newest checkpoint is not complete.
+    assert found == pytest.approx((3 + 5.5) / 14)
+
+
+def recovery(restore_s: float, engine: dict[str, float]) -> Comeback:
+    return Comeback(9.0, {**dict.fromkeys(PHASES, 1.0), 'restore': restore_s}, engine)
+
+
+def test_a_restart_has_detection_and_no_replay() -> None:
+    """A second until processes run, and what of the rest the simulator does not compute."""
+    found = [recovery(3.0, {'regroup': 0.3, 'catch_up': 2.0}), recovery(0.5, {})]
+    assert restart_s(found) == (2.0 + 1.5) / 2
 
 
 # ---- report

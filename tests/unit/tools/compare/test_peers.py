@@ -46,6 +46,13 @@ def test_agent_of_the_in_job_restart_runs_the_same_program(tmp_path: Path) -> No
         assert '127.0.0.1:7' in command
 
 
+def test_torchrun_starts_each_attempt_with_a_new_store(tmp_path: Path) -> None:
+    """A shared one has addresses of dead workers, so that no attempt but the first connects."""
+    for name in ('lm-resiliency', 'torch-dist'):
+        environment = PEERS[name].launch(tmp_path, tmp_path, []).environment()
+        assert environment['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'
+
+
 def test_a_killed_worker_without_an_agent_is_no_failure(tmp_path: Path) -> None:
     loose = Loose(PEERS['nvrx-in-process'].launch(tmp_path, tmp_path, []))
     run = [sys.executable, '-c']
