@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.suite import phases, selection, shards
-from tests.suite.sessions import PYTEST
+from tests.suite.sessions import PYTEST, session
 
 
 def main(argv: list[str]) -> int:
@@ -19,11 +19,16 @@ def main(argv: list[str]) -> int:
     args, names = parser.parse_known_args(argv)
     if not names:
         return phases.run_all(phases.Plan(args.thorough, args.shard, args.since, args.record))
-    if args.since or args.record:
-        parser.error('--since and --record go with all phases: leave out the names')
+    if args.since:
+        parser.error('--since goes with all phases: leave out the names')
     options = ['--thorough'] * args.thorough
     options += [f'--shard={args.shard}'] * (args.shard is not None)
-    return subprocess.call([*PYTEST, *options, *selection.with_paths(names)])
+    options += selection.with_paths(names)
+    if not args.record:
+        return subprocess.call([*PYTEST, *options])
+    result = session('named', options)
+    shards.record(result.outcomes)
+    return int(bool(result.red))
 
 
 if __name__ == '__main__':

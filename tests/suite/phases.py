@@ -98,7 +98,7 @@ def run_all(plan: Plan) -> int:
             results.append(_shown(lambda: _run(phase, files, plan)))  # noqa: B023
     outcomes = keep(results)
     if plan.record:
-        shards.record({case: one['seconds'] for case, one in outcomes.items()})
+        shards.record(outcomes)
     return _conclude(results)
 
 

@@ -10,10 +10,8 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import secrets
 import shutil
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -30,6 +28,7 @@ from moevement_ext.launch.statements import told_finished
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.replicate import secret
 from tests.distributed.harness import exact_memory
+from tests.distributed.harness.ports import free_port
 from tools.lab.evidence import kind_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -371,17 +370,3 @@ def tails(logs: Iterable[Path], characters: int = 3000) -> str:
     return '\n'.join(
         f'--- {log.name}\n{log.read_text(errors="replace")[-characters:]}' for log in sorted(logs)
     )
-
-
-def free_port() -> int:
-    """A port that stays free until its owner takes it.
-
-    Outside the range from which Linux picks a port when a process connects, or listens on port 0: a
-    job does both many times.
-    """
-    given_away, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
-    while True:
-        port = secrets.SystemRandom().randrange(int(given_away) // 2, int(given_away))
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(('127.0.0.1', port))
-            return port

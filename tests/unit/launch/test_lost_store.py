@@ -4,7 +4,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from moevement_ext.launch.launcher_events import (
     WorkerEnded,
     WorkerLaunched,
 )
+from tests.distributed.harness.ports import free_port
 from tests.unit.launch.conftest import Job
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
@@ -31,8 +31,7 @@ class OutsideStore:
     """`python -m moevement_ext.store`, at one port in all its attempts."""
 
     def __init__(self) -> None:
-        with socket.create_server(('127.0.0.1', 0)) as server:
-            self.port = server.getsockname()[1]
+        self.port = free_port()
         self.flag = f'--sparse-ckpt-store=127.0.0.1:{self.port}'
         self._process: subprocess.Popen[str] | None = None
 

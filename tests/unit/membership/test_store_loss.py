@@ -12,6 +12,7 @@ from torch.distributed import DistError, TCPStore
 
 from moevement_ext.membership import store_loss
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
+from tests.distributed.harness.ports import free_port
 from tests.unit.forks import Forked
 from tests.unit.membership import ranks
 from tests.unit.store.processes import Server
@@ -99,10 +100,10 @@ def test_a_store_that_stood_still_for_too_long_is_not_lost_for_ever(
 
 def test_another_store_in_its_place_is_not_taken_for_it(loss_of: Lose) -> None:
     """Not even when those of the next attempt have met there."""
-    store = serve()
+    port = free_port()
+    store = serve(port)
     called = threading.Event()
-    loss = loss_of(client(store.port), WAIT_S, called.set)
-    port = store.port
+    loss = loss_of(client(port), WAIT_S, called.set)
     del store
     other = serve(port)
     next_attempt = loss_of(client(port), WAIT_S)
@@ -134,8 +135,8 @@ def test_a_connection_that_is_lost_is_not_the_end(loss_of: Lose) -> None:
 
 def test_who_waits_without_a_store_leaves_only_when_others_do_not_come() -> None:
     """A wait that was long before the store was lost does not count, nor do many short ones."""
-    store = serve()
-    port, iterations = store.port, 10
+    port, iterations = free_port(), 10
+    store = serve(port)
     rank = Forked(ranks.waits_without_a_store, port, iterations)
     assert rank.stdout.readline() == 'waited for long\n'
     del store

@@ -47,13 +47,26 @@ class DamagedJob(ThreadedJob):
 
     damaged = False
 
+    def strikes(self, process: Process, phase: Phase) -> Fault | None:
+        """The first fault waits until all ranks have committed the newest window.
+
+        The iteration is the training thread's, and the sealing thread may be a slot behind it.
+        """
+        if phase is Phase.REPLICATE and process.rank == VICTIM and not self.damaged:
+            if not any(folder_of(self, VICTIM).glob(NEWEST)):
+                return None
+            awaited(self._newest, STAGES)
+        return super().strikes(process, phase)
+
     def _reap(self, process: Process) -> None:
         super()._reap(process)
         if not self.damaged:
             self.damaged = True
-            folders = [folder_of(self, rank) for rank in range(STAGES)]
-            found = awaited(lambda: [p for it in folders for p in it.glob(NEWEST)], STAGES)
-            damage(found[process.rank])
+            damage(self._newest()[process.rank])
+
+    def _newest(self) -> list[Path]:
+        """By rank."""
+        return [p for rank in range(STAGES) for p in folder_of(self, rank).glob(NEWEST)]
 
 
 class Undisturbed(ThreadedJob):

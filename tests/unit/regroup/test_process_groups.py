@@ -115,8 +115,9 @@ def test_peer_of_a_member_that_gave_up_does_not_wait() -> None:
     """One renews all its groups and misses a rank; the other found all it wanted, and uses it."""
     with cluster(3) as job:
         prefix = job.fresh_prefix()
-        job.ranks[0].start(ranks.renew, prefix, None, 2.0)
+        job.ranks[0].start(renew_until_told, prefix)
         job.ranks[1].call(ranks.renew, prefix, [0, 1])
+        job.store.set(f'{prefix}/told', '')
         job.ranks[1].start(ranks.all_reduce, '0,1')
         assert 'RuntimeError' in error_of(job.ranks[1])
         assert 'RegroupError' in error_of(job.ranks[0])
@@ -159,6 +160,24 @@ def renew_through_interrupted_store(job: Job, prefix: str) -> None:
         job.process_groups.renew(store, None, ranks.DEADLINE)
     finally:
         job.process_groups.unblock()  # may be called again, whatever happened
+
+
+def renew_until_told(job: Job, prefix: str) -> None:
+    """Renew, and give up once the test says so."""
+    interrupted = threading.Event()
+    store = job.store.clone()  # the other connection is busy while it waits
+
+    def wait() -> None:
+        store.wait([f'{prefix}/told'], ranks.DEADLINE)
+        interrupted.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        found = InterruptibleStore(PrefixStore(prefix, job.store), interrupted, ranks.DEADLINE)
+        job.process_groups.renew(found, None, ranks.DEADLINE)
+    finally:
+        thread.join()
 
 
 def renew_and_unblock(job: Job, prefix: str) -> None:
@@ -339,6 +358,7 @@ def renew_with_a_slow_end(job: Job, prefix: str) -> tuple[bool, bool]:
         install = internals.install
         patched.setattr(internals, 'install', lambda *args: [*install(*args), *_all_of(replaced)])
         ranks.renew(job, prefix)
+        dist.barrier()  # the next renewal removes addresses that the other rank may still need
         at_first = ended.is_set()
         let.set()
         patched.setattr(process_groups, '_DESTROY_SECONDS', ranks.DEADLINE.total_seconds())

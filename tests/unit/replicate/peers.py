@@ -101,11 +101,6 @@ def own_file(windows: OwnerWindows, start: int) -> WindowFile:
     return file
 
 
-def free_port() -> int:
-    with socket.create_server(('127.0.0.1', 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def silent_peer(greets: bool, secret: bytes = SECRET) -> Iterator[tuple[str, int]]:
     """A peer that accepts connections and then hangs."""

@@ -12,11 +12,11 @@ from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, Logg
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.log_reader import LogReader, ReaderClosed
 from moevement_ext.replicate.replica_server import ReplicaServer
+from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import SECRET
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     HOLDER,
-    free_port,
     logging,
     serving,
     silent_peer,

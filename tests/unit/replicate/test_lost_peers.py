@@ -14,13 +14,13 @@ from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import Proceed, PutSlot
 from moevement_ext.replicate.replica_server import ReplicaServer
+from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import SECRET, capacity, commit, digest, make_file, named
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
     ask,
     connected,
-    free_port,
     put_window,
     replicas,
     silent_peer,

@@ -15,6 +15,7 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.replicator import Replicator
+from tests.distributed.harness.ports import free_port
 from tests.unit.memory.samples import (
     SECRET,
     WINDOW,
@@ -28,7 +29,6 @@ from tests.unit.memory.samples import (
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
-    free_port,
     own_file,
     replica_starts,
     replicas,

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.store import clients, proxy
 from moevement_ext.store.node_proxy import NodeProxy
+from tests.distributed.harness.ports import free_port
 from tests.unit.forks import context
 
 WAIT_S = 120.0
@@ -76,10 +77,10 @@ class _Forked(_Process):
 
 
 class Server(_Forked):
-    """Serves a store."""
+    """Serves a store, at a port that nothing else takes when this one is dead."""
 
-    def __init__(self, port: int = 0) -> None:
-        super().__init__(_serve, port)
+    def __init__(self, port: int | None = None) -> None:
+        super().__init__(_serve, port or free_port())
 
 
 def _serve(pipe: Connection, port: int) -> None:

@@ -2,21 +2,23 @@
 """All files are in one shard each, and the shards take about as long."""
 
 import argparse
-import json
+import ast
 from pathlib import Path
 
 import pytest
 
 from tests.suite import shards
-from tests.suite.shards import Shard
+from tests.suite.selection import ROOT
+from tests.suite.shards import Recorded, Shard
 
 
 def test_shards_are_balanced_and_whole() -> None:
-    seconds = {f'file{i}': float(2 ** (i % 7)) for i in range(40)}
-    files = [*seconds, 'new']
-    parts = [Shard(number, 3).files(files, seconds) for number in (1, 2, 3)]
+    known = {f'file{i}': Recorded(float(2 ** (i % 7)), 1) for i in range(40)}
+    files = [*known, 'new']
+    parts = [Shard(number, 3).files(files, known) for number in (1, 2, 3)]
     assert sorted(file for part in parts for file in part) == sorted(files)
-    loads = [sum(seconds.get(file, shards.UNKNOWN_S) for file in part) for part in parts]
+    unknown = Recorded(shards.UNKNOWN_S, 1)
+    loads = [sum(known.get(file, unknown).seconds for file in part) for part in parts]
     assert max(loads) - min(loads) <= shards.UNKNOWN_S
 
 
@@ -36,12 +38,66 @@ def test_a_shard_is_read_from_text() -> None:
             Shard.parse(wrong)
 
 
+def test_cases_beside_the_recorded_ones_weigh_as_unknown_ones() -> None:
+    """The default suite runs some cases of a file, the thorough one all."""
+    known = {'most-thorough': Recorded(1.0, 1), 'default': Recorded(12.0, 3)}
+    cases = ['most-thorough'] * 4 + ['default'] * 3 + ['new']
+    assert Shard(1, 2).files(cases, known) == {'most-thorough'}
+    assert Shard(2, 2).files(cases, known) == {'default', 'new'}
+
+
+def passed(seconds: dict[str, float]) -> dict[str, dict[str, object]]:
+    return {case: {'outcome': 'passed', 'seconds': each} for case, each in seconds.items()}
+
+
 def test_durations_of_files_that_ran_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / 'durations.json'
-    monkeypatch.setattr(shards, 'DURATIONS', file)
-    shards.record({'a.py::x': 2.0, 'a.py::y[1::2]': 1.04, 'b.py::x': 5.0, 'short.py::x': 0.2})
-    assert json.loads(file.read_text()) == {'a.py': 3.0, 'b.py': 5.0, 'short.py': 0.2}
-    shards.record({'b.py::x': 0.1, 'c.py::x': 1.0})
-    assert shards.recorded() == {'a.py': 3.0, 'b.py': 0.1, 'c.py': 1.0, 'short.py': 0.2}
+    monkeypatch.setattr(shards, 'DURATIONS', tmp_path / 'durations.json')
+    monkeypatch.setattr(shards, 'ROOT', tmp_path)
+    for file in 'abc':
+        (tmp_path / f'{file}.py').touch()
+    shards.record(
+        passed({'a.py::x': 2.0, 'a.py::y[1::2]': 1.04, 'b.py::x': 5.0, 'gone.py::x': 0.2})
+    )
+    assert shards.recorded() == {'a.py': (3.0, 2), 'b.py': (5.0, 1)}
+    # The default suite runs fewer cases of `a.py` than the thorough one did.
+    shards.record(passed({'a.py::x': 9.0, 'b.py::x': 0.1, 'c.py::x': 1.0}))
+    assert shards.recorded() == {'a.py': (3.0, 2), 'b.py': (0.1, 1), 'c.py': (1.0, 1)}
+    (tmp_path / 'a.py').unlink()
+    shards.record(passed({'c.py::x': 1.0, 'c.py::y': 1.0}))
+    assert shards.recorded() == {'b.py': (0.1, 1), 'c.py': (2.0, 2)}
+    shards.record({'b.py::x': {'outcome': 'failed', 'seconds': 60.0}})
+    assert shards.recorded()['b.py'] == (0.1, 1)
+
+
+def test_all_files_of_the_default_suite_are_recorded() -> None:
+    """Shards of unknown files are unbalanced; `scripts/test.sh --record NAME` records one."""
+    known = shards.recorded()
+    assert [file for file in known if not (ROOT / file).is_file()] == [], 'they are gone'
+    folders = ('unit', 'fuzz', 'distributed')
+    found = [path for it in folders for path in (ROOT / 'tests' / it).rglob('test_*.py')]
+    by_default = [str(path.relative_to(ROOT)) for path in found if _runs_by_default(path)]
+    assert sorted(set(by_default) - known.keys()) == [], 'scripts/test.sh --record NAME'
+
+
+def _runs_by_default(path: Path) -> bool:
+    """True if some case of a file does not have the mark `thorough`."""
+    body = ast.parse(path.read_text('utf-8')).body
+    if any(isinstance(node, ast.Assign) and _is_mark(node) for node in body):
+        return False
+    tests = [it for it in body if isinstance(it, ast.FunctionDef) and it.name.startswith('test_')]
+    return any(not any(map(_is_thorough, test.decorator_list)) for test in tests)
+
+
+def _is_mark(node: ast.Assign) -> bool:
+    return ast.unparse(node.targets[0]) == 'pytestmark' and _is_thorough(node.value)
+
+
+def _is_thorough(node: ast.AST) -> bool:
+    """`with_quick` marks all cases but those that it names."""
+    return any(
+        (isinstance(it, ast.Attribute) and ast.unparse(it) == 'pytest.mark.thorough')
+        or (isinstance(it, ast.Call) and ast.unparse(it.func) == 'with_quick' and len(it.args) == 1)
+        for it in ast.walk(node)
+    )

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes behind a real port; some are killed."""
 
-import random
 import re
 import signal
 import socket
@@ -29,6 +28,7 @@ from moevement_ext.job.metrics.observer import Observer, observe
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity
+from tests.distributed.harness.ports import free_port
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -93,12 +93,7 @@ class Process:
 
 @pytest.fixture
 def port() -> int:
-    """A free port outside the kernel's ephemeral range."""
-    while True:
-        chosen = random.randrange(20_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(('', chosen))
-            return chosen
+    return free_port()
 
 
 @pytest.fixture

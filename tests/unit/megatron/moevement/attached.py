@@ -3,7 +3,6 @@
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.distributed.harness.ports import free_port
 
 _CONTEXT = multiprocessing.get_context('forkserver')
 _CONTEXT.set_forkserver_preload(['pretrain_gpt'])
@@ -115,16 +116,13 @@ class Raised(Exception):
 
 
 def _child(scenario: Callable[[Path], Any], directory: Path, sender: Connection) -> None:
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
     os.environ.pop('TORCHELASTIC_USE_AGENT_STORE', None)
     os.environ |= {
         'RANK': '0',
         'WORLD_SIZE': '1',
         'LOCAL_RANK': '0',
         'MASTER_ADDR': '127.0.0.1',
-        'MASTER_PORT': str(port),
+        'MASTER_PORT': str(free_port()),
     }
     try:
         sender.send((None, scenario(directory)))
