@@ -52,7 +52,7 @@ def wait_until_noticed(job: str, lost: Collection[str]) -> set[str]:
     """Wait until Slurm has removed lost nodes from the job, so that the job can be requeued.
 
     A job requeued earlier may get the lost nodes again, and Slurm 22.05 does not replace their
-    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait goes on
+    resources, such as GPUs (the steps end with "Invalid generic resource"). The wait continues
     while the controller does not answer, perhaps lost with the nodes, as it could not requeue
     the job. Otherwise it is bounded, as Slurm may consider some lost hosts healthy; returns
     these.
