@@ -398,10 +398,10 @@ class Job:
         protection.windows.in_vain = lambda: membership.broken
         return LocalizedMode(self.rank, self.trainer, protection, self._restart, membership)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self) -> None:
         """Handle an error of the program; if another rank caused it, all workers restart."""
         if self._mode is not None:
-            self._mode.failed(error)
+            self._mode.failed()
 
     # The end
 
@@ -441,7 +441,7 @@ class Job:
             raise
         finally:
             if isinstance(error, Exception):
-                self.failed(error)
+                self.failed()
 
     def _finish(self) -> None:
         keeps = self.keeps_windows

@@ -101,9 +101,9 @@ class LocalizedMode(WholeJobMode):
     def converted(self, start: Start) -> None:
         self.recovery.converted(start)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self) -> None:
         """Restart the whole job if another worker died after training had ended."""
-        if self._trained and self.recovery.announced():  # for any error
+        if self._trained and self.recovery.announced():
             self.recovery.give_up('a worker died after training had ended')
 
     @property

@@ -21,5 +21,5 @@ class UnprotectedMode:
     def step(self, iteration: int) -> Any:
         return self._trainer.iterate(iteration)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self) -> None:
         """Do nothing: this mode cannot recover."""

@@ -117,7 +117,7 @@ class WholeJobMode:
     def recovering(self) -> bool:
         return self._converting
 
-    def failed(self, error: Exception) -> None:
+    def failed(self) -> None:
         """Handle an error of the program; the launcher restarts all workers."""
         if self._store_lost is not None and self._store_lost.is_set():  # other ranks may have left
             self.protection.drain()

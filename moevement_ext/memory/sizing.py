@@ -41,7 +41,7 @@ _LENGTHS_TRIED = 64
 
 
 class Logged(msgspec.Struct, frozen=True):
-    """Upper bounds of what a rank logs in one iteration, as regions of the ring."""
+    """Upper bounds of a rank's logged data in one iteration, as regions of the ring."""
 
     iteration_bytes: int
     """All records together; 0 without logging."""
@@ -77,10 +77,11 @@ def window_lengths(longest_window: int) -> list[int]:
 def log_reach(longest_window: int) -> int:
     """Whole iterations that the log must hold, plus the one in which a window is persisted.
 
-    A window that starts with the state after iteration s is replayed from what was sent in
-    iteration s+1 on. Its last slot is the state after s+W-1, copied while iteration s+W runs, and
-    it is persisted some time into that. Until then a recovery starts from the window before, hence
-    from iteration s-W+1: that is 2W - 1 whole iterations, and what was sent of iteration s+W.
+    A window that starts with the state after iteration s is replayed from the sends of
+    iteration s+1. Its last slot is the state after s+W-1, copied while iteration s+W runs, and
+    it is persisted some time during that iteration. Until then a recovery starts from the
+    previous window, hence from iteration s-W+1: that is 2W - 1 whole iterations, and the sends
+    of iteration s+W.
     """
     return 2 * longest_window - 1
 

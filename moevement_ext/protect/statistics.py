@@ -63,8 +63,10 @@ class CaptureStatistics:
     exposed_s: float = 0.0
     """Seconds by which sparse checkpointing delayed training, including waits."""
     device_wait_s: float = 0.0
-    """Seconds in which the training thread waited for the device around updates. The device
-    computes meanwhile; the delayed work is that which would have been queued ahead."""
+    """Seconds in which the training thread waited for the device around updates.
+
+    The device computes meanwhile; only work that could have been queued ahead is delayed.
+    """
     iterations: int = 0
     """Iterations that reached their update."""
     captured_bytes: int = 0

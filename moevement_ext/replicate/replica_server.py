@@ -172,7 +172,7 @@ class ReplicaServer:
             inbox.windows.discard(name)
 
     def make_room(self, rooms: Mapping[int, int]) -> None:
-        """Reserve pages for what owners send: bytes of a window or stub, by owner. Any thread.
+        """Reserve pages for the owners' replicas: bytes of a window or stub, by owner. Any thread.
 
         Raises `HostMemoryError` without room; replicas of windows that fit are still taken.
         """

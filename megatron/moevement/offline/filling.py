@@ -31,7 +31,7 @@ class DenseSlot(NamedTuple):
     """One dense slot of all owners, and the function that reads its records."""
 
     headers: Mapping[int, SlotHeader]
-    """By owner; all of them say their layout and place."""
+    """By owner; every header has its layout and place."""
     placed: Mapping[int, Placed]
     read: Read
 

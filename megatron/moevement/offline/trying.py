@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
     loads: bool
     words: str
-    """How it goes on, or why not."""
+    """The window's use, or the reason against it."""
 
 
 def answer(header: SlotHeader, flags: Sequence[str], ranks: int | None) -> Answer:

@@ -36,7 +36,7 @@ class Expected(NamedTuple):
         return cls(identity.run, identity.topology, identity.rank, name, identity.settings)
 
     def check(self, header: SlotHeader, path: Path) -> None:
-        """Compare with the header of a slot; raises a `RefusedWindow` typed by what differs."""
+        """Compare with the header of a slot; raises a `RefusedWindow` typed by the difference."""
         window = (None, None) if self.name is None else (self.name.start, self.name.plan)
         wanted = (self.run, self.topology, self.owner, *window)
         known = self.differs(header).decisive

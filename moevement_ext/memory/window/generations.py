@@ -130,11 +130,12 @@ class OwnerWindows:
             return chosen.file
 
     def make_room(self, room: int) -> None:
-        """Reserve pages of all files for windows of this size, or give back what exceeds it.
+        """Reserve pages of all files for windows of this size, or free the surplus pages.
 
-        Pages come at once. They go when the file has no window that a recovery may need
-        (invariant I3), here or in `agree`. Any thread but the training thread. Raises
-        `HostMemoryError` if there is no room; the files then stay as large as before.
+        Pages are reserved at once, and freed when the file has no window that a recovery
+        may need (invariant I3), here or in `agree`. Any thread but the training thread.
+        Raises `HostMemoryError` if there is no room; the files then stay as large as
+        before.
         """
         with self._lock:
             files = [generation.file for generation in self._generations if self._fits(generation)]

@@ -5,7 +5,7 @@ from moevement_ext.errors import SparseCheckpointError
 
 
 class RefusedWindow(SparseCheckpointError):
-    """A window must not be loaded; recovery goes on with the next tier."""
+    """A window must not be loaded; recovery continues with the next tier."""
 
 
 class TruncatedWindow(RefusedWindow):
@@ -13,7 +13,7 @@ class TruncatedWindow(RefusedWindow):
 
 
 class CorruptWindow(RefusedWindow):
-    """A window differs from what was written; the message names file, slot, operator, tensor."""
+    """A window differs from the written bytes; the message names file, slot, operator, tensor."""
 
 
 class OtherSettings(RefusedWindow):

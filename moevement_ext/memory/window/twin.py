@@ -81,7 +81,7 @@ def owner_header(stub: SlotHeader, path: Path | str) -> SlotHeader:
 
 
 class TwinWindow:
-    """A whole window, put together of a stub and its base, both only read.
+    """A whole window, assembled from a stub and its base, both only read.
 
     Raises `RefusedWindow` if one of them is damaged, or the base holds other bytes.
     """

@@ -20,7 +20,7 @@ _MAX_RANGES = 4096
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 Place = tuple[Portion, memoryview]
-"""A piece, and where its bytes go."""
+"""A piece, and the destination of its bytes."""
 
 
 class Fetcher:

@@ -29,11 +29,9 @@ class Candidate:
     window: Window
     layout: Layout
     seats: dict[int, Seat] = field(default_factory=dict)
-    """By owner."""
     operators: dict[int, frozenset[str]] = field(default_factory=dict)
-    """By owner."""
     holders: dict[int, list[tuple[int, Part]]] = field(default_factory=dict)
-    """Ranks that see the part, by owner; those in memory first."""
+    """Ranks that can read the part, by owner; those with it in memory first."""
 
     @property
     def complete(self) -> bool:
@@ -51,11 +49,11 @@ class Elsewhere:
 
     candidates: list[Candidate]
     runs: list[str]
-    """Directories on this node that are worthless once all ranks have a window of their own."""
+    """Directories on this node that are useless once all ranks have their own window."""
     torn: list[Candidate] = field(default_factory=list)
-    """If there are no candidates: windows of which some owners' parts are missing."""
+    """Windows that lack some owners' parts; empty if there are candidates."""
     beside: surplus.Answers = surplus.NO_ANSWERS
-    """From ranks that do not train; their numbers follow those of this layout."""
+    """Answers of surplus ranks; their numbers follow those of this layout."""
 
     @property
     def dense_at(self) -> int:

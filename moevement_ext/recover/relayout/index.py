@@ -18,7 +18,7 @@ from moevement_ext.memory.window.slot import Record, SlotHeader
 NameOf = Callable[[str, str, int], str]
 """Name in every layout, of operator and tensor of an owner."""
 DivisionOf = Callable[[Record, int], Division]
-"""Where a record of an owner lies in the tensor of that name."""
+"""Place of an owner's record in the tensor of that name."""
 _WHOLE = Division()
 
 
@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
     end: int
     nbytes: int
     volatile: bool = False
-    """It may differ from rank to rank, as it is written between two updates, too."""
+    """May differ between ranks, as it is also written between two updates."""
 
 
 class Portion(NamedTuple):
@@ -45,7 +45,7 @@ class Portion(NamedTuple):
     end: int
     """Bytes within the record."""
     at: int
-    """Byte within the range that is needed."""
+    """Offset in the wanted range, in bytes."""
 
 
 class _Held(NamedTuple):

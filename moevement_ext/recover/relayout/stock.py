@@ -30,11 +30,11 @@ class Stock(msgspec.Struct, frozen=True):
 
     seen: list[Seen]
     runs: list[str]
-    """Directories in which everything is of this training."""
+    """Directories that contain only windows of this training."""
     refused: list[str] = []
     """Reasons to refuse windows of another training, by name, with both values."""
     host: str = ''
-    """The machine on which it is seen."""
+    """Machine of the process."""
 
 
 def shelf_of(config: SparseCheckpointConfig, run_id: str) -> Shelf:

@@ -40,7 +40,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
     """Training ranks search for windows."""
 
     salt: bytes
-    """Random and public, of the secret with which windows are served."""
+    """Random, public salt of the secret of the windows' servers."""
     hosts: list[str]
     """Machines of those ranks."""
 

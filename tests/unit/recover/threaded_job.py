@@ -229,8 +229,8 @@ class Process:
         job.train(functools.partial(self._loop, job))
         try:
             member.barrier('trained')
-        except SparseCheckpointError as error:
-            job.failed(error)
+        except SparseCheckpointError:
+            job.failed()
             raise
         self.protected = None
         job.close()
