@@ -52,7 +52,7 @@ def accepted(lives: Sequence[Cluster]) -> dict[int, Counter[int]]:
 def test_every_sample_counts_once(
     loader: str, window: list[str], cluster: Callable[..., Cluster]
 ) -> None:
-    """The two orders of ranks differ: four deal a batch otherwise than three."""
+    """Four ranks deal a batch otherwise than three."""
     given = LOADERS[loader]
     job = killed(cluster, *window, *given)
     after = again(job, cluster, THREE_RANKS, '--global-batch-size', str(BATCH), *window, *given)
@@ -65,6 +65,18 @@ def test_every_sample_counts_once(
     assert {sum(samples.values()) for samples in expected.values()} == {BATCH}
     assert found == expected
     assert set(sum(found.values(), Counter()).values()) == {1}
+
+
+@pytest.mark.mutation
+def test_a_wrong_position_of_the_data_is_counted(cluster: Callable[..., Cluster]) -> None:
+    was, now = Layout(1), Layout(1, sharded=True)
+    job = cluster(*FLAGS, *was.flags(), *RESTART, *ONE, ranks=1)
+    assert -9 in job.run(fail_at='0:9:forward', mutation=PROBE)
+    after = again(job, cluster, now, '--global-batch-size', str(BATCH), *ONE)
+    broken = 'mutations.elastic:data_go_on_where_so_many_ranks_would_be'
+    after.finish(timeout_s=300.0, mutation=f'{PROBE},{broken}')
+    counted = sum(accepted([job, after]).values(), Counter())
+    assert set(counted.values()) == {1, 2}
 
 
 def test_samples_that_ranks_have_of_their_own_are_refused(
