@@ -37,6 +37,7 @@ def check(job: Cluster, start: int, target: int) -> None:
         assert all(e.host_memory['log_ring'] == 0 for e in job.events_of(Protected, rank))
 
 
+@pytest.mark.thorough
 def test_gemini(cluster: Make, reference: Callable[..., dict]) -> None:
     job = cluster(*flags_of(BASE), *GEMINI, '4')
     assert job.survive(fail_at='1:8:forward') == {1: 1}

@@ -126,7 +126,11 @@ def test_newer_window_is_preferred_to_the_dense_checkpoint(
 
 
 @pytest.mark.parametrize(
-    'change', ['--seed 4321', '--expert-model-parallel-size 1'], ids=['run', 'topology']
+    'change',
+    [
+        pytest.param('--seed 4321', id='run'),
+        pytest.param('--expert-model-parallel-size 1', id='topology', marks=pytest.mark.thorough),
+    ],
 )
 def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')

@@ -135,8 +135,17 @@ OTHER_RANK = Fault(0, Phase.DETECT)
 OTHER_NODE = Fault(0, Phase.DETECT, node_lost=True)
 
 
-@pytest.mark.parametrize('times', [1, 2])
-@pytest.mark.parametrize('meanwhile', [NOTHING_MORE, SAME_RANK, OTHER_RANK, OTHER_NODE])
+@pytest.mark.parametrize(
+    ('meanwhile', 'times'),
+    [
+        (NOTHING_MORE, 1),
+        *((meanwhile, 2) for meanwhile in (NOTHING_MORE, SAME_RANK, OTHER_RANK, OTHER_NODE)),
+        *(
+            pytest.param(meanwhile, 1, marks=pytest.mark.thorough)
+            for meanwhile in (SAME_RANK, OTHER_RANK, OTHER_NODE)
+        ),
+    ],
+)
 def test_a_refused_replay_is_not_gone_on_from(
     times: int,
     meanwhile: Fault | None,
