@@ -4,6 +4,7 @@
 The launcher itself owns the machine of emulated nodes; under Slurm each agent owns one.
 """
 
+import errno
 import os
 import signal
 import subprocess
@@ -142,13 +143,13 @@ class Machine:
             return spare or self._new_process(environment, output), spare is not None
 
     def _opened(self, log: Path) -> BinaryIO:
-        """A log, or stderr instead of one that is gone since it was written: that ends no job.
+        """A log, or stderr instead of one that is lost since it was written: that ends no job.
 
         Raises:
             OSError: the log could never be written, which is a mistake.
         """
         try:
-            output = log.open('ab')
+            output = _with_room(log.open('ab'))
         except OSError as error:
             if log not in self._logs:
                 raise
@@ -198,6 +199,19 @@ class Machine:
         iteration = logged_iteration(line)
         if iteration is not None:
             self._tell(messages.IterationLogged(key, iteration))
+
+
+def _with_room(log: BinaryIO) -> BinaryIO:
+    """Return a log that a worker can print to.
+
+    Raises:
+        OSError: its file system is full: a worker that prints a line there dies.
+    """
+    system = os.fstatvfs(log.fileno())
+    if system.f_blocks and not system.f_bavail:
+        log.close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log.name))
+    return log
 
 
 def _ignore(line: str) -> None:
