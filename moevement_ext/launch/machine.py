@@ -4,6 +4,7 @@
 The launcher itself owns the machine of emulated nodes; under Slurm each agent owns one.
 """
 
+import errno
 import os
 import signal
 import subprocess
@@ -139,7 +140,7 @@ class Machine:
         Raises `OSError` if the log could never be written, which is a mistake.
         """
         try:
-            output = log.open('ab')
+            output = _with_room(log.open('ab'))
         except OSError as error:
             if log not in self._logs:
                 raise
@@ -189,6 +190,19 @@ class Machine:
         iteration = logged_iteration(line)
         if iteration is not None:
             self._tell(messages.IterationLogged(key, iteration))
+
+
+def _with_room(log: BinaryIO) -> BinaryIO:
+    """Return a log that a worker can print to.
+
+    Raises:
+        OSError: its file system is full: a worker that prints a line there dies.
+    """
+    system = os.fstatvfs(log.fileno())
+    if system.f_blocks and not system.f_bavail:
+        log.close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log.name))
+    return log
 
 
 def _ignore(line: str) -> None:

@@ -31,7 +31,9 @@ class WindowRoom:
         self.in_force = window
 
     def before(self, window: int) -> None:
-        """Make room before windows of this length come into force. Any thread but training's.
+        """Make room before windows of this length come into force. May take seconds.
+
+        Any thread; the training thread only at the start, before the first iteration.
 
         Without room, such windows are given up until all ranks have a plan with shorter
         windows, for which every rank has room.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of workers, as the supervisor writes them."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.events import Event
+from moevement_ext.launch import machine
 from moevement_ext.launch.launcher_events import WorkerEnded
 from tests.unit.launch.conftest import Job
 from tests.unit.launch.test_supervisor import ended, failure
@@ -60,3 +62,24 @@ def test_a_log_that_is_gone_costs_no_worker(
     assert ended(job) == {0: [0], 1: [-9, 0]}
     said = capfd.readouterr().err
     assert 'rank1.log' in said and 'here' in said.splitlines()
+
+
+def test_a_log_on_a_disk_that_is_full_costs_no_second_worker(
+    job: Job,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that prints a line there dies, and so would each that replaces it."""
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255))
+
+    def fill(event: Event) -> None:
+        if isinstance(event, WorkerEnded):
+            monkeypatch.setattr(machine.os, 'fstatvfs', lambda descriptor: full)
+
+    job.on_event = fill
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run('1.0=kill', '1.1=print:here', nodes=2, log_dir=tmp_path) == 0
+    assert ended(job) == {0: [0], 1: [-9, 0]}
+    said = capfd.readouterr().err
+    assert 'No space left' in said and 'rank1.log' in said and 'here' in said.splitlines()
