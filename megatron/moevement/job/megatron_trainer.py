@@ -86,11 +86,12 @@ class MegatronTrainer:
     def place(self) -> Place:
         """Position of this rank in upstream's layout."""
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        config = get_model_config(self.operators.model[0])
         return Place(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             members=torch.distributed.get_process_group_ranks(group),
             group=group,
-            replicas=replicas(self._facts),
+            replicas=replicas(self._facts, config.variable_seq_lengths),
             interleaved=len(self.operators.model) > 1,
             twins=twins(self._facts),
         )

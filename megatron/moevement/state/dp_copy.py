@@ -19,9 +19,15 @@ from megatron.moevement.state.optimizer_state import ParameterState
 from moevement_ext.capture.broadcast import broadcast_packed
 
 
-def replicas(facts: JobFacts) -> list[int]:
-    """Other global ranks with the same state as this rank; none where state is sharded."""
-    if facts.use_distributed_optimizer or facts.data_parallel_random_init:
+def replicas(facts: JobFacts, lengths_differ: bool = False) -> list[int]:
+    """Other global ranks with the same state as this rank; none where state is sharded.
+
+    Args:
+        facts: facts of the job.
+        lengths_differ: sequences of one iteration differ in length. Dropout then draws more
+            numbers on some data-parallel ranks, whose generators differ from there on.
+    """
+    if facts.use_distributed_optimizer or facts.data_parallel_random_init or lengths_differ:
         return []
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()

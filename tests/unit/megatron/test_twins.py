@@ -62,6 +62,11 @@ def test_no_rank_where_each_has_parameters_of_its_own(groups: Groups, distribute
     assert dp_copy.twins(facts(distributed, random_init=True)) == []
 
 
+def test_no_rank_where_each_draws_as_many_numbers_as_its_sequences_need(groups: Groups) -> None:
+    """A copy would give a lost rank the generators of another one."""
+    assert dp_copy.replicas(facts(False), lengths_differ=True) == []
+
+
 def test_with_it_the_same_shard_of_each_instance(groups: Groups) -> None:
     assert dp_copy.twins(facts(True)) == []
     groups.instances = [2, 6]
