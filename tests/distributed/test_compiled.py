@@ -27,6 +27,11 @@ if 'pretrain_gpt.py' in ' '.join(sys.orig_argv):
     torch._dynamo.config.recompile_limit = 2
 """
 """torch's own limit of variants, which larger models come to, is reached at once."""
+OTHERS = """--num-layers 2 --moe-layer-freq [0,1] --ffn-hidden-size 96 --squared-relu --qk-layernorm
+ --use-fused-weighted-squared-relu --moe-shared-expert-intermediate-size 64
+ --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+ --rampup-batch-size 8 8 64""".split()
+"""Other compiled functions: a dense layer, shared experts, batches that grow, and recomputation."""
 FLAGS = '--attention-dropout 0.1 --hidden-dropout 0.1 --deterministic-mode'.split()
 
 
@@ -52,10 +57,13 @@ def compared(trials: Trials, folder: Path, kill: Kill) -> Trained:
     return killed
 
 
-def test_a_replay_computes_the_bits_of_compiled_functions(tmp_path: Path) -> None:
+@pytest.mark.parametrize('others', [False, True])
+def test_a_replay_computes_the_bits_of_compiled_functions(others: bool, tmp_path: Path) -> None:
     """A new process has compiled them for other inputs, and in another order."""
     with tmpfs_directory() as memory:
         flags = one_rank._flags(Settings(tmp_path, memory, gpu=False))
+        if others:
+            flags = [*(flag for flag in flags if flag != '--swiglu'), *OTHERS]
         trials = as_users_run(tmp_path, memory, flags, nodes=1, window=4)
         killed = compared(trials, tmp_path, Kill(rank=0, after=11))
     assert killed.recovery is not None and killed.recovery.tier is Tier.WHOLE_JOB

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moevement_ext.events import ProtectionReduced, Recovered
 from tests.unit.tools.samples import event
@@ -66,6 +67,19 @@ def test_a_stage_is_run_where_what_it_needs_is(
 
     assert [found(True, True), found(True, False)] == [True, without_engine]
     assert not found(False, True)
+
+
+@pytest.mark.parametrize('new', [True, False])
+def test_nothing_is_recorded_with_a_torch_that_may_refuse_it(
+    new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream warns of it, and the failure would be of its own."""
+    name = 'set_override_stale_capture_stream'
+    monkeypatch.setattr(torch.autograd.graph, name, None, raising=False)
+    if not new:
+        monkeypatch.delattr(torch.autograd.graph, name)
+    assert ('recorded' in stages.possible(gpu=True)) is new
+    assert name in stages.STAGES['recorded'].needs
 
 
 def test_what_a_dry_run_leaves_out() -> None:
