@@ -57,6 +57,7 @@ from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.job import own_device
 from moevement_ext.job.digest_file import write_digest
 from moevement_ext.job.loop_entry import LoopGoesOn
+from moevement_ext.system import user_errors
 
 
 @dataclass
@@ -150,6 +151,7 @@ def attach(
         InstallationError: Megatron-Core is not the one this package was checked against.
     """
     own_device.take()
+    user_errors.explain_uncaught()
     refuse_mixed_up_sends(model)
     refuse_recorded_passes(model)
     facts = facts_of_loop(model, optimizer, plan)

@@ -57,7 +57,7 @@ from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.regroup import nccl_environment
 from moevement_ext.replicate.secret import UnknownSecretError
-from moevement_ext.system import watchdog
+from moevement_ext.system import user_errors, watchdog
 from moevement_ext.system.device_watch import DeviceWatch
 
 logger = logging.getLogger(__name__)
@@ -138,6 +138,7 @@ class Job:
                 that it joins.
         """
         own_device.take()
+        user_errors.explain_uncaught()
         job = cls(*join_launched(config, settings, backend, timeout))
         job.init_process_group(timeout)
         return job

@@ -4,9 +4,11 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 from moevement_ext.command import called
 from moevement_ext.errors import EXIT_USER_ERROR, UserError
@@ -27,6 +29,27 @@ def in_one_line() -> Iterator[None]:
     except UserError as error:
         print(f'{called() or Path(sys.argv[0]).name}: error: {error}', file=sys.stderr, flush=True)
         sys.exit(EXIT_USER_ERROR)
+
+
+def explain_uncaught() -> None:
+    """Make the main thread end with one line after a `UserError` that the program leaves uncaught.
+
+    Its exit status tells the launcher that another start of the worker would end in the same way.
+    """
+    sys.excepthook = partial(_explain, sys.excepthook)
+
+
+def _explain(
+    otherwise: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    if not isinstance(error, UserError):
+        otherwise(kind, error, trace)
+        return
+    with in_one_line():
+        raise error
 
 
 def usage_error(parser: argparse.ArgumentParser, message: str) -> str:
