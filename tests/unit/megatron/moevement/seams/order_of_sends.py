@@ -30,7 +30,7 @@ SHAPE = (4, 1, 8)
 
 
 class Chunk(torch.nn.Module):
-    """A part of a stage."""
+    """A model chunk of a stage."""
 
     model_type = ModelType.encoder_or_decoder
     share_embeddings_and_output_weights = False
