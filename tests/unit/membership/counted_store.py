@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to the launcher's store that counts what goes through it."""
+"""A connection to the launcher's store that counts its traffic."""
 
 import threading
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch.distributed import Store
 
 
 class Traffic(NamedTuple):
-    """What went from some ranks to the store and back."""
+    """Traffic between some ranks and the store."""
 
     requests: int = 0
     nbytes: int = 0
@@ -39,13 +39,13 @@ class Tally:
             )
 
     def read(self) -> Traffic:
-        """Until now."""
+        """Traffic until now."""
         with self._lock:
             return self._traffic
 
 
 class CountedStore(Store):
-    """Counted are the requests that torch 2.15 sends: to read a value is to wait for it first."""
+    """Counts the requests that torch 2.15 sends: reading a value waits for it first."""
 
     def __init__(self, store: Store, tally: Tally) -> None:
         super().__init__()

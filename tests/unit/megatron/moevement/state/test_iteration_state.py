@@ -165,7 +165,7 @@ def test_new_loop_continues_from_a_captured_one(tracker: None) -> None:
 
 
 def test_new_process_restores_constants_of_a_dense_checkpoint() -> None:
-    """Upstream takes them from the checkpoint, by a flag or without; a new process has flags only."""
+    """Upstream reads them from there, by a flag or without; a new process has flags only."""
     saved, trained, fresh = Loop(), Loop(), Loop()
     saved.scheduler.lr_decay_steps, saved.scheduler.lr_decay_style = 32, 'linear'
     saved.inner.param_groups[0].update(betas=(0.5, 0.75), eps=0.125)
