@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log to be tested, what it reports, and tensors for it."""
+"""A log under test, its reports, and tensors for it."""
 
 import queue
 import threading
@@ -22,7 +22,7 @@ DOWN, UP = Direction.DOWN, Direction.UP
 
 
 class Reports:
-    """Receives the reasons of a log; holds up the thread that reports while ``gate`` is unset."""
+    """Receives the reports of a log; blocks the reporting thread while ``gate`` is unset."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[str] = queue.Queue()
@@ -53,7 +53,7 @@ def opened(
 
 @contextmanager
 def held_worker(log: UpstreamLog, reports: Reports, iteration: int) -> Iterator[None]:
-    """The worker stands still: it reports a tensor without storage, in an iteration of its own."""
+    """Block the worker: it reports the failure of a tensor without storage."""
     reports.gate.clear()
     log.append(iteration, DOWN, torch.empty(4, device='meta'))
     assert 'has failed' in reports.next()
