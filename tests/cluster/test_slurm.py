@@ -26,7 +26,7 @@ PP2 = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-wei
 FLAGS = [*PP2.split(), '--train-iters', '60']  # long enough to lose a node during training
 WINDOW = ('--sparse-ckpt-window', '2')
 WAIT_S = 400.0
-"""Programs are imported, on perhaps two cores that others use, too."""
+"""Includes imports on perhaps two cores that are shared."""
 Make = Callable[..., Cluster]
 
 

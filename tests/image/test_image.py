@@ -23,7 +23,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 OF_HOST = [path for path in ('/etc/ssl/certs', '/etc/pip.conf') if Path(path).exists()]
-"""How the registries are reached from here."""
+"""Host settings that make the registries reachable."""
 ORDINARY_USER = '1000:1000'
 
 

@@ -13,7 +13,7 @@ from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import Copy, Piece, in_pieces
 
 DEADLINE_S = 30.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 
 
 class Gated(list[Piece]):

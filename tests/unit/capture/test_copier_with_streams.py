@@ -16,7 +16,7 @@ from moevement_ext.memory import device
 from tests.stand_ins.capture_mode import Driver
 
 DEADLINE_S = 30.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 PIECES = 5
 
 

@@ -312,7 +312,6 @@ def test_silent_host_counts_as_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPat
 def test_host_with_an_unkillable_worker_counts_as_lost(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Permanently, because the cause persists."""
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
     def others_find_it_hung(event: Event) -> None:
@@ -371,7 +370,6 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
 
 
 def test_stop_reaches_a_worker_without_a_node(job: SlurmJob) -> None:
-    """With any exit signal."""
     child = remote.RemoteChild(messages.StartWorker(0, 0, {}, watched=False), 0)
     child.signal(signal.SIGCONT)
     assert child.waits_for_node

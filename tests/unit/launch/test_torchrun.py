@@ -24,7 +24,7 @@ if rank == '1':
     sys.exit(int(sys.argv[2].split(',')[int(attempt)]))
 time.sleep(0 if attempt == '2' else 1000)
 """
-"""Rank 1 ends with a status for each of its attempts; the other waits until the third."""
+"""Rank 1 exits with the status of each attempt; rank 0 sleeps except in the third attempt."""
 
 
 @pytest.fixture

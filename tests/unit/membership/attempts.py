@@ -12,7 +12,7 @@ from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult, pr
 
 WORLD = 4
 DEADLINE_S = 60.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 
 

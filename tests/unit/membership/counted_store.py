@@ -26,7 +26,7 @@ class Tally:
         self._lock = threading.Lock()
         self._traffic = Traffic()
         self.connections: list[Store] = []
-        """All there were: torch keeps only the part of a store that is not Python."""
+        """Keeps all connections alive: torch references only the C++ part of a store."""
 
     def add(self, requests: int, keys: Sequence[str | bytes], values: Sequence[bytes] = ()) -> None:
         """Note what one call has sent and received."""

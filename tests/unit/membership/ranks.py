@@ -23,7 +23,7 @@ from moevement_ext.store.connection_pool import Connections
 from moevement_ext.system.leaving import leave
 
 LIMIT = timedelta(seconds=120)
-"""For what takes well under a second."""
+"""Timeout of operations that take well under a second."""
 NEVER_HUNG_S = 600.0
 
 

@@ -31,7 +31,7 @@ from tests.unit.replicate.peers import wait_for
 pytestmark = pytest.mark.timed
 
 LIMIT_S = 120.0
-"""Of what ends well before."""
+"""Timeout of operations that end well before."""
 TIMEOUT = timedelta(seconds=60)
 HANG_S = 2.0
 WORLD = 3

@@ -14,7 +14,7 @@ from moevement_ext.membership.exchange import Exchange
 from moevement_ext.protect import stage_plan
 
 LIMIT = 1 << 20
-"""In the place of the real ones, of which a test would take as much memory."""
+"""Replaces the real limits, which would need as much memory."""
 BOMB = zlib.compress(bytes(64 * LIMIT), 9)
 
 

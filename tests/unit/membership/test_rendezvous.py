@@ -42,7 +42,7 @@ from tests.unit.membership.ranks import meets
 pytestmark = pytest.mark.timed
 
 SHORT = timedelta(seconds=1)
-"""For what would take long otherwise; by then all that can come has come."""
+"""Timeout of waits that are expected to fail."""
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.unit.store.processes import Server, until
 pytestmark = pytest.mark.timed
 
 DEADLINE_S = 60.0
-"""How long a test waits for something that comes soon."""
+"""Timeout of an event that is due soon."""
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 NEVER_HUNG_S = 600.0
 

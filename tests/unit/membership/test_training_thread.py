@@ -31,7 +31,7 @@ from moevement_ext.regroup import waits
 pytestmark = pytest.mark.timed
 
 STEP_S = 0.5
-"""What passes between two looks."""
+"""Time between two checks."""
 
 
 class Clock:
@@ -278,7 +278,7 @@ class Queue:
         self.status = status
         self.cuda_stream = cuda_stream
         self.asked_on: list[torch.device] = []
-        """The current device of the thread that asked, each time."""
+        """The current device of the querying thread, for each query."""
         self._bound: dict[int, torch.device] = {}
 
     def bind(self, device: torch.device) -> None:

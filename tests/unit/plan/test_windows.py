@@ -24,7 +24,7 @@ from tests.unit.plan.test_byte_planner import operators_lists
 LARGE_LAST = [OperatorBytes(f'expert{i}', (1,), (0,)) for i in range(4)] + [
     OperatorBytes('embedding', (16,), (0,))
 ]
-"""One operator is larger than all others together, and is captured last."""
+"""The last operator is larger than all others together."""
 
 
 def sent_in_time(slots: list[int], link: int) -> bool:

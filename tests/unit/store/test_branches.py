@@ -35,7 +35,7 @@ class Watched(NamedTuple):
 
     relay: Relay
     branch: int
-    """Its port."""
+    """Port of the branch."""
     proxies: list[Proxy]
 
 

@@ -14,7 +14,7 @@ from tests.unit.store.processes import WAIT_S, Server
 pytestmark = pytest.mark.timed
 
 KEYS = (b'/barrier',)
-"""As torch's clients name it."""
+"""With the prefix of torch's clients."""
 
 
 def test_waits_are_woken_in_order_of_arrival(server: Server) -> None:

@@ -59,7 +59,7 @@ _IN_A_WRAPPER = """
 {python} -c "{program}"
 echo wrapped $?
 """
-"""Two commands at least: a shell that has one only becomes it."""
+"""At least two commands: a shell would exec a single one."""
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.unit.system.joining import join
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]
 SILENT_S = 1.0
-"""For those that are killed anyway: it need not be long."""
+"""Timeout of processes that must be killed; it can be short."""
 NEVER_S = 600.0
 WAIT_S = 120.0
 

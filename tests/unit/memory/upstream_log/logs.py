@@ -16,7 +16,7 @@ from moevement_ext.memory.upstream_log.record import Direction, LogKey
 
 CPU = torch.device('cpu')
 DEADLINE_S = 20.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 REGION = 64
 DOWN, UP = Direction.DOWN, Direction.UP
 

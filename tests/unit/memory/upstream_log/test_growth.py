@@ -93,7 +93,7 @@ def test_log_without_space_to_grow_stays_unchanged(
 # Shrinking
 
 LARGE = 64
-"""Pages of a log that shrinks; a record takes one."""
+"""Pages of a log that shrinks; a record takes one page."""
 
 
 def page(value: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch._inductor.runtime.hints import DeviceProperties, ReductionHint
 from megatron.moevement.seams.compiled import make_repeatable
 
 VARIANTS = 20
-"""Of the inputs of one function; torch's own limit is 8."""
+"""Input variants of one function; torch's own limit is 8."""
 
 
 @contextmanager

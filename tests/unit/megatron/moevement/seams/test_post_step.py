@@ -18,7 +18,7 @@ from tests.unit.each import each
 
 ITERATION = 6
 OTHER = 4
-"""An interval that does not divide it."""
+"""An interval that does not divide `ITERATION`."""
 BEFORE = 40
 """Validation samples consumed before that iteration."""
 EVALUATED = 16

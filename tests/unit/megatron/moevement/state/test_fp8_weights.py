@@ -23,7 +23,7 @@ from tests.stand_ins import fp8_weights  # noqa: E402
 
 START, END = 64, 512
 SCALES = {'tensorwise': 1, 'blockwise': 4}
-"""Of a matrix of shape [32, 32]."""
+"""Number of scales of a [32, 32] matrix, by recipe."""
 
 
 class Rank(NamedTuple):

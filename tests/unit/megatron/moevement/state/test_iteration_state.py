@@ -27,7 +27,7 @@ from megatron.moevement.state.global_scalars import GlobalScalars  # noqa: E402
 from tests.stand_ins.random_states import GeneratorsTracker  # noqa: E402
 
 SAMPLES = 24
-"""In which the batch grows from 4 to 8 and 12, of micro-batches of 4."""
+"""Samples in which the batch grows from 4 to 8 and 12, in micro-batches of 4."""
 
 
 @pytest.fixture(autouse=True)
