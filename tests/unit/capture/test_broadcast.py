@@ -25,7 +25,7 @@ def state_of(rank: int) -> list[torch.Tensor]:
     ]
 
 
-def taken_over(job: Job, limit: int) -> int:
+def count_broadcasts(job: Job, limit: int) -> int:
     """Return the number of broadcasts; fail if this rank lacks the state of the source."""
     tensors, expected = state_of(job.rank), state_of(SOURCE)
     sent = []
@@ -48,5 +48,5 @@ def taken_over(job: Job, limit: int) -> int:
 @pytest.mark.parametrize(('limit', 'fewest'), [(2**20, 1), (64, 4), (5, 40)])
 def test_all_ranks_receive_the_state_of_the_source(limit: int, fewest: int) -> None:
     with cluster(2) as job:
-        for count in job.all(taken_over, limit):
+        for count in job.all(count_broadcasts, limit):
             assert fewest <= count <= 2 * fewest

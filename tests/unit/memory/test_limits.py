@@ -14,7 +14,7 @@ from moevement_ext.memory import cgroup, limits
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def said_with(kind: str, soft: int, hard: int, uid: int = 0) -> list[str]:
+def output_under_limit(kind: str, soft: int, hard: int, uid: int = 0) -> list[str]:
     """Run a process under this limit: its soft limit afterwards, and the reported shortages."""
     program = (
         'import os, resource, sys\n'
@@ -40,10 +40,10 @@ def said_with(kind: str, soft: int, hard: int, uid: int = 0) -> list[str]:
 )
 def test_soft_limit_is_raised_and_hard_limit_named(kind: str, least: int, remedy: str) -> None:
     _, most = resource.getrlimit(getattr(resource, kind))
-    raised = said_with(kind, least, most)
+    raised = output_under_limit(kind, least, most)
     if most == resource.RLIM_INFINITY or most > 2**30 or kind != 'RLIMIT_MEMLOCK':
         assert int(raised[0]) > least and not any(remedy in line for line in raised[1:])
-    said = said_with(kind, least, least, uid=54321 if os.geteuid() == 0 else 0)
+    said = output_under_limit(kind, least, least, uid=54321 if os.geteuid() == 0 else 0)
     assert int(said[0]) == least
     (line,) = [line for line in said[1:] if remedy in line]
     assert str(least) in line

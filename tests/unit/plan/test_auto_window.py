@@ -44,7 +44,9 @@ class Training:
         self.auto = AutoWindow(demanded, LONGEST)
         self.windows = [window]
 
-    def see(self, *sent: float | None, copied: float = PLENTY, cores: Sequence[float] = ()) -> int:
+    def observe(
+        self, *sent: float | None, copied: float = PLENTY, cores: Sequence[float] = ()
+    ) -> int:
         """All ranks report a window; return the next W."""
         spared = cores or [None] * len(sent)
         loads = [
@@ -71,38 +73,38 @@ def settled(rate: float) -> int:
     return demanded(Measured(1.0, PLENTY, rate)) or LONGEST
 
 
-def see_all(training: Training, rates: Sequence[float]) -> None:
+def observe_all(training: Training, rates: Sequence[float]) -> None:
     for rate in rates:
-        training.see(rate)
+        training.observe(rate)
 
 
 def test_first_measurement_replaces_the_guess_at_once() -> None:
-    assert Training().see(PLENTY, PLENTY) == 1
+    assert Training().observe(PLENTY, PLENTY) == 1
 
 
 def test_slow_link_lengthens_the_window_temporarily() -> None:
     """One rank of three sends slowly for a time."""
     training = Training()
-    training.see(PLENTY, PLENTY, PLENTY)
+    training.observe(PLENTY, PLENTY, PLENTY)
     assert training.present.window == 1
     slow = 2500.0
     needed = settled(slow)
     assert 1 < needed < LONGEST
     for _ in range(CONFIRMED - 1):
-        assert training.see(PLENTY, slow, PLENTY) == 1
-    assert training.see(PLENTY, slow, PLENTY) == needed
+        assert training.observe(PLENTY, slow, PLENTY) == 1
+    assert training.observe(PLENTY, slow, PLENTY) == needed
     for _ in range(20):
-        assert training.see(PLENTY, slow, PLENTY) == needed
+        assert training.observe(PLENTY, slow, PLENTY) == needed
     for _ in range(CONFIRMED - 1):
-        assert training.see(PLENTY, PLENTY, PLENTY) == needed
-    assert training.see(PLENTY, PLENTY, PLENTY) == 1
+        assert training.observe(PLENTY, PLENTY, PLENTY) == needed
+    assert training.observe(PLENTY, PLENTY, PLENTY) == 1
     assert training.changes() == 3, 'from the guess, to longer, and back'
 
 
 def test_single_slow_window_changes_nothing() -> None:
     training = Training()
     for _ in range(10):
-        see_all(training, [PLENTY, PLENTY, PLENTY, 100.0])
+        observe_all(training, [PLENTY, PLENTY, PLENTY, 100.0])
     assert set(training.windows[1:]) == {1}
 
 
@@ -114,7 +116,7 @@ def test_single_slow_window_changes_nothing() -> None:
 def test_noise_never_reverses_a_change(rate: float, noise: list[float], window: int) -> None:
     """Wherever the rate lies between the thresholds of two windows."""
     training = Training(window, version=1)
-    see_all(training, [rate * factor for factor in noise])
+    observe_all(training, [rate * factor for factor in noise])
     assert training.windows in (sorted(training.windows), sorted(training.windows)[::-1])
     steady = training.present.window
     assert settled(1.4 * rate) <= steady <= settled(rate / 1.4), 'and is near what is needed'
@@ -123,20 +125,20 @@ def test_noise_never_reverses_a_change(rate: float, noise: list[float], window: 
 def test_slow_copy_lengthens_the_window() -> None:
     training = Training(1, version=1)
     for _ in range(CONFIRMED):
-        training.see(PLENTY, copied=900.0)
+        training.observe(PLENTY, copied=900.0)
     assert training.present.window == demanded(Measured(1.0, 900.0, PLENTY)) == 3
 
 
 def test_busy_cores_lengthen_the_window_temporarily() -> None:
     """By the rank with the fewest spare cores, although links carry any window."""
     training = Training()
-    assert training.see(PLENTY, PLENTY, cores=[PLENTY, 2000.0]) == 1
+    assert training.observe(PLENTY, PLENTY, cores=[PLENTY, 2000.0]) == 1
     for _ in range(CONFIRMED - 1):
-        assert training.see(PLENTY, PLENTY, cores=[450.0, PLENTY]) == 1
-    longer = training.see(PLENTY, PLENTY, cores=[450.0, PLENTY])
+        assert training.observe(PLENTY, PLENTY, cores=[450.0, PLENTY]) == 1
+    longer = training.observe(PLENTY, PLENTY, cores=[450.0, PLENTY])
     assert NEEDS[longer - 1].sent <= 450 < NEEDS[longer - 2].sent
     for _ in range(CONFIRMED):
-        training.see(PLENTY, PLENTY, cores=[PLENTY, PLENTY])
+        training.observe(PLENTY, PLENTY, cores=[PLENTY, PLENTY])
     assert training.present.window == 1
     assert training.changes() == 3
 
@@ -148,7 +150,7 @@ def test_alternating_core_load_never_reverses_a_change(limit: int) -> None:
         training = Training(first, version=1)
         for _ in range(5):
             for factor in [0.95] * CONFIRMED + [1.05] * CONFIRMED:
-                training.see(PLENTY, cores=[limit * factor])
+                training.observe(PLENTY, cores=[limit * factor])
         assert training.windows in (sorted(training.windows), sorted(training.windows)[::-1])
 
 
@@ -156,7 +158,7 @@ def test_permanently_busy_cores_cause_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        window = Training().see(PLENTY, cores=[1e-3])
+        window = Training().observe(PLENTY, cores=[1e-3])
     assert NEEDS[window - 1].sent <= 1.1 * NEEDS[-1].sent < NEEDS[window - 2].sent
     assert not caplog.text
 
@@ -170,7 +172,7 @@ def test_shortest_measured_iteration_time_counts() -> None:
 
 def test_window_stays_without_a_measured_copy() -> None:
     training = Training()
-    assert training.see(None, copied=PLENTY) == 1, 'no holder has taken anything: no limit'
+    assert training.observe(None, copied=PLENTY) == 1, 'no holder has taken anything: no limit'
     auto = AutoWindow(demanded, LONGEST)
     assert auto(PlanParameters(0, 0, 2, {}), [WindowLoad(0, {}, 1.0, None, 7.0)]) == 2
 
@@ -179,7 +181,7 @@ def test_warning_about_the_longest_window_is_given_once(caplog: pytest.LogCaptur
     training = Training()
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            assert training.see(1.0) == LONGEST
+            assert training.observe(1.0) == LONGEST
     assert caplog.text.count('no window of up to 8 is long enough') == 1
     assert '--sparse-ckpt-max-window' in caplog.text
 
@@ -187,11 +189,11 @@ def test_warning_about_the_longest_window_is_given_once(caplog: pytest.LogCaptur
 def test_rank_without_space_shortens_the_window_of_all() -> None:
     """Other users have taken its space in the tmpfs: it could not persist longer windows."""
     training = Training()
-    assert training.see(1.0) == LONGEST
+    assert training.observe(1.0) == LONGEST
     loads = [
         WindowLoad(training.present.origin, {}, 1.0, PLENTY, 1.0, room=room) for room in (3, 2)
     ]
     assert training.auto(training.present, loads) == 2
     training.present = msgspec.structs.replace(training.present, window=2)
     for _ in range(CONFIRMED + 1):
-        assert training.see(1.0) == 2, 'it does not grow again'
+        assert training.observe(1.0) == 2, 'it does not grow again'

@@ -223,18 +223,18 @@ def test_store_program_starts_branches_for_many_nodes() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
         port = int(store.stdout.readline().split()[-1].rpartition(':')[2])
-        _is_reached_through_a_branch(port)
+        _check_access_through_a_branch(port)
         (server,) = [
             one for one in psutil.Process(store.pid).children() if 'branch' not in one.cmdline()[2]
         ]
         server.kill()
         store.stdout.readline()  # announces the restart
         store.stdout.readline()  # announces the new server
-        _is_reached_through_a_branch(port)
+        _check_access_through_a_branch(port)
         store.terminate()
 
 
-def _is_reached_through_a_branch(port: int) -> None:
+def _check_access_through_a_branch(port: int) -> None:
     store = TCPStore('127.0.0.1', port, is_master=False)
     ports = [int(one) for one in store.get('branches').split()]
     with closing(Proxy(port)) as proxy:

@@ -56,7 +56,7 @@ def left_early(directory: Path) -> int:
         return own.job.iteration
 
 
-def goes_on(directory: Path) -> list[int]:
+def iterations_to_the_end(directory: Path) -> list[int]:
     """Iterations of a loop that continues from one that ended early."""
     seen = []
     with attached(directory) as own:
@@ -85,7 +85,7 @@ def test_loop_that_ends_early_resumes_from_its_windows(directory: Path) -> None:
     assert windows(directory) != []
     assert run(set_up_alone, directory) > 0
     assert windows(directory) != [], 'nothing was trained'
-    assert run(goes_on, directory)[0] > 2
+    assert run(iterations_to_the_end, directory)[0] > 2
     assert windows(directory) == []
 
 
@@ -96,7 +96,7 @@ def saves_a_checkpoint(directory: Path) -> None:
         torch.save(dict(own.built[0][0].named_parameters()), directory / 'checkpoint')
 
 
-def goes_on_beside_a_checkpoint(
+def resumes_with_a_checkpoint(
     directory: Path, checkpoint: Path, iteration: int | None
 ) -> tuple[int, bool]:
     """The iteration that a job resumes from, and whether it has the checkpoint's weights."""
@@ -121,13 +121,13 @@ def test_newer_checkpoint_of_the_loop_is_preferred(directory: Path) -> None:
     run(saves_a_checkpoint, other)
     for iteration, expected in ((5, (5, True)), (3, (2, False)), (None, (2, False))):
         run(left_early, directory)
-        goes_on = partial(
-            goes_on_beside_a_checkpoint, checkpoint=other / 'checkpoint', iteration=iteration
+        iterations_to_the_end = partial(
+            resumes_with_a_checkpoint, checkpoint=other / 'checkpoint', iteration=iteration
         )
-        assert run(goes_on, directory) == expected, iteration
+        assert run(iterations_to_the_end, directory) == expected, iteration
 
 
-def time_is_up(directory: Path) -> None:
+def ends_before_the_restore(directory: Path) -> None:
     """The loop ends before the step that would restore the state."""
     with attached(directory) as own:
         own.job.train(lambda: None, batches)
@@ -139,10 +139,10 @@ def test_loop_that_ends_before_its_state_is_restored_ends_the_program(directory:
     run(left_early, directory)
     kept = windows(directory)
     with pytest.raises(Raised, match='SystemExit: 0'):
-        run(time_is_up, directory)
+        run(ends_before_the_restore, directory)
     assert not (directory / 'saved').exists()
     assert windows(directory) == kept
-    assert run(goes_on, directory)[0] > 2
+    assert run(iterations_to_the_end, directory)[0] > 2
 
 
 def steps_beyond_the_last(directory: Path) -> None:
@@ -200,7 +200,7 @@ def builds_no_scheduler(directory: Path) -> None:
         pass
 
 
-def names_a_checkpoint_that_nothing_loads(directory: Path) -> None:
+def names_a_checkpoint_without_loader(directory: Path) -> None:
     with attached(directory, load_own={'checkpoint_iteration': 5}):
         pass
 
@@ -214,7 +214,7 @@ def loads_another_checkpoint(directory: Path) -> None:
 @pytest.mark.parametrize(
     ('scenario', 'message'),
     [
-        (names_a_checkpoint_that_nothing_loads, 'ConfigurationError: .*=5 without load_checkpoint'),
+        (names_a_checkpoint_without_loader, 'ConfigurationError: .*=5 without load_checkpoint'),
         (loads_another_checkpoint, 'ConfigurationError: .*loaded iteration 4, .*_iteration=5'),
         (connects_by_torch, 'ConfigurationError: .*set_up .* after job.init_process_group'),
         (writes_a_digest_of_nothing, 'ConfigurationError: .*write_digest .* before job.set_up'),
@@ -267,7 +267,7 @@ def test_cuda_graphs_in_a_custom_loop_are_refused(directory: Path) -> None:
         attachment.attach(sparse, model, *others, plan).__enter__()
 
 
-def goes_on_after_a_step_that_failed(directory: Path) -> None:
+def continues_after_a_failed_step(directory: Path) -> None:
     with attached(directory) as own:
         failed = []
 
@@ -287,7 +287,7 @@ def goes_on_after_a_step_that_failed(directory: Path) -> None:
         own.job.train(loop, batches)
 
 
-def ends_after_a_step_that_failed(directory: Path) -> None:
+def ends_after_a_failed_step(directory: Path) -> None:
     with attached(directory) as own:
 
         def train_step(data: object, **schedule: object) -> None:
@@ -302,16 +302,14 @@ def ends_after_a_step_that_failed(directory: Path) -> None:
         own.job.train(loop, batches)
 
 
-@pytest.mark.parametrize(
-    'scenario', [goes_on_after_a_step_that_failed, ends_after_a_step_that_failed]
-)
+@pytest.mark.parametrize('scenario', [continues_after_a_failed_step, ends_after_a_failed_step])
 def test_swallowed_error_of_a_step_is_raised_again(scenario: object, directory: Path) -> None:
     """Otherwise a survivor would retry for ever and never reach the rendezvous."""
     with pytest.raises(Raised, match='ValueError: a bad batch'):
         run(scenario, directory)
 
 
-def is_rid_of_a_step_that_failed(directory: Path) -> bool:
+def releases_a_failed_step(directory: Path) -> bool:
     with attached(directory) as own:
         made = []
 
@@ -328,7 +326,7 @@ def is_rid_of_a_step_that_failed(directory: Path) -> bool:
 
 def test_interrupted_step_keeps_no_references(directory: Path) -> None:
     """Upstream's pending work would end in a later step, and activations take memory."""
-    assert run(is_rid_of_a_step_that_failed, directory)
+    assert run(releases_a_failed_step, directory)
 
 
 def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) -> None:

@@ -234,12 +234,14 @@ def _victim(root: Path, moment: str, early: bool, room: int) -> None:
         windows.persisted(named(0))
         commit(windows, 3)
         if early:
-            needed = partial(_needed_until_a_newer_one_is_committed, windows)
+            needed = partial(_needed_until_a_newer_window_is_committed, windows)
             stack.enter_context(mock.patch.object(windows, '_is_needed', needed))
         MOMENTS[moment](windows)
 
 
-def _needed_until_a_newer_one_is_committed(windows: OwnerWindows, generation: Generation) -> bool:
+def _needed_until_a_newer_window_is_committed(
+    windows: OwnerWindows, generation: Generation
+) -> bool:
     """Released a step too early: other ranks and replica holders may lack the newer window."""
     newest = max(g.start for g in windows._generations if g.state is FileState.COMMITTED)
     return generation.state is not FileState.FREE and generation.start >= newest

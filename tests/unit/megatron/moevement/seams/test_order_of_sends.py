@@ -36,7 +36,7 @@ def orders(stages: int, flush: bool) -> list[list[list[Any]]]:
     return found
 
 
-def ends(orders: list[list[list[Any]]], reconnected: bool) -> bool:
+def all_finish(orders: list[list[list[Any]]], reconnected: bool) -> bool:
     """True if all operations finish."""
     before: dict[Operation, set[Operation]] = {}
     ways: dict[Any, list[Operation]] = defaultdict(list)
@@ -70,12 +70,12 @@ def ends(orders: list[list[list[Any]]], reconnected: bool) -> bool:
 @pytest.mark.parametrize('stages', [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_stages_finish_after_a_recovery(stages: int) -> None:
     found = orders(stages, flush=False)
-    assert ends(found, reconnected=False) and ends(found, reconnected=True)
+    assert all_finish(found, reconnected=False) and all_finish(found, reconnected=True)
 
 
 @pytest.mark.thorough
 def test_stages_with_a_flushed_warm_up_deadlock_after_a_recovery() -> None:
     """Hence the rule of whole-job recovery, which can go when this test fails."""
     found = orders(4, flush=True)
-    assert ends(found, reconnected=False)
-    assert not ends(found, reconnected=True)
+    assert all_finish(found, reconnected=False)
+    assert not all_finish(found, reconnected=True)
