@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Slurm cluster, and the small jobs of the distributed tests to submit to it."""
+"""A Slurm cluster, and the small jobs of the distributed tests that run on it."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster of `tools.local_slurm` as the tests use it: they submit jobs to it, and look at them.
+"""The cluster of `tools.local_slurm` as the tests use it.
 
-Needs root and Debian's packages, which are installed if they are not there.
+Needs root and Debian's packages, which are installed if they are missing.
 """
 
 import os
@@ -26,7 +26,7 @@ INSTALLATION = (
 
 
 def require() -> None:
-    """Have Slurm here, or skip the test with the reason."""
+    """Install Slurm if it is missing; skip the test with the reason if that fails."""
     if os.geteuid() != 0:
         pytest.skip('a Slurm cluster for tests takes root')
     if shutil.which('slurmctld') and shutil.which('munged'):
@@ -41,41 +41,41 @@ def require() -> None:
 
 
 class Slurm(LocalSlurm):
-    """The running cluster, in a folder of its own."""
+    """The running cluster, in its own folder."""
 
     def query(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """In the checkout, as a person submits."""
+        """Run a Slurm command in the checkout, as a user submits."""
         return subprocess.run(
             command, env=self.environment, cwd=ROOT, capture_output=True, text=True
         )
 
     def submit(self, script: str, *flags: str, log: Path, sbatch: Sequence[str] = ()) -> int:
-        """Submit a script of the project; returns the job's number."""
+        """Submit a script of the project; return the job id."""
         command = ['sbatch', '--parsable', '--gpus-per-node=1', '--cpus-per-task=1']
         command += ['--time=30', f'--output={log}', *sbatch, f'scripts/{script}', *flags]
         return int(self.run(*command))
 
     def state(self, job: int) -> str:
-        """State of a job, in Slurm's words."""
+        """Slurm's name for the state of a job."""
         return self.show(job)['JobState']
 
     def show(self, job: int) -> dict[str, str]:
-        """What the controller knows of a job."""
+        """Fields of `scontrol show job`."""
         words = self.run('scontrol', 'show', 'job', str(job), '--oneliner').split()
         return dict(word.partition('=')[::2] for word in words)
 
     def hosts(self, job: int) -> list[str]:
-        """Nodes that a job has."""
+        """Nodes of a job."""
         return self.run('scontrol', 'show', 'hostnames', self.show(job)['NodeList']).split()
 
     def run(self, *command: str) -> str:
-        """Output of a command of Slurm."""
+        """Run a Slurm command; return its output."""
         done = self.query(*command)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def left(self) -> list[str]:
-        """Command lines of what jobs have left behind."""
+        """Command lines of processes that jobs left behind."""
         return [
             ' '.join(process.cmdline())
             for process in self.processes()
@@ -85,7 +85,7 @@ class Slurm(LocalSlurm):
 
 @contextmanager
 def running(folder: Path) -> Iterator[Slurm]:
-    """A cluster, of which nothing is left afterwards."""
+    """A running cluster; stopped at exit."""
     require()
     cluster = Slurm(folder)
     try:

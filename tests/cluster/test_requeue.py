@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real Slurm sends a job back to the queue that has a node on which no agent can be started."""
+"""On real Slurm, a requeued job excludes a node on which no agent starts."""
 
 import shlex
 import sys
@@ -20,7 +20,7 @@ from moevement_ext.launch import allocation, slurm
 allocation._TO_NOTICE_S = 2.0
 sys.exit(slurm.main())
 """
-# Read by every Python at its start: none starts on that node, of which Slurm knows nothing.
+# Every Python reads this at its start: none starts on node n2, although Slurm considers it healthy.
 NO_PYTHON = """
 import os
 
@@ -29,9 +29,7 @@ if os.environ.get('SLURMD_NODENAME') == 'n2' and 'MOEVEMENT_SUPERVISOR' in os.en
 """
 
 
-def test_a_node_without_an_agent_is_not_given_to_the_job_again(
-    slurm: Slurm, tmp_path: Path
-) -> None:
+def test_requeued_job_excludes_a_node_without_agent(slurm: Slurm, tmp_path: Path) -> None:
     program, launch, log = (tmp_path / name for name in ('program.py', 'launch.py', 'log'))
     program.write_text('')
     launch.write_text(LAUNCH)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real Slurm, the project's own batch scripts, nodes that are lost: the bits stay the same."""
+"""Node loss on real Slurm with the project's batch scripts: the bits stay the same."""
 
 import math
 import re
@@ -23,22 +23,22 @@ from tests.distributed.harness.store import OutsideStore
 
 pytestmark = pytest.mark.timeout(1800)
 PP2 = '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights'
-FLAGS = [*PP2.split(), '--train-iters', '60']  # it must not end before a node is lost
+FLAGS = [*PP2.split(), '--train-iters', '60']  # long enough to lose a node during training
 WINDOW = ('--sparse-ckpt-window', '2')
 WAIT_S = 400.0
-"""Programs are imported, on perhaps two cores that others use, too."""
+"""Includes imports on perhaps two cores that are shared."""
 Make = Callable[..., Cluster]
 
 
 class Submitted:
-    """A job of two nodes with a worker each, and perhaps spare ones.
+    """A job of two nodes with one worker each, and optional spare nodes.
 
     Args:
-        slurm: where it runs.
-        job: what.
-        script: in `scripts`.
-        nodes: of the allocation.
-        sbatch: further flags of that.
+        slurm: the cluster.
+        job: the job to submit.
+        script: name in `scripts`.
+        nodes: number of nodes of the allocation.
+        sbatch: further sbatch flags.
     """
 
     def __init__(self, slurm: Slurm, job: Cluster, script: str, nodes: int, *sbatch: str) -> None:
@@ -63,44 +63,44 @@ class Submitted:
             assert self.slurm.state(self.number) not in END_STATES or what(), self.output[-6000:]
             time.sleep(0.05)
 
-    def protected(self, windows: int = 1) -> None:
-        """Wait until windows are persisted on both ranks."""
+    def wait_until_persisted(self, windows: int = 1) -> None:
+        """Wait until both ranks have persisted this many windows."""
         events = partial(self.job.events_of, WindowPersisted)
         self.wait_for(lambda: all(len(events(rank)) >= windows for rank in range(2)))
 
     def lose_node(self, name: str) -> None:
-        """With all that it has in its memory."""
+        """Kill the node, with the windows in its memory."""
         self.slurm.lose_node(name)
         shutil.rmtree(self.job.memory / name)
 
     def end(self) -> str:
-        """Wait for it; the state that the job ended in."""
+        """Wait for the end of the job; return its final state."""
         deadline = time.monotonic() + WAIT_S
         while (state := self.slurm.state(self.number)) not in END_STATES:
             assert time.monotonic() < deadline, self.output[-6000:]
             time.sleep(0.2)
         return state
 
-    def shows(self, name: str) -> str:
-        """What the controller says of the job."""
+    def field(self, name: str) -> str:
+        """A field of `scontrol show job`."""
         return self.slurm.show(self.number)[name]
 
-    def ask_for(self, host: str) -> None:
-        """While it waits in the queue: which node it wants among those it gets."""
+    def require_node(self, host: str) -> None:
+        """Require a node for the queued job."""
         self.slurm.run('scontrol', 'update', f'JobId={self.number}', f'ReqNodeList={host}')
 
-    def leave_it(self, seconds: int) -> None:
-        """Cut its time, to whole minutes, so that it has at least so long from now on."""
-        began = datetime.fromisoformat(self.shows('StartTime')).timestamp()
+    def cut_time_limit(self, seconds: int) -> None:
+        """Cut the time limit, in whole minutes, to at least `seconds` from now."""
+        began = datetime.fromisoformat(self.field('StartTime')).timestamp()
         minutes = math.ceil((time.time() - began + seconds) / 60)
         self.slurm.run('scontrol', 'update', f'JobId={self.number}', f'TimeLimit={minutes}')
 
-    def recovered(self, times: int) -> None:
-        """Wait until both ranks have come back so many times."""
+    def wait_until_recovered(self, times: int) -> None:
+        """Wait until both ranks have recovered this many times."""
         events = partial(self.job.events_of, Recovered)
         self.wait_for(lambda: all(len(events(rank)) >= times for rank in range(2)))
 
-    def nothing_is_left(self) -> None:
+    def check_nothing_is_left(self) -> None:
         deadline = time.monotonic() + 30.0
         while left := self.slurm.left():
             assert time.monotonic() < deadline, left
@@ -108,10 +108,10 @@ class Submitted:
 
 
 class FromHere(Submitted):
-    """A job whose launcher runs here, on none of its nodes; it is ended with the test.
+    """A job whose launcher runs on this host, outside its nodes. It ends with the test.
 
     Args:
-        stack: ends it.
+        stack: ends the launcher.
         slurm, job, nodes: as of `Submitted`.
     """
 
@@ -141,7 +141,7 @@ class FromHere(Submitted):
 
 @pytest.fixture
 def store() -> Iterator[OutsideStore]:
-    """A store that is on none of the nodes."""
+    """A store outside the nodes of the job."""
     made = OutsideStore()
     yield made
     made.close()
@@ -158,16 +158,16 @@ def submit(slurm: Slurm, cluster: Make) -> Callable[..., Submitted]:
 def check_bits(running: Submitted, reference: Callable[..., dict], *more: str) -> None:
     assert running.end() == 'COMPLETED', running.output[-6000:]
     assert differences(reference(*FLAGS, *more, ranks=2), read_digest(running.job)) == []
-    running.nothing_is_left()
+    running.check_nothing_is_left()
     assert not running.job.memory.exists()
 
 
-def test_a_spare_takes_the_place_of_a_lost_node(
+def test_spare_node_replaces_a_lost_node(
     submit: Callable[..., Submitted], reference: Callable[..., dict]
 ) -> None:
     running = submit('slurm_pretrain.sbatch', 3)
     running.wait_for(lambda: 'hot spare ready' in running.output)
-    running.protected()
+    running.wait_until_persisted()
     running.lose_node(NODES[1])
     check_bits(running, reference)
     for rank in range(2):
@@ -176,15 +176,15 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     assert 'rank 1: a hot spare takes over' in running.output
 
 
-def test_the_first_node_is_lost_where_launcher_and_store_are_elsewhere(
+def test_first_node_is_replaced_if_launcher_and_store_run_elsewhere(
     slurm: Slurm, store: OutsideStore, cluster: Make, reference: Callable[..., dict]
 ) -> None:
-    """Submitted with sbatch, that node would hold both, and the job would end with it."""
+    """With sbatch, the first node would hold both, and the job would end with it."""
     job = cluster(*FLAGS, '--sparse-ckpt-store', store.address, ranks=2)
     with ExitStack() as stack:
         running = FromHere(stack, slurm, job, nodes=3)
         running.wait_for(lambda: 'hot spare ready' in running.output)
-        running.protected()
+        running.wait_until_persisted()
         running.lose_node(NODES[0])
         check_bits(running, reference)
     for rank in range(2):
@@ -194,18 +194,18 @@ def test_the_first_node_is_lost_where_launcher_and_store_are_elsewhere(
 
 
 @pytest.mark.thorough
-def test_a_job_whose_batch_host_is_lost_is_sent_back_to_the_queue_by_a_person(
+def test_manual_requeue_after_loss_of_the_batch_host(
     slurm: Slurm, store: OutsideStore, cluster: Make, reference: Callable[..., dict]
 ) -> None:
-    """The launcher is lost; the workers end. It meets in the same store again, and goes on."""
+    """The launcher is lost and the workers end. The requeued job resumes from the same store."""
     job = cluster(*FLAGS, '--sparse-ckpt-store', store.address, ranks=2)
     running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3)
-    running.protected()
+    running.wait_until_persisted()
     running.lose_node(NODES[0])
     running.wait_for(lambda: NODES[0] not in slurm.hosts(running.number))
-    assert running.shows('JobState') == 'RUNNING', 'it holds its other nodes, and does nothing'
+    assert running.field('JobState') == 'RUNNING', 'it holds its other nodes, and does nothing'
     slurm.run('scontrol', 'requeue', str(running.number))
-    running.ask_for(NODES[1])
+    running.require_node(NODES[1])
     assert running.end() == 'COMPLETED', running.output[-6000:]
     assert differences(reference(*FLAGS, ranks=2), read_digest(job)) == []
     for rank in range(2):
@@ -214,7 +214,7 @@ def test_a_job_whose_batch_host_is_lost_is_sent_back_to_the_queue_by_a_person(
 
 
 @pytest.mark.thorough
-def test_a_spare_that_took_over_is_lost_too_and_the_controller_in_between(
+def test_second_spare_takes_over_after_a_controller_restart(
     submit: Callable[..., Submitted], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     stall = tmp_path / 'stall'
@@ -222,30 +222,30 @@ def test_a_spare_that_took_over_is_lost_too_and_the_controller_in_between(
     exported = f'--export=ALL,SPARE_NODES=2,MOEVEMENT_STALL_FILE={stall}'
     running = submit('slurm_pretrain.sbatch', 4, exported, more=longer)
     running.wait_for(lambda: running.output.count('hot spare ready') == 2)
-    running.protected()
+    running.wait_until_persisted()
     running.lose_node(NODES[1])
-    running.recovered(1)
-    running.protected(windows=6)
+    running.wait_until_recovered(1)
+    running.wait_until_persisted(windows=6)
     stalled = Path(f'{stall}.{running.job.events_of(WorkerStarted)[-1].pid}')
-    stalled.touch()  # or the job might end before the controller is back
+    stalled.touch()  # else the job might end before the controller has restarted
     running.slurm.restart_controller()
     running.lose_node(NODES[2])
     stalled.unlink()
-    running.recovered(2)
+    running.wait_until_recovered(2)
     check_bits(running, reference, *longer)
     assert running.output.count('a hot spare takes over') == 2
 
 
 @pytest.mark.thorough
-def test_without_a_spare_a_lost_node_sends_the_job_back_to_the_queue(
+def test_node_loss_without_a_spare_requeues_the_job(
     submit: Callable[..., Submitted], reference: Callable[..., dict]
 ) -> None:
-    """It goes on from the replicas in the memory of the node that is left, and asked for."""
+    """The requeued job requires the surviving node and resumes from the replicas in its memory."""
     running = submit('slurm_requeue.sbatch', 2)
-    running.protected()
+    running.wait_until_persisted()
     running.lose_node(NODES[1])
-    running.wait_for(lambda: running.shows('Restarts') == '1')
-    running.ask_for(NODES[0])
+    running.wait_for(lambda: running.field('Restarts') == '1')
+    running.require_node(NODES[0])
     check_bits(running, reference)
     for rank in range(2):
         (recovered,) = running.job.events_of(Recovered, rank)
@@ -253,34 +253,34 @@ def test_without_a_spare_a_lost_node_sends_the_job_back_to_the_queue(
 
 
 @pytest.mark.thorough
-def test_a_cancelled_job_is_gone_on_with_by_the_next(
+def test_next_job_resumes_a_cancelled_job(
     submit: Callable[..., Submitted], slurm: Slurm, reference: Callable[..., dict]
 ) -> None:
     running = submit('slurm_pretrain.sbatch', 3)
-    running.protected()
+    running.wait_until_persisted()
     slurm.run('scancel', str(running.number))
     assert running.end() == 'CANCELLED'
-    running.nothing_is_left()
+    running.check_nothing_is_left()
     again = Submitted(slurm, running.job, 'slurm_pretrain.sbatch', 3)
     check_bits(again, reference)
     assert again.job.events_of(Recovered)
 
 
 @pytest.mark.thorough
-def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
+def test_job_saves_before_its_time_limit_and_the_next_resumes(
     slurm: Slurm, cluster: Make, tmp_path: Path
 ) -> None:
-    """No digest is written where a job exits early, so that bits are not compared."""
+    """A job that exits early writes no digest, so the bits are not compared."""
     long = [*PP2.split(), '--train-iters', '100000']
     job = cluster(*long, '--exit-signal-handler', ranks=2)
     dense = str(tmp_path / 'dense')
     job.flags += ['--save', dense, '--load', dense, '--save-interval', '100000']
     running = Submitted(slurm, job, 'slurm_pretrain.sbatch', 3, '--signal=B:TERM@60')
-    running.protected()
-    running.leave_it(seconds=75)
+    running.wait_until_persisted()
+    running.cut_time_limit(seconds=75)
     assert running.end() == 'FAILED', running.output[-6000:]
-    assert running.shows('ExitCode') == f'{128 + signal.SIGTERM}:0'
-    running.nothing_is_left()
+    assert running.field('ExitCode') == f'{128 + signal.SIGTERM}:0'
+    running.check_nothing_is_left()
     last = int((tmp_path / 'dense' / 'latest_checkpointed_iteration.txt').read_text())
     ends = ['--exit-interval', str(last + 5)]
     job.flags += ends
@@ -291,7 +291,7 @@ def test_before_its_time_is_up_a_job_saves_and_the_next_goes_on(
 
 @pytest.mark.thorough
 def test_drill(slurm: Slurm, cluster: Make) -> None:
-    """A worker and a node are lost on purpose; its exit status says that all was exact."""
+    """A worker and a node are killed on purpose; exit status 0 says that recovery was exact."""
     job = cluster(*PP2.split(), '--train-iters', '1000', '--sparse-ckpt-window', '2', ranks=2)
     job.directory.mkdir(parents=True, exist_ok=True)
     log, folder = job.directory / 'slurm.log', job.directory / 'drill'
@@ -305,8 +305,8 @@ def test_drill(slurm: Slurm, cluster: Make) -> None:
 
 
 @pytest.mark.thorough
-def test_check_of_nodes(slurm: Slurm, tmp_path: Path) -> None:
-    """Emulated nodes share a machine, and are not equally fast: what counts is that all are met."""
+def test_nccl_check_reaches_all_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    """Emulated nodes share a machine and differ in speed, so only their presence is tested."""
     log = tmp_path / 'slurm.log'
     number = slurm.submit('slurm_nccl_check.sbatch', log=log, sbatch=('--nodes=3',))
     ended(slurm, number, log)

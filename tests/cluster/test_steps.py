@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real Slurm, asked for nodes in other ways than the batch scripts of the project do."""
+"""Real Slurm with allocations that the project's batch scripts do not request."""
 
 import shlex
 import signal
@@ -33,7 +33,7 @@ signal.pause()
 """
 
 
-# The former as some sites have it by default.
+# Some sites have --export=NONE by default.
 @pytest.mark.parametrize(
     ('asked', 'cpus'),
     [
@@ -42,7 +42,7 @@ signal.pause()
         (['--gpus-per-node=1', '--ntasks-per-node=2', '--cpus-per-task=1'], 2),
     ],
 )
-def test_agents_come_whatever_slurm_was_asked_for(
+def test_agents_start_in_any_form_of_allocation(
     asked: list[str], cpus: int | None, slurm: Slurm, tmp_path: Path
 ) -> None:
     program, log = tmp_path / 'program.py', tmp_path / 'log'
@@ -59,7 +59,9 @@ def test_agents_come_whatever_slurm_was_asked_for(
         assert f'[rank {rank}] rank {rank} has GPU 0 and CPUs {cpus}\n' in log.read_text()
 
 
-def test_workers_are_told_before_the_time_of_salloc_is_up(slurm: Slurm, tmp_path: Path) -> None:
+def test_salloc_workers_get_the_exit_signal_before_the_time_limit(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     program = tmp_path / 'program.py'
     program.write_text(SAVES)
     launch = [sys.executable, '-m', 'moevement_ext.slurm', '--before-end', '30', '--', str(program)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorial, as a reader goes through it: its commands, in one shell, and what it says of them.
+"""The tutorial: its commands run in one shell, and its text matches their output.
 
-It runs in a copy of the checkout, so that it finds nothing there that it has not made itself.
+It runs in a copy of the checkout, so that it finds no files of earlier runs.
 """
 
 import fnmatch
@@ -25,7 +25,7 @@ END = 'the tutorial has ended'
 
 
 class Block(NamedTuple):
-    """What stands between fences."""
+    """A fenced block of the page."""
 
     language: str
     text: str
@@ -36,14 +36,14 @@ def blocks(page: str) -> list[Block]:
 
 
 def program(commands: list[str], cleanup: str) -> str:
-    """All commands in one shell, which ends with the first that fails; what is left goes then."""
+    """All commands in one shell that ends with the first failure and then cleans up."""
     return '\n'.join(
         ['set -e', f"trap '{cleanup}' EXIT", *commands, f'trap - EXIT\n{cleanup}\necho {END}']
     )
 
 
-def unseen(expected: list[str], output: str) -> list[str]:
-    """Lines of the page, in which ... stands for anything, that do not follow one another."""
+def missing_lines(expected: list[str], output: str) -> list[str]:
+    """Expected lines that the output does not have in this order; `...` matches anything."""
     lines = iter([' '.join(line.split()) for line in output.splitlines()])
     patterns = [' '.join(line.split()).replace('[', '[[]').replace('...', '*') for line in expected]
     return [one for one in patterns if not any(fnmatch.fnmatchcase(line, one) for line in lines)]
@@ -51,9 +51,9 @@ def unseen(expected: list[str], output: str) -> list[str]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Iterator[Path]:
-    """Without anything that git ignores, but with the environment that setup_env.sh has made."""
+    """The checkout without ignored files, but with the environment of setup_env.sh."""
     require()
-    copy = tmp_path / 'c'  # a path to a socket in it must be short
+    copy = tmp_path / 'c'  # socket paths in it must be short
     shutil.copytree(ROOT, copy, ignore=IGNORED)
     (copy / '.venv').symlink_to((ROOT / '.venv').resolve())
     yield copy
@@ -61,7 +61,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.thorough
-def test_the_tutorial_is_true(checkout: Path) -> None:
+def test_tutorial_shows_the_real_output(checkout: Path) -> None:
     found = blocks(PAGE.read_text('utf-8'))
     installation, *commands = [block.text for block in found if block.language == 'bash']
     assert installation.splitlines() == [' '.join(command) for command in INSTALLATION]
@@ -80,17 +80,17 @@ def test_the_tutorial_is_true(checkout: Path) -> None:
         text=True,
     )
     assert done.returncode == 0 and done.stdout.endswith(f'{END}\n'), done.stdout[-8000:]
-    assert unseen(expected, done.stdout) == [], done.stdout[-8000:]
+    assert missing_lines(expected, done.stdout) == [], done.stdout[-8000:]
 
 
-def test_a_page_that_says_something_else_is_noticed() -> None:
+def test_wrong_output_on_the_page_is_detected() -> None:
     output = 'rank 1 of  5\n[launcher] all is well\nrank 2 of 5\n'
-    assert unseen(['rank ... of 5', '[launcher] all ... well'], output) == []
-    assert unseen(['[launcher] all is well', 'rank 1 of 5'], output) == ['rank 1 of 5']
-    assert unseen(['all is well'], output) != []
+    assert missing_lines(['rank ... of 5', '[launcher] all ... well'], output) == []
+    assert missing_lines(['[launcher] all is well', 'rank 1 of 5'], output) == ['rank 1 of 5']
+    assert missing_lines(['all is well'], output) != []
 
 
-def test_the_first_command_that_fails_ends_all_and_nothing_is_left() -> None:
+def test_first_failing_command_ends_the_shell_after_cleanup() -> None:
     shell = program(['echo one', 'false', 'echo two'], cleanup='echo gone\n')
     done = subprocess.run(['bash', '-c', shell], capture_output=True, text=True)
     assert done.returncode != 0 and done.stdout == 'one\ngone\n'

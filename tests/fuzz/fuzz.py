@@ -12,7 +12,7 @@ with atheris.instrument_imports(include=['moevement_ext.memory', 'moevement_ext.
 
 
 def main() -> None:
-    """Fuzz the target that is named first; what follows is libFuzzer's."""
+    """Fuzz the target named first; the other arguments are libFuzzer's."""
     name, corpus = sys.argv[1], Path(sys.argv[2])
     corpus.mkdir(parents=True, exist_ok=True)
     with opened() as targets:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Valid bytes for each target, from which mutations start."""
+"""Valid inputs of each target, from which mutations start."""
 
 import struct
 
@@ -40,16 +40,16 @@ _QUESTIONS = (
 
 
 def message(struct_: msgspec.Struct) -> bytes:
-    """A message as it travels."""
+    """A message in wire format."""
     encoded = msgspec.msgpack.encode(struct_)
     return struct.pack('<I', len(encoded)) + encoded
 
 
 def seeds(file: WindowFile) -> dict[str, list[bytes]]:
-    """Valid bytes by target.
+    """Valid inputs by target.
 
     Args:
-        file: a whole window.
+        file: a complete window.
     """
     entries = [Entry(slot, 2**16 + 64, 64, 2**16, 64) for slot in range(WINDOW)]
     directory = Directory(named(), entries)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reads bytes of others: each target takes any bytes and lets only documented errors pass."""
+"""Readers of untrusted bytes: each target accepts any bytes and allows only documented errors."""
 
 import contextlib
 import logging
@@ -45,10 +45,10 @@ MAX_RECORD_BYTES = 2**20
 
 
 class Targets:
-    """The targets, with the real files and servers that they need.
+    """The targets, with real files and servers.
 
     Args:
-        directory: of its own, in a tmpfs.
+        directory: own directory in a tmpfs.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -86,13 +86,13 @@ class Targets:
         self._listener.close()
 
     def window(self, data: bytes) -> None:
-        """A window file from the first byte on, the rest of it as it should be."""
+        """A window file from its first byte; the rest is valid."""
         content = self._window.array.copy()
         content[: len(data)] = np.frombuffer(data[: content.size], np.uint8)
         _load(content)
 
     def directory(self, data: bytes) -> None:
-        """A directory whose checksum is right; the slots are those of the sample."""
+        """A directory with a valid checksum; the slots are those of the sample."""
         room = window_format.PREAMBLE_BYTES - window_format._PREAMBLE.size
         encoded = data[:room]
         content = self._window.array.copy()
@@ -104,7 +104,7 @@ class Targets:
         _load(content)
 
     def frame(self, data: bytes) -> None:
-        """The header of a slot: as it comes, and with the checksum put right, in a window."""
+        """The header of a slot: as given, and with a valid checksum, in a window."""
         with contextlib.suppress(ValueError):
             decode_frame(data)
         whole = xxhash.xxh3_64_intdigest(data).to_bytes(8, 'little') + data
@@ -119,7 +119,7 @@ class Targets:
             self._scratch.verify_payloads([header])
 
     def ledger(self, data: bytes) -> None:
-        """A ledger as it comes, and one record whose checksum is right."""
+        """A ledger as given, and one record with a valid checksum."""
         record = data[: ledger_module.RECORD_BYTES - 24]
         rest = (0).to_bytes(8, 'little') + len(record).to_bytes(8, 'little') + record
         checked = xxhash.xxh3_64_intdigest(rest).to_bytes(8, 'little') + rest
@@ -136,7 +136,7 @@ class Targets:
             Ledger.read_newest(self._ledger, identity_of(0))
 
     def server(self, data: bytes) -> None:
-        """What a peer of the job sends; the first byte says whether it greets before."""
+        """Requests of a peer; the first byte selects whether a greeting precedes them."""
         with socket.create_connection(self._server.address, SECONDS) as sock:
             with contextlib.suppress(OSError):
                 if data[:1] != b'\0':
@@ -150,7 +150,7 @@ class Targets:
         self._errors.check()
 
     def client(self, data: bytes) -> None:
-        """What a peer of the job answers; the first byte says to what."""
+        """Replies of a peer; the first byte selects the request."""
         thread = threading.Thread(target=self._answer, args=(data[1:],))
         thread.start()
         client = ReplicaClient(
@@ -163,7 +163,7 @@ class Targets:
         thread.join()
 
     def question(self, data: bytes) -> None:
-        """What a client of a proxy asks, in two pieces; the first byte says where it is cut."""
+        """Request of a client of a proxy, in two pieces; the first byte is the split position."""
         received = wire.Incoming()
         cut = data[0] if data else 0
         with contextlib.suppress(ValueError):
@@ -173,7 +173,7 @@ class Targets:
                     pass
 
     def packed(self, data: bytes) -> None:
-        """What a rank has left in the store."""
+        """A value that a rank has left in the store."""
         with contextlib.suppress(ValueError):
             packing.unpacked(data)
         with contextlib.suppress(ValueError):
@@ -204,7 +204,7 @@ class Targets:
 
 
 class _Errors(logging.Handler):
-    """Errors that a server has survived are defects all the same."""
+    """Errors that a server has survived also count as defects."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -214,7 +214,7 @@ class _Errors(logging.Handler):
         self._found.append(self.format(record))
 
     def check(self) -> None:
-        """Raise what has come."""
+        """Raise an assertion if an error was logged."""
         if self._found:
             raise AssertionError(self._found.pop())
 
@@ -234,7 +234,7 @@ def _fill(view: memoryview, parts: list[memoryview]) -> None:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Targets]:
-    """Targets in a directory of their own."""
+    """Targets in their own directory."""
     with tmpfs_directory() as directory:
         targets = Targets(directory)
         try:

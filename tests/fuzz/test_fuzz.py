@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No bytes crash a reader, make it take more memory, or raise anything but what is documented."""
+"""No input crashes a reader, makes it exceed its memory bound, or raises an undocumented error."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +34,7 @@ def bounded(targets: Targets) -> Iterator[None]:
 
 @st.composite
 def mutated(draw: st.DrawFn, samples: list[bytes]) -> bytes:
-    """One of the samples, cut, flipped, repeated and spliced."""
+    """A sample that is cut, flipped, repeated and spliced."""
     data = bytearray(draw(st.sampled_from(samples)))
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -49,7 +49,7 @@ def mutated(draw: st.DrawFn, samples: list[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_what_a_fuzzer_has_found(targets: Targets, name: str) -> None:
+def test_corpus_raises_only_documented_errors(targets: Targets, name: str) -> None:
     found = [path for path in FOUND if path.parent.name == name]
     assert found
     broken = {}
@@ -62,18 +62,20 @@ def test_what_a_fuzzer_has_found(targets: Targets, name: str) -> None:
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_valid_bytes(targets: Targets, name: str) -> None:
+def test_valid_input_passes(targets: Targets, name: str) -> None:
     for seed in seeds(targets._window)[name]:
         targets.all[name](seed)
 
 
 @pytest.mark.parametrize('name', NAMES)
 @given(data=st.data())
-def test_any_bytes(targets: Targets, name: str, data: st.DataObject) -> None:
+def test_mutated_input_raises_only_documented_errors(
+    targets: Targets, name: str, data: st.DataObject
+) -> None:
     samples = seeds(targets._window)[name]
     targets.all[name](data.draw(st.binary(max_size=300) | mutated(samples)))
 
 
-def test_the_corpus_is_small() -> None:
+def test_corpus_is_smaller_than_one_mebibyte() -> None:
     assert FOUND
     assert sum(path.stat().st_size for path in FOUND) < 2**20

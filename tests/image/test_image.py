@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The image is built for real, on a base made here, and a job that loses a node runs in it.
+"""The image is really built, on a base made here; a job in it loses a node.
 
 Needs root, buildah and mmdebstrap, Debian's and Python's registries, and 25 GB of disk.
 """
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 OF_HOST = [path for path in ('/etc/ssl/certs', '/etc/pip.conf') if Path(path).exists()]
-"""How the registries are reached from here."""
+"""Host settings that make the registries reachable."""
 ORDINARY_USER = '1000:1000'
 
 
@@ -41,7 +41,7 @@ def build(image: str, file: Path, context: Path, *flags: str) -> None:
 
 @pytest.fixture
 def container(tmp_path: Path) -> Iterator[str]:
-    """One of the image of this checkout."""
+    """A container of the image of this checkout."""
     name = f'moevement-test-{uuid.uuid4().hex[:8]}'
     base, image = f'{name}-base', f'{name}-image'
     packages = '--include=python3,python3-venv,ca-certificates'
@@ -56,7 +56,7 @@ def container(tmp_path: Path) -> Iterator[str]:
         subprocess.run(['buildah', 'rmi', image, base], check=False)
 
 
-def test_an_ordinary_user_trains_in_it_and_loses_a_node(container: str) -> None:
+def test_demo_recovers_in_the_image_as_an_ordinary_user(container: str) -> None:
     ran = run(
         *('buildah', 'run', '--isolation=chroot', '--user', ORDINARY_USER),
         *('--volume=/dev/shm:/dev/shm', container, '--'),

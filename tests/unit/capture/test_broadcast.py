@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broadcasts among real processes."""
+"""Packed broadcasts among real processes."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SOURCE = 1
 
 
 def state_of(rank: int) -> list[torch.Tensor]:
-    """As an odd share of a parameter leaves it: what follows bf16 begins at no multiple of 4."""
+    """Tensors of odd sizes: the ones after the bf16 tensor are not aligned to 4 bytes."""
     generator = torch.Generator().manual_seed(rank)
     return [
         torch.randn(7, generator=generator),
@@ -25,8 +25,8 @@ def state_of(rank: int) -> list[torch.Tensor]:
     ]
 
 
-def taken_over(job: Job, limit: int) -> int:
-    """How many broadcasts it took; fails if this rank has not the state of the source."""
+def count_broadcasts(job: Job, limit: int) -> int:
+    """Return the number of broadcasts; fail if this rank lacks the state of the source."""
     tensors, expected = state_of(job.rank), state_of(SOURCE)
     sent = []
     broadcast = torch.distributed.broadcast
@@ -46,7 +46,7 @@ def taken_over(job: Job, limit: int) -> int:
 
 
 @pytest.mark.parametrize(('limit', 'fewest'), [(2**20, 1), (64, 4), (5, 40)])
-def test_all_ranks_have_what_the_source_has(limit: int, fewest: int) -> None:
+def test_all_ranks_receive_the_state_of_the_source(limit: int, fewest: int) -> None:
     with cluster(2) as job:
-        for count in job.all(taken_over, limit):
+        for count in job.all(count_broadcasts, limit):
             assert fewest <= count <= 2 * fewest

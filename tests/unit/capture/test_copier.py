@@ -13,11 +13,11 @@ from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import Copy, Piece, in_pieces
 
 DEADLINE_S = 30.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 
 
 class Gated(list[Piece]):
-    """Copies that wait, on the copying thread, until the gate is opened."""
+    """Copies that block the copying thread until the gate opens."""
 
     def __init__(self, *copies: Copy) -> None:
         super().__init__(in_pieces(copies))
@@ -50,13 +50,13 @@ def copy_of(value: float, count: int = 1000) -> Copy:
     return Copy(torch.zeros(count), torch.full((count,), value))
 
 
-def test_wait_returns_only_after_the_copies(rig: Rig) -> None:
+def test_wait_returns_after_the_copies(rig: Rig) -> None:
     copy = copy_of(5)
     stable = Gated(copy)
     rig.copier.start([], lambda: stable, lambda: None, rig.errors.put)
     waiter = threading.Thread(target=rig.copier.wait)
     waiter.start()
-    waiter.join(0.2)  # a broken wait has returned long before
+    waiter.join(0.2)  # a broken wait would have returned by now
     assert waiter.is_alive()
     assert not copy.target.any()
     stable.gate.set()
@@ -67,13 +67,13 @@ def test_wait_returns_only_after_the_copies(rig: Rig) -> None:
 def test_volatile_slices_are_copied_before_start_returns(rig: Rig) -> None:
     volatile, stable = copy_of(3), Gated(copy_of(4))
     rig.copier.start(in_pieces([volatile]), lambda: stable, lambda: None, rig.errors.put)
-    volatile.source.fill_(-1)  # as forward does, while the other copies are still to come
+    volatile.source.fill_(-1)  # as forward does while the other copies are pending
     assert (volatile.target == 3).all()
     stable.gate.set()
     rig.copier.wait()
 
 
-def test_sealing_comes_after_the_copies_and_delays_no_wait(rig: Rig) -> None:
+def test_sealing_follows_the_copies_and_delays_no_wait(rig: Rig) -> None:
     copy, gate = copy_of(5), threading.Event()
     seen = []
 
@@ -89,14 +89,14 @@ def test_sealing_comes_after_the_copies_and_delays_no_wait(rig: Rig) -> None:
     assert torch.equal(seen[0], copy.source)
 
 
-def test_wait_without_a_capture_costs_nothing(rig: Rig) -> None:
+def test_wait_without_a_capture_takes_no_time(rig: Rig) -> None:
     assert rig.copier.wait() == 0
     rig.capture(copy_of(1))
     assert rig.copier.wait() >= 0
     assert rig.copier.wait() == 0
 
 
-def test_failed_copy_is_reported_not_sealed_and_training_goes_on(rig: Rig) -> None:
+def test_failed_copy_is_reported_and_not_sealed(rig: Rig) -> None:
     rig.capture(Copy(torch.zeros(3), torch.zeros(4)), name='broken')
     rig.copier.wait()
     assert isinstance(rig.errors.get(timeout=DEADLINE_S), RuntimeError)
@@ -106,7 +106,7 @@ def test_failed_copy_is_reported_not_sealed_and_training_goes_on(rig: Rig) -> No
     assert rig.errors.empty()
 
 
-def test_who_is_told_of_a_failure_and_fails_does_not_reach_training(rig: Rig) -> None:
+def test_error_of_the_failure_callback_does_not_reach_training(rig: Rig) -> None:
     def told(error: Exception) -> None:
         raise OSError('no space for the event') from error
 
@@ -118,7 +118,7 @@ def test_who_is_told_of_a_failure_and_fails_does_not_reach_training(rig: Rig) ->
     assert rig.sealed.get(timeout=DEADLINE_S) == 'next'
 
 
-def test_the_rate_is_of_bytes_that_have_arrived_and_their_time(rig: Rig) -> None:
+def test_rate_counts_completed_copies_only(rig: Rig) -> None:
     assert rig.copier.bytes_per_s() is None
     copies = [copy_of(value, count=2**20) for value in range(3)]
     began = time.perf_counter()
@@ -132,7 +132,7 @@ def test_the_rate_is_of_bytes_that_have_arrived_and_their_time(rig: Rig) -> None
     assert rig.copier.bytes_per_s() == rate, 'what has failed is not counted'
 
 
-def test_failed_seal_is_reported_and_the_next_one_comes(rig: Rig) -> None:
+def test_next_slot_is_sealed_after_a_failed_seal(rig: Rig) -> None:
     def fail() -> None:
         raise OSError('tmpfs is gone')
 
@@ -144,7 +144,7 @@ def test_failed_seal_is_reported_and_the_next_one_comes(rig: Rig) -> None:
     assert rig.sealed.get(timeout=DEADLINE_S) == 'next'
 
 
-def test_drain_and_stop_finish_what_was_started(rig: Rig) -> None:
+def test_drain_and_stop_finish_started_captures(rig: Rig) -> None:
     for name in ('a', 'b', 'c'):
         rig.capture(copy_of(1), name=name)
     rig.copier.drain()
@@ -154,7 +154,7 @@ def test_drain_and_stop_finish_what_was_started(rig: Rig) -> None:
     assert rig.sealed.get_nowait() == 'd'
 
 
-def test_nothing_is_allocated_and_nothing_is_kept(rig: Rig) -> None:
+def test_captures_neither_allocate_nor_keep_memory(rig: Rig) -> None:
     copy = copy_of(1, count=2**21)  # 8 MiB
     place, threads = copy.target.data_ptr(), threading.active_count()
     process = psutil.Process()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the copier asks of a GPU, and in which order; that a GPU does it, `tests/gpu` tests."""
+"""Order of the copier's GPU calls, on a fake device; `tests/gpu` uses a real one."""
 
 import itertools
 import queue
@@ -16,12 +16,12 @@ from moevement_ext.memory import device
 from tests.stand_ins.capture_mode import Driver
 
 DEADLINE_S = 30.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 PIECES = 5
 
 
 class Event:
-    """Done as soon as somebody waits for it; recorded a millisecond after the one before."""
+    """Reached once `synchronize` is called; recorded a millisecond after the previous event."""
 
     clock = itertools.count()
 
@@ -48,7 +48,7 @@ class Event:
 
 
 class Stream:
-    """Keeps what was recorded on it, and what it waits for."""
+    """Keeps the events recorded on it and the events it waits for."""
 
     made: 'list[Stream]' = []
 
@@ -73,7 +73,7 @@ class Stream:
 
 
 class Gpu:
-    """Stands for the device: the stream of training, and the one that the copier makes."""
+    """Fake device with the stream of training and the stream of the copier."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         Stream.made.clear()
@@ -100,7 +100,7 @@ class Gpu:
         self.present = self.training
 
     def _copy(self, targets: object, sources: object, non_blocking: bool) -> None:
-        """A piece is issued: count those that are not known to have arrived."""
+        """Issue a piece; count the pieces whose arrival is not yet known."""
         assert non_blocking
         if len(self.ahead) == self.fail_at:
             raise RuntimeError('the copy cannot be issued')
@@ -121,7 +121,7 @@ def copier(gpu: Gpu) -> Iterator[Copier]:
 
 
 def capture(copier: Copier) -> float:
-    """One capture of some pieces; returns what `wait` returns."""
+    """Capture some pieces; return the result of `wait`."""
     errors: queue.Queue[Exception] = queue.Queue()
     pieces = pieces_of(PIECES)
     copier.start([], lambda: pieces, lambda: None, errors.put)
@@ -136,14 +136,12 @@ def pieces_of(count: int) -> list[Piece]:
     return in_pieces((Copy(tensor, tensor) for tensor in tensors), limit=tensors[0].nbytes)
 
 
-def test_no_more_than_two_pieces_are_queued(copier: Copier, gpu: Gpu) -> None:
+def test_at_most_two_pieces_are_queued(copier: Copier, gpu: Gpu) -> None:
     capture(copier)
     assert gpu.ahead == [1, 2, 2, 2, 2]
 
 
-def test_copies_come_after_all_that_was_queued_and_the_update_after_them(
-    copier: Copier, gpu: Gpu
-) -> None:
+def test_copies_follow_queued_work_and_precede_the_update(copier: Copier, gpu: Gpu) -> None:
     capture(copier)
     (ready,) = gpu.training.recorded
     assert gpu.side.waits_for == [ready]
@@ -153,14 +151,14 @@ def test_copies_come_after_all_that_was_queued_and_the_update_after_them(
     assert gpu.side.priority == -1
 
 
-def test_a_stall_is_told_when_the_device_has_measured_it(copier: Copier) -> None:
+def test_wait_returns_the_stall_that_the_device_measured(copier: Copier) -> None:
     assert capture(copier) == 0.0
     assert 0.001 <= capture(copier) <= 0.02
     assert copier.bytes_per_s() == pytest.approx(PIECES * 32 / 0.006, rel=0.2)
 
 
-def test_what_was_issued_has_arrived_before_a_failed_copy_is_told(copier: Copier, gpu: Gpu) -> None:
-    """Who is told gives the host memory to another window."""
+def test_issued_pieces_arrive_before_a_failed_copy_is_reported(copier: Copier, gpu: Gpu) -> None:
+    """The failure callback gives the host memory to another window."""
     told: queue.Queue[bool] = queue.Queue()
     gpu.fail_at = 3
     pieces = pieces_of(PIECES)
@@ -170,7 +168,7 @@ def test_what_was_issued_has_arrived_before_a_failed_copy_is_told(copier: Copier
     assert len(gpu.ahead) == 3
 
 
-def test_what_was_issued_has_arrived_when_a_start_fails(copier: Copier, gpu: Gpu) -> None:
+def test_issued_pieces_have_arrived_when_start_fails(copier: Copier, gpu: Gpu) -> None:
     gpu.fail_at = 2
     pieces = pieces_of(PIECES)
     with pytest.raises(RuntimeError, match='cannot be issued'):

@@ -44,7 +44,7 @@ OPERATORS = {f'expert{index}': operator(f'expert{index}', 10 + index) for index 
 PLAN = WindowPlan((('expert0',), ('expert1', 'expert2'), ('expert3',)))
 
 
-def test_a_slot_has_its_group_in_full_and_the_later_groups_light() -> None:
+def test_slot_has_full_state_of_its_group_and_weights_of_later_groups() -> None:
     layouts = [SlotLayout(PLAN, slot, OPERATORS) for slot in range(3)]
     assert [layout.full for layout in layouts] == [*PLAN.slots]
     assert [set(layout.weights) for layout in layouts] == [
@@ -62,7 +62,7 @@ def test_a_slot_has_its_group_in_full_and_the_later_groups_light() -> None:
     ]
 
 
-def test_operators_of_other_ranks_take_no_space_but_are_named() -> None:
+def test_operators_of_other_ranks_are_named_and_take_no_space() -> None:
     layout = SlotLayout(PLAN, 0, {'expert2': OPERATORS['expert2']})
     assert layout.full == ('expert0',)
     assert layout.weights == ('expert1', 'expert2', 'expert3')
@@ -70,7 +70,7 @@ def test_operators_of_other_ranks_take_no_space_but_are_named() -> None:
     assert layout.payload_bytes == OPERATORS['expert2'].weight_bytes
 
 
-def test_what_is_always_captured_is_in_every_slot_once() -> None:
+def test_always_captured_parts_are_in_every_slot_once() -> None:
     always = tensor_slice('expert0', 'scaling', 3, volatile=True)
     operators = OPERATORS | {'expert0': OPERATORS['expert0']._replace(always=(always,))}
     for slot in range(3):
@@ -88,7 +88,7 @@ SIZES = st.tuples(st.integers(0, 200), st.sampled_from(DTYPES), st.booleans())
 
 
 @given(sizes=st.lists(SIZES, max_size=12))
-def test_places_are_aligned_disjoint_and_inside(
+def test_record_offsets_are_aligned_and_disjoint(
     sizes: list[tuple[int, torch.dtype, bool]],
 ) -> None:
     slices = tuple(tensor_slice('a', f'part{index}', *size) for index, size in enumerate(sizes))
@@ -103,7 +103,7 @@ def test_places_are_aligned_disjoint_and_inside(
     assert end <= layout.payload_bytes == OperatorSlices(slices, ()).full_bytes
 
 
-def test_copies_put_every_tensor_where_its_record_says() -> None:
+def test_copies_write_each_tensor_at_the_offset_of_its_record() -> None:
     slices = (
         tensor_slice('a', 'master', 5, value=7),
         tensor_slice('a', 'empty', 0),
@@ -122,7 +122,7 @@ def test_copies_put_every_tensor_where_its_record_says() -> None:
         assert torch.equal(stored.view(item.source.dtype), item.source)
 
 
-def test_views_are_made_once_for_each_place_and_not_kept_without_end() -> None:
+def test_views_are_cached_by_place_up_to_a_bound() -> None:
     layout = SlotLayout(PLAN, 0, OPERATORS)
     size = layout.payload_bytes
     file = np.zeros(64 * size, np.uint8)
@@ -141,9 +141,7 @@ def test_views_are_made_once_for_each_place_and_not_kept_without_end() -> None:
     dtype=st.sampled_from(DTYPES),
     limit=st.integers(8, 200),
 )
-def test_pieces_are_all_of_the_copies_in_their_order(
-    sizes: list[int], dtype: torch.dtype, limit: int
-) -> None:
+def test_pieces_cover_all_copies_in_order(sizes: list[int], dtype: torch.dtype, limit: int) -> None:
     sources = [torch.arange(1, size + 1).to(dtype) for size in sizes]
     targets = [torch.zeros_like(source) for source in sources]
     pieces = in_pieces(map(Copy, targets, sources), limit)
@@ -159,8 +157,8 @@ def test_pieces_are_all_of_the_copies_in_their_order(
 
 
 @pytest.mark.parametrize('window', [1, 2, 3, 4])
-def test_slots_are_exactly_as_large_as_planned(window: int) -> None:
-    """The planner's bytes and the layout's are the same numbers, on every rank of the group."""
+def test_slot_sizes_equal_the_plan(window: int) -> None:
+    """On every rank of the group."""
     ranks = [OPERATORS, {'expert1': operator('expert1', 999)}]
     sizes = [
         {name: (slices.full_bytes, slices.weight_bytes) for name, slices in rank.items()}
@@ -172,7 +170,7 @@ def test_slots_are_exactly_as_large_as_planned(window: int) -> None:
         assert expected == tuple(SlotLayout(plan, slot, rank).payload_bytes for rank in ranks)
 
 
-def test_sizes_are_in_the_order_of_the_names() -> None:
+def test_operator_table_keeps_the_order_of_names() -> None:
     table = operator_table(['b', 'a'], [{'a': (4, 2)}, {'b': (6, 3)}, {}])
     assert table.names == ['b', 'a']
     assert table.full.tolist() == [[0, 6, 0], [4, 0, 0]]

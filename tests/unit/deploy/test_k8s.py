@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example for Kubernetes: of fields that there are, and in itself consistent.
+"""The Kubernetes example has existing fields and is consistent.
 
 `jobset.schema.json` has the fields and types of the CRD `jobsets.jobset.x-k8s.io` (v1alpha2, JobSet
-0.12), without descriptions, status, and parts of a pod that a training job has no use for.
+0.12), without descriptions, status, and parts of a pod that a training job does not use.
 """
 
 import argparse
@@ -26,8 +26,8 @@ TYPES = {
 }  # fmt: skip
 
 
-def wrong(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
-    """What a server that validates strictly would refuse."""
+def schema_errors(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
+    """Errors that a server with strict validation would report."""
     if schema.get('x-kubernetes-int-or-string'):
         if not isinstance(value, int | str):
             yield f'{where}: a number or a text'
@@ -36,23 +36,25 @@ def wrong(value: Any, schema: dict[str, Any], where: str) -> Iterator[str]:
     if kind and (not isinstance(value, TYPES[kind]) or (kind == 'integer' and value is True)):
         yield f'{where}: must be of type {kind}'
     elif kind == 'object':
-        yield from wrong_in_object(value, schema, where)
+        yield from schema_errors_of_object(value, schema, where)
     elif kind == 'array':
         for number, item in enumerate(value):
-            yield from wrong(item, schema['items'], f'{where}[{number}]')
+            yield from schema_errors(item, schema['items'], f'{where}[{number}]')
     elif 'enum' in schema and value not in schema['enum']:
         yield f'{where}: one of {schema["enum"]}'
 
 
-def wrong_in_object(value: dict[str, Any], schema: dict[str, Any], where: str) -> Iterator[str]:
+def schema_errors_of_object(
+    value: dict[str, Any], schema: dict[str, Any], where: str
+) -> Iterator[str]:
     missing = set(schema.get('required', ())) - set(value)
     yield from (f'{where}.{name} is missing' for name in sorted(missing))
     known, others = schema.get('properties'), schema.get('additionalProperties')
     for name, item in value.items():
         if known and name in known:
-            yield from wrong(item, known[name], f'{where}.{name}')
+            yield from schema_errors(item, known[name], f'{where}.{name}')
         elif isinstance(others, dict):
-            yield from wrong(item, others, f'{where}.{name}')
+            yield from schema_errors(item, others, f'{where}.{name}')
         elif known:
             yield f'{where}.{name}: no such field'
 
@@ -71,26 +73,26 @@ def job(jobset: dict[str, Any], name: str = 'nodes') -> dict[str, Any]:
     return found['template']['spec']
 
 
-def test_it_fits_the_schema(jobset: dict[str, Any]) -> None:
+def test_jobset_fits_the_schema(jobset: dict[str, Any]) -> None:
     assert (jobset['apiVersion'], jobset['kind']) == ('jobset.x-k8s.io/v1alpha2', 'JobSet')
-    assert list(wrong(jobset, SCHEMA, 'jobset')) == []
+    assert list(schema_errors(jobset, SCHEMA, 'jobset')) == []
 
 
-def test_mistakes_do_not_fit(jobset: dict[str, Any]) -> None:
+def test_schema_check_finds_mistakes(jobset: dict[str, Any]) -> None:
     broken = copy.deepcopy(jobset)
     broken['spec']['replicatedJobs'][0]['replicas'] = 'two'
     job(broken)['completionmode'] = 'Indexed'
     pod(broken)['containers'][0]['env'][0].pop('name')
     pod(broken)['volumes'][0]['emptyDir']['medium'] = 7
     broken['spec']['failurePolicy']['restartStrategy'] = 'Sometimes'
-    found = [line.split(': ')[0].rpartition('.')[2] for line in wrong(broken, SCHEMA, '')]
+    found = [line.split(': ')[0].rpartition('.')[2] for line in schema_errors(broken, SCHEMA, '')]
     assert sorted(found) == [
         'completionmode', 'medium', 'name is missing', 'replicas', 'restartStrategy',
     ]  # fmt: skip
 
 
 def launched(jobset: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """What the agent makes of the command, and the flags of the program."""
+    """Parsed arguments of the agent, and the flags of the program."""
     from moevement_ext.launch.torchrun import parse
 
     (container,) = pod(jobset)['containers']
@@ -102,7 +104,7 @@ def launched(jobset: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
     return parse([*words[4:-1], *container['args']]), container['args']
 
 
-def test_numbers_and_names_agree(jobset: dict[str, Any]) -> None:
+def test_node_counts_and_store_endpoint_agree(jobset: dict[str, Any]) -> None:
     args, _ = launched(jobset)
     one, spec = jobset['spec']['replicatedJobs'][0], job(jobset)
     assert (spec['completionMode'], one['replicas']) == ('Indexed', 1)
@@ -120,18 +122,20 @@ def test_numbers_and_names_agree(jobset: dict[str, Any]) -> None:
     assert serves.nodes == int(args.nnodes)
 
 
-def test_the_store_is_on_a_node_that_does_not_train(jobset: dict[str, Any]) -> None:
-    """And ends with the job that it serves."""
+def test_store_runs_on_a_node_without_training(jobset: dict[str, Any]) -> None:
+    """It ends with the job that it serves."""
     store = job(jobset, 'store')['template']
     assert store['metadata'] != job(jobset)['template']['metadata']
-    assert store['spec']['affinity'] == pod(jobset)['affinity']  # both keep off pods that train
+    assert (
+        store['spec']['affinity'] == pod(jobset)['affinity']
+    )  # both avoid nodes with training pods
     assert jobset['spec']['successPolicy'] == {
         'operator': 'All',
         'targetReplicatedJobs': ['nodes'],
     }
 
 
-def test_nothing_is_written_beside_data_that_can_only_be_read(jobset: dict[str, Any]) -> None:
+def test_data_cache_and_checkpoints_are_on_writable_volumes(jobset: dict[str, Any]) -> None:
     (container,) = pod(jobset)['containers']
     flags = dict(flag.partition('=')[::2] for flag in container['args'])
     writable = [m['mountPath'] for m in container['volumeMounts'] if not m.get('readOnly')]
@@ -139,7 +143,7 @@ def test_nothing_is_written_beside_data_that_can_only_be_read(jobset: dict[str, 
         assert any(Path(flags[name]).is_relative_to(place) for place in writable)
 
 
-def test_windows_are_in_memory_and_within_that_of_the_pod(jobset: dict[str, Any]) -> None:
+def test_windows_fit_the_memory_limit_of_the_pod(jobset: dict[str, Any]) -> None:
     (container,) = pod(jobset)['containers']
     (mount,) = (m for m in container['volumeMounts'] if m['mountPath'] == '/dev/shm')
     volumes = {volume['name']: volume for volume in pod(jobset)['volumes']}
@@ -153,7 +157,7 @@ def test_windows_are_in_memory_and_within_that_of_the_pod(jobset: dict[str, Any]
     assert name['valueFrom']['fieldRef']['fieldPath'] == 'spec.nodeName'
 
 
-def test_flags_are_those_of_the_program(jobset: dict[str, Any]) -> None:
+def test_program_accepts_the_flags(jobset: dict[str, Any]) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron.moevement.arguments import add_arguments
@@ -167,7 +171,7 @@ def test_flags_are_those_of_the_program(jobset: dict[str, Any]) -> None:
     assert ranks % (parsed.pipeline_model_parallel_size * parsed.expert_model_parallel_size) == 0
 
 
-def test_prometheus_is_told_of_the_port_that_shows_metrics(jobset: dict[str, Any]) -> None:
+def test_pod_monitor_scrapes_the_metrics_port(jobset: dict[str, Any]) -> None:
     monitor = yaml.safe_load((EXAMPLE.parent / 'podmonitor.yaml').read_text('utf-8'))
     (container,) = pod(jobset)['containers']
     (flag,) = (flag for flag in container['args'] if flag.startswith('--sparse-ckpt-metrics='))
@@ -178,7 +182,7 @@ def test_prometheus_is_told_of_the_port_that_shows_metrics(jobset: dict[str, Any
     assert monitor['spec']['selector']['matchLabels'].items() <= labels.items()
 
 
-def test_the_port_of_the_store_is_the_one_that_it_serves(jobset: dict[str, Any]) -> None:
+def test_container_port_of_the_store_is_the_served_port(jobset: dict[str, Any]) -> None:
     (store,) = job(jobset, 'store')['template']['spec']['containers']
     assert store['ports'] == [{'name': 'store', 'containerPort': 29400}]
     assert '--port=29400' in store['command']

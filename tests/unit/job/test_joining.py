@@ -16,7 +16,7 @@ class Enough(Exception):
 
 
 @pytest.mark.parametrize(('elastic', 'run'), [(OFF, 'run.0123abcd'), (RESTART, 'run')])
-def test_orphans_of_another_layout_are_ended_too(
+def test_orphans_of_another_layout_are_ended(
     elastic: str, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dense checkpoint writers use several hundred MB each."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop that swallows the error that interrupts a step is left nevertheless."""
+"""A loop that swallows the error of an interrupted step is left nevertheless."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def interrupted(entry: LoopEntry, error: BaseException) -> None:
         raise error
 
 
-def test_a_loop_that_returns_after_an_interrupted_step_raises_the_error() -> None:
+def test_enter_raises_the_swallowed_error_when_the_loop_returns() -> None:
     entry, error = LoopEntry(), RuntimeError('lost')
 
     def loop() -> str:
@@ -25,7 +25,7 @@ def test_a_loop_that_returns_after_an_interrupted_step_raises_the_error() -> Non
     assert entry.cut_off is None
 
 
-def test_a_loop_that_goes_on_after_an_interrupted_step_is_left_at_the_next() -> None:
+def test_next_step_raises_the_swallowed_error() -> None:
     entry, error = LoopEntry(), RuntimeError('lost')
     steps = []
 
@@ -41,7 +41,7 @@ def test_a_loop_that_goes_on_after_an_interrupted_step_is_left_at_the_next() -> 
     assert steps == [1]
 
 
-def test_a_loop_is_entered_again_after_it_was_left() -> None:
+def test_loop_can_be_entered_again_after_an_error() -> None:
     entry = LoopEntry()
     with pytest.raises(KeyError):
         entry.enter(lambda: interrupted(entry, KeyError('lost')))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a job that lacks nodes waits for them, and how it ends."""
+"""When a job that lacks nodes waits for more nodes, and how it ends."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ PARTS = PartsMissing('parts of rank 2 are missing')
 
 
 class Ended(Exception):
-    """In place of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ class Ended(Exception):
         ([['python', 'torchrun', 'train.py']], None, 0),
     ],
 )
-def test_the_largest_number_of_nodes(
+def test_most_nodes_is_read_from_the_torchrun_command(
     commands: list[list[str]], variable: str | None, most: int
 ) -> None:
     assert more_nodes._most_nodes(commands, variable) == most
@@ -39,7 +39,7 @@ def test_the_largest_number_of_nodes(
 @pytest.mark.parametrize(
     ('run', 'nodes', 'may_come'), [(None, '1', False), ('run', '1', True), ('run', '2', False)]
 )
-def test_nodes_come_up_to_the_number_that_torchrun_has(
+def test_nodes_may_come_up_to_the_maximum_of_torchrun(
     run: str | None, nodes: str, may_come: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
@@ -60,7 +60,7 @@ def test_nodes_come_up_to_the_number_that_torchrun_has(
         (False, False, PARTS, []),
     ],
 )
-def test_what_a_job_does(
+def test_job_waits_or_ends_by_launcher_and_missing_nodes(
     torchrun: bool,
     may_come: bool,
     missing: NodesMissing,

@@ -21,7 +21,7 @@ from moevement_ext.system import affinity
         ('3', 0, 0, 0),
     ],
 )
-def test_a_process_takes_the_gpu_of_its_local_rank(
+def test_process_takes_the_gpu_of_its_local_rank(
     local_rank: str | None,
     visible: int,
     chosen: int,
@@ -41,7 +41,7 @@ def test_a_process_takes_the_gpu_of_its_local_rank(
 
 
 @pytest.mark.parametrize('gpu', [True, False])
-def test_a_process_is_bound_by_the_address_of_its_gpu(
+def test_process_is_bound_to_cpus_by_the_pci_address_of_its_gpu(
     gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)

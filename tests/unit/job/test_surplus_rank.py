@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank without a place in the layout does what rank 0 of this start says, and nothing older."""
+"""A rank without a place in the layout follows the messages of rank 0 of this start only."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -25,12 +25,12 @@ ENDS_AT_ALL_S = 60.0
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
-    """The store of a job of three ranks of which two train, as the third sees it."""
+    """The store of a job of three ranks, two of which train, as the third rank sees it."""
     made = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     variables = {'RANK': '2', 'WORLD_SIZE': '3', 'MASTER_ADDR': '127.0.0.1', VARIABLE: 'x' * 16}
     for name, value in (variables | {'MASTER_PORT': str(made.port)}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv('MOEVEMENT_SURPLUS_RANKS', '')  # undone afterwards
+    monkeypatch.setenv('MOEVEMENT_SURPLUS_RANKS', '')  # so that monkeypatch restores it
     monkeypatch.delenv('MOEVEMENT_SURPLUS_RANKS')
     monkeypatch.setattr(surplus_rank, '_LOOKS_FOR_ITS_LAUNCHER', timedelta(milliseconds=50))
     surplus.set_aside(2)
@@ -40,7 +40,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """What another layout has left on this node."""
+    """Files that another layout has left on this node."""
     left = tmp_path / 'run.0123abcd' / node_name()
     left.mkdir(parents=True, mode=0o700)
     return left
@@ -48,7 +48,7 @@ def old(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Callable[[], int]]]:
-    """Starts it; what that returns waits for its exit status."""
+    """Start a surplus rank; the returned function waits for its exit status."""
     threads = []
 
     def start(timeout: timedelta = HOUR) -> Callable[[], int]:
@@ -75,7 +75,7 @@ def asked() -> list[SurplusAnswer]:
     return surplus._answers(Call(b'salt', ['elsewhere']))
 
 
-def test_it_answers_each_call_and_ends_with_the_job(
+def test_surplus_rank_answers_each_call_and_ends_with_the_job(
     store: TCPStore, old: Path, serve: Callable[..., Callable[[], int]]
 ) -> None:
     code = serve()
@@ -89,7 +89,7 @@ def test_it_answers_each_call_and_ends_with_the_job(
 
 
 @pytest.mark.parametrize('message', [LetGo(), Dismissed(0, freed=True)], ids=['then', 'late'])
-def test_it_frees_windows_that_are_worthless(
+def test_surplus_rank_frees_obsolete_windows(
     message: surplus.Message,
     store: TCPStore,
     old: Path,
@@ -104,7 +104,7 @@ def test_it_frees_windows_that_are_worthless(
 
 
 @pytest.mark.parametrize('message', [LetGo(), Dismissed(3, freed=True)])
-def test_what_was_said_in_an_earlier_start_counts_for_nothing(
+def test_messages_of_an_earlier_start_are_ignored(
     message: surplus.Message,
     store: TCPStore,
     old: Path,
@@ -118,29 +118,29 @@ def test_what_was_said_in_an_earlier_start_counts_for_nothing(
     assert old.exists()
 
 
-def test_it_ends_if_the_job_had_ended_before_it_came(
+def test_surplus_rank_ends_if_the_job_has_already_ended(
     store: TCPStore, serve: Callable[..., Callable[[], int]]
 ) -> None:
     surplus.dismiss(3, freed=True)
     assert serve(timedelta(seconds=2))() == 0
 
 
-def test_it_fails_when_the_job_is_lost(
+def test_surplus_rank_fails_when_its_launcher_is_gone(
     store: TCPStore, serve: Callable[..., Callable[[], int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher that lives starts it again, with the others."""
+    """A live launcher restarts it with the other ranks."""
     code = serve()
     asked()
     monkeypatch.setattr('os.getppid', lambda: 1)
     assert code() == 1
 
 
-def test_without_surplus_ranks_nothing_is_said(
+def test_no_message_is_sent_without_surplus_ranks(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv('MOEVEMENT_SURPLUS_RANKS')
     surplus.let_go()
     surplus.dismiss(0, freed=True)
-    surplus.set_aside(2)  # as many as there are
+    surplus.set_aside(2)  # the world size
     assert not surplus.is_surplus()
     assert surplus.meeting_place(HOUR).add(surplus.MESSAGES, 0) == 0

@@ -72,12 +72,12 @@ def _config(directory: Path) -> SparseCheckpointConfig:
     )
 
 
-def test_the_pipeline_is_taken_over_before_training_and_all_is_sealed_after_it(
+def test_pipeline_is_taken_over_before_training_and_slots_are_sealed(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exchanges of the pipeline wait for less of the device than upstream's, though no log is kept.
+    """Pipeline exchanges wait for less of the device than upstream's, although no log is kept.
 
-    Slots are sealed slowly, so that training is over before its last one is.
+    Slots are sealed slowly, so that training ends before the last slot is sealed.
     """
     monkeypatch.setattr(faults, 'point', lambda phase: time.sleep(0.2 * (phase is Phase.SEAL)))
     trainer = FakeTrainer(['a', 'b', 'c', 'd'])
@@ -129,10 +129,10 @@ def recorded(job: Job) -> list[int]:
     [(False, range(1, WINDOW + WINDOW)), (True, range(0))],
     ids=['from a window', 'from the start'],
 )
-def test_an_attempt_that_begins_earlier_ignores_the_previous_ledger(
+def test_attempt_that_begins_earlier_ignores_the_previous_ledger(
     windows_lost: bool, believed: range, rank: Rank
 ) -> None:
-    """Its norms may differ: another dense checkpoint, other kernels."""
+    """Its norms may differ, for example with another dense checkpoint or other kernels."""
     with attempt(rank, ITERATIONS) as job:
         assert recorded(job) == list(range(1, ITERATIONS + 1))
         assert job.protection is not None
@@ -149,8 +149,8 @@ def test_an_attempt_that_begins_earlier_ignores_the_previous_ledger(
         assert recorded(job) == list(believed)
 
 
-def test_a_conversion_restores_ledger_entries_of_replayed_iterations(rank: Rank) -> None:
-    """As after a recovery from disk: a stage lost next needs the entries to replay alone."""
+def test_conversion_restores_ledger_entries_of_replayed_iterations(rank: Rank) -> None:
+    """A stage lost after a recovery from disk needs the entries to replay alone."""
     with attempt(rank, ITERATIONS) as job:
         assert job.protection is not None
         ledger = job.protection.memory.ledger
@@ -185,10 +185,8 @@ def _windows(rank: Rank) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(rank.config.dir).rglob('window-*.window')}
 
 
-def test_an_export_reads_windows_and_deletes_none(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither at its end, nor with the flags of another run."""
+def test_export_deletes_no_windows(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither at its end nor with the flags of another run."""
     directory = Path(rank.config.dir)
     _run(rank, 3 * WINDOW, remove=False)
     kept = _windows(rank)

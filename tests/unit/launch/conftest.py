@@ -77,7 +77,7 @@ if __name__ == '__main__':
 
 
 def dies(pid: int) -> bool:
-    """Wait for the death of any process; also true for a zombie, which may never be reaped."""
+    """Wait for the death of any process. A zombie, which may never be reaped, counts as dead."""
     try:
         death = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -167,7 +167,7 @@ class Job:
 @pytest.fixture
 def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job of the class `JOB` of the test module, if defined."""
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # the workers use none
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # the workers use no GPU
     return getattr(request.module, 'JOB', Job)(tmp_path)
 
 

@@ -37,7 +37,7 @@ class SlurmJob(Job):
     def on_hosts(
         self, hosts: Sequence[str], *flags: str, survive: bool = True, **settings: Any
     ) -> Supervisor:
-        """A job on the first `nodes` of the hosts; the others are spare. `survive`: as of a job."""
+        """A job on the first `nodes` of the hosts; the others are spare. `survive`: as in `Job`."""
         config = LaunchConfig(str(self.program), flags, **settings)
         starter = partial(SlurmStarter, hosts, self._start_step)
         self.running = Supervisor(config, self._note, starter)

@@ -20,14 +20,14 @@ VARIABLES = {
     'RANK': '3',
     'TORCHELASTIC_RESTART_COUNT': '0',
     'MASTER_ADDR': '127.0.0.1',
-    'MASTER_PORT': '1',  # nobody is there
+    'MASTER_PORT': '1',  # no process listens there
 }
 
 
-def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
+def test_workers_end_when_the_supervisor_falls_silent(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a rank could run on this and on a spare node."""
+    """Otherwise a rank could run on this node and on a spare node."""
     monkeypatch.setattr(messages, 'SILENT_S', 2.0)
     with socket.create_server(('127.0.0.1', 0)) as server:
         here = socket.create_connection(server.getsockname())
@@ -49,10 +49,10 @@ def test_workers_do_not_outlive_a_supervisor_that_falls_silent(
     assert isinstance(supervisor.receive(), messages.Alive)
 
 
-def test_a_busy_agent_sends_heartbeats_and_survives(
+def test_busy_agent_sends_heartbeats_and_survives(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For example, it waits for a file system; afterwards it carries out the pending orders."""
+    """For example, while it waits for a file system. It then carries out the pending orders."""
     monkeypatch.setattr(messages, 'SILENT_S', 5.0)
     monkeypatch.setattr(link, '_HEARTBEAT_S', 0.1)
     with socket.create_server(('127.0.0.1', 0)) as server:
@@ -66,7 +66,7 @@ def test_a_busy_agent_sends_heartbeats_and_survives(
         bytes(32),
     )
     log, alias = tmp_path / 'rank3.log', tmp_path / 'alias'
-    os.mkfifo(log)  # opened, it waits for a reader
+    os.mkfifo(log)  # open() blocks until there is a reader
     os.link(log, alias)
     supervisor = Link(there, messages.FROM_AGENT)
     supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))

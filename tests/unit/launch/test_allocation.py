@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requeueing, with scripts instead of Slurm's commands."""
+"""Requeueing, with scripts in place of Slurm's commands."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ from moevement_ext.launch.requeue import History, go_back
 
 pytestmark = pytest.mark.timed
 
-# Changes are noted; every other one is refused, as to a command that Slurm ends with the job.
+# Requests are recorded; the first of each kind fails, as when Slurm ends a command with the job.
 SCONTROL = """\
 #!/usr/bin/env bash
 case "$1 $2" in
@@ -23,7 +23,7 @@ case "$1 $2" in
     update*) if mkdir "$0.tried"; then exit 1; fi; echo "${@:2}" >"$0.updated" ;;
 esac
 """
-# The nodes that the job has are in a file with a line for each question; the last line stays.
+# The file has the nodes of the job, one line per query; the last line stays.
 SQUEUE = """\
 #!/usr/bin/env bash
 nodes=$(head -n 1 "$0.nodes")
@@ -44,59 +44,61 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_slurm_is_given_time_to_notice_what_is_lost(programs: Path) -> None:
+def test_wait_until_slurm_has_noticed_the_lost_nodes(programs: Path) -> None:
     (programs / 'squeue.nodes').write_text('a,b,c\na,b\na\n')
     assert allocation.wait_until_noticed('42', {'b', 'd'}) == set()
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
 
 
-def test_but_not_for_ever(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_slurm_to_notice_is_bounded(
+    programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.05)
     (programs / 'squeue.nodes').write_text('a,b\n')
     assert allocation.wait_until_noticed('42', {'b', 'c'}) == {'b'}
 
 
-def test_a_job_that_has_no_node_any_more(programs: Path) -> None:
+def test_job_without_nodes_has_no_unnoticed_node(programs: Path) -> None:
     (programs / 'squeue.nodes').write_text('\n')
     assert allocation.wait_until_noticed('42', {'b'}) == set()
 
 
 @pytest.mark.parametrize('lost', [{'b'}, set()])
-def test_a_controller_that_does_not_answer_is_waited_for(programs: Path, lost: set[str]) -> None:
+def test_unresponsive_controller_is_waited_for(programs: Path, lost: set[str]) -> None:
     """It could not requeue the job."""
     (programs / 'squeue.nodes').write_text('silence\nsilence\na\n')
     assert allocation.wait_until_noticed('42', lost) == set()
     assert (programs / 'squeue.nodes').read_text() == 'a\n'
 
 
-def test_a_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
+def test_requeued_job_excludes_unusable_nodes(programs: Path) -> None:
     """Nodes excluded at submission stay excluded."""
     assert allocation.requeue('42', {'c', 'b'})
     assert (programs / 'scontrol.requeued').read_text() == '42\n'
     assert (programs / 'scontrol.updated').read_text() == 'JobId=42 ExcNodeList=x[1-2],b,c\n'
 
 
-def test_a_requeueing_command_that_slurm_kills_has_done_its_work(programs: Path) -> None:
+def test_requeue_command_killed_by_slurm_counts_as_done(programs: Path) -> None:
     kill = "'requeue '*) kill -9 $$ ;;"
     (programs / 'scontrol').write_text(SCONTROL.replace("'requeue '*)", kill + " 'again '*)"))
     assert allocation.requeue('42', {'b'})
     assert (programs / 'scontrol.updated').exists()
 
 
-def test_a_requeued_job_waits_for_a_number_of_nodes(programs: Path) -> None:
+def test_requeued_job_requests_the_number_of_nodes(programs: Path) -> None:
     allocation.requeue('42', {'b'}, nodes=4)
     assert (programs / 'scontrol.updated').read_text() == (
         'JobId=42 ExcNodeList=x[1-2],b NumNodes=4-4\n'
     )
 
 
-def test_nothing_else_of_it_is_changed(programs: Path) -> None:
+def test_requeue_changes_nothing_else(programs: Path) -> None:
     assert allocation.requeue('42', set())
     assert (programs / 'scontrol.requeued').exists()
     assert not (programs / 'scontrol.updated').exists()
 
 
-def test_a_job_that_slurm_does_not_take_back_is_not_changed(
+def test_failed_requeue_leaves_the_job_unchanged(
     programs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (programs / 'scontrol').write_text('#!/bin/sh\necho "$1" >>"$0.asked"\nexit 1\n')
@@ -121,14 +123,12 @@ def test_a_job_that_slurm_does_not_take_back_is_not_changed(
         ('silence', None),
     ],
 )
-def test_how_long_a_job_has_left(programs: Path, shown: str, seconds: float | None) -> None:
+def test_remaining_time_is_parsed(programs: Path, shown: str, seconds: float | None) -> None:
     (programs / 'squeue.nodes').write_text(f'{shown}\n')
     assert allocation._seconds_left('42') == seconds
 
 
-def test_the_time_limit_is_followed_when_it_changes(
-    programs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_time_limit_is_respected(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit is extended meanwhile, and the controller does not answer at the end."""
     waits: list[float] = []
     now = 1000.0
@@ -147,15 +147,13 @@ def test_the_time_limit_is_followed_when_it_changes(
     assert called == [1000.0 + 60.0 + 60.0 + 240.0 - 120.0]
 
 
-def test_a_command_of_slurm_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_slurm_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('PATH', str(tmp_path))
     with pytest.raises(ConfigurationError, match="No such file.*: 'scontrol'.*in PATH"):
         allocation.hostnames('n[1-2]')
 
 
-def test_what_slurm_says_of_nodes_that_it_does_not_know_is_passed_on(programs: Path) -> None:
+def test_slurm_error_about_unknown_nodes_is_passed_on(programs: Path) -> None:
     (programs / 'scontrol').write_text('#!/bin/sh\necho Invalid hostlist >&2\nexit 1\n')
     with pytest.raises(ConfigurationError, match=r'show hostnames n\[ failed \(Invalid hostlist'):
         allocation.hostnames('n[')

@@ -40,7 +40,7 @@ def test_flags(job: Job) -> None:
     )
 
 
-def test_a_hot_spare_waits_for_programs_that_can_be_imported(job: Job) -> None:
+def test_default_spares_need_an_importable_program(job: Job) -> None:
     launched = ['--', str(job.program)]
     assert parse(['--nodes', '1', *launched]).spares == 1
     assert parse(['--nodes', '1', '--spares', '0', *launched]).spares == 0
@@ -61,9 +61,7 @@ def test_a_hot_spare_waits_for_programs_that_can_be_imported(job: Job) -> None:
         ('if', 0),
     ],
 )
-def test_what_counts_as_a_program_that_can_be_imported(
-    text: str, spares: int, tmp_path: Path
-) -> None:
+def test_importable_program_has_a_main_guard(text: str, spares: int, tmp_path: Path) -> None:
     (tmp_path / 'program.py').write_text(text)
     assert default_spares(str(tmp_path / 'program.py')) == spares
     assert default_spares(str(tmp_path / 'none.py')) == 0
@@ -101,7 +99,9 @@ def test_what_counts_as_a_program_that_can_be_imported(
         ('--nodes 1 --log-dir /proc/fs -- PROGRAM', '--log-dir /proc/fs: no log can be written'),
     ],
 )
-def test_mistakes(flags: str, message: str, job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_named(
+    flags: str, message: str, job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as refused:
         main([str(job.program) if word == 'PROGRAM' else word for word in flags.split()])
     assert refused.value.code == 2
@@ -110,7 +110,7 @@ def test_mistakes(flags: str, message: str, job: Job, capsys: pytest.CaptureFixt
 
 @contextmanager
 def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """The command with two workers and a spare, once all of them run their program."""
+    """The command with two workers and a spare, after all of them have started their program."""
     flags = ['--nodes', '2', '--spares', '1', '--', str(job.program), '1.0=print:two words']
     command = [sys.executable, str(SCRIPT), *flags]
     with subprocess.Popen(
@@ -134,7 +134,7 @@ def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Proc
                     worker.kill()
 
 
-def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
+def test_all_processes_die_with_a_killed_launcher(job: Job) -> None:
     with launched(job) as (process, family):
         assert len(family) == 3
         process.kill()
@@ -143,7 +143,7 @@ def test_nothing_outlives_a_killed_launcher(job: Job) -> None:
 
 @pytest.fixture
 def in_a_terminal() -> Iterator[None]:
-    """Under `nohup` processes start with SIGHUP ignored, which launchers respect."""
+    """Restore SIGHUP: under `nohup`, processes start with it ignored, which launchers respect."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -156,7 +156,7 @@ def in_a_terminal() -> Iterator[None]:
     ids=lambda asked: asked.name,
 )
 def test_interrupt_ends_all_workers(job: Job, asked: signal.Signals) -> None:
-    """So does the end of the terminal, and a repeated interrupt."""
+    """A hangup and a repeated interrupt do the same."""
     with launched(job) as (process, family):
         process.send_signal(asked)
         process.send_signal(asked)

@@ -27,8 +27,8 @@ def failing(job: SlurmJob) -> list[tuple[str, str, bool]]:
     return [(event.host, event.trouble, event.usable) for event in found]
 
 
-def test_a_spare_takes_over_from_a_host_whose_device_is_lost(job: SlurmJob) -> None:
-    """The worker there hangs, as in a collective, and is not waited for."""
+def test_spare_host_replaces_a_host_with_a_lost_device(job: SlurmJob) -> None:
+    """The worker there hangs, as in a collective, and the launcher does not wait for it."""
     devices = job.devices('b')
 
     def fail(event: Event) -> None:
@@ -42,10 +42,10 @@ def test_a_spare_takes_over_from_a_host_whose_device_is_lost(job: SlurmJob) -> N
     assert failing(job) == [('b', 'GPU GPU-0: Xid 79: it has fallen off the bus', False)]
     assert dies(job.started(1)[0].pid)
     assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'c'
-    assert len(job.steps['b']) == 1  # it is not tried again
+    assert len(job.steps['b']) == 1  # the host is not tried again
 
 
-def test_a_host_whose_device_is_lost_gets_no_rank(job: SlurmJob) -> None:
+def test_host_with_a_lost_device_gets_no_rank(job: SlurmJob) -> None:
     job.devices('a').set('GPU-0', action=1)
     job.finish_when = lambda: len(job.started()) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
@@ -54,16 +54,16 @@ def test_a_host_whose_device_is_lost_gets_no_rank(job: SlurmJob) -> None:
     assert failing(job) == [('a', trouble, False)]
 
 
-def test_no_host_is_left(job: SlurmJob) -> None:
+def test_job_without_a_usable_host_ends(job: SlurmJob) -> None:
     job.devices('b').set('GPU-0', lost=True)
     assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
     (failure,) = (event for event in job.events if isinstance(event, JobFailed))
     assert '(b: GPU GPU-0: the driver does not reach it)' in failure.reason
 
 
-def test_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
+def test_host_with_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
     """A worn device alone does not stop a rank."""
-    job.devices('a').set('GPU-0', action=4)  # once its work is done
+    job.devices('a').set('GPU-0', action=4)  # reset recommended after the job
 
     def lose(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (0, 0):

@@ -22,7 +22,9 @@ from tools.lab.launch import Launch
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
-def test_workers_find_what_torchrun_gives(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_have_the_environment_of_torchrun(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv('OMP_NUM_THREADS', '3')
     for name in ('CUDA_DEVICE_MAX_CONNECTIONS', 'TORCHDYNAMO_DISABLE'):
         monkeypatch.delenv(name, raising=False)
@@ -43,7 +45,7 @@ def test_workers_find_what_torchrun_gives(job: Job, monkeypatch: pytest.MonkeyPa
             'MOEVEMENT_NODE': f'node{node}',
             'CUDA_DEVICE_MAX_CONNECTIONS': None,
             'OMP_NUM_THREADS': '3',
-            'TORCHDYNAMO_DISABLE': None,  # the program decides that, under any launcher
+            'TORCHDYNAMO_DISABLE': None,  # the program sets it, under any launcher
         }
         assert {name: attempt['env'].get(name) for name in expected} == expected
         assert attempt['argv'] == [str(job.program), '--flag', 'a value', '3.0=kill']
@@ -61,7 +63,7 @@ def test_workers_find_what_torchrun_gives(job: Job, monkeypatch: pytest.MonkeyPa
         ('--tensor-model-parallel-size 2 --use-megatron-fsdp', None, None),
     ],
 )
-def test_one_queue_of_the_gpu_only_where_megatron_needs_it(
+def test_one_device_connection_only_where_megatron_needs_it(
     job: Job,
     flags: str,
     users: str | None,
@@ -78,7 +80,7 @@ def test_one_queue_of_the_gpu_only_where_megatron_needs_it(
     assert launch.environment().get(name) == found
 
 
-def test_each_worker_has_a_gpu_of_its_own(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_has_its_own_gpu(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 4)
     config = LaunchConfig(str(job.program), nodes=2, workers_per_node=2)
@@ -90,14 +92,14 @@ def test_each_worker_has_a_gpu_of_its_own(job: Job, monkeypatch: pytest.MonkeyPa
         check_devices(config)
 
 
-def test_workers_share_the_first_gpu_as_hosts_of_their_own(
+def test_workers_sharing_a_gpu_have_distinct_host_ids(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
     for name in DEFAULTS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv('NCCL_MAX_CTAS', '8')  # the user's own
+    monkeypatch.setenv('NCCL_MAX_CTAS', '8')  # set by the user
     monkeypatch.setenv('NCCL_HOSTID', 'the-same-for-all')
     config = LaunchConfig(str(job.program), nodes=2, workers_per_node=2, share_gpu=True)
     check_devices(config)
@@ -111,7 +113,7 @@ def test_workers_share_the_first_gpu_as_hosts_of_their_own(
     assert 'NCCL_HOSTID' not in variables_here(apart, 0, 0)
 
 
-def test_workers_that_use_gpus_are_not_forked(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_is_refused_on_a_machine_with_a_gpu(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     config = LaunchConfig(str(job.program), fork=True)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     check_devices(config)
@@ -120,13 +122,13 @@ def test_workers_that_use_gpus_are_not_forked(job: Job, monkeypatch: pytest.Monk
         check_devices(config)
 
 
-def test_there_must_be_a_gpu_to_share(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_gpu_without_a_gpu_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     with pytest.raises(ConfigurationError, match='--share-gpu: there is no GPU here'):
         check_devices(LaunchConfig(str(job.program), share_gpu=True))
 
 
-def test_a_worker_of_another_launcher_can_share_too(tmp_path: Path) -> None:
+def test_worker_of_another_launcher_can_share_a_gpu(tmp_path: Path) -> None:
     program = tmp_path / 'program.py'
     program.write_text('import json, os, sys; print(json.dumps([sys.argv, dict(os.environ)]))')
     given = {**os.environ, 'RANK': '3', 'LOCAL_RANK': '1', 'NCCL_MAX_CTAS': '8'}

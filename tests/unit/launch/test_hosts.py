@@ -82,16 +82,16 @@ def test_workers_run_on_their_hosts(
             'MASTER_PORT': str(job.running.store.port),
             'MOEVEMENT_NODE': 'ab'[rank // 2],
             'OMP_NUM_THREADS': '3',
-            'CUDA_DEVICE_MAX_CONNECTIONS': '1',  # for tensor parallelism
+            'CUDA_DEVICE_MAX_CONNECTIONS': '1',  # because of tensor parallelism
             'TORCHELASTIC_RESTART_COUNT': '0',
-            'TORCHDYNAMO_DISABLE': None,  # that the launcher has no GPU says nothing of them
+            'TORCHDYNAMO_DISABLE': None,  # the launcher's lack of a GPU is not passed on
         }
         assert {name: seen.get(name) for name in expected} == expected
         assert 'MOEVEMENT_SUPERVISOR' not in seen
     assert '[rank 3] hello\n' in capfd.readouterr().out
 
 
-def test_when_all_start_again_proxies_and_branches_lead_to_the_new_store(
+def test_restart_of_all_workers_uses_the_new_store(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
@@ -107,7 +107,7 @@ def test_when_all_start_again_proxies_and_branches_lead_to_the_new_store(
     assert len(job.running.store.get('branches').split()) == 2
 
 
-def test_a_store_without_branches_serves_all_nodes(
+def test_store_without_branches_serves_all_nodes(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(branches, 'NODES_OF_A_BRANCH', 1)
@@ -117,7 +117,7 @@ def test_a_store_without_branches_serves_all_nodes(
     assert 'the store has no branches' in caplog.text
 
 
-def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
+def test_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('ab', '1.0=kill', nodes=2).run() == 0
     assert (codes(job, 0), codes(job, 1)) == ([0], [-9, 0])
@@ -126,7 +126,7 @@ def test_a_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
 
 
 @pytest.mark.parametrize('forks', [True, False])
-def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) -> None:
+def test_spare_host_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) -> None:
     there: list[int] = []
     if not forks:
         starts_a_thread(job)
@@ -152,11 +152,11 @@ def test_a_spare_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) -> No
     if not forks:
         assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
     assert codes(job, 0) == codes(job, 1) == [0]
-    # The workers, or what they are forked from: no other spares are started beside them.
+    # The workers, or the spare that they are forked from: no other spares are started.
     assert there == [spares]
 
 
-def test_a_worker_that_dies_on_a_good_node_is_forked_there(job: SlurmJob) -> None:
+def test_worker_that_dies_on_a_healthy_host_is_forked_there(job: SlurmJob) -> None:
     def let_die(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 2:  # one on each host
             (job.folder / 'ready').touch()
@@ -170,8 +170,8 @@ def test_a_worker_that_dies_on_a_good_node_is_forked_there(job: SlurmJob) -> Non
     assert len(job.spares()) == 2
 
 
-def test_a_host_that_takes_a_seat_keeps_what_other_nodes_have(job: SlurmJob) -> None:
-    """It had as many spares as workers; the remaining spare serves any worker that dies."""
+def test_seated_spare_host_keeps_one_spare_process(job: SlurmJob) -> None:
+    """It had as many spares as workers; the remaining one replaces any worker that dies."""
 
     def act(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 3:
@@ -185,12 +185,12 @@ def test_a_host_that_takes_a_seat_keeps_what_other_nodes_have(job: SlurmJob) -> 
 
 
 @pytest.mark.parametrize('comes', ['before', 'after'])
-def test_a_spare_host_reserves_what_the_largest_seat_keeps(
+def test_spare_host_reserves_the_files_of_the_largest_seat(
     job: SlurmJob, comes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both if it is connected when the ranks report their files, and if it connects later."""
+    """Whether it connects before or after the ranks report their files."""
     monkeypatch.setattr(node, '_FIRST_PAUSE_S', 0.1)
-    kept = [[1], [2, 3], [7], [1]]  # pages of the files of each rank; two ranks a seat
+    kept = [[1], [2, 3], [7], [1]]  # pages of the files of each rank; two ranks per seat
     found: list[list[int]] = []
     with tmpfs_directory() as root:
         spare = ReservedPages(NodeStore(root, 'run', 'c'))
@@ -224,7 +224,7 @@ def test_a_spare_host_reserves_what_the_largest_seat_keeps(
         assert not list(root.iterdir())  # nothing is left after the job
 
 
-def test_events_of_the_spares_of_a_host_are_reported(job: SlurmJob) -> None:
+def test_events_of_remote_spares_are_reported(job: SlurmJob) -> None:
     def kill_first(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 1:
             os.kill(event.pid, signal.SIGKILL)
@@ -236,18 +236,18 @@ def test_events_of_the_spares_of_a_host_are_reported(job: SlurmJob) -> None:
     assert (ended.pid, ended.code, ended.was_ready) == (job.spares()[0].pid, -9, True)
 
 
-def test_no_spare_is_left(job: SlurmJob) -> None:
+def test_job_without_a_spare_host_ends(job: SlurmJob) -> None:
     job.on_event = lambda event: (
         job.lose('b') if isinstance(event, WorkerLaunched) and event.rank == 1 else None
     )
     job.finish_when = lambda: False
     assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
     assert 'node 1 of the job has no host, and no spare node is left (b: ' in failure(job)
-    assert len(job.steps['b']) == 2  # it was tried again
+    assert len(job.steps['b']) == 2  # the host was tried again
     assert dies(job.started(0)[0].pid)
 
 
-def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
+def test_dead_agent_is_restarted_on_its_host(job: SlurmJob) -> None:
     def kill_agent(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
             job.lose('b')
@@ -260,10 +260,10 @@ def test_an_agent_that_died_comes_back(job: SlurmJob) -> None:
     assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
 
 
-def test_the_first_word_to_an_agent_is_the_job(
+def test_first_message_to_an_agent_is_the_program(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long that takes, no heartbeat is sent before it."""
+    """No heartbeat precedes it, however long it takes."""
     send = Link.send
 
     def send_late(connection: Link, message: msgspec.Struct) -> None:
@@ -277,8 +277,8 @@ def test_the_first_word_to_an_agent_is_the_job(
     assert lost(job) == []
 
 
-def test_an_agent_dies_while_it_is_told_to_start_workers(job: SlurmJob) -> None:
-    """Workers whose order was lost had no host and waited for five minutes."""
+def test_workers_move_if_the_agent_dies_before_starting_them(job: SlurmJob) -> None:
+    """Workers whose order was lost used to have no host and to wait for five minutes."""
 
     def lose_when_seated(event: Event) -> None:
         if isinstance(event, NodeSeated) and event.host == 'a':
@@ -292,7 +292,7 @@ def test_an_agent_dies_while_it_is_told_to_start_workers(job: SlurmJob) -> None:
     assert lost(job) == [('a', 0)]
 
 
-def test_a_silent_host_is_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_host_counts_as_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
     from moevement_ext.launch import node
 
     monkeypatch.setattr(node, 'SILENT_S', 4.0)
@@ -309,10 +309,9 @@ def test_a_silent_host_is_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -
     assert dies(job.started(1)[0].pid)
 
 
-def test_a_host_on_which_a_worker_does_not_die_is_lost(
+def test_host_with_an_unkillable_worker_counts_as_lost(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Permanently, as the cause persists."""
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
     def others_find_it_hung(event: Event) -> None:
@@ -329,13 +328,13 @@ def test_a_host_on_which_a_worker_does_not_die_is_lost(
     assert len(job.steps['b']) == 1
 
 
-def test_a_host_whose_agent_starts_nothing_is_lost(
+def test_host_whose_agent_starts_no_worker_counts_as_lost(
     job: SlurmJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sends heartbeats, but hangs, for example on a file system."""
+    """The agent sends heartbeats but hangs, for example on a file system."""
     monkeypatch.setattr(remote, '_TO_START_S', 1.0)
     log = tmp_path / 'rank1.log'
-    os.mkfifo(log)  # opened, it waits for a reader
+    os.mkfifo(log)  # open() blocks until there is a reader
 
     def repair(event: Event) -> None:
         if isinstance(event, NodeLost):
@@ -348,14 +347,14 @@ def test_a_host_whose_agent_starts_nothing_is_lost(
     assert seated(job)[-1] == ('c', 1)
 
 
-def test_a_host_that_is_not_reached_at_the_start_is_not_needed(job: SlurmJob) -> None:
+def test_unreachable_host_is_replaced_by_a_spare_at_the_start(job: SlurmJob) -> None:
     job.dead.add('a')
     job.finish_when = lambda: len(job.started()) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
     assert seated(job) == [('b', 0), ('c', 1)]
 
 
-def test_no_host_is_reached(job: SlurmJob) -> None:
+def test_job_without_a_reachable_host_fails(job: SlurmJob) -> None:
     job.dead |= {'a', 'b'}
     assert job.on_hosts('ab', nodes=1).run() == 1
     assert 'a: its step ended with status 1' in failure(job)
@@ -370,8 +369,7 @@ def test_stop_reaches_the_workers(job: SlurmJob) -> None:
     assert codes(job, 0) == [-15]
 
 
-def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
-    """For any exit signal."""
+def test_stop_reaches_a_worker_without_a_node(job: SlurmJob) -> None:
     child = remote.RemoteChild(messages.StartWorker(0, 0, {}, watched=False), 0)
     child.signal(signal.SIGCONT)
     assert child.waits_for_node
@@ -379,8 +377,8 @@ def test_stop_reaches_a_worker_that_has_no_node_yet(job: SlurmJob) -> None:
     assert child.reap() == -signal.SIGUSR1
 
 
-def test_an_agent_ignores_signals_and_leaves_them_to_the_supervisor(job: SlurmJob) -> None:
-    """Slurm may send it to all processes of a step."""
+def test_agent_leaves_signals_to_the_supervisor(job: SlurmJob) -> None:
+    """Slurm may signal all processes of a step."""
 
     def send_all(event: Event) -> None:
         if isinstance(event, WorkerLaunched):
@@ -396,8 +394,8 @@ def test_an_agent_ignores_signals_and_leaves_them_to_the_supervisor(job: SlurmJo
     assert lost(job) == []
 
 
-def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
-    """Neither who does not listen, nor what a worker has started."""
+def test_no_process_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
+    """Neither a worker that ignores the signal nor the children of a worker."""
     job.finish_when = lambda: False
     flags = ('0.0=deaf', '0.0=print:deaf', '1.0=child')
     log = tmp_path / 'logs' / 'rank0.log'
@@ -419,8 +417,8 @@ def test_nothing_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('logged', [True, False])
-def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
-    """A worker is killed, then a node: agent, worker, and its windows of this run."""
+def test_staged_kill_of_a_worker_and_of_a_node(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
+    """A killed node loses its agent, its workers, and its windows of this run."""
     memory = tmp_path / 'memory'
     for place in ('run/a', 'run/b', 'run/c', 'other/b'):
         (memory / place / '0').mkdir(parents=True)
@@ -447,8 +445,8 @@ def test_staged_failures(job: SlurmJob, logged: bool, tmp_path: Path) -> None:
     assert job.attempt(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
 
 
-def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:
-    """A line without end, of no text; told to the launcher as it was, it cost the whole host."""
+def test_last_output_of_a_worker_may_have_any_length(job: SlurmJob) -> None:
+    """An endless binary line, sent unchanged to the launcher, once cost the whole host."""
     job.finish_when = lambda: len(job.started(0)) == 2
     flags = ('0.0=print-bytes:3000000', '0.0=kill')
     assert job.on_hosts('a', *flags, nodes=1, workers_per_node=2).run() == 0
@@ -456,7 +454,7 @@ def test_last_words_may_be_of_any_length(job: SlurmJob) -> None:
     assert codes(job, 1) == [0]
 
 
-def test_strangers_are_not_let_in(job: SlurmJob) -> None:
+def test_unauthenticated_connections_are_refused(job: SlurmJob) -> None:
     def connect(event: Event) -> None:
         if isinstance(event, NodeReady):
             port = job.running._starter._listener.port  # type: ignore[attr-defined]
@@ -471,8 +469,10 @@ def test_strangers_are_not_let_in(job: SlurmJob) -> None:
     assert lost(job) == []
 
 
-def test_a_worker_that_cannot_be_started_ends_no_other(job: SlurmJob, tmp_path: Path) -> None:
-    """Nor is its host lost; if the failure persists, the reason is reported."""
+def test_worker_that_cannot_be_started_does_not_lose_its_host(
+    job: SlurmJob, tmp_path: Path
+) -> None:
+    """If the failure persists, the job ends with the reason."""
     log = tmp_path / 'logs' / 'rank1.log'
     log.mkdir(parents=True)
     job.finish_when = lambda: False
@@ -483,7 +483,7 @@ def test_a_worker_that_cannot_be_started_ends_no_other(job: SlurmJob, tmp_path: 
     assert codes(job, 0) == [-9]
 
 
-def test_a_step_that_cannot_be_started_is_one_that_ended(
+def test_step_that_cannot_be_started_counts_as_ended(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = job._start_step

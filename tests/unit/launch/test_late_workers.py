@@ -11,7 +11,7 @@ from tests.unit.launch.conftest import Job
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
 
-def lives_that_join(job: Job, *attempts: tuple[int, int]) -> None:
+def report_joining(job: Job, *attempts: tuple[int, int]) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) in attempts:
             job.said.set(f'joining/{event.rank}', str(event.pid))
@@ -19,12 +19,12 @@ def lives_that_join(job: Job, *attempts: tuple[int, int]) -> None:
     job.on_event = note
 
 
-def test_a_replacement_that_does_not_join_is_replaced(
+def test_replacement_that_does_not_join_is_replaced(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise its peers, which joined long ago, would wait until they give up the job."""
+    """Otherwise its peers, which have joined, would wait until they give up the job."""
     monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
-    lives_that_join(job, (0, 0), (1, 0), (1, 2))
+    report_joining(job, (0, 0), (1, 0), (1, 2))
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', '1.1=stop', nodes=2) == 0
     late = [event for event in job.events if isinstance(event, WorkerLate)]

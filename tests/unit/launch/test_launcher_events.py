@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's events are in its file, line by line, and are passed on."""
+"""The launcher's events are written to its file, line by line, and passed on."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ EVENTS = [
 ]
 
 
-def test_lines_are_read_as_the_events_that_they_were(tmp_path: Path) -> None:
+def test_events_are_decoded_as_written(tmp_path: Path) -> None:
     handed_on: list[Event] = []
     journal = Journal(tmp_path, handed_on.append)
     for event in EVENTS:
@@ -48,7 +48,7 @@ def test_lines_are_read_as_the_events_that_they_were(tmp_path: Path) -> None:
     assert all(event.time > 1e9 for event in found)
 
 
-def test_all_that_a_job_reports_is_written(job: Job, tmp_path: Path) -> None:
+def test_all_events_of_a_job_are_written(job: Job, tmp_path: Path) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     log_dir = tmp_path / 'logs'
     assert job.run('1.0=kill', nodes=2, log_dir=log_dir) == 0
@@ -56,7 +56,7 @@ def test_all_that_a_job_reports_is_written(job: Job, tmp_path: Path) -> None:
     assert [str(event) for event in written] == [str(event) for event in job.events]
 
 
-def test_a_file_of_something_else_is_refused_with_its_flag(tmp_path: Path) -> None:
+def test_foreign_file_is_refused_with_its_flag(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('minutes of a rendezvous')
     with pytest.raises(ConfigurationError, match=r'--log-dir .*something else than events'):
         Journal(tmp_path, print)

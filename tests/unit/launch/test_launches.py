@@ -17,8 +17,8 @@ from tests.unit.launch.conftest import Job
 pytestmark = pytest.mark.timeout(120)
 
 
-def said_before(job: Job, event: WorkerLaunched) -> None:
-    """A process of an earlier launch, with the id of the one that has just started, is done."""
+def report_from_an_earlier_launch(job: Job, event: WorkerLaunched) -> None:
+    """Report as a process of an earlier launch with the id of the worker that has just started."""
     with pytest.MonkeyPatch.context() as earlier:
         earlier.setenv('MOEVEMENT_LAUNCH', 'the one before')
         earlier.setattr(os, 'getpid', lambda: event.pid)
@@ -30,10 +30,10 @@ def said_before(job: Job, event: WorkerLaunched) -> None:
 
 
 @pytest.mark.parametrize('survive', [True, False])
-def test_what_was_said_in_an_earlier_launch_counts_for_nothing(job: Job, survive: bool) -> None:
+def test_reports_of_an_earlier_launch_are_ignored(job: Job, survive: bool) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.restarts == 0:
-            said_before(job, event)
+            report_from_an_earlier_launch(job, event)
             if len(job.started()) == 2:
                 (job.folder / 'strike').touch()
 
@@ -44,7 +44,7 @@ def test_what_was_said_in_an_earlier_launch_counts_for_nothing(job: Job, survive
     assert not any(isinstance(event, WorkerEvicted) for event in job.events)
 
 
-def test_each_launch_has_a_name_that_its_workers_know(job: Job) -> None:
+def test_each_launch_passes_a_unique_name_to_its_workers(job: Job) -> None:
     names = []
     for _ in range(2):
         (job.folder / 'finish').unlink(missing_ok=True)

@@ -18,8 +18,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_time_between_checks_is_no_silence(clock: list[float]) -> None:
-    """Slurm may suspend all processes of a job, which must not count as a loss."""
+def test_time_between_checks_does_not_count_as_silence(clock: list[float]) -> None:
+    """Slurm may suspend all processes of a job, which is no loss."""
     with socket.create_server(('127.0.0.1', 0)) as listening:
         here = socket.create_connection(listening.getsockname())
         there, _ = listening.accept()
@@ -27,7 +27,7 @@ def test_time_between_checks_is_no_silence(clock: list[float]) -> None:
     other: Link[FromAgent] = Link(there, FROM_AGENT)
     clock[0] += 3600.0
     assert link.silent_s < SILENT_S / 2
-    for _ in range(int(SILENT_S) + 1):  # a look each second
+    for _ in range(int(SILENT_S) + 1):  # one check per second
         clock[0] += 1.0
         silent_s = link.silent_s
     assert silent_s > SILENT_S

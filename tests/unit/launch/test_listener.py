@@ -34,19 +34,19 @@ def arrived(listener: Listener) -> list[str]:
     return [here.host for here, _ in listener.take()]
 
 
-def test_a_silent_client_delays_no_agent(listener: Listener) -> None:
+def test_silent_clients_do_not_delay_an_agent(listener: Listener) -> None:
     with ExitStack() as strangers:
-        for _ in range(20):  # of whom each is listened to for seconds
+        for _ in range(20):  # each of them may be silent for seconds
             stranger = socket.create_connection(('127.0.0.1', listener.port))
             strangers.callback(stranger.close)
         connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
         assert arrived(listener) == ['a']
         stranger.settimeout(0.0)
-        with pytest.raises(BlockingIOError):  # it is still listened to
+        with pytest.raises(BlockingIOError):  # it is still connected
             stranger.recv(1)
 
 
-def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Listener) -> None:
+def test_unauthenticated_clients_take_bounded_threads_and_descriptors(listener: Listener) -> None:
     """Agents are still accepted: the oldest unauthenticated connection is closed."""
     process = psutil.Process()
     before = process.num_threads(), process.num_fds()
@@ -58,19 +58,21 @@ def test_strangers_take_a_bounded_number_of_threads_and_descriptors(listener: Li
                 connect(Address('127.0.0.1', listener.port, SECRET), str(number), [])
                 assert arrived(listener) == [str(number)]
         assert process.num_threads() <= before[0] + MOST
-        assert process.num_fds() <= before[1] + 200 + MOST + 4 * 5  # agents have two on each side
+        assert (
+            process.num_fds() <= before[1] + 200 + MOST + 4 * 5
+        )  # an agent has two descriptors on each side
 
 
 @pytest.mark.parametrize('host', ['127.0.0.1', '::1'])
-def test_agents_come_over_either_protocol(listener: Listener, host: str) -> None:
-    """The name of the launcher's host may have an IPv6 address only."""
+def test_agents_connect_over_ipv4_and_ipv6(listener: Listener, host: str) -> None:
+    """The name of the launcher's host may resolve to an IPv6 address only."""
     if host == '::1' and not socket.has_dualstack_ipv6():
         pytest.skip('no IPv6 here')
     connect(Address(host, listener.port, SECRET), 'a', [])
     assert arrived(listener) == ['a']
 
 
-def test_strangers_that_leave_at_once_or_talk_rubbish(listener: Listener) -> None:
+def test_invalid_greetings_are_ignored(listener: Listener) -> None:
     for said in (b'', b'GET / HTTP/1.1\r\n\r\n', b'\xff' * 100, b'\x01\x00\x00\x00\xc1'):
         with socket.create_connection(('127.0.0.1', listener.port)) as stranger:
             stranger.sendall(said)
@@ -78,7 +80,7 @@ def test_strangers_that_leave_at_once_or_talk_rubbish(listener: Listener) -> Non
     assert arrived(listener) == ['a']
 
 
-def test_too_many_open_files_pass(listener: Listener) -> None:
+def test_listener_survives_too_many_open_files(listener: Listener) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         agent = socket.socket()
@@ -86,7 +88,7 @@ def test_too_many_open_files_pass(listener: Listener) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (agent.fileno() + 1, limits[1]))
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         agent.connect(('127.0.0.1', listener.port))
-        threading.Event().wait(0.2)  # accepted too late, this test would show nothing
+        threading.Event().wait(0.2)  # if it were accepted later, this test would prove nothing
     connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
     assert arrived(listener) == ['a']
 

@@ -15,7 +15,7 @@ from tests.unit.launch.test_supervisor import ended, failure
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
-def test_one_log_per_rank_over_all_lives(job: Job, tmp_path: Path) -> None:
+def test_all_attempts_of_a_rank_share_one_log(job: Job, tmp_path: Path) -> None:
     logs = tmp_path / 'made' / 'logs'
     job.finish_when = lambda: len(job.started(0)) == 2
     flags = ('0.0=print:first', '0.0=kill', '0.1=print:second', '1.0=print:other')
@@ -24,7 +24,7 @@ def test_one_log_per_rank_over_all_lives(job: Job, tmp_path: Path) -> None:
     assert (logs / 'rank1.log').read_text() == 'importing\nother\n'
 
 
-def test_without_logs_each_line_tells_the_rank(
+def test_without_logs_each_line_names_the_rank(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.finish_when = lambda: len(job.started(0)) == 2
@@ -37,7 +37,7 @@ def test_without_logs_each_line_tells_the_rank(
     ]
 
 
-def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None:
+def test_unwritable_log_is_named(job: Job, tmp_path: Path) -> None:
     (tmp_path / 'rank1.log').mkdir()
     job.finish_when = lambda: False
     assert job.run(nodes=2, log_dir=tmp_path) == 1
@@ -46,10 +46,10 @@ def test_a_log_that_cannot_be_written_is_named(job: Job, tmp_path: Path) -> None
     assert 'rank1.log' in failure(job)
 
 
-def test_a_log_that_is_gone_costs_no_worker(
+def test_workers_survive_the_loss_of_the_log_directory(
     job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its folder was moved away, or its file server is gone."""
+    """Its folder was moved, or its file server is unreachable."""
     logs = tmp_path / 'logs'
 
     def lose(event: Event) -> None:

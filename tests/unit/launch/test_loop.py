@@ -4,8 +4,8 @@ import os
 from moevement_ext.launch.loop import FdLoop
 
 
-def test_closed_in_the_same_turn_is_not_called() -> None:
-    """The first of two calls closes the other's file and opens another with its number."""
+def test_descriptor_closed_in_the_same_turn_gets_no_call() -> None:
+    """The first of two callbacks closes the other's file and opens another with its number."""
     loop = FdLoop()
     ends = [os.pipe(), os.pipe()]
     calls: list[str] = []
@@ -26,7 +26,7 @@ def test_closed_in_the_same_turn_is_not_called() -> None:
     loop.close()
 
 
-def test_watching_again_replaces_the_call() -> None:
+def test_watching_again_replaces_the_callback() -> None:
     loop = FdLoop()
     reader, writer = os.pipe()
     calls: list[str] = []

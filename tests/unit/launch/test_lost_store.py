@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
 
 class OutsideStore:
-    """`python -m moevement_ext.store`, at one port in all its attempts."""
+    """`python -m moevement_ext.store`, at the same port in all its attempts."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -89,7 +89,7 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     assert [worker.restarts for worker in job.started()] == [0, 0, 1, 1]
 
 
-def test_store_that_stands_still_is_lost_until_it_goes_on(
+def test_stopped_store_is_lost_until_it_continues(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernel still accepts connections and requests."""
@@ -107,7 +107,7 @@ def test_store_that_stands_still_is_lost_until_it_goes_on(
     assert len(job.started()) == 2
 
 
-def test_without_a_store_a_waiting_worker_is_given_up(
+def test_wait_of_a_worker_for_the_store_is_bounded(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 2.0)
@@ -127,10 +127,10 @@ def test_without_a_store_a_waiting_worker_is_given_up(
     assert len(seen(job, WorkerEnded)) == 2
 
 
-def test_workers_train_on_without_a_store(
+def test_workers_continue_training_without_a_store(
     job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as nothing else fails; and the launcher listens to signals meanwhile."""
+    """As long as no other failure occurs; the launcher still handles signals."""
     monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 0.0)
     glances = []
 

@@ -22,7 +22,7 @@ def test_relay_prints_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
     os.write(writer, 'ä\nhalf'.encode() + b'\xff')
     assert relay.pump()
     assert capsys.readouterr().out == '[rank 7] ä\n'
-    assert not relay.pump()  # nothing there, and no waiting
+    assert not relay.pump()  # no output, and the call does not block
     os.write(writer, b' and half\nlast')
     os.close(writer)
     relay.finish()
@@ -31,7 +31,7 @@ def test_relay_prints_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == ['ä', 'half\ufffd and half', 'last']
 
 
-def test_tail_gives_only_what_is_new(tmp_path: Path) -> None:
+def test_tail_reads_only_new_lines(tmp_path: Path) -> None:
     path = tmp_path / 'log'
     path.write_text('of an earlier run\n')
     lines: list[str] = []
@@ -56,7 +56,7 @@ def test_tail_waits_for_its_file(tmp_path: Path) -> None:
     assert lines == ['one']
 
 
-def test_last_lines_of_pipe_and_log(tmp_path: Path) -> None:
+def test_last_lines_of_a_pipe_and_of_a_log(tmp_path: Path) -> None:
     """Only the end of a long log is read."""
     reader, writer = os.pipe()
     relay = Relay(reader, '', lambda line: None)
@@ -73,7 +73,7 @@ def test_last_lines_of_pipe_and_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_what_a_dead_worker_has_started_may_print_on() -> None:
+def test_relay_finishes_while_children_of_the_worker_still_print() -> None:
     reader, writer = os.pipe()
     relay = Relay(reader, '', lambda line: None)
     with subprocess.Popen(['yes'], stdout=writer, start_new_session=True) as endless:
@@ -85,8 +85,8 @@ def test_what_a_dead_worker_has_started_may_print_on() -> None:
     os.close(reader)
 
 
-def test_a_line_that_never_ends_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """As of a progress bar; the kept part does not grow."""
+def test_endless_line_is_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """For example, a progress bar; the buffered part does not grow."""
     reader, writer = os.pipe()
     relay = Relay(reader, '', lambda line: None)
     printed = 0
@@ -102,7 +102,7 @@ def test_a_line_that_never_ends_is_passed_on(capsys: pytest.CaptureFixture[str])
     assert len(said + capsys.readouterr().out) >= printed
 
 
-def test_a_process_without_output_does_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relay_survives_unwritable_output(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     lines: list[str] = []
     relay = Relay(reader, '', lines.append)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize('survive', [True, False])
-def test_a_mistake_of_the_user_ends_the_job_at_once(job: Job, survive: bool) -> None:
+def test_user_error_at_the_start_ends_the_job(job: Job, survive: bool) -> None:
     job.finish_when = lambda: False
     again = [f'1.{attempt}=exit:{EXIT_USER_ERROR}' for attempt in range(3)]
     flags = ('1.0=print:no such flag', *again)
@@ -23,8 +23,8 @@ def test_a_mistake_of_the_user_ends_the_job_at_once(job: Job, survive: bool) -> 
     assert len(job.started()) == 2
 
 
-def test_a_refusal_by_a_replacement_does_not_end_the_job(job: Job) -> None:
-    """For example, it finds too little memory on its node for now."""
+def test_user_error_of_a_replacement_does_not_end_the_job(job: Job) -> None:
+    """For example, its node temporarily lacks memory."""
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', f'1.1=exit:{EXIT_USER_ERROR}', nodes=2) == 0
     assert len(job.started(0)) == 1

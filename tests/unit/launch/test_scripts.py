@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch scripts, from any folder and in an image, down to the arguments of `srun`."""
+"""The batch scripts, from any folder and in a container image, down to the arguments of `srun`."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ APPTAINER = 'apptainer exec --nv "my image.sif" python'
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A folder that is no checkout, with programs of Slurm, and a Python that only prints."""
+    """A folder outside the checkout, with fake Slurm commands and a Python that only prints."""
     bin_ = tmp_path / 'bin'
     bin_.mkdir()
     for name, text in (('printer', PRINTS), ('srun', NOTES), ('scontrol', PRINTS)):
@@ -49,9 +49,7 @@ def submit(script: str, folder: Path, **variables: str) -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize('script', [*TRAINING, 'slurm_drill.sbatch', 'slurm_nccl_check.sbatch'])
-def test_a_folder_that_is_no_checkout_is_named_with_what_to_do(
-    script: str, elsewhere: Path
-) -> None:
+def test_submission_outside_a_checkout_is_refused(script: str, elsewhere: Path) -> None:
     result = submit(script, elsewhere)
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1] == (
@@ -60,9 +58,7 @@ def test_a_folder_that_is_no_checkout_is_named_with_what_to_do(
 
 
 @pytest.mark.parametrize('script', TRAINING)
-def test_a_job_runs_where_it_is_submitted_and_its_program_is_that_of_the_checkout(
-    script: str, elsewhere: Path
-) -> None:
+def test_job_runs_the_program_of_moevement_home(script: str, elsewhere: Path) -> None:
     result = submit(script, elsewhere, MOEVEMENT_HOME=str(ROOT))
     assert result.returncode == 0, result.stderr
     command = result.stdout.splitlines()
@@ -70,7 +66,7 @@ def test_a_job_runs_where_it_is_submitted_and_its_program_is_that_of_the_checkou
     assert command[-2:] == [str(ROOT / 'pretrain_gpt.py'), '--bf16']
 
 
-def test_python_is_that_of_the_checkout_unless_another_is_given(elsewhere: Path) -> None:
+def test_default_python_is_that_of_the_checkout(elsewhere: Path) -> None:
     checkout = elsewhere.parent / 'checkout'
     (checkout / '.venv/bin').mkdir(parents=True)
     (checkout / 'scripts').symlink_to(ROOT / 'scripts')
@@ -97,7 +93,7 @@ def test_python_is_that_of_the_checkout_unless_another_is_given(elsewhere: Path)
     ],
     ids=['pyxis', 'apptainer'],
 )
-def test_agents_run_in_an_image(
+def test_agents_run_in_a_container_image(
     variables: dict[str, str],
     flags: list[str],
     python: list[str],
@@ -117,7 +113,7 @@ def test_agents_run_in_an_image(
     assert '--nodelist=n1' in asked and [flag for flag in asked if 'container' in flag] == flags
 
 
-def test_the_check_of_all_nodes_runs_in_an_image(elsewhere: Path) -> None:
+def test_nccl_check_runs_in_a_container_image(elsewhere: Path) -> None:
     result = submit(
         'slurm_nccl_check.sbatch', elsewhere, MOEVEMENT_HOME=str(ROOT), STEP_FLAGS=PYXIS,
         AGENT_PYTHON='python3',
@@ -130,6 +126,6 @@ def test_the_check_of_all_nodes_runs_in_an_image(elsewhere: Path) -> None:
 @pytest.mark.parametrize(
     'script', sorted((ROOT / 'scripts').glob('*.sbatch')), ids=lambda p: p.name
 )
-def test_what_many_sites_want_stands_there_to_be_filled_in(script: Path) -> None:
+def test_scripts_have_placeholders_for_partition_and_account(script: Path) -> None:
     text = script.read_text('utf-8')
     assert '\n##SBATCH --partition=' in text and '\n##SBATCH --account=' in text

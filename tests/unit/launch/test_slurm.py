@@ -20,7 +20,7 @@ case "$1" in
     update) echo "$3" >> "$0.updated" ;;
 esac
 """
-# On one of the nodes.
+# `srun` that starts an agent on node-a only.
 ONE_AGENT = """#!/usr/bin/env bash
 [[ $* == *--nodelist=node-a* ]] || exit 1
 while [[ $1 == --* ]]; do shift; done
@@ -30,7 +30,7 @@ SLURMD_NODENAME=node-a exec "$@"
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An allocation of three nodes, as the commands of Slurm show it; `srun` reaches none."""
+    """An allocation of three nodes as fake Slurm commands show it; `srun` reaches none."""
     programs = tmp_path / 'bin'
     programs.mkdir()
     ends = '#!/usr/bin/env bash\nexit '
@@ -71,7 +71,7 @@ def test_flags(job: SlurmJob, scontrol: Path) -> None:
         ('--log-dir /proc/none -- PROGRAM', '--log-dir /proc/none: no log can be written there'),
     ],
 )
-def test_mistakes_are_named(
+def test_invalid_flags_are_named(
     flags: str, message: str, job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -80,7 +80,7 @@ def test_mistakes_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_an_allocation_that_slurm_does_not_know_is_refused(
+def test_unknown_allocation_is_refused(
     job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scontrol.write_text('#!/usr/bin/env bash\necho Invalid hostlist >&2\nexit 1\n')
@@ -90,7 +90,7 @@ def test_an_allocation_that_slurm_does_not_know_is_refused(
     assert 'node-[a-c] failed (Invalid hostlist)' in capsys.readouterr().err
 
 
-def test_outside_of_slurm(
+def test_launcher_outside_of_slurm_is_refused(
     job: SlurmJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv('SLURM_JOB_NODELIST', raising=False)
@@ -107,7 +107,7 @@ def test_outside_of_slurm(
         (1, ['--requeue'], False),
     ],
 )
-def test_only_a_lost_node_queues_the_job_again(
+def test_only_a_lost_node_requeues_the_job(
     code: int,
     flags: list[str],
     requeued: bool,
@@ -123,10 +123,10 @@ def test_only_a_lost_node_queues_the_job_again(
         assert noted.read_text() == '42\n'
 
 
-def test_a_job_that_needs_more_ranks_waits_for_them_in_the_queue(
+def test_job_that_needs_more_ranks_is_requeued_with_more_nodes(
     job: SlurmJob, scontrol: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The spare node is asked for again."""
+    """The spare node is requested again."""
 
     def run(supervisor: Supervisor) -> int:
         supervisor._report(RanksNeeded(9))
@@ -139,13 +139,13 @@ def test_a_job_that_needs_more_ranks_waits_for_them_in_the_queue(
     assert scontrol.with_name('scontrol.updated').read_text() == 'NumNodes=4-4\n'
 
 
-def test_a_host_that_never_had_an_agent_is_missed(
+def test_host_without_an_agent_is_excluded_on_requeue(
     job: SlurmJob,
     scontrol: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Slurm considers it healthy and must exclude it from the job, but not for ever."""
+    """Slurm considers it healthy. The number of such requeues is bounded."""
     monkeypatch.setattr(allocation, '_TO_NOTICE_S', 0.0)
     for name, text in (('srun', ONE_AGENT), ('squeue', '#!/usr/bin/env bash\necho nodes\n')):
         scontrol.with_name(name).write_text(text)
@@ -164,7 +164,7 @@ def test_a_host_that_never_had_an_agent_is_missed(
     assert 'submit it with --exclude=node-b,node-c' in said
 
 
-def test_a_job_without_a_host_fails(
+def test_job_without_a_reachable_host_is_not_requeued(
     job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No node can run anything, which a requeue would not repair."""
@@ -173,7 +173,7 @@ def test_a_job_without_a_host_fails(
     assert not scontrol.with_name('scontrol.requeued').exists()
 
 
-def test_a_mistake_of_the_program_is_named(
+def test_invalid_flag_of_the_program_is_named(
     job: SlurmJob, scontrol: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

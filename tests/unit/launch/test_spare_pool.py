@@ -40,7 +40,7 @@ def test_ready_spare_takes_over(
     if not forks:
         starts_a_thread(job)
     job.on_event = kill_when_ready
-    spares = 1 if forks else 2  # another one was started
+    spares = 1 if forks else 2  # a second spare was started
     job.finish_when = lambda: len(job.spares()) == spares and len(job.started(1)) == 2
     log_dir = tmp_path / 'logs' if logged else None
     flags = ('1.0=kill:ready', '1.1=print:second')
@@ -63,7 +63,7 @@ def test_ready_spare_takes_over(
     assert spares_ended(job) == []
 
 
-def test_one_spare_that_forks_replaces_any_number_of_workers(job: Job, tmp_path: Path) -> None:
+def test_one_forking_spare_replaces_any_number_of_workers(job: Job, tmp_path: Path) -> None:
     job.on_event = lambda event: (
         (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
     )
@@ -74,9 +74,7 @@ def test_one_spare_that_forks_replaces_any_number_of_workers(job: Job, tmp_path:
     assert {event.was_spare for event in job.started() if event.restarts} == {True}
 
 
-def test_workers_of_a_spare_that_dies_die_with_it_and_are_replaced(
-    job: Job, tmp_path: Path
-) -> None:
+def test_workers_forked_from_a_dead_spare_are_replaced(job: Job, tmp_path: Path) -> None:
     def act(event: Event) -> None:
         if isinstance(event, SpareReady):
             (tmp_path / 'ready').touch()
@@ -90,7 +88,7 @@ def test_workers_of_a_spare_that_dies_die_with_it_and_are_replaced(
     assert dies(job.started(0)[1].pid)
 
 
-def test_a_spare_that_does_not_answer_is_killed_and_a_worker_started_without_it(
+def test_unresponsive_spare_is_killed_and_the_worker_starts_without_it(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template, '_TO_ANSWER_S', 0.2)
@@ -107,8 +105,8 @@ def test_a_spare_that_does_not_answer_is_killed_and_a_worker_started_without_it(
     assert [event.code for event in spares_ended(job)] == [-9]
 
 
-def test_a_spare_on_a_machine_without_gpu_imports_as_a_worker_does(job: Job) -> None:
-    """The adapter stands in for CUDA there, and asks torch again once it does."""
+def test_spare_without_a_gpu_imports_like_a_worker(job: Job) -> None:
+    """The adapter replaces CUDA there, and asks torch again afterwards."""
     job.program.write_text(
         job.program.read_text().replace(
             'imported = {', "imported = {'nvml': os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'), "
@@ -123,7 +121,7 @@ def test_a_spare_on_a_machine_without_gpu_imports_as_a_worker_does(job: Job) -> 
     assert job.attempt(0, 1)['imported']['nvml'] == expected
 
 
-def test_what_the_program_prepares_is_there_in_a_worker(job: Job, tmp_path: Path) -> None:
+def test_warm_up_of_a_spare_is_inherited_by_its_worker(job: Job, tmp_path: Path) -> None:
     job.program.write_text(
         job.program.read_text() + "\ndef warm_up(flags):\n    imported['warm'] = list(flags)\n"
     )
@@ -158,7 +156,7 @@ def test_ready_spare_that_dies_is_replaced(job: Job) -> None:
     assert spares_ended(job) == [SpareEnded(job.spares()[0].pid, -9, was_ready=True)]
 
 
-def test_spare_that_cannot_start_is_not_tried_again(job: Job, tmp_path: Path) -> None:
+def test_spare_that_cannot_start_is_not_retried(job: Job, tmp_path: Path) -> None:
     job.program.write_text(job.program.read_text().replace('main()', 'run()'))
     job.finish_when = lambda: bool(spares_ended(job))
     assert job.run(spares=1, log_dir=tmp_path) == 0
@@ -169,7 +167,7 @@ def test_spare_that_cannot_start_is_not_tried_again(job: Job, tmp_path: Path) ->
     )
 
 
-def test_a_spare_for_which_nothing_is_left_ends_no_worker(job: Job, tmp_path: Path) -> None:
+def test_failure_to_start_a_spare_ends_no_worker(job: Job, tmp_path: Path) -> None:
     """Here its log cannot be opened; a process or file limit has the same effect."""
     log_dir = tmp_path / 'logs'
 
@@ -195,7 +193,7 @@ def test_spare_ends_with_its_launcher(job: Job) -> None:
 
 
 @pytest.mark.parametrize(('result', 'forks'), [(3, True), (0, False)])
-def test_a_program_that_has_used_a_gpu_is_not_forked(
+def test_program_that_has_used_a_gpu_is_not_forked(
     result: int, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = SimpleNamespace(cuDeviceGetCount=lambda _: result)

@@ -21,14 +21,14 @@ def test_iterations_are_read_from_the_log(line: str, iteration: int | None) -> N
     assert logged_iteration(line) == iteration
 
 
-def test_due_once() -> None:
+def test_fault_is_due_once() -> None:
     faults = StagedFaults(LaunchConfig(__file__, nodes=2, faults=(KILL, STOP)))
     assert faults.due(7) == []
     assert faults.due(8) == [KILL, STOP]
     assert faults.pending == []
-    assert faults.due(8) == []  # again, after the recovery
+    assert faults.due(8) == []  # the iteration is logged again after the recovery
 
 
-def test_due_when_the_log_passes_over_the_iteration() -> None:
+def test_fault_is_due_when_the_log_skips_its_iteration() -> None:
     faults = StagedFaults(LaunchConfig(__file__, faults=(KILL,)))
     assert faults.due(10) == [KILL]

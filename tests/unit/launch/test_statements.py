@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers tell their launcher."""
+"""Reports of workers to their launcher."""
 
 import os
 from datetime import timedelta
@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from moevement_ext.launch.statements import tell_files, tell_memory, told_files, told_memory
 
 
-def test_the_directory_of_memory_may_have_any_bytes() -> None:
+def test_memory_directory_may_have_any_bytes() -> None:
     store = HashStore()
     assert told_memory(store) is None
     directory = Path(os.fsdecode(b'/dev/shm/m\xfcller'))
@@ -18,8 +18,8 @@ def test_the_directory_of_memory_may_have_any_bytes() -> None:
     assert told_memory(store) == directory
 
 
-def test_files_of_a_rank_that_reports_again_are_not_those_of_another() -> None:
-    """A worker is replaced before the others have reported: the launcher would wait for them."""
+def test_second_file_report_of_a_rank_replaces_the_first() -> None:
+    """A worker may be replaced before the other ranks have reported."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
     for files in (b'first', b'again'):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to Slurm, with scripts instead of its commands."""
+"""Requests to Slurm, with scripts in place of its commands."""
 
 from pathlib import Path
 
@@ -33,10 +33,10 @@ def asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(('variable', 'flag', 'left'), ASKED.values(), ids=ASKED.keys())
-def test_an_agent_has_all_gpus_of_its_node(
+def test_agent_gets_all_gpus_of_its_node(
     variable: str, flag: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One task of a step had one of them, or as many as all nodes: more than there are."""
+    """A step of one task would get one GPU, or request those of all nodes on one node."""
     monkeypatch.setenv(*variable.split('='))
     monkeypatch.setenv('SLURM_GPUS_ON_NODE', '8')
     asked = asked_for(tmp_path, monkeypatch)
@@ -50,7 +50,7 @@ def test_an_agent_has_all_gpus_of_its_node(
 @pytest.mark.parametrize(
     ('tasks', 'cpus'), [(None, 12), ('1(x5)', 12), ('8(x5)', 96), ('8(x3),4', 48)]
 )
-def test_an_agent_has_the_cpus_of_all_tasks_of_its_node(
+def test_agent_gets_the_cpus_of_all_tasks_of_its_node(
     tasks: str | None, cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('SLURM_CPUS_PER_TASK', '12')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launcher that is signalled to end sends its workers their exit signal."""
+"""A launcher that is signalled sends its workers their exit signal."""
 
 import signal
 

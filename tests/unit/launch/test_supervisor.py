@@ -46,7 +46,7 @@ def ended(job: Job) -> dict[int, list[int]]:
     return codes
 
 
-# Replacing
+# Replacement
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
     assert dies(job.attempt(0)['child'])
 
 
-# Starting all again: a program that has not said that its workers survive
+# Restart of all workers: the program has not reported that its workers survive
 
 
 def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
@@ -111,8 +111,8 @@ def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
     assert reasons[1] == f'rank 2 (pid {pid}) ended with exit status 3'
 
 
-def test_errors_that_a_lost_worker_brings_about_are_not_the_programs(job: Job) -> None:
-    """Other failures may be detected first, for example before that of a lost node."""
+def test_errors_caused_by_a_lost_worker_are_not_program_failures(job: Job) -> None:
+    """They may be detected before the loss, for example that of a node."""
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
@@ -128,7 +128,7 @@ def test_errors_that_a_lost_worker_brings_about_are_not_the_programs(job: Job) -
     assert ended(job) == {0: [-9, -9, -9, 0], 1: [3, 3, 3, 0]}
 
 
-def test_each_start_of_all_counts_once(job: Job) -> None:
+def test_restart_of_all_workers_counts_once(job: Job) -> None:
     job.finish_when = lambda: False
     flags = ('1.0=kill', '0.1=kill', '1.2=kill')
     assert job.run(*flags, survive=False, nodes=2, max_restarts=2) == 1
@@ -137,7 +137,7 @@ def test_each_start_of_all_counts_once(job: Job) -> None:
 
 
 @pytest.mark.parametrize('logged', [True, False])
-def test_program_that_fails_at_its_start_ends_the_job_with_its_last_lines(
+def test_program_failing_at_start_ends_the_job_with_its_last_lines(
     job: Job, logged: bool, tmp_path: Path
 ) -> None:
     """Whichever rank's failure is detected first in each attempt."""
@@ -153,13 +153,13 @@ def test_program_that_fails_at_its_start_ends_the_job_with_its_last_lines(
     assert len(job.started()) == 6
 
 
-# The end
+# End of the job
 
 
 @pytest.mark.parametrize('survive', [True, False])
 @pytest.mark.parametrize('last', [True, False])
-def test_rank_that_had_finished_may_die_at_its_exit(job: Job, last: bool, survive: bool) -> None:
-    """Before or after the others have ended; nobody is started in its place."""
+def test_finished_rank_may_die_at_its_exit(job: Job, last: bool, survive: bool) -> None:
+    """Before or after the others have ended; it is not replaced."""
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched):
@@ -177,7 +177,7 @@ def test_rank_that_had_finished_may_die_at_its_exit(job: Job, last: bool, surviv
     assert WorkerLostAtExit(1, job.started(1)[0].pid, -9) in job.events
 
 
-def test_what_an_earlier_process_had_finished_does_not_count(job: Job) -> None:
+def test_finish_report_of_an_earlier_process_is_ignored(job: Job) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched):
             job.said.set('finished/0', '1 0')
@@ -199,7 +199,7 @@ def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
     assert len(job.started()) == 2
 
 
-def test_error_after_all_was_done_fails_the_job(job: Job) -> None:
+def test_error_after_training_fails_the_job(job: Job) -> None:
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched):
             job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
@@ -212,8 +212,8 @@ def test_error_after_all_was_done_fails_the_job(job: Job) -> None:
     assert len(job.started()) == 2
 
 
-def test_killed_when_all_others_had_finished(job: Job) -> None:
-    """Its own word of that was still to come: they say so once all have trained to the end."""
+def test_rank_killed_after_its_last_iteration_counts_as_finished(job: Job) -> None:
+    """It has not reported yet; the others report only once all ranks have trained to the end."""
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 2:
@@ -231,8 +231,8 @@ def test_killed_when_all_others_had_finished(job: Job) -> None:
 
 
 @pytest.mark.parametrize('said', [True, False])
-def test_a_finished_worker_may_end_before_the_job_fails(job: Job, said: bool) -> None:
-    """It frees its memory meanwhile, or finishes writing."""
+def test_failing_job_waits_for_finished_workers(job: Job, said: bool) -> None:
+    """They free their memory, or finish writing."""
 
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
@@ -250,8 +250,8 @@ def test_a_finished_worker_may_end_before_the_job_fails(job: Job, said: bool) ->
 
 
 @pytest.mark.parametrize('finished_first', [True, False])
-def test_no_replacement_once_a_peer_said_that_it_is_done(job: Job, finished_first: bool) -> None:
-    """Whether or not its process has ended already; where no worker survives another."""
+def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: bool) -> None:
+    """Whether its process has ended or not; here workers do not survive each other."""
     job.finish_when = lambda: False
 
     def note(event: Event) -> None:
@@ -269,7 +269,7 @@ def test_no_replacement_once_a_peer_said_that_it_is_done(job: Job, finished_firs
 
 
 @pytest.mark.parametrize('kept', [True, False])
-def test_what_stays_in_memory_is_said(job: Job, kept: bool, tmp_path: Path) -> None:
+def test_kept_memory_is_reported(job: Job, kept: bool, tmp_path: Path) -> None:
     memory = tmp_path / 'memory' / 'run'
     if kept:
         memory.mkdir(parents=True)
@@ -281,7 +281,7 @@ def test_what_stays_in_memory_is_said(job: Job, kept: bool, tmp_path: Path) -> N
     assert said == ([MemoryKept(str(memory))] if kept else [])
 
 
-def test_ranks_that_a_job_needs_are_said(job: Job) -> None:
+def test_number_of_needed_ranks_is_reported(job: Job) -> None:
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
     tell_needed(job.said, 4)
@@ -289,7 +289,7 @@ def test_ranks_that_a_job_needs_are_said(job: Job) -> None:
     assert [event for event in job.events if isinstance(event, RanksNeeded)] == [RanksNeeded(4)]
 
 
-def test_used_up_budget_ends_the_job(job: Job) -> None:
+def test_exhausted_restart_budget_ends_the_job(job: Job) -> None:
     job.finish_when = lambda: False
     flags = ('1.0=kill', '1.1=exit:5')
     before = psutil.Process().children()
@@ -300,7 +300,7 @@ def test_used_up_budget_ends_the_job(job: Job) -> None:
     assert psutil.Process().children() == before
 
 
-def test_program_that_fails_by_itself_again_and_again_ends_the_job(job: Job) -> None:
+def test_repeated_program_failures_end_the_job(job: Job) -> None:
     job.finish_when = lambda: False
     flags = ('0.0=kill', *(f'0.{attempt}=exit:3' for attempt in range(1, 9)))
     assert job.run(*flags, nodes=2) == 1
@@ -310,7 +310,7 @@ def test_program_that_fails_by_itself_again_and_again_ends_the_job(job: Job) -> 
     assert ended(job) == {0: [-9, 3, 3, 3], 1: [-9]}
 
 
-def test_end_of_the_whole_job_is_no_failure_of_the_program(job: Job) -> None:
+def test_whole_job_exit_is_no_program_failure(job: Job) -> None:
     job.finish_when = lambda: len(job.started(0)) == 6
     flags = tuple(f'0.{attempt}=exit:{EXIT_WHOLE_JOB}' for attempt in range(5))
     assert job.run(*flags, nodes=1) == 0
@@ -329,7 +329,7 @@ def test_no_replacement_once_a_peer_has_finished(job: Job) -> None:
     assert ended(job) == {0: [0], 1: [-9]}
 
 
-def test_stop_asks_first_even_those_that_hang(job: Job) -> None:
+def test_stop_sends_the_signal_first_even_to_stopped_workers(job: Job) -> None:
     job.on_event = lambda event: stop(job) if len(job.started()) == 2 else None
     job.finish_when = lambda: False
 
@@ -357,7 +357,7 @@ def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
 def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     def others_find_it_hung(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
-            evict(job.said, 0, 1)  # an earlier process of the rank
+            evict(job.said, 0, 1)  # the id of an earlier process of the rank
             evict(job.said, 1, event.pid)
 
     job.on_event = others_find_it_hung
@@ -370,7 +370,7 @@ def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     assert not any(job.said.check([f'evict/{rank}']) for rank in range(2))
 
 
-def test_what_a_launcher_asks_while_nobody_hangs_does_not_grow_with_the_ranks(job: Job) -> None:
+def test_eviction_check_is_one_request_for_any_number_of_ranks(job: Job) -> None:
     tally = Tally()
     launcher = job.supervisor(nodes=3)
     look = launcher._look_into_store
@@ -390,8 +390,8 @@ def test_what_a_launcher_asks_while_nobody_hangs_does_not_grow_with_the_ranks(jo
     assert set(asked) == {1}
 
 
-def test_worker_found_hung_is_named_though_all_start_again(job: Job) -> None:
-    """Who found it ends at once; its end may be seen before the order to kill the hung one."""
+def test_hung_worker_is_reported_when_all_workers_restart(job: Job) -> None:
+    """The detecting worker ends at once; its end may be seen before the eviction request."""
 
     def other_finds_it_hung(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
@@ -406,11 +406,11 @@ def test_worker_found_hung_is_named_though_all_start_again(job: Job) -> None:
     assert evicted == WorkerEvicted(1, job.started(1)[0].pid)
 
 
-# Staged failures
+# Staged faults
 
 
 @pytest.mark.parametrize('logged', [True, False])
-def test_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> None:
+def test_staged_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> None:
     log_dir = tmp_path if logged else None
     job.finish_when = lambda: len(job.started(0)) == 2
     flags = ('1.0=print: iteration        7/      12 |', '1.0=print: iteration        8/      12')
@@ -420,7 +420,7 @@ def test_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> None:
     assert FaultStaged(str(fault)) in job.events
 
 
-def test_stopped_worker_lives_but_does_nothing(job: Job) -> None:
+def test_staged_stop_keeps_the_worker_alive(job: Job) -> None:
     states = []
 
     def look(event: Event) -> None:
@@ -437,7 +437,7 @@ def test_stopped_worker_lives_but_does_nothing(job: Job) -> None:
     assert states == ['stopped']
 
 
-def test_killed_node_loses_its_workers_and_its_memory(job: Job, tmp_path: Path) -> None:
+def test_staged_node_kill_removes_workers_and_memory(job: Job, tmp_path: Path) -> None:
     for place in ('run/node0/0', 'run/node1/2', 'other/node1/2'):
         (tmp_path / 'memory' / place).mkdir(parents=True)
     left: list[list[str]] = []
@@ -468,8 +468,6 @@ def test_killed_node_loses_its_workers_and_its_memory(job: Job, tmp_path: Path) 
         (('--sparse-ckpt-run-id', 'a', '--sparse-ckpt-dir', 'b'), 'must be an absolute path'),
     ],
 )
-def test_memory_of_a_node_that_cannot_be_told(
-    job: Job, flags: tuple[str, ...], message: str
-) -> None:
+def test_staged_node_kill_needs_a_run_id(job: Job, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         job.supervisor(*flags, faults=(StagedFault(StagedAction.KILL_NODE, 0, 2),))

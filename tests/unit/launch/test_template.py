@@ -25,7 +25,7 @@ def ended(job: Job) -> list[tuple[int, int]]:
 
 
 def adopt_orphans(wanted: bool) -> None:
-    """Become the parent of descendants whose own parent dies, or no longer."""
+    """Start or stop being the subreaper of orphaned descendants."""
     pr_set_child_subreaper = 36
     assert ctypes.CDLL(None).prctl(pr_set_child_subreaper, int(wanted), 0, 0, 0) == 0
 
@@ -45,7 +45,7 @@ def test_only_the_dead_worker_is_replaced(
         assert '[rank 1] third\n' in capsys.readouterr().out
 
 
-def test_the_program_is_imported_once_for_all_lives(job: Job, tmp_path: Path) -> None:
+def test_program_is_imported_once_for_all_attempts(job: Job, tmp_path: Path) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run('1.0=kill', nodes=2, fork=True) == 0
     attempts = [job.attempt(0), job.attempt(1), job.attempt(1, 1)]
@@ -55,7 +55,7 @@ def test_the_program_is_imported_once_for_all_lives(job: Job, tmp_path: Path) ->
     assert [attempt['argv'] for attempt in attempts] == [[str(job.program), '1.0=kill']] * 3
 
 
-def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> None:
+def test_forked_worker_has_the_environment_of_a_spawned_one(job: Job) -> None:
     default = "import os\nos.environ.setdefault('OF_THE_PROGRAM', '1')\n"
     job.program.write_text(default + job.program.read_text())
     assert job.run() == 0
@@ -71,7 +71,7 @@ def test_a_worker_sees_the_same_environment_as_one_that_is_started(job: Job) -> 
     assert {name for name in forked if forked[name] != spawned[name]} <= of_this_job
 
 
-def test_a_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger than Linux accepts in one message."""
     large = {f'LARGE_{number}': '.' * 100_000 for number in range(10)}
     for name, value in large.items():
@@ -80,15 +80,13 @@ def test_a_large_environment_reaches_the_worker(job: Job, monkeypatch: pytest.Mo
     assert job.attempt(0)['env'].items() >= large.items()
 
 
-def test_what_a_worker_starts_anew_imports_the_program_as_its_main_file(
-    job: Job, tmp_path: Path
-) -> None:
-    """As upstream's writers of asynchronous checkpoints, which `multiprocessing` starts."""
+def test_child_spawned_by_a_worker_imports_the_program_as_main(job: Job, tmp_path: Path) -> None:
+    """For example, upstream's asynchronous checkpoint writers, which `multiprocessing` spawns."""
     assert job.run('0.0=spawn:child', fork=True, log_dir=tmp_path / 'logs') == 0
     assert (tmp_path / 'logs' / 'rank0.log').read_text() == 'importing\nchild\n'
 
 
-def test_all_start_again_with_the_new_store(job: Job) -> None:
+def test_restart_of_all_workers_uses_the_new_store(job: Job) -> None:
     job.finish_when = lambda: len(job.started()) == 4
     assert job.run('1.0=kill:attempt-0.0', nodes=2, fork=True, survive=False) == 0
     first, second = job.attempt(0), job.attempt(0, 1)
@@ -101,7 +99,7 @@ def test_children_of_a_dead_worker_die_with_it(job: Job) -> None:
     assert dies(job.attempt(0)['child'])
 
 
-def test_the_job_fails_with_its_template(job: Job) -> None:
+def test_job_fails_with_its_template(job: Job) -> None:
     """All workers are its children and die with it; no further worker starts."""
     workers = []
 
@@ -119,8 +117,8 @@ def test_the_job_fails_with_its_template(job: Job) -> None:
     assert all(dies(pid) for pid in workers)
 
 
-def test_a_worker_that_init_has_reaped_is_dead(job: Job) -> None:
-    """Its template is gone, and its process id is nobody's; this process stands for init."""
+def test_worker_reaped_by_init_counts_as_dead(job: Job) -> None:
+    """Its template is gone and its process id is free; this process acts as init."""
     others = {child.pid for child in psutil.Process().children()}
     environment = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
     template = Template(str(job.program), [], environment)
@@ -129,7 +127,7 @@ def test_a_worker_that_init_has_reaped_is_dead(job: Job) -> None:
         worker = template.start([str(job.program)], environment, None)
         [template_pid] = {child.pid for child in psutil.Process().children()} - others
         os.kill(template_pid, signal.SIGKILL)
-        assert dies(template_pid)  # only then is the worker this process' own
+        assert dies(template_pid)  # only then is the worker a child of this process
         assert dies(worker.pid)
         os.waitid(os.P_PID, worker.pid, os.WEXITED)
     finally:
@@ -140,18 +138,18 @@ def test_a_worker_that_init_has_reaped_is_dead(job: Job) -> None:
     template.close()
 
 
-def test_a_program_that_cannot_be_imported_ends_the_job(job: Job) -> None:
+def test_unimportable_program_ends_the_job(job: Job) -> None:
     job.program.write_text('raise SystemExit(5)')
     assert job.run(fork=True) == 1
 
 
-def test_spares_are_of_no_use(job: Job) -> None:
+def test_spares_with_fork_are_refused(job: Job) -> None:
     with pytest.raises(ConfigurationError, match='--spares 1 --fork: .* leave out --spares'):
         LaunchConfig(str(job.program), spares=1, fork=True)
 
 
-def test_a_worker_killed_right_after_its_fork_dies(job: Job) -> None:
-    """It leads no group of processes yet, of which all could be killed."""
+def test_worker_killed_right_after_its_fork_dies(job: Job) -> None:
+    """It does not lead a process group yet that could be killed."""
     template = Template(str(job.program), [], os.environ)
     try:
         for attempt in range(20):

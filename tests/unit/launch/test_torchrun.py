@@ -24,7 +24,7 @@ if rank == '1':
     sys.exit(int(sys.argv[2].split(',')[int(attempt)]))
 time.sleep(0 if attempt == '2' else 1000)
 """
-"""Rank 1 ends with a status for each of its attempts; the other waits until the third."""
+"""Rank 1 exits with the status of each attempt; rank 0 sleeps except in the third attempt."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def store() -> Iterator[Server]:
     [('2,1,0', 2, 1), ('1,2,0', 0, 3)],
     ids=['from the start', 'a worker that was started again'],
 )
-def test_a_mistake_of_the_user_ends_the_agent_if_none_was_started_again(
+def test_user_error_ends_the_agent_before_any_restart(
     statuses: str, status: int, attempts: int, store: Server, tmp_path: Path
 ) -> None:
     program, starts = tmp_path / 'program.py', tmp_path / 'starts'
@@ -78,7 +78,7 @@ time.sleep(1000)
         (signal.SIGUSR2, signal.SIGTERM),
     ],
 )
-def test_an_agent_hands_on_the_signal_that_its_workers_listen_for(
+def test_agent_forwards_the_exit_signal_of_its_workers(
     sent: signal.Signals, expected: signal.Signals, store: Server, tmp_path: Path
 ) -> None:
     program, heard = tmp_path / 'program.py', tmp_path / 'heard'

@@ -12,7 +12,7 @@ from tests.unit.launch.conftest import Job, dies, unkillable
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
 
-def test_a_job_does_not_wait_for_ever_for_the_end_of_a_worker(
+def test_wait_for_the_death_of_a_worker_is_bounded(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
@@ -33,7 +33,9 @@ def test_a_job_does_not_wait_for_ever_for_the_end_of_a_worker(
         assert dies(job.started(0)[0].pid)
 
 
-def test_all_start_again_only_if_all_die(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_restart_only_after_all_have_died(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two processes of a rank would write the same files."""
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks capture the same, by upstream's groups."""
+"""Ranks that capture the same state, by upstream's groups."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from megatron.moevement.state import dp_copy
 
 
 class Groups:
-    """Upstream's groups of rank 2 of 8, as ranks."""
+    """Upstream's groups of rank 2 of 8, as lists of ranks."""
 
     def __init__(self) -> None:
         self.dense = [0, 2, 4, 6]
@@ -45,8 +45,8 @@ def facts(distributed: bool, random_init: bool = False) -> Any:
     )
 
 
-def test_without_the_distributed_optimizer_each_captures_another_share(groups: Groups) -> None:
-    """They hold the same state, and none has a window of another."""
+def test_replicas_without_the_distributed_optimizer_are_no_twins(groups: Groups) -> None:
+    """They hold the same state, but each captures another share."""
     assert dp_copy.replicas(facts(False)) == [0, 4, 6]
     assert dp_copy.twins(facts(False)) == []
     groups.expert = [2, 6]
@@ -56,7 +56,9 @@ def test_without_the_distributed_optimizer_each_captures_another_share(groups: G
 
 
 @pytest.mark.parametrize('distributed', [False, True])
-def test_no_rank_where_each_has_parameters_of_its_own(groups: Groups, distributed: bool) -> None:
+def test_random_init_per_rank_leaves_no_replicas_or_twins(
+    groups: Groups, distributed: bool
+) -> None:
     groups.instances = [2, 6]
     assert dp_copy.replicas(facts(distributed, random_init=True)) == []
     assert dp_copy.twins(facts(distributed, random_init=True)) == []
@@ -67,7 +69,7 @@ def test_no_rank_where_each_draws_as_many_numbers_as_its_sequences_need(groups: 
     assert dp_copy.replicas(facts(False), lengths_differ=True) == []
 
 
-def test_with_it_the_same_shard_of_each_instance(groups: Groups) -> None:
+def test_twins_have_the_same_shard_in_another_optimizer_instance(groups: Groups) -> None:
     assert dp_copy.twins(facts(True)) == []
     groups.instances = [2, 6]
     assert dp_copy.twins(facts(True)) == [6]
@@ -78,10 +80,10 @@ def test_with_it_the_same_shard_of_each_instance(groups: Groups) -> None:
 
 @pytest.mark.parametrize('distributed', [False, True])
 @pytest.mark.parametrize('instances', [None, [2, 6]])
-def test_a_rank_that_may_copy_its_state_of_a_peer_has_no_twins(
+def test_rank_with_replicas_has_no_twins(
     groups: Groups, distributed: bool, instances: list[int] | None
 ) -> None:
-    """So a twin always has the windows that it captured, or that its replay began from."""
+    """Hence a twin always has the windows that it captured, or that its replay began from."""
     groups.instances = instances
     same = facts(distributed)
     assert not (dp_copy.replicas(same) and dp_copy.twins(same))

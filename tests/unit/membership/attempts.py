@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of all ranks of a small job, which meet in one store."""
+"""Processes of all ranks of a small job, which rendezvous in one store."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from moevement_ext.membership.rendezvous import Rendezvous, RendezvousResult, pr
 
 WORLD = 4
 DEADLINE_S = 60.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 
 
@@ -30,7 +30,7 @@ def report_of(rank: int) -> Callable[[], bytes]:
 
 
 def meet_all(attempts: Sequence[Rendezvous], after: int | None = None) -> list[RendezvousResult]:
-    """All start at the same moment; the result each of them came to."""
+    """Start all at the same moment; return the result of each."""
     together = threading.Barrier(len(attempts))
 
     def attempt(one: Rendezvous) -> RendezvousResult:
@@ -42,7 +42,7 @@ def meet_all(attempts: Sequence[Rendezvous], after: int | None = None) -> list[R
 
 
 def assert_one_new_round(results: Sequence[RendezvousResult]) -> int:
-    """All are in the same round, and its store has nothing of an earlier one."""
+    """All are in the same round, whose store has no key of an earlier round."""
     [round] = {result.round for result in results}
     stores = [result.store for result in results]
     assert not stores[0].check(['mark'])
@@ -52,5 +52,5 @@ def assert_one_new_round(results: Sequence[RendezvousResult]) -> int:
 
 
 def die_waiting(launcher: TCPStore, rank: int) -> None:
-    """All that a worker leaves behind that was killed while it waited for the others."""
+    """Leave the keys of a worker that was killed while it waited for the others."""
     assert Rendezvous(launcher, rank, WORLD)._join(present_round(launcher), b'dead', False)

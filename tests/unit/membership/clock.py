@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock that goes on when a test says so: a busy machine does not make a rank silent."""
+"""A clock that a test advances, so that a busy machine does not make a rank silent."""
 
 import time
 
 
 class Clock:
-    """Stands for the module `time` in a module that decides by it."""
+    """Replaces the module `time` in the module under test."""
 
     time = staticmethod(time.time)
 

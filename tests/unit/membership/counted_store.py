@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection to the launcher's store that counts what goes through it."""
+"""A connection to the launcher's store that counts its traffic."""
 
 import threading
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch.distributed import Store
 
 
 class Traffic(NamedTuple):
-    """What went from some ranks to the store and back."""
+    """Traffic between some ranks and the store."""
 
     requests: int = 0
     nbytes: int = 0
@@ -26,7 +26,7 @@ class Tally:
         self._lock = threading.Lock()
         self._traffic = Traffic()
         self.connections: list[Store] = []
-        """All there were: torch keeps only the part of a store that is not Python."""
+        """Keeps all connections alive: torch references only the C++ part of a store."""
 
     def add(self, requests: int, keys: Sequence[str | bytes], values: Sequence[bytes] = ()) -> None:
         """Note what one call has sent and received."""
@@ -39,13 +39,13 @@ class Tally:
             )
 
     def read(self) -> Traffic:
-        """Until now."""
+        """Traffic until now."""
         with self._lock:
             return self._traffic
 
 
 class CountedStore(Store):
-    """Counted are the requests that torch 2.15 sends: to read a value is to wait for it first."""
+    """Counts the requests that torch 2.15 sends: reading a value waits for it first."""
 
     def __init__(self, store: Store, tally: Tally) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a large job report after a failure."""
+"""Reports of the ranks of a large job after a failure."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ WINDOW = 4
 
 @dataclass(frozen=True)
 class LargeJob:
-    """Its survivors hold windows of the ranks of their node and replicas of others."""
+    """Survivors hold windows of the ranks of their node and replicas of other nodes."""
 
     world_size: int
 
     def report(self, rank: int, origin: int, committed: int) -> Report:
-        """What a survivor reports."""
+        """The report of a survivor."""
         newest = committed - committed % WINDOW
         first = rank - rank % RANKS_PER_NODE
         distances = [node * RANKS_PER_NODE for node in range(REPLICAS + 1)]
@@ -53,7 +53,7 @@ class LargeJob:
 
 
 def replacement(rank: int) -> Report:
-    """What a new process brings."""
+    """The report of a new process."""
     return Report(survivor=False, node=_node(rank), pid=10_000 + rank, windows=[])
 
 

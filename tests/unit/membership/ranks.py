@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test has a rank do in a process of its own."""
+"""Rank programs that tests run in separate processes."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from moevement_ext.store.connection_pool import Connections
 from moevement_ext.system.leaving import leave
 
 LIMIT = timedelta(seconds=120)
-"""For what takes well under a second."""
+"""Timeout of operations that take well under a second."""
 NEVER_HUNG_S = 600.0
 
 
@@ -38,7 +38,7 @@ def member_of(
     hang_timeout_s: float = NEVER_HUNG_S,
     stuck_timeout_s: float = 0.0,
 ) -> tuple[Membership, TCPStore]:
-    """A member that is not settled yet, and often looks at its training thread."""
+    """A member that is not settled yet and checks its training thread often."""
     round_watch.HEARTBEAT_SECONDS = membership.HEARTBEAT_SECONDS = 0.05
     store = connect(port)
     place = Rendezvous(store, rank, world_size)
@@ -51,7 +51,7 @@ def init_gloo(store: Store, rank: int = 0, world_size: int = 1) -> None:
 
 
 def settled(port: int, stuck_timeout_s: float = 0.0) -> tuple[Membership, TCPStore]:
-    """A rank that is alone in its job, and watched."""
+    """A rank alone in its job, with a round watch."""
     member, store = member_of(port, stuck_timeout_s=stuck_timeout_s)
     init_gloo(PrefixStore('pg', store))
     member.settle()
@@ -65,7 +65,7 @@ def stands_still(port: int) -> None:
 
 
 def waits_for_a_peer(port: int) -> None:
-    """What ends a process group's operations does not end this."""
+    """Wait in a store barrier, which aborting process groups does not end."""
     standstill._OUT_OF_WAITS_SECONDS = 1.0
     _, store = settled(port)
     end_round(store, 0, 'another rank died')
@@ -90,7 +90,7 @@ def loses_its_gpu(port: int) -> None:
 
 
 def never_sets_up(port: int) -> None:
-    """In the place of the last of three."""
+    """Join as the last of three ranks, and hang in the set-up."""
     member_of(port, 2, 3, stuck_timeout_s=1.0)
     threading.Event().wait()
 
@@ -101,7 +101,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 def waits_for_too_long(port: int, rank: int, committed: int) -> None:
-    """Rank 0 waits for what rank 1 never sends, and has said before what it has committed."""
+    """Rank 0 waits for a message that rank 1 never sends; both have reported their progress."""
     member, store = member_of(port, rank, 2)
     init_gloo(PrefixStore('pg', store), rank, 2)
     member._standstill._timeout_s = 1.0
@@ -115,15 +115,15 @@ def waits_for_too_long(port: int, rank: int, committed: int) -> None:
         except RuntimeError:
             print('the wait was ended', flush=True)
     else:
-        while not member.broken:  # it gets on
+        while not member.broken:  # it makes progress
             sum(range(1000))
     store.add('out', 1)
     wait_until(lambda: store.add('out', 0) == 2)
-    leave(0)  # a thread that waits in torch would abort the process, as it may any that returns
+    leave(0)  # a thread that waits in torch may abort a process that returns
 
 
 def meets_at_a_barrier(port: int, rank: int) -> None:
-    """Rank 1 comes when rank 0 has waited for longer than a collective may take."""
+    """Rank 1 arrives when rank 0 has waited for longer than a collective may take."""
     member, store = member_of(port, rank, 2)
     init_gloo(PrefixStore('pg', store), rank, 2)
     member._standstill._timeout_s = 1.0
@@ -138,13 +138,13 @@ def meets_at_a_barrier(port: int, rank: int) -> None:
 
     TrainingThread.look = look_and_tell  # type: ignore[method-assign]
     member.watch('gloo', int)
-    wait_until(lambda: rank == 0 or member.broken or store.check(['go']))  # it replays, or so
+    wait_until(lambda: rank == 0 or member.broken or store.check(['go']))  # as during a replay
     member.barrier('replayed')
     leave(0)
 
 
 class _CountedLooks:
-    """Stands for the module `time` where training threads are looked at: a look is 0.05 s."""
+    """Replaces the module `time` for checks of training threads: a check takes 0.05 s."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -158,7 +158,7 @@ class _CountedLooks:
 
 
 def waits_without_a_store(port: int, iterations: int) -> None:
-    """Other ranks arrive two looks later in each iteration, and not at all in the end."""
+    """Other ranks arrive two checks later in each iteration, and not at all in the end."""
     hang_s, others, waited, seen = 1.0, threading.Semaphore(0), False, 0
     training_thread.time = _CountedLooks()  # type: ignore[assignment]
     init_gloo(HashStore())
@@ -182,7 +182,7 @@ def waits_without_a_store(port: int, iterations: int) -> None:
     member.settle()
     member.watch('gloo', others.release)
     for iteration in range(iterations):
-        in_time(others.acquire, NEVER_HUNG_S)  # in the engine: it waits for others
+        in_time(others.acquire, NEVER_HUNG_S)  # counts as a wait of the engine for other ranks
         if member.broken:
             break
         print('got to', iteration, flush=True)
@@ -198,7 +198,7 @@ def meets(port: int, rank: int, world_size: int) -> None:
 
 
 def watches(port: int, pids: list[int]) -> None:
-    """As the last of these; it says what wakes it up."""
+    """Watch as the last of these processes; print the reason of the wake-up."""
     woken = threading.Event()
     opened = Connections(lambda: connect(port))
     seen = RoundWatch(opened, 0, len(pids) - 1, pids, NEVER_HUNG_S, lambda _: woken.set())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has come, as a real store keeps it."""
+"""Arrivals of ranks, as a real store keeps them."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from moevement_ext.membership import arrivals
 
 
 @given(st.integers(1, 130), st.data())
-def test_who_has_not_come_is_missing(world_size: int, data: st.DataObject) -> None:
+def test_ranks_without_an_arrival_are_missing(world_size: int, data: st.DataObject) -> None:
     ranks = range(world_size)
     came = data.draw(st.sets(st.sampled_from(ranks)))
     store = HashStore()
@@ -22,7 +22,7 @@ def test_who_has_not_come_is_missing(world_size: int, data: st.DataObject) -> No
 
 
 @given(st.integers(1, 130).flatmap(lambda world: st.permutations(range(world))))
-def test_one_is_the_last_and_all_but_few_ask_once(order: list[int]) -> None:
+def test_one_arrival_is_the_last_and_most_take_one_request(order: list[int]) -> None:
     asked, store = [], HashStore()
 
     class Counted:
@@ -38,7 +38,7 @@ def test_one_is_the_last_and_all_but_few_ask_once(order: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 19), max_size=60), st.just(20))
-def test_of_the_processes_of_a_rank_one_is_the_first(came: list[int], world_size: int) -> None:
+def test_first_process_of_a_rank_is_identified(came: list[int], world_size: int) -> None:
     store, seen = HashStore(), set[int]()
     for rank in came:
         if came.count(rank) > 7:
@@ -51,7 +51,7 @@ def test_of_the_processes_of_a_rank_one_is_the_first(came: list[int], world_size
 
 
 @pytest.mark.parametrize('world_size', [1, 31, 32, 33, 256, 511, 512, 16384, 16500])
-def test_some_counters_spread_over_all_ranks_are_chosen(world_size: int) -> None:
+def test_chosen_counters_are_spread_over_all_ranks(world_size: int) -> None:
     store = HashStore()
     chosen = {
         rank // 16

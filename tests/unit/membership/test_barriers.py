@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a barrier is first it remains, and who waits at one asks nothing."""
+"""The first state of a barrier is final, and a waiting rank sends no requests."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def wait_at(store: Store, barrier: str) -> bytes | None:
     return behind(store, barrier)
 
 
-def test_what_a_barrier_is_first_it_remains(store: TCPStore) -> None:
+def test_first_state_of_a_barrier_is_final(store: TCPStore) -> None:
     open_barrier(store, 'a', b'content')
     close_barrier(store, 'a')
     close_barrier(store, 'b')
@@ -38,8 +38,8 @@ def test_what_a_barrier_is_first_it_remains(store: TCPStore) -> None:
     assert wait_at(store, 'b') is None
 
 
-def test_all_who_wait_at_a_barrier_go_the_same_way(store: TCPStore) -> None:
-    """Somebody opens it while somebody shuts it."""
+def test_all_waiting_ranks_see_the_same_state_of_a_barrier(store: TCPStore) -> None:
+    """One connection opens the barrier while another closes it."""
     connections = [store.clone() for _ in range(4)]
     with ThreadPoolExecutor(4) as threads:
         for turn in range(20):
@@ -50,29 +50,29 @@ def test_all_who_wait_at_a_barrier_go_the_same_way(store: TCPStore) -> None:
             assert len({future.result() for future in waiting}) == 1
 
 
-def test_a_barrier_of_a_round_that_is_forgotten_is_shut_and_stays_forgotten(
+def test_deleted_barrier_counts_as_closed_and_is_not_recreated(
     store: TCPStore,
 ) -> None:
-    """Who was stopped for long comes to look behind it."""
+    """A process that was stopped for long may read it later."""
     open_barrier(store, 'barrier')
     store.delete_key('barrier')
     assert behind(store, 'barrier') is None
     assert not store.check(['barrier'])
 
 
-def test_who_waited_for_long_enough_is_told_nothing(store: TCPStore) -> None:
+def test_wait_at_a_barrier_ends_at_its_deadline(store: TCPStore) -> None:
     assert not has_moved(store, 'barrier', time.monotonic() + 0.1)
     open_barrier(store, 'barrier')
     assert has_moved(store, 'barrier', time.monotonic()), 'the connection is still of use'
 
 
-def test_connections_are_made_while_a_thread_waits(store: TCPStore) -> None:
-    """Others of the process clone the one that it waits on, to end a wait that it is in."""
+def test_waiting_connection_can_be_cloned(store: TCPStore) -> None:
+    """Other threads clone the connection to end the wait."""
     connection = store.clone()
     passed: list[bytes | None] = []
     waiting = threading.Thread(target=lambda: passed.append(wait_at(connection, 'barrier')))
     waiting.start()
-    waiting.join(0.2)  # it is in the wait by then
+    waiting.join(0.2)  # it is waiting by then
     open_barrier(connection.clone(), 'barrier')
     waiting.join(TIMEOUT.total_seconds() / 2)
     assert passed == [b'']

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that replays is met beside its training thread, as long as that goes on."""
+"""A replaying rank joins a rendezvous on another thread while its training thread continues."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timed
 
 @pytest.fixture
 def members(job: Job) -> Iterator[list[Membership]]:
-    """All set up; the first is to replay."""
+    """All are set up; the first member will replay."""
     found = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
     for member in found:
         member.settle()
@@ -29,7 +29,7 @@ def members(job: Job) -> Iterator[list[Membership]]:
 
 
 class Replay(Beside):
-    """Of the first rank; it notes what it hears."""
+    """Replay of the first rank; records the reports it receives."""
 
     def __init__(self, member: Membership, goes_on: bool = True) -> None:
         self.heard: list[int] = []
@@ -47,7 +47,9 @@ def others_meet(job: Job, members: list[Membership]) -> None:
         assert len(future.result()) == WORLD
 
 
-def test_it_takes_over_what_was_met_beside(job: Job, members: list[Membership]) -> None:
+def test_replaying_rank_takes_over_rendezvous_met_beside(
+    job: Job, members: list[Membership]
+) -> None:
     first = members[0]
     beside, before = Replay(first), first.store
     with first.leaving_it_to(beside):
@@ -71,7 +73,7 @@ def test_it_takes_over_what_was_met_beside(job: Job, members: list[Membership]) 
     assert beside.heard == [WORLD, WORLD]
 
 
-def test_it_is_interrupted_if_it_cannot_go_on(job: Job, members: list[Membership]) -> None:
+def test_replay_is_interrupted_if_it_cannot_continue(job: Job, members: list[Membership]) -> None:
     first = members[0]
     beside = Replay(first, goes_on=False)
     with pytest.raises(RoundEnded), first.leaving_it_to(beside):
@@ -83,7 +85,7 @@ def test_it_is_interrupted_if_it_cannot_go_on(job: Job, members: list[Membership
     assert not first.broken and first.taken.round == 2
 
 
-def test_who_fails_by_itself_meanwhile_leaves_the_round_that_was_met(
+def test_rank_that_fails_while_meeting_beside_leaves_that_round(
     job: Job, members: list[Membership]
 ) -> None:
     first = members[0]
@@ -109,7 +111,7 @@ def test_who_fails_by_itself_meanwhile_leaves_the_round_that_was_met(
     assert len(failed.result()) == WORLD
 
 
-def test_a_failure_before_is_not_overlooked(job: Job, members: list[Membership]) -> None:
+def test_earlier_failure_raises_at_once(job: Job, members: list[Membership]) -> None:
     end_round(job.store, 0, 'another rank died')
     assert wait_until(lambda: members[0].broken)
     with pytest.raises(RoundEnded), members[0].leaving_it_to(Replay(members[0])):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks leave for a process that joins goes through a real store, whatever its size."""
+"""Values that ranks leave for joining processes pass through a real store, whatever their size."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LAYERS, LOCAL_EXPERTS = 16, 64
 
 @pytest.fixture
 def store() -> Iterator[PrefixStore]:
-    """The launcher's, with the prefix of one attempt of the job."""
+    """The launcher's store, with the prefix of one attempt of the job."""
     server = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=20))
     yield PrefixStore('job/0', server.clone())
 
@@ -49,7 +49,7 @@ def _operators(rank: int) -> bytes:
     return msgspec.msgpack.encode(RankOperators(sizes, kinds, tied=[], always=0))
 
 
-def test_operators_of_hundreds_of_ranks_reach_a_process_that_joins(store: PrefixStore) -> None:
+def test_joining_process_reads_operators_of_hundreds_of_ranks(store: PrefixStore) -> None:
     left = {rank: _operators(rank) for rank in range(RANKS)}
     assert sum(map(len, left.values())) > 8 << 20, 'more than one value of the store holds'
     for rank, own in left.items():
@@ -60,15 +60,13 @@ def test_operators_of_hundreds_of_ranks_reach_a_process_that_joins(store: Prefix
 
 
 @pytest.mark.parametrize('size', [0, 1, 1 << 20, (9 << 20) + 7])
-def test_a_value_of_any_size_is_read_as_it_was_given(
-    store: PrefixStore, alone: None, size: int
-) -> None:
+def test_value_of_any_size_is_read_back(store: PrefixStore, alone: None, size: int) -> None:
     own = os.urandom(size)  # cannot be compressed
     assert Exchange(store)('some', own) == [own]
     assert Exchange(store, joining=True)('some', b'') == [own]
 
 
-def test_who_joins_does_not_agree_for_its_predecessor(store: PrefixStore, alone: None) -> None:
+def test_joining_process_gives_its_own_agreement(store: PrefixStore, alone: None) -> None:
     assert Exchange(store).all_agree('reserved', True)
     joining = Exchange(store, joining=True)
     assert joining.all_agree('reserved', True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank is heard of by its own heartbeats, which it gives together with its neighbours."""
+"""Each rank has its own heartbeats, although neighbours share a counter."""
 
 import pytest
 from hypothesis import example, given
@@ -19,12 +19,12 @@ def store() -> TCPStore:
 
 @given(given=st.lists(st.sampled_from([0, 6, 7, 8, 19]), max_size=40), begun=st.integers(0, 127))
 @example(given=[6, 7, 6], begun=127)
-def test_a_rank_is_heard_of_by_its_own_heartbeats_only(
+def test_heartbeat_changes_the_count_of_its_rank_only(
     store: TCPStore, given: list[int], begun: int
 ) -> None:
     for key in store.list_keys():
         store.delete_key(key)
-    for _ in range(begun):  # so that its part is full, sooner or later
+    for _ in range(begun):  # so that its part of the counter eventually fills up
         Heartbeats(store, 3, 6).give()
     ranks = {rank: Heartbeats(store, 3, rank) for rank in (0, 6, 7, 8, 19)}
     for rank in given:
@@ -35,7 +35,7 @@ def test_a_rank_is_heard_of_by_its_own_heartbeats_only(
         assert [ranks[rank].heard_of(other) for other in range(WORLD)] == after
 
 
-def test_ranks_of_a_counter_give_their_heartbeats_at_one_time_and_others_at_another(
+def test_ranks_of_a_counter_share_a_turn_and_other_counters_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(heartbeats.time, 'monotonic', lambda: 1000.0)

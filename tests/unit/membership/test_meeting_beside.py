@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new process meets the others beside its set-up, once a survivor waits for it."""
+"""A new process joins the rendezvous during its set-up, once a survivor waits for it."""
 
 import threading
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ WORLD = 3
 
 
 class Job:
-    """Members that are threads; the last rank is lost, and a process comes in its place."""
+    """Members that are threads; the last rank is lost and replaced."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -66,7 +66,7 @@ def survivor(member: Membership) -> Report:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(membership, '_CLOSING', timedelta(seconds=0.1))  # they close one by one
+    monkeypatch.setattr(membership, '_CLOSING', timedelta(seconds=0.1))  # members close one by one
     with ThreadPoolExecutor(WORLD + 2) as threads:
         made = Job(threads)
         yield made
@@ -79,7 +79,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 @pytest.fixture
 def survivors(job: Job) -> list[Membership]:
-    """Of three that have begun together; the last one is lost."""
+    """Survivors of three members that have started together; the last one is lost."""
     members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
     for member in members:
         assert not member.joining
@@ -89,15 +89,17 @@ def survivors(job: Job) -> list[Membership]:
     return members[:2]
 
 
-def test_it_sets_up_while_others_still_come(job: Job, survivors: list[Membership]) -> None:
-    """With what the one that waits has brought; and finds what ranks have left for it."""
+def test_new_process_sets_up_before_all_ranks_have_arrived(
+    job: Job, survivors: list[Membership]
+) -> None:
+    """It has the report of the waiting survivor, and the values left for it in the store."""
     survivors[1].archive.set('exchange/plan/1/0', 'of the start')
     first = job.move_on(survivors[0])
     job.waits(0, 1)
     new = job.start(2).result(LIMIT_S)
     assert new.joining and [report.details for report in new.reports] == [b'handed over']
     assert new.archive.get('exchange/plan/1/0') == b'of the start'
-    job.waits(2, 1)  # it has come, on its other thread
+    job.waits(2, 1)  # it has arrived, on its other thread
     second = job.move_on(survivors[1])
     new.have_met()
     new.settle()
@@ -106,7 +108,7 @@ def test_it_sets_up_while_others_still_come(job: Job, survivors: list[Membership
     assert {member.taken.round for member in (new, *survivors)} == {1}
 
 
-def test_where_no_survivor_waits_it_does(job: Job, survivors: list[Membership]) -> None:
+def test_new_process_waits_if_no_survivor_waits(job: Job, survivors: list[Membership]) -> None:
     coming = job.start(2)
     job.waits(2, 1)
     for moving in [job.move_on(member) for member in survivors]:
@@ -114,15 +116,15 @@ def test_where_no_survivor_waits_it_does(job: Job, survivors: list[Membership]) 
     assert len(coming.result(LIMIT_S).reports) == WORLD
 
 
-def test_all_that_are_new_begin_together(job: Job, survivors: list[Membership]) -> None:
-    """None has anything to hand over, also where one has come before."""
+def test_job_of_new_processes_starts_together(job: Job, survivors: list[Membership]) -> None:
+    """None has state to hand over, even if one arrived earlier."""
     for member in survivors:
         member.close()
     again = [job.start(rank) for rank in range(WORLD)]
     assert [future.result(LIMIT_S).joining for future in again] == [False] * WORLD
 
 
-def test_another_failure_meanwhile_makes_it_join_again(
+def test_new_process_joins_again_after_another_failure(
     job: Job, survivors: list[Membership]
 ) -> None:
     job.move_on(survivors[0]).add_done_callback(lambda done: done.exception())
@@ -136,10 +138,10 @@ def test_another_failure_meanwhile_makes_it_join_again(
     assert new.taken.round == 2 and [report.midway for report in new.reports][2]
 
 
-def test_without_a_survivor_in_the_end_it_ends(
+def test_new_process_ends_if_all_survivors_are_lost(
     job: Job, survivors: list[Membership], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It cannot begin with the others, as it sets up to join some."""
+    """It was set up to join survivors, so it cannot start together with the others."""
     ended: list[int] = []
     monkeypatch.setattr(membership, 'end_at_once', ended.append)
     brought = gathered_reports.packed(encode(survivor(survivors[0])))
@@ -154,11 +156,11 @@ def test_without_a_survivor_in_the_end_it_ends(
     others = [job.start(rank) for rank in range(2)]
     new.have_met()
     assert ended == [EXIT_WHOLE_JOB]
-    job.start(2).result(LIMIT_S)  # the others wait for it
+    job.start(2).result(LIMIT_S)  # the others wait for its replacement
     assert [future.result(LIMIT_S).joining for future in others] == [False, False]
 
 
-def test_one_that_must_not_take_part_says_so_once_all_have_met(
+def test_refused_process_breaks_the_round_after_the_rendezvous(
     job: Job, survivors: list[Membership]
 ) -> None:
     first = job.move_on(survivors[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one job, each a thread here, go through rounds in a real store."""
+"""Processes of one job, each a thread here, in rounds of a real store."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ from tests.unit.replicate.peers import wait_for
 pytestmark = pytest.mark.timed
 
 LIMIT_S = 120.0
-"""Of what ends well before."""
+"""Timeout of operations that end well before."""
 TIMEOUT = timedelta(seconds=60)
 HANG_S = 2.0
 WORLD = 3
@@ -45,11 +45,11 @@ class Job:
         self.members: list[Membership] = []
 
     def start(self, rank: int) -> 'Future[Membership]':
-        """A new process."""
+        """Start a new process of a rank."""
         return self.threads.submit(self._start, rank)
 
     def _start(self, rank: int) -> Membership:
-        # Rank 0 lists keys, for which torch keeps the GIL: a way in this process would not get on.
+        # Rank 0 lists keys, for which torch holds the GIL: a relay in this process would block.
         port = self.way.port if rank else self.store.port
         store = TCPStore('127.0.0.1', port, is_master=False, timeout=TIMEOUT)
         member = Membership(Rendezvous(store, rank, WORLD), TIMEOUT, HANG_S, replacement)
@@ -57,7 +57,7 @@ class Job:
         return member
 
     def move_on(self, member: Membership) -> 'Future[list[Report]]':
-        """A survivor leaves and meets the others."""
+        """A survivor leaves and rendezvouses with the others."""
         return self.threads.submit(self._move_on, member)
 
     def _move_on(self, member: Membership) -> list[Report]:
@@ -75,7 +75,7 @@ def survivor(origin: int) -> Report:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
-    monkeypatch.setattr(membership, '_CLOSING', timedelta(seconds=0.1))  # they close one by one
+    monkeypatch.setattr(membership, '_CLOSING', timedelta(seconds=0.1))  # members close one by one
     with ThreadPoolExecutor(WORLD) as threads:
         made = Job(threads)
         yield made
@@ -87,7 +87,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 @pytest.fixture
 def joined(job: Job) -> tuple[list[Membership], Membership]:
-    """Two survivors, and a new process in the place of the third, which sets up."""
+    """Two survivors, and a new process of the third rank, which is setting up."""
     members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
     for member in members:
         assert not member.joining
@@ -103,7 +103,7 @@ def joined(job: Job) -> tuple[list[Membership], Membership]:
 def test_new_process_joins_again_while_it_sets_up(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
-    """Twice; its training thread does nothing for it, and finds the newest rendezvous."""
+    """Twice, without its training thread, which then finds the newest rendezvous."""
     survivors, new = joined
     for _ in range(2):
         round = present_round(job.store)
@@ -123,7 +123,7 @@ def test_new_process_joins_again_while_it_sets_up(
     assert not job.store.check(['evict/2'])
 
 
-def test_a_process_of_an_earlier_attempt_of_the_job_ends(
+def test_process_of_an_earlier_attempt_of_the_job_is_fenced_out(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     joined[0][0].origin -= 1
@@ -132,7 +132,7 @@ def test_a_process_of_an_earlier_attempt_of_the_job_ends(
         job.move_on(joined[0][0]).result()
 
 
-def test_who_must_not_take_part_says_why(
+def test_refused_process_breaks_the_round_with_its_reason(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     survivors, new = joined
@@ -144,7 +144,7 @@ def test_who_must_not_take_part_says_why(
     assert job.start(2).result().joining and all(future.result() for future in moving)
 
 
-def test_after_the_set_up_only_the_training_thread_moves_on(
+def test_settled_process_joins_only_from_its_training_thread(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     survivors, new = joined
@@ -159,7 +159,7 @@ def test_after_the_set_up_only_the_training_thread_moves_on(
     assert len({len(future.result()) for future in [*moving, mine]}) == 1
 
 
-def test_a_failure_that_a_rank_did_not_hear_of_is_known_when_it_asks(
+def test_unnoticed_failure_is_found_in_the_store(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     """Its connection was silently lost, and its own error does not name a peer."""
@@ -174,10 +174,10 @@ def test_a_failure_that_a_rank_did_not_hear_of_is_known_when_it_asks(
     assert not deaf.broken and deaf.broken_in_the_store()
 
 
-def test_it_asks_again_when_the_store_does_not_answer_in_time(
+def test_check_of_the_store_is_repeated_after_a_timeout(
     job: Job, joined: tuple[list[Membership], Membership], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that took that for a no would end with its own error, and its state be lost."""
+    """Without the retry, the rank would end with its own error and lose its state."""
     survivors, new = joined
     new.settle()
     deaf = survivors[0]
@@ -194,19 +194,19 @@ def test_it_asks_again_when_the_store_does_not_answer_in_time(
     assert deaf.broken_in_the_store()
 
 
-def test_process_that_was_replaced_while_it_set_up_learns_of_it(
+def test_process_replaced_during_its_set_up_is_fenced_out(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     survivors, new = joined
     round = present_round(job.store)
-    arrivals.sign(job.store, f'here/{round + 1}', 2, WORLD)  # another one was quicker to come
+    arrivals.sign(job.store, f'here/{round + 1}', 2, WORLD)  # another process arrived first
     end_round(job.store, round, 'rank 1 lost a peer')
     assert wait_until(lambda: new._lost is not None)
     with pytest.raises(FencedOut, match='replaced'):
         new.settle()
 
 
-def test_who_joins_finds_what_was_left(
+def test_joining_process_reads_values_left_at_the_start(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
     survivors, before = joined
@@ -222,10 +222,10 @@ def test_who_joins_finds_what_was_left(
     assert new.archive.get('exchange/plan/1/0') == b'of the start'
 
 
-def test_new_process_that_loses_its_connection_in_a_rendezvous_meets_the_others_all_the_same(
+def test_new_process_reconnects_during_a_rendezvous(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
-    """So do others that have lost theirs by then."""
+    """Other ranks that lost their connection reconnect, too."""
     survivors, new = joined
     round = present_round(job.store)
     end_round(job.store, round, 'rank 1 lost a peer')
@@ -239,16 +239,16 @@ def test_new_process_that_loses_its_connection_in_a_rendezvous_meets_the_others_
     assert {member._result.round for member in (new, *survivors)} == {present_round(job.store)}
 
 
-def test_survivor_whose_connection_is_lost_in_a_rendezvous_meets_the_others_all_the_same(
+def test_survivor_reconnects_during_a_rendezvous(
     job: Job, joined: tuple[list[Membership], Membership]
 ) -> None:
-    """Nobody may count twice in a round, whatever of the last request was done."""
+    """A rank must not count twice in a round, whether its last request was executed or not."""
     survivors, new = joined
     new.settle()
     round = present_round(job.store)
     moving = [job.move_on(member) for member in survivors]
     job.store.wait([f'join/{round + 1}/{rank}' for rank in range(2)], TIMEOUT)
-    job.way.cut()  # that of rank 1
+    job.way.cut()  # the connection of rank 1
     moving.append(job.move_on(new))
     found = [future.result(TIMEOUT.total_seconds()) for future in moving]
     assert [len(reports) for reports in found] == [WORLD] * WORLD
@@ -260,14 +260,14 @@ def wait_until(true: Callable[[], bool]) -> bool:
     return any(true() or never.wait(0.05) for _ in range(1200))
 
 
-# Ranks in processes of their own
+# Ranks in separate processes
 
 
 @pytest.mark.parametrize(('committed', 'evicted'), [((7, 7), None), ((8, 7), 101)])
 def test_rank_that_waits_for_too_long_ends_the_round(
     job: Job, committed: tuple[int, int], evicted: int | None
 ) -> None:
-    """Nobody is dead or stuck by itself; one that alone is behind is replaced."""
+    """No rank is dead or stuck; a single rank that is behind is replaced."""
     both = [
         Forked(ranks.waits_for_too_long, job.store.port, rank, committed[rank]) for rank in range(2)
     ]
@@ -279,15 +279,15 @@ def test_rank_that_waits_for_too_long_ends_the_round(
     assert found == evicted and not job.store.check(['evict/0'])
 
 
-def test_who_is_busy_is_waited_for_at_a_barrier(job: Job) -> None:
-    """For longer than a collective may take, since it would be noticed if it hung."""
+def test_barrier_waits_for_a_busy_rank(job: Job) -> None:
+    """For longer than a collective may take, because a hang of that rank would be detected."""
     both = [Forked(ranks.meets_at_a_barrier, job.store.port, rank) for rank in range(2)]
     assert [rank.wait(LIMIT_S) for rank in both] == [0, 0]
     assert why_broken(job.store, 0) is None
 
 
-def test_new_process_whose_set_up_stands_still_ends(job: Job) -> None:
-    """It gives heartbeats, and the others wait for it."""
+def test_new_process_with_a_hung_set_up_ends(job: Job) -> None:
+    """It sends heartbeats, and the others wait for it."""
     members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
     for member in members:
         member.settle()
@@ -300,15 +300,15 @@ def test_new_process_whose_set_up_stands_still_ends(job: Job) -> None:
     assert 'rank 2 replaces itself: its set-up has stood still' in said
 
 
-def test_process_whose_gpu_is_lost_ends_before_it_reports(job: Job) -> None:
+def test_process_with_a_lost_gpu_ends_before_its_report(job: Job) -> None:
     code, _, said = Forked(ranks.loses_its_gpu, job.store.port).end(LIMIT_S)
     assert code == EXIT_STUCK
     assert 'its GPU is lost: CUDA error: unspecified launch failure' in said
     assert why_broken(job.store, 0) == 'rank 1 died'
 
 
-def test_process_whose_waits_cannot_be_ended_ends(job: Job) -> None:
-    """As where a GPU does not let go of a communicator that is aborted."""
+def test_process_with_waits_that_cannot_be_aborted_ends(job: Job) -> None:
+    """For example, if a GPU does not release an aborted communicator."""
     code, _, said = Forked(ranks.is_never_unblocked, job.store.port).end(LIMIT_S)
     assert code == EXIT_STUCK, said
     assert 'rank 0 replaces itself: its waits have not ended within 1 s' in said
@@ -322,10 +322,10 @@ def test_process_whose_waits_cannot_be_ended_ends(job: Job) -> None:
         (ranks.waits_for_a_peer, 'in _store_based_barrier', 'another rank died'),
     ],
 )
-def test_process_whose_training_thread_is_never_going_to_leave_ends_and_says_where(
+def test_process_with_a_stuck_training_thread_ends_with_its_stack(
     job: Job, does: Callable[[int], None], place: str, reason: str
 ) -> None:
-    """It is stuck by itself; or a failure was announced, and it still waits for others."""
+    """Stuck by itself, or still waiting for others after a failure was announced."""
     code, _, said = Forked(does, job.store.port).end(LIMIT_S)
     assert code == EXIT_STUCK, said
     assert 'rank 0 replaces itself: its training thread has stood still' in said

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who neither comes nor has a heartbeat is evicted; who is on the way is not."""
+"""Ranks that neither arrive nor send heartbeats are evicted; late ranks with heartbeats are not."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    """Four ranks have met; the process of rank n was 100 + n."""
+    """Four ranks have met; the process id of rank n was 100 + n."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     for rank in range(4):
         assert Rendezvous(store, rank, 4)._join(0, report_of(100 + rank), False)
@@ -48,10 +48,10 @@ def report_of(pid: int, launch: str = '') -> bytes:
     return encode(Report(survivor=False, node='a', pid=pid, windows=[], launch=launch))
 
 
-def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
+def test_only_absent_ranks_without_heartbeats_are_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 has come, rank 1 is late, ranks 2 and 3 are not heard of."""
+    """Rank 0 has arrived, rank 1 is late, ranks 2 and 3 send no heartbeats."""
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     assert Rendezvous(store, 0, 4)._join(1, b'', False)
     found = MissingRanks(store.clone, 4, HANG_S, lambda: True)
@@ -66,10 +66,10 @@ def test_only_who_neither_comes_nor_has_a_heartbeat_is_evicted(
     found.stop()
 
 
-def test_who_was_there_in_an_earlier_launch_is_not_looked_for_in_this_one(
+def test_processes_of_an_earlier_launch_are_not_evicted_in_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its store goes on; in a container the process of this launch has the same id."""
+    """The store outlives the launch; in a container, process ids repeat."""
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     monkeypatch.setenv('MOEVEMENT_LAUNCH', 'second')
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -79,15 +79,15 @@ def test_who_was_there_in_an_earlier_launch_is_not_looked_for_in_this_one(
     end_round(store, present_round(store), 'the job was launched again')
     assert Rendezvous(store, 0, 2)._join(1, report_of(100, 'second'), False)
     found = MissingRanks(store.clone, 2, HANG_S, lambda: True)
-    store.wait(['launch/first/evict/1'], TIMEOUT)  # which no launcher reads any more
+    store.wait(['launch/first/evict/1'], TIMEOUT)  # a key that no launcher reads any more
     found.stop()
     assert not store.check(['launch/second/evict/1']) and not store.check(['evict/1'])
 
 
-def test_who_stops_in_the_middle_of_joining_is_evicted(
+def test_rank_that_stops_while_joining_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 is one of before, rank 3 is new; both have said that they are there, not with what."""
+    """Rank 2 is a survivor, rank 3 is new; both have signed their arrival, without a report."""
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     for rank in (0, 1):
         assert Rendezvous(store, rank, 4)._join(1, report_of(200 + rank), False)
@@ -103,10 +103,10 @@ def test_who_stops_in_the_middle_of_joining_is_evicted(
     found.stop()
 
 
-def test_who_does_not_look_does_not_connect(
+def test_rank_that_does_not_search_does_not_connect(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All ranks would otherwise have one more connection to one store, in every rendezvous."""
+    """Otherwise each rank would have another connection to the store in every rendezvous."""
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
     asked, connected = threading.Semaphore(0), threading.Event()
     ours = threading.Event()
@@ -128,10 +128,10 @@ def test_who_does_not_look_does_not_connect(
     found.stop()
 
 
-def test_absent_ranks_are_looked_for_by_another_connection_when_one_is_lost(
+def test_search_for_absent_ranks_reconnects(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And their launcher is asked again, should it not have heard of it."""
+    """The eviction request is repeated, in case the launcher has not received it."""
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     way, connected = Way(store.port), threading.Semaphore(0)
 
@@ -151,10 +151,10 @@ def test_absent_ranks_are_looked_for_by_another_connection_when_one_is_lost(
     way.close()
 
 
-def test_who_stood_still_does_not_count_that_time(
+def test_time_of_a_pause_of_the_searching_rank_does_not_count(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is late, and stood still for as long as who looks for it."""
+    """Rank 1 is late, and was stopped for as long as the searching rank."""
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
     clock = Clock()
     monkeypatch.setattr(missing_ranks, 'time', clock)
@@ -168,7 +168,7 @@ def test_who_stood_still_does_not_count_that_time(
     def pass_by(seconds: float) -> None:
         clock.now += seconds
         seen = looks
-        while looks < seen + 3:  # the one that is under way may have read the clock before
+        while looks < seen + 3:  # the current check may have read the clock before
             time.sleep(0.001)
 
     assert Rendezvous(store, 0, 2)._join(1, b'', False)
@@ -186,7 +186,7 @@ def test_who_stood_still_does_not_count_that_time(
 
 
 def joined(store: TCPStore, ranks: Collection[int]) -> list[Rendezvous]:
-    """Ranks of the present round; the process of rank n is 200 + n."""
+    """Ranks of the present round; the process id of rank n is 200 + n."""
     made = [Rendezvous(store.clone(), rank, len(ranks)) for rank in ranks]
     for one in made:
         assert one._join(1, report_of(200 + one.rank), False)
@@ -204,15 +204,15 @@ def answer(members: Sequence[Rendezvous]) -> list[threading.Thread]:
 
 
 def wait_for(store: TCPStore, rank: int) -> None:
-    """Until it is the only one that has not answered."""
+    """Wait until this rank is the only one that has not answered."""
     while [one.rank for one in holding_up(store, 3)] != [rank]:
         time.sleep(0.01)
 
 
-def test_who_has_joined_and_does_not_answer_is_evicted(
+def test_joined_rank_that_does_not_answer_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 has stopped while it waited for the last one; its process is the one that joined."""
+    """Rank 2 has stopped while waiting for the last rank; the evicted process is the joined one."""
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
     first, second, third = joined(store, range(3))
     waiting = answer([first, second])
@@ -230,7 +230,7 @@ def test_who_has_joined_and_does_not_answer_is_evicted(
     found.stop()
 
 
-def test_who_stops_when_it_packs_what_all_have_brought_is_evicted(
+def test_rank_that_stops_while_packing_reports_is_evicted(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.05)
@@ -258,15 +258,15 @@ def test_who_stops_when_it_packs_what_all_have_brought_is_evicted(
     found.stop()
 
 
-def test_who_has_gone_is_not_looked_for_when_the_round_is_over(store: TCPStore) -> None:
+def test_ended_round_has_no_rank_that_holds_it_up(store: TCPStore) -> None:
     joined(store, range(3))
     assert [one.rank for one in holding_up(store, 3)] == [0, 1, 2]
     end_round(store, 1, 'rank 1 died')
     assert holding_up(store, 3) == []
 
 
-def test_absent_ranks_are_those_of_the_last_meeting(store: TCPStore) -> None:
-    """Rounds that were broken before all had met are passed over."""
+def test_absent_ranks_are_those_of_the_last_complete_round(store: TCPStore) -> None:
+    """Rounds that were broken before all ranks had met are skipped."""
     assert absent(store, 4) == [Absent(0, rank) for rank in range(4)]
     joined(store, range(4))
     assert absent(store, 4) == []
@@ -278,8 +278,8 @@ def test_absent_ranks_are_those_of_the_last_meeting(store: TCPStore) -> None:
     assert absent(store, 4) == [Absent(3, rank) for rank in range(4)]
 
 
-def test_before_the_first_rendezvous_nobody_is_absent() -> None:
-    """Programs take long to import."""
+def test_no_rank_is_absent_before_the_first_rendezvous() -> None:
+    """Programs may take long to import."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     assert absent(store, 4) == []
     end_round(store, 0, 'rank 1 died')

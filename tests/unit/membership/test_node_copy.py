@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a node asks the store for all of them; nobody depends on it."""
+"""One rank of a node reads a value from the store for all of them, as an optimization only."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ RANKS = 8
 
 
 class Asked:
-    """The store, which takes its time."""
+    """A slow store."""
 
     def __init__(self, takes_s: float = 0.05) -> None:
         self.times = 0
@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copy(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> NodeCopy:
-    monkeypatch.setattr(node_copy, '_LONGEST_WAIT_S', 60.0)  # on a loaded machine, too
+    monkeypatch.setattr(node_copy, '_LONGEST_WAIT_S', 60.0)  # even on a loaded machine
     return NodeCopy(tmp_path, directory)
 
 
@@ -53,13 +53,13 @@ def read_by_all(copy: NodeCopy, asked: Asked) -> None:
         assert all(future.result() == CONTENT for future in found)
 
 
-def test_the_store_is_asked_once(copy: NodeCopy) -> None:
+def test_ranks_of_a_node_send_one_request(copy: NodeCopy) -> None:
     asked = Asked()
     read_by_all(copy, asked)
     assert asked.times == 1
 
 
-def test_what_earlier_rendezvous_left_is_deleted(copy: NodeCopy, directory: Path) -> None:
+def test_copies_of_earlier_rendezvous_are_deleted(copy: NodeCopy, directory: Path) -> None:
     earlier = b'another'
     assert copy.read(digest_of(earlier), lambda: earlier) == earlier
     read_by_all(copy, Asked())
@@ -70,10 +70,8 @@ def test_what_earlier_rendezvous_left_is_deleted(copy: NodeCopy, directory: Path
 
 
 @pytest.mark.parametrize('damaged', [b'', CONTENT[:-1], CONTENT[:-1] + b'?'])
-def test_a_copy_that_is_damaged_is_made_again(
-    damaged: bytes, copy: NodeCopy, directory: Path
-) -> None:
-    """By a rank that was killed while it wrote, or by a chip."""
+def test_damaged_copy_is_replaced(damaged: bytes, copy: NodeCopy, directory: Path) -> None:
+    """A rank was killed while writing, or memory is faulty."""
     copy.read(DIGEST, Asked())
     (directory / f'brought-{DIGEST.hex()}').write_bytes(damaged)
     again = Asked()
@@ -81,7 +79,7 @@ def test_a_copy_that_is_damaged_is_made_again(
     assert again.times == 1
 
 
-def test_nobody_waits_for_one_that_has_stopped(
+def test_ranks_do_not_wait_for_a_stopped_rank(
     copy: NodeCopy, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_copy, '_LONGEST_WAIT_S', 0.2)
@@ -99,7 +97,7 @@ def test_nobody_waits_for_one_that_has_stopped(
     assert asked.times == RANKS + 1
 
 
-def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_directory_is_not_used(tmp_path: Path) -> None:
     elsewhere = tmp_path / 'elsewhere'
     elsewhere.mkdir()
     (tmp_path / 'run').symlink_to(elsewhere)
@@ -108,7 +106,7 @@ def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert asked.times == 1 and not list(elsewhere.iterdir())
 
 
-def test_an_error_of_the_store_is_passed_on_and_the_next_one_asks(copy: NodeCopy) -> None:
+def test_store_error_is_raised_and_the_next_rank_asks(copy: NodeCopy) -> None:
     def lost() -> bytes:
         raise DistStoreError('lost')
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes out of the store has a bound, whoever has put it there."""
+"""The size of unpacked values is bounded, whatever the store holds."""
 
 import zlib
 from collections.abc import Callable
@@ -14,31 +14,31 @@ from moevement_ext.membership.exchange import Exchange
 from moevement_ext.protect import stage_plan
 
 LIMIT = 1 << 20
-"""In the place of the real ones, of which a test would take as much memory."""
+"""Replaces the real limits, which would need as much memory."""
 BOMB = zlib.compress(bytes(64 * LIMIT), 9)
 
 
 @given(st.binary(max_size=2000))
-def test_what_was_packed_comes_out(content: bytes) -> None:
+def test_packed_bytes_are_unpacked(content: bytes) -> None:
     assert packing.unpacked(packing.packed(content)) == content
     assert packing.unpacked(packing.packed(content), len(content)) == content
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes(content: bytes) -> None:
+def test_arbitrary_bytes_raise_only_value_errors(content: bytes) -> None:
     try:
         packing.unpacked(content)
     except ValueError:
         pass
 
 
-def test_what_is_cut_off_is_refused() -> None:
+def test_truncated_value_is_refused() -> None:
     with pytest.raises(ValueError, match='cut off'):
         packing.unpacked(packing.packed(b'some of a report')[:-3])
 
 
 def readers() -> dict[str, Callable[[TCPStore], object]]:
-    """All that unpack what lies in a store, each made to read a bomb."""
+    """All functions that unpack values of a store, each given a decompression bomb."""
 
     def left(store: TCPStore) -> object:
         store.set('exchange/some/0/0', (1).to_bytes(4) + BOMB)
@@ -64,9 +64,7 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
 
 
 @pytest.mark.parametrize('reader', readers())
-def test_what_would_fill_the_memory_is_refused(
-    reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decompression_bomb_is_refused(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, 'MOST_BYTES', LIMIT)
     monkeypatch.setattr(packing, 'MOST_BYTES_OF_ALL', LIMIT)
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -74,7 +72,7 @@ def test_what_would_fill_the_memory_is_refused(
         readers()[reader](store)
 
 
-def test_what_ranks_say_is_packed_in_one_way() -> None:
+def test_reports_are_packed_and_unpacked() -> None:
     assert gathered_reports.unpacked(gathered_reports.packed(b'said')) == b'said'
     items = [b'a' * 100_000, b'', b'c']
     assert gathered_reports.unpacked_together(gathered_reports.packed_together(items)) == items

@@ -42,7 +42,7 @@ from tests.unit.membership.ranks import meets
 pytestmark = pytest.mark.timed
 
 SHORT = timedelta(seconds=1)
-"""For what would take long otherwise; by then all that can come has come."""
+"""Timeout of waits that are expected to fail."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def launcher() -> TCPStore:
 
 @pytest.fixture
 def connections(launcher: TCPStore) -> list[TCPStore]:
-    """One to the launcher's store for each rank; its attempts, which never overlap, share it."""
+    """One connection per rank; its attempts, which never overlap, share it."""
     return [connect(launcher) for _ in range(WORLD)]
 
 
@@ -70,7 +70,7 @@ def test_all_ranks_meet_in_one_store(connections: list[TCPStore]) -> None:
     assert assert_one_new_round(meet_all(attempts_of(connections))) == 0
 
 
-def test_everybody_has_what_each_rank_brought(connections: list[TCPStore]) -> None:
+def test_every_rank_receives_all_reports(connections: list[TCPStore]) -> None:
     brought = [b'', b'/', b'\xff\x00/\xfe', b'x' * 2**20]
     with ThreadPoolExecutor(WORLD) as threads:
         results = threads.map(
@@ -80,15 +80,15 @@ def test_everybody_has_what_each_rank_brought(connections: list[TCPStore]) -> No
         assert [result.reports for result in results] == [brought] * WORLD
 
 
-def test_a_new_attempt_of_all_ranks_meets_elsewhere(connections: list[TCPStore]) -> None:
+def test_new_attempt_of_all_ranks_has_a_new_round(connections: list[TCPStore]) -> None:
     assert assert_one_new_round(meet_all(attempts_of(connections))) == 0
     assert assert_one_new_round(meet_all(attempts_of(connections))) > 0
 
 
-def test_second_attempt_of_one_rank_opens_a_new_round_and_everybody_follows(
+def test_new_process_of_one_rank_moves_all_to_a_new_round(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
-    """Rank 1 is killed while it waits. All have come then, but not all are alive."""
+    """Rank 1 is killed while it waits: all have arrived then, but not all are alive."""
     victim = Forked(meets, launcher.port, 1, WORLD)
     launcher.wait(['here/0/0'], TIMEOUT)
     victim.kill()
@@ -102,7 +102,7 @@ def test_second_attempt_of_one_rank_opens_a_new_round_and_everybody_follows(
     assert why_broken(launcher, 0) == 'rank 1 was started again'
 
 
-def test_a_report_is_asked_for_anew_in_each_round(
+def test_report_is_requested_again_in_each_round(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
     attempts, asked = attempts_of(connections), iter([b'old', b'new'])
@@ -114,23 +114,27 @@ def test_a_report_is_asked_for_anew_in_each_round(
     assert {result.reports[0] for result in results} == {b'new'}
 
 
-def test_fifty_random_returns(launcher: TCPStore, connections: list[TCPStore]) -> None:
-    """Any ranks die at any time before the others have come; nobody stays in their round."""
+def test_ranks_meet_after_deaths_at_random_moments(
+    launcher: TCPStore, connections: list[TCPStore]
+) -> None:
+    """Any ranks die before the others have arrived; none stays in their round."""
     chance = random.Random(7)
     for _ in range(50):
         round = present_round(launcher)
         for rank in chance.sample(range(WORLD), chance.randrange(WORLD + 1)):
             if launcher.check([f'join/{round}/{rank}']):
-                break  # all of the last turn are there
+                break  # all ranks of the last turn have joined
             if chance.random() < 0.5:
-                arrivals.sign(launcher, f'here/{round}', rank, WORLD)  # as soon as it joined
+                arrivals.sign(
+                    launcher, f'here/{round}', rank, WORLD
+                )  # died as soon as it had signed
             else:
                 die_waiting(launcher, rank)
         assert_one_new_round(meet_all(chance.sample(attempts_of(connections), WORLD)))
 
 
-def test_several_return_at_the_same_moment(connections: list[TCPStore]) -> None:
-    """Who is second to leave a round must not take it, full of the dead, for a complete one."""
+def test_several_new_processes_join_at_the_same_moment(connections: list[TCPStore]) -> None:
+    """The second rank to leave a round must not take it, full of dead ranks, for a complete one."""
     for _ in range(20):
         assert_one_new_round(meet_all(attempts_of(connections)))
 
@@ -142,13 +146,13 @@ def test_timeout_names_the_missing_ranks(launcher: TCPStore) -> None:
         Rendezvous(connect(launcher), 0, WORLD).meet(report_of(0), SHORT)
 
 
-def test_who_is_late_and_heard_of_is_waited_for(
+def test_late_rank_with_heartbeats_is_waited_for(
     launcher: TCPStore,
     connections: list[TCPStore],
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It ends a write, or so, and takes several times as long as one that is not heard of may."""
+    """It finishes a write, and takes several times as long as a silent rank may."""
     monkeypatch.setattr(deadline, '_BETWEEN_HEARTBEATS_S', 0.5)
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
@@ -171,14 +175,14 @@ def test_who_is_late_and_heard_of_is_waited_for(
 
 
 def three_times[T](done: threading.Event, look: Callable[[], T], looks: list[T]) -> T:
-    """What `look` returns; `done` is set the third time."""
+    """Return the result of `look`; set `done` at the third call."""
     looks.append(look())
     if len(looks) == 3:
         done.set()
     return looks[-1]
 
 
-def test_who_is_late_and_not_heard_of_any_more_is_not(
+def test_late_rank_without_heartbeats_is_not_waited_for(
     launcher: TCPStore, connections: list[TCPStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadline, '_BETWEEN_HEARTBEATS_S', 0.5)
@@ -189,17 +193,17 @@ def test_who_is_late_and_not_heard_of_any_more_is_not(
         attempts[0].meet(report_of(0), SHORT, round)
 
 
-def test_timeout_says_that_somebody_no_longer_answers(launcher: TCPStore) -> None:
+def test_timeout_names_joined_ranks_that_do_not_answer(launcher: TCPStore) -> None:
     for rank in (1, 2, 3):
         die_waiting(launcher, rank)
     with pytest.raises(SparseCheckpointError, match='Ranks that had joined did not come in time'):
         Rendezvous(connect(launcher), 0, WORLD).meet(report_of(0), SHORT)
 
 
-def test_fifty_rounds_leave_hardly_more_keys_than_three(
+def test_keys_do_not_grow_with_the_number_of_rounds(
     launcher: TCPStore, connections: list[TCPStore]
 ) -> None:
-    """Heartbeats, barriers and what ranks tell each other, too; what is not of a round stays."""
+    """Including heartbeats, barriers and values of ranks. Keys outside of rounds stay."""
     launcher.set('job/0/plan', 'kept')
     launcher.set('evict/0', '1')
     attempts = attempts_of(connections)
@@ -221,15 +225,15 @@ def test_fifty_rounds_leave_hardly_more_keys_than_three(
         assert forgetting is not None
         forgetting.join(DEADLINE_S)
         counts.append(launcher.num_keys())
-    # On a busy machine a round may be broken before all have come, and the next one meets.
+    # On a busy machine a round may be broken before all have arrived, and the next one completes.
     assert max(counts) < 2 * counts[2]
     assert launcher.check(['job/0/plan', 'evict/0'])
 
 
-def test_nothing_is_deleted_while_ranks_recover(
+def test_no_keys_are_deleted_while_ranks_recover(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
-    """The store has enough to do then, in a large job."""
+    """The store of a large job is busy then."""
     attempts = attempts_of(connections)
     rounds = [assert_one_new_round(meet_all(attempts))]
     forgetting = attempts[0]._forgetting
@@ -248,10 +252,10 @@ def test_nothing_is_deleted_while_ranks_recover(
     assert not launcher.check([f'join/{rounds[0]}/1'])
 
 
-def test_what_former_lives_of_the_job_left_is_deleted(
+def test_keys_of_former_attempts_of_the_job_are_deleted(
     launcher: TCPStore, connections: list[TCPStore]
 ) -> None:
-    """Every attempt leaves what all its ranks have given each other."""
+    """Every attempt leaves the values that its ranks have exchanged."""
     attempt = secrets.token_hex(8)
     for origin in (0, 3, 12):
         launcher.set(f'job/{attempt}/{origin}/exchange/operators/0/0', 'a MiB')
@@ -264,8 +268,8 @@ def test_what_former_lives_of_the_job_left_is_deleted(
     assert left == [f'job/{attempt}/12/exchange/operators/0/0']
 
 
-def test_nothing_is_deleted_in_a_store_of_the_next_attempt(launcher: TCPStore) -> None:
-    """The one that ranks met in was lost just then, and its numbers begin anew."""
+def test_no_keys_are_deleted_in_the_store_of_the_next_attempt(launcher: TCPStore) -> None:
+    """The store of the ranks has just been lost; round numbers of its successor start at 0."""
     end_round(launcher, present_round(launcher), 'rank 1 was started again')
     die_waiting(launcher, 0)
     keys = set(launcher.list_keys())
@@ -279,7 +283,7 @@ def test_nothing_is_deleted_in_a_store_of_the_next_attempt(launcher: TCPStore) -
 # After a failure
 
 
-def test_survivors_leave_a_round_together_with_the_new_process(
+def test_survivors_and_the_new_process_meet_in_the_next_round(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
     attempts = attempts_of(connections)
@@ -296,10 +300,10 @@ def test_survivors_leave_a_round_together_with_the_new_process(
     assert why_broken(launcher, round + 1) is None
 
 
-def test_who_leaves_first_ends_the_round(
+def test_first_rank_to_leave_ends_the_round(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
-    """A rank that has lost a peer, and nobody else has noticed."""
+    """It has lost a peer, which no other rank has noticed."""
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
     first = threads.submit(attempts[3].meet, report_of(3), TIMEOUT, after=round)
@@ -309,7 +313,7 @@ def test_who_leaves_first_ends_the_round(
     assert assert_one_new_round(results) == round + 1
 
 
-def test_survivors_meet_although_two_more_rounds_are_broken_meanwhile(
+def test_survivors_meet_after_two_more_broken_rounds(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
     attempts = attempts_of(connections)
@@ -325,10 +329,10 @@ def test_survivors_meet_although_two_more_rounds_are_broken_meanwhile(
     assert assert_one_new_round(results) == round + 3
 
 
-def test_a_process_that_was_replaced_is_fenced_out(
+def test_replaced_process_is_fenced_out(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
-    """It was stopped, or cut off, while the others went on with another process in its place."""
+    """It was stopped or cut off, and the others continued with its replacement."""
     attempts = attempts_of(connections)
     round = assert_one_new_round(meet_all(attempts))
     end_round(launcher, round, 'rank 1 has not been heard of')
@@ -342,10 +346,10 @@ def test_a_process_that_was_replaced_is_fenced_out(
     assert assert_one_new_round(results) == round + 1, 'the others were not disturbed'
 
 
-def test_of_two_processes_of_a_rank_that_join_at_once_only_one_is_in_the_round(
+def test_one_of_two_processes_of_a_rank_joins_a_round(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
-    """And what the other brings is seen by nobody. Neither has found a predecessor."""
+    """The report of the other one is never seen. Neither has found a predecessor."""
     attempts = attempts_of(connections)
     first = threads.submit(attempts[1].meet, lambda: b'first', TIMEOUT)
     launcher.wait(['join/0/1'], TIMEOUT)
@@ -356,7 +360,7 @@ def test_of_two_processes_of_a_rank_that_join_at_once_only_one_is_in_the_round(
     assert {result.reports[1] for result in results} == {b'first'}
 
 
-def test_a_new_process_ends_the_round_of_its_predecessor(
+def test_new_process_ends_the_round_of_its_predecessor(
     launcher: TCPStore, connections: list[TCPStore]
 ) -> None:
     attempts = attempts_of(connections)
@@ -369,7 +373,7 @@ def test_a_new_process_ends_the_round_of_its_predecessor(
     assert not Rendezvous(connections[2], 2, WORLD).predecessor_took_part()
 
 
-def test_the_launcher_ends_only_a_round_in_which_its_worker_was(launcher: TCPStore) -> None:
+def test_launcher_ends_only_rounds_of_its_worker(launcher: TCPStore) -> None:
     announce_failure(launcher, 1, 'killed by signal 9')
     assert (present_round(launcher), why_broken(launcher, 0)) == (0, None)
     die_waiting(launcher, 1)
@@ -379,7 +383,7 @@ def test_the_launcher_ends_only_a_round_in_which_its_worker_was(launcher: TCPSto
     assert present_round(launcher) == 1, 'the others have moved on without it'
 
 
-def test_a_round_is_broken_once_by_whoever_asks_first(
+def test_first_request_breaks_a_round_once(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
     together = threading.Barrier(WORLD)
@@ -397,7 +401,7 @@ def test_a_round_is_broken_once_by_whoever_asks_first(
         assert present_round(launcher) == round + 1
 
 
-def test_when_a_round_ended_is_known_to_who_comes_later(launcher: TCPStore) -> None:
+def test_end_time_of_a_round_is_kept(launcher: TCPStore) -> None:
     assert how_broken(launcher, 0) is None
     before = time.time()
     end_round(launcher, 0, 'rank 1 of a b died')
@@ -408,7 +412,7 @@ def test_when_a_round_ended_is_known_to_who_comes_later(launcher: TCPStore) -> N
     assert found.reason == why_broken(launcher, 0) == 'rank 1 of a b died'
 
 
-def test_a_round_without_a_reason_is_broken_too(launcher: TCPStore) -> None:
+def test_round_can_be_broken_without_a_reason(launcher: TCPStore) -> None:
     end_round(launcher, 0, '')
     assert why_broken(launcher, 0) == 'unknown'
 
@@ -416,7 +420,7 @@ def test_a_round_without_a_reason_is_broken_too(launcher: TCPStore) -> None:
 # Barrier
 
 
-def test_nobody_passes_a_barrier_before_all_have_come(
+def test_barrier_holds_until_all_ranks_have_arrived(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
     attempts = attempts_of(connections)
@@ -433,12 +437,12 @@ def test_nobody_passes_a_barrier_before_all_have_come(
 
 
 def wait_for_arrivals(launcher: TCPStore, name: str, count: int) -> None:
-    """Poll until as many ranks of round 0 are in the barrier."""
+    """Poll until this many ranks of round 0 are in the barrier."""
     while launcher.add(f'round/0/barrier/{name}', 0) < count:
         pass
 
 
-def test_a_failure_ends_the_waiting_at_a_barrier(
+def test_failure_ends_the_wait_at_a_barrier(
     launcher: TCPStore, connections: list[TCPStore], threads: ThreadPoolExecutor
 ) -> None:
     attempts = attempts_of(connections)
@@ -453,7 +457,7 @@ def test_a_failure_ends_the_waiting_at_a_barrier(
             future.result()
 
 
-def test_a_barrier_does_not_wait_for_ever(connections: list[TCPStore]) -> None:
+def test_wait_at_a_barrier_is_bounded(connections: list[TCPStore]) -> None:
     attempts = attempts_of(connections)
     results = meet_all(attempts)
     with pytest.raises(SparseCheckpointError, match='did not come in time'):
@@ -463,7 +467,9 @@ def test_a_barrier_does_not_wait_for_ever(connections: list[TCPStore]) -> None:
 # The launcher
 
 
-def test_store_of_the_launcher(launcher: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_store_is_found_by_the_environment(
+    launcher: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv('TORCHELASTIC_USE_AGENT_STORE', raising=False)
     assert launcher_store(TIMEOUT) is None
     monkeypatch.setenv('TORCHELASTIC_USE_AGENT_STORE', 'True')
@@ -475,8 +481,8 @@ def test_store_of_the_launcher(launcher: TCPStore, monkeypatch: pytest.MonkeyPat
     assert store.get('from') == b'launcher'
 
 
-def test_a_round_whose_breaker_died_half_way_is_left() -> None:
-    """Nobody watches while ranks meet; the reason is there, the next number is not."""
+def test_round_whose_breaker_died_halfway_is_left() -> None:
+    """No watch runs during a rendezvous; the reason is set, but not the next round number."""
     t = timedelta(seconds=3)
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=t)
     assert present_round(store) == 0

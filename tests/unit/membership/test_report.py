@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks report is decoded as each has said it, and what they have in common once."""
+"""Reports are decoded as sent; parts that they have in common are decoded once."""
 
 import gc
 
@@ -11,7 +11,7 @@ from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob, replacemen
 WORLD = 4 * RANKS_PER_NODE
 
 
-def test_what_ranks_of_a_node_report_alike_is_one_object() -> None:
+def test_equal_parts_of_reports_are_one_object() -> None:
     layout = LargeJob(WORLD)
     reports = [layout.report(rank, 0, 41) for rank in range(WORLD - 1)] + [replacement(WORLD - 1)]
     found = decode_all([encode(report) for report in reports])
@@ -23,7 +23,7 @@ def test_what_ranks_of_a_node_report_alike_is_one_object() -> None:
     assert all(report.ledger is found[0].ledger for report in found[:-1])
 
 
-def test_a_million_windows_are_no_work_for_the_garbage_collector() -> None:
+def test_reports_are_not_tracked_by_the_garbage_collector() -> None:
     [found] = decode_all([encode(LargeJob(WORLD).report(0, 0, 41))])
     held = found.windows[0]
     assert not any(map(gc.is_tracked, [found, held, held.window, held.window.name]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks ask of the launcher's store does not grow with the time for which they wait."""
+"""Requests of ranks to the launcher's store do not grow with their waiting time."""
 
 import random
 import threading
@@ -56,7 +56,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def come_to_rest(job: Job) -> None:
-    """Return when nothing has been asked for a second: all stand at the barrier."""
+    """Return when no request was sent for a second: all ranks wait at the barrier."""
     deadline = time.monotonic() + TIMEOUT.total_seconds()
     before = -1
     while job.tally.read().requests != before:
@@ -65,7 +65,7 @@ def come_to_rest(job: Job) -> None:
         time.sleep(1.0)
 
 
-def test_who_waits_for_others_asks_nothing_meanwhile(job: Job, threads: ThreadPoolExecutor) -> None:
+def test_waiting_ranks_send_no_requests(job: Job, threads: ThreadPoolExecutor) -> None:
     early = [threads.submit(rank.meet, lambda: b'', TIMEOUT) for rank in job.ranks[1:]]
     while job.store.add('here/0/0', 0).bit_count() < WORLD - 1:
         time.sleep(0.01)
@@ -82,23 +82,23 @@ def test_who_waits_for_others_asks_nothing_meanwhile(job: Job, threads: ThreadPo
     assert [future.result() for future in waiting] == [None] * 3
 
 
-def test_what_reports_have_in_common_is_handed_out_once(
-    job: Job, threads: ThreadPoolExecutor
-) -> None:
-    common = random.Random(1).randbytes(20_000)  # as of a report with random number states
+def test_common_parts_of_reports_are_sent_once(job: Job, threads: ThreadPoolExecutor) -> None:
+    common = random.Random(1).randbytes(20_000)  # like a report with random number states
     results = list(
         threads.map(lambda rank: rank.meet(lambda: common + b'%d' % rank.rank, TIMEOUT), job.ranks)
     )
     expected = [common + b'%d' % rank for rank in range(WORLD)]
     assert [result.reports for result in results] == [expected] * WORLD
-    brought = 2 * WORLD * len(common)  # these are new processes, which say before what they bring
+    brought = (
+        2 * WORLD * len(common)
+    )  # these are new processes, which send their report in advance, too
     gathered = WORLD * len(common)
     opened = 2 * len(common)
     passed = WORLD * len(common)
     assert job.tally.read().nbytes < 1.1 * (brought + gathered + opened + passed)
 
 
-def test_no_value_is_above_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> None:
+def test_no_value_exceeds_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> None:
     content = [random.Random(rank).randbytes(MIB - 4096) for rank in range(WORLD)]
     for result in threads.map(
         lambda rank: rank.meet(lambda: content[rank.rank], TIMEOUT), job.ranks
@@ -107,7 +107,7 @@ def test_no_value_is_above_a_mebibyte(job: Job, threads: ThreadPoolExecutor) -> 
     assert MIB / 2 < job.tally.read().largest <= MIB
 
 
-def test_heartbeats_become_rarer_the_longer_a_rank_may_be_silent(
+def test_heartbeat_period_grows_with_the_hang_timeout(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn_s = 0.4
@@ -121,21 +121,21 @@ def test_heartbeats_become_rarer_the_longer_a_rank_may_be_silent(
     while hear(job.store, 0, 0) < 12:
         time.sleep(0.01)
     heartbeats, requests = hear(job.store, 0, 0), job.tally.read().requests
-    # By the clock, not by the heartbeats: a machine with much else to do passes over some turns.
-    turns = int((time.monotonic() - began) / turn_s) + 2  # of the first and the last, a part
-    assert heartbeats <= turns  # one at once, and one a turn
-    # The one that waits for the end, and a first look; a beat each, which hears of the next rank,
-    # too; a look at the round at every second.
+    # By the clock, not by the heartbeats: a busy machine skips some turns.
+    turns = int((time.monotonic() - began) / turn_s) + 2  # the first and the last turn are partial
+    assert heartbeats <= turns  # one at once, and one per turn
+    # The wait for the end and a first check; one request per heartbeat, which also reads the
+    # neighbour's; a check of the round at every second heartbeat.
     assert requests <= 2 + turns + (turns + 1) // 2
     watching.stop()
     end_round(job.store, 0, 'the test is over')
     watching.join()
 
 
-def test_who_hears_that_a_round_ends_leaves_the_steps_to_that_to_who_announced_it(
+def test_informed_ranks_leave_the_breaking_of_a_round_to_the_announcer(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All hear of it in the first of them; unless they have waited for the others for long."""
+    """All ranks see the first step; they continue the rest only after a long wait."""
     monkeypatch.setattr(rendezvous, '_LAST_PAUSE_S', 60.0)
     assert present_round(job.store) == 0
     woken = threading.Semaphore(0)
@@ -144,7 +144,7 @@ def test_who_hears_that_a_round_ends_leaves_the_steps_to_that_to_who_announced_i
         RoundWatch(Connections(job.connect), 0, rank, pids, 600.0, lambda reason: woken.release())
         for rank in range(WORLD)
     ]
-    come_to_rest(job)  # all wait
+    come_to_rest(job)  # all watches wait
     job.store.compare_set('broken/0', '', '12.5 rank 7 died')
     for _ in watches:
         assert woken.acquire(timeout=TIMEOUT.total_seconds())
@@ -155,8 +155,8 @@ def test_who_hears_that_a_round_ends_leaves_the_steps_to_that_to_who_announced_i
     assert not job.store.check(['met/0']), 'nobody else has shut a barrier'
 
 
-def test_a_rank_goes_from_round_to_round_on_the_connections_that_it_has(job: Job) -> None:
-    """New ones cost lookups of names, which all ranks would ask for at the same moment."""
+def test_rank_keeps_its_connections_across_rounds(job: Job) -> None:
+    """New ones need name lookups, which all ranks would make at the same moment."""
     opened: list[CountedStore] = []
 
     def connect() -> CountedStore:
@@ -177,25 +177,25 @@ def test_a_rank_goes_from_round_to_round_on_the_connections_that_it_has(job: Job
     assert len(opened) <= 2
 
 
-def test_who_survives_takes_its_place_in_one_request_and_what_it_brings_in_another(
-    job: Job, threads: ThreadPoolExecutor
-) -> None:
-    """The store need not answer the second, of which many go together."""
+def test_survivor_joins_with_two_requests(job: Job, threads: ThreadPoolExecutor) -> None:
+    """The second, for its report, needs no answer of the store; many are sent together."""
     list(threads.map(lambda rank: rank.meet(lambda: b'', TIMEOUT), job.ranks))
     end_round(job.store, 0, 'rank 3 died')
     for rank in job.ranks:
-        if rank._forgetting is not None:  # former rounds, beside it
+        if rank._forgetting is not None:  # deletes former rounds concurrently
             rank._forgetting.join()
     before = job.tally.read().requests
     for rank in job.ranks[1:]:
         assert rank._join(1, b'', True)
-    assert job.tally.read().requests - before == 2 * 3 + 1  # who was first counts the counter
+    assert (
+        job.tally.read().requests - before == 2 * 3 + 1
+    )  # the first arrival also counts its counter
 
 
-def test_a_round_whose_breaker_died_half_way_is_left_by_survivors_at_once(
+def test_survivors_leave_a_round_whose_breaker_died_halfway(
     job: Job, threads: ThreadPoolExecutor
 ) -> None:
-    """While they meet: nobody watches that round yet, and its barriers are not shut."""
+    """During the rendezvous: no watch runs yet, and the barriers are not closed."""
     rank = job.ranks[1]
     looking = MissingRanks(job.connect, WORLD, 600.0, lambda: rank.looks_for_others)
     end_round(job.store, present_round(job.store), 'rank 0 died')
@@ -209,7 +209,7 @@ def test_a_round_whose_breaker_died_half_way_is_left_by_survivors_at_once(
     assert {future.result().round for future in [waiting, *others]} == {3}
 
 
-def test_reports_of_a_large_job_shrink_to_their_differences(tmp_path: Path) -> None:
+def test_reports_of_a_large_job_are_sent_as_differences(tmp_path: Path) -> None:
     layout, world = LargeJob(512), 512
     reports = [msgspec.msgpack.encode(layout.report(rank, 0, 41)) for rank in range(world)]
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -225,7 +225,7 @@ def test_reports_of_a_large_job_shrink_to_their_differences(tmp_path: Path) -> N
     assert tally.read().nbytes - once <= once, 'one of them has read it'
 
 
-def test_little_is_handed_out_with_the_barrier() -> None:
+def test_small_reports_are_sent_with_the_barrier() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     tally = Tally()
     left = hand_out(CountedStore(store, tally), 'reports/0', [b'a', b'b'])

@@ -25,7 +25,7 @@ from tests.unit.store.processes import Server, until
 pytestmark = pytest.mark.timed
 
 DEADLINE_S = 60.0
-"""How long a test waits for something that comes soon."""
+"""Timeout of an event that is due soon."""
 TIMEOUT = timedelta(seconds=DEADLINE_S)
 NEVER_HUNG_S = 600.0
 
@@ -39,14 +39,14 @@ def threads() -> list[threading.Thread]:
 
 
 def wait_for_end_of_threads() -> None:
-    """Each ends by itself."""
+    """Wait until each watch thread has ended by itself."""
     for thread in threads():
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
 
 
 class Job:
-    """Ranks that watch the present round of a real store, and what woke them up."""
+    """Ranks that watch the present round of a real store, and the reasons of their wake-ups."""
 
     def __init__(self) -> None:
         self.store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
@@ -89,8 +89,8 @@ class Job:
         wait_for_end_of_threads()
 
 
-def wait_for_a_sign(store: TCPStore, rank: int) -> None:
-    """Of attempt, in the first round."""
+def wait_for_heartbeat(store: TCPStore, rank: int) -> None:
+    """Wait for a heartbeat of the rank in the first round."""
     deadline = time.monotonic() + DEADLINE_S
     while not hear(store, 0, rank):
         assert time.monotonic() < deadline
@@ -106,7 +106,7 @@ def job() -> Iterator[Job]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which watches count the silence of others."""
+    """The clock by which watches measure silence."""
     clock = Clock()
     monkeypatch.setattr(detect, 'time', clock)
     return clock
@@ -118,10 +118,10 @@ def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, 'SLOWEST_HEARTBEAT_SECONDS', 0.05)
 
 
-def test_everybody_is_woken_up_when_the_round_is_broken(
+def test_all_ranks_are_woken_when_the_round_is_broken(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the store: no heartbeat, with which the end is looked for as well, comes in time."""
+    """By the store: no heartbeat, which also checks for the end, is due in time."""
     monkeypatch.setattr(detect, 'HEARTBEAT_SECONDS', 2 * DEADLINE_S)
     for round in range(5):
         watches = [job.watch(rank, [1, 2, 3]) for rank in range(3)]
@@ -133,17 +133,17 @@ def test_everybody_is_woken_up_when_the_round_is_broken(
             watch.stop()
     assert job.woken.empty()
     for thread in threads():
-        thread.name = 'sleeps'  # until its next heartbeat
+        thread.name = 'sleeps'  # until its next heartbeat is due
 
 
-def test_a_round_that_was_broken_before_wakes_up_too(job: Job) -> None:
+def test_round_broken_earlier_wakes_a_new_watch(job: Job) -> None:
     end_round(job.store, 0, 'early')
     job.watch(0, [100, 101], round=0)
     assert job.next_woken() == (0, 'early')
 
 
-def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
-    """The reason is there, but the number of the next round is not."""
+def test_watch_completes_the_break_of_a_dead_announcer(job: Job) -> None:
+    """The reason is set, but not the number of the next round."""
     job.watch(0, [1])
     job.store.compare_set('broken/0', '', '12.5 the launcher of node 3 was killed')
     assert job.next_woken() == (0, 'the launcher of node 3 was killed')
@@ -151,25 +151,25 @@ def test_who_announced_it_may_have_died_half_way(job: Job) -> None:
 
 
 def wait_for_the_next_round(job: Job) -> None:
-    """Its number is raised after all are woken up."""
+    """The number is raised after all ranks are woken."""
     deadline = time.monotonic() + DEADLINE_S
     while present_round(job.store) == 0:
         assert time.monotonic() < deadline
 
 
-def test_a_rank_that_stops_its_heartbeat_is_evicted(
+def test_rank_that_stops_its_heartbeat_is_evicted(
     job: Job, fast_heartbeats: None, clock: Clock
 ) -> None:
-    """Rank 1 stops; only rank 0, which watches it, says so, and all that are left wake up."""
+    """Rank 1 stops; only rank 0, which watches it, reports it, and all other ranks wake up."""
     watches = [job.watch(rank, [100, 101, 102], hang_timeout_s=10.0) for rank in (0, 2)]
     stopped = job.watch(1, [100, 101, 102])
     while job.heartbeats(1) < 3:
         assert not watches[0].broken.wait(0.01)
     stopped.stop()
     for _ in range(5):
-        has_listened(job, watches[0])
-        clock.now += 1.9  # more is not counted
-    has_listened(job, watches[0])
+        wait_until_listened(job, watches[0])
+        clock.now += 1.9  # a longer step is not counted
+    wait_until_listened(job, watches[0])
     assert not watches[0].broken.is_set()
     clock.now += 1.9
     reason = 'rank 1 has not been heard of for 10 s'
@@ -181,14 +181,14 @@ def test_a_rank_that_stops_its_heartbeat_is_evicted(
     assert present_round(job.store) == 1
 
 
-def test_a_rank_that_never_sends_a_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
+def test_rank_that_never_sends_a_heartbeat_is_evicted(job: Job, fast_heartbeats: None) -> None:
     job.watch(2, [100, 101, 102], hang_timeout_s=0.3)
     assert job.next_woken() == (2, 'rank 0 has not been heard of for 0.3 s')
     assert job.store.get('evict/0') == b'100'
 
 
-def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_heartbeats: None) -> None:
-    """As while it sets up: for several times as long as it may be silent later."""
+def test_silent_rank_is_not_evicted_before_judging_starts(job: Job, fast_heartbeats: None) -> None:
+    """As during its set-up, which may take several times the hang timeout."""
     watch = job.watch(0, [100, 101], hang_timeout_s=0.3, judges=False)
     while job.heartbeats(0) < 20:
         assert not watch.broken.wait(0.01)
@@ -196,12 +196,12 @@ def test_a_silent_rank_is_left_alone_until_it_is_judged(job: Job, fast_heartbeat
     assert job.next_woken() == (0, 'rank 1 has not been heard of for 0.3 s')
 
 
-def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(
+def test_stopped_process_is_evicted_and_informed_on_continue(
     job: Job, fast_heartbeats: None
 ) -> None:
     neighbour = Forked(watches, job.store.port, [0, 7])
     try:
-        wait_for_a_sign(job.store, 1)
+        wait_for_heartbeat(job.store, 1)
         neighbour.send_signal(signal.SIGSTOP)
         watch = job.watch(0, [0, 7], hang_timeout_s=0.3)
         assert watch.broken.wait(DEADLINE_S)
@@ -213,51 +213,49 @@ def test_a_stopped_process_is_evicted_and_learns_of_it_when_it_goes_on(
     assert said == 'rank 1 has not been heard of for 0.3 s\n'
 
 
-def test_a_rank_with_a_heartbeat_is_left_alone_however_slowly(
+def test_rank_with_slow_heartbeats_is_not_evicted(
     job: Job, fast_heartbeats: None, clock: Clock
 ) -> None:
-    """For longer than the time after which a silent rank counts as hung."""
+    """For longer than the hang timeout."""
     watch, heartbeats = job.watch(0, [100, 101], hang_timeout_s=2.0), Heartbeats(job.store, 0, 1)
     for _ in range(4):
         heartbeats.give()
-        has_listened(job, watch)
+        wait_until_listened(job, watch)
         clock.now += 1.5
-        has_listened(job, watch)
-    clock.now += 1.5  # twice, without a sign
+        wait_until_listened(job, watch)
+    clock.now += 1.5  # the second time without a heartbeat
     assert job.next_woken() == (0, 'rank 1 has not been heard of for 2 s')
 
 
-def has_listened(job: Job, watch: RoundWatch) -> None:
-    """Return when it has, since now: not at each of its heartbeats."""
+def wait_until_listened(job: Job, watch: RoundWatch) -> None:
+    """Return after the watch has read the neighbour's heartbeat, which it does not at each turn."""
     heartbeats = job.heartbeats(0)
     while job.heartbeats(0) < heartbeats + 4:
         assert not watch.broken.wait(0.01), watch.reason
 
 
-def test_who_stood_still_does_not_count_that_time(
+def test_time_of_a_pause_of_the_watch_does_not_count(
     job: Job, fast_heartbeats: None, clock: Clock
 ) -> None:
-    """As of all ranks of a virtual machine that is moved."""
+    """For example, all ranks of a virtual machine that is migrated."""
     watch = job.watch(0, [100, 101], hang_timeout_s=4.0)
     heartbeats = Heartbeats(job.store, 0, 1)
     for _ in range(3):
         heartbeats.give()
-        has_listened(job, watch)
+        wait_until_listened(job, watch)
         clock.now += 1000.0
-        has_listened(job, watch)
+        wait_until_listened(job, watch)
 
 
-def test_a_rank_alone_does_not_watch_itself(job: Job, fast_heartbeats: None) -> None:
+def test_single_rank_does_not_watch_itself(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100], hang_timeout_s=0.0)
     while job.heartbeats(0) < 4:
         assert not watch.broken.wait(0.01)
 
 
-def test_stop_ends_the_heartbeat_and_nothing_is_noticed_any_more(
-    job: Job, fast_heartbeats: None
-) -> None:
+def test_stop_ends_heartbeats_and_wake_ups(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100])
-    wait_for_a_sign(job.store, 0)
+    wait_for_heartbeat(job.store, 0)
     assert len(threads()) == 2
     watch.stop()
     end_round(job.store, 0, 'after the stop')
@@ -268,8 +266,8 @@ def test_stop_ends_the_heartbeat_and_nothing_is_noticed_any_more(
     assert job.woken.empty() and not watch.broken.is_set() and watch.reason is None
 
 
-def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
-    """Whoever goes on after `stop` can rely on it that nothing of this process is unblocked."""
+def test_stop_waits_for_a_wake_up_in_progress(job: Job) -> None:
+    """After `stop`, no thread of this process is being unblocked."""
     waking, go_on, order = threading.Event(), threading.Event(), list[str]()
 
     def wake(reason: str) -> None:
@@ -288,14 +286,14 @@ def test_stop_lets_others_be_woken_up_first(job: Job) -> None:
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    stopping.join(0.2)  # it would end by then if it did not wait
+    stopping.join(0.2)  # it would have ended by now if it did not wait
     assert stopping.is_alive()
     go_on.set()
     stopping.join(DEADLINE_S)
     assert order == ['woken', 'stopped']
 
 
-def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
+def test_lost_store_is_reported_and_wakes_no_rank(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detect, '_FIRST_RETRY_SECONDS', 0.05)
@@ -309,10 +307,12 @@ def test_a_store_that_is_gone_is_reported_and_no_failure_of_a_rank(
     server_is_gone = threading.Event()
     connect(server.port).set('round', '0')
     watch = RoundWatch(Connections(connect_soon), 0, 0, [0, 1], NEVER_HUNG_S, woken.append)
-    wait_for_a_sign(connect(server.port), 0)
+    wait_for_heartbeat(connect(server.port), 0)
     server_is_gone.set()
     server.close()
-    until(lambda: LOST in caplog.text and len(tries) >= 4)  # two were made; it is tried again
+    until(
+        lambda: LOST in caplog.text and len(tries) >= 4
+    )  # two connections were made; then it retries
     watch.stop()
     wait_for_end_of_threads()
     assert woken == []
@@ -323,12 +323,12 @@ LOST = 'the connection to the store of the launcher was lost'
 
 
 def connections(port: int) -> set[int]:
-    """File descriptors of this process that are connected to a port."""
+    """File descriptors of this process that are connected to this port."""
     found = psutil.Process().net_connections('tcp')
     return {one.fd for one in found if one.raddr and one.raddr.port == port}
 
 
-def test_lost_connections_are_made_anew(
+def test_lost_connections_are_reestablished(
     job: Job, fast_heartbeats: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     of_the_test = connections(job.store.port)
@@ -347,13 +347,13 @@ def test_lost_connections_are_made_anew(
 
 
 class Deaf(TCPStore):
-    """Its connection was dropped on the way, without a word to either side, while it was idle."""
+    """A connection that was silently dropped while idle."""
 
     def wait(self, *args: object) -> None:  # type: ignore[override]
         threading.Event().wait(DEADLINE_S)
 
 
-def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_heartbeats: None) -> None:
+def test_heartbeats_detect_the_end_if_the_wake_up_is_lost(job: Job, fast_heartbeats: None) -> None:
     woken: queue.Queue[str] = queue.Queue()
     port = job.store.port
     deaf = Connections(lambda: Deaf('127.0.0.1', port, is_master=False))
@@ -365,7 +365,7 @@ def test_the_end_is_noticed_although_nobody_is_woken_up(job: Job, fast_heartbeat
         thread.name = 'deaf'  # it never ends
 
 
-def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> None:
+def test_conclude_wakes_the_rank_without_the_store(job: Job) -> None:
     watch = job.watch(0, [100])
     watch.conclude('I lost a peer')
     assert watch.broken.is_set() and job.next_woken() == (0, 'I lost a peer')
@@ -374,7 +374,7 @@ def test_who_learns_of_the_end_itself_does_not_depend_on_the_store(job: Job) -> 
     assert job.woken.empty()
 
 
-def test_heartbeats_go_on_until_the_rank_has_left(job: Job, fast_heartbeats: None) -> None:
+def test_heartbeats_continue_until_the_rank_has_left(job: Job, fast_heartbeats: None) -> None:
     watch = job.watch(0, [100])
     end_round(job.store, 0, 'rank 7 died')
     job.next_woken()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection that is lost, and a store that is."""
+"""Loss of a connection, and loss of the store."""
 
 import socket
 import threading
@@ -39,7 +39,7 @@ Lose = Callable[..., StoreLoss]
 
 @pytest.fixture
 def loss_of() -> Iterator[Lose]:
-    """Makes a `StoreLoss` that is closed at the end."""
+    """Make a `StoreLoss` that is closed at the end."""
     made: list[StoreLoss] = []
 
     def make(store: TCPStore, timeout_s: float, on_lost: Callable[[], None] = int) -> StoreLoss:
@@ -51,7 +51,7 @@ def loss_of() -> Iterator[Lose]:
         loss.close()
 
 
-def test_all_know_the_same_attempt_of_a_store(loss_of: Lose) -> None:
+def test_all_connections_identify_the_same_attempt_of_a_store(loss_of: Lose) -> None:
     store = serve()
     losses = [loss_of(client(store.port), WAIT_S) for _ in range(2)]
     assert losses[0].attempt == losses[1].attempt
@@ -61,7 +61,7 @@ def test_all_know_the_same_attempt_of_a_store(loss_of: Lose) -> None:
     assert not losses[0].lost.is_set()
 
 
-def test_store_that_stays_out_of_reach_is_lost(loss_of: Lose) -> None:
+def test_unreachable_store_is_lost(loss_of: Lose) -> None:
     store = serve()
     called = threading.Event()
     loss = loss_of(client(store.port), 0.2, called.set)
@@ -75,10 +75,10 @@ def test_store_that_stays_out_of_reach_is_lost(loss_of: Lose) -> None:
         loss.connect()
 
 
-def test_a_store_that_stood_still_for_too_long_is_not_lost_for_ever(
+def test_stopped_store_is_found_again_when_it_continues(
     loss_of: Lose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its launcher was stopped, say, and goes on: the next failure is recovered from as before."""
+    """For example, its launcher was stopped. The next failure is recovered from as before."""
     monkeypatch.setattr(store_loss, '_LEAST_TO_ANSWER_S', 0.5)
     server = Server()
     try:
@@ -98,8 +98,8 @@ def test_a_store_that_stood_still_for_too_long_is_not_lost_for_ever(
         server.close()
 
 
-def test_another_store_in_its_place_is_not_taken_for_it(loss_of: Lose) -> None:
-    """Not even when those of the next attempt have met there."""
+def test_another_store_at_the_same_port_is_refused(loss_of: Lose) -> None:
+    """Even if ranks of the next attempt have met there."""
     port = free_port()
     store = serve(port)
     called = threading.Event()
@@ -114,7 +114,7 @@ def test_another_store_in_its_place_is_not_taken_for_it(loss_of: Lose) -> None:
     assert not other.check(['broken/0'])
 
 
-def test_a_connection_that_is_lost_is_not_the_end(loss_of: Lose) -> None:
+def test_lost_connection_is_retried(loss_of: Lose) -> None:
     store = serve()
     loss = loss_of(client(store.port), WAIT_S)
     hung = loss._store.clone
@@ -133,8 +133,8 @@ def test_a_connection_that_is_lost_is_not_the_end(loss_of: Lose) -> None:
     assert not loss.lost.is_set()
 
 
-def test_who_waits_without_a_store_leaves_only_when_others_do_not_come() -> None:
-    """A wait that was long before the store was lost does not count, nor do many short ones."""
+def test_rank_without_a_store_leaves_only_if_others_do_not_arrive() -> None:
+    """A long wait before the loss of the store does not count, nor do many short waits."""
     port, iterations = free_port(), 10
     store = serve(port)
     rank = Forked(ranks.waits_without_a_store, port, iterations)

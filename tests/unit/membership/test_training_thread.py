@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that stands still is told from one that moves and from one that waits for others."""
+"""A stuck thread is distinguished from one that progresses and from one that waits for others."""
 
 import ctypes
 import hashlib
@@ -31,11 +31,11 @@ from moevement_ext.regroup import waits
 pytestmark = pytest.mark.timed
 
 STEP_S = 0.5
-"""What passes between two looks."""
+"""Time between two checks."""
 
 
 class Clock:
-    """Stands for the module `time` where threads are looked at: what a test says has passed."""
+    """Replaces the module `time` for checks of threads: the test sets the time."""
 
     pthread_getcpuclockid = staticmethod(time.pthread_getcpuclockid)
 
@@ -75,7 +75,7 @@ def running(body: Callable[[], object]) -> Iterator[TrainingThread]:
 
 
 def look_after(clock: Clock, thread: TrainingThread, share: float = 0.0) -> Look:
-    """The next look, before which the thread has computed for a share of the time."""
+    """The next check, before which the thread has computed for a share of the time."""
     clock.now += STEP_S
     clock.computed_s += share * STEP_S
     return thread.look()
@@ -84,7 +84,7 @@ def look_after(clock: Clock, thread: TrainingThread, share: float = 0.0) -> Look
 def looks_until_still(
     clock: Clock, thread: TrainingThread, place: str = 'waiter.acquire()'
 ) -> list[Look]:
-    """The last looks at a thread that comes to stand still, at this line, sooner or later."""
+    """The last checks of a thread that eventually blocks at this line."""
     while place not in thread.stack():
         time.sleep(0.001)
     found = [look_after(clock, thread)]
@@ -94,7 +94,7 @@ def looks_until_still(
     return found[-10:]
 
 
-def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody(clock: Clock) -> None:
+def test_stuck_thread_is_still_and_does_not_wait_for_others(clock: Clock) -> None:
     release = threading.Event()
     with running(release.wait) as thread:
         found = looks_until_still(clock, thread)
@@ -105,27 +105,27 @@ def test_a_thread_that_is_stuck_stands_still_and_waits_for_nobody(clock: Clock) 
     assert 'in run' in stack and 'body()' in stack
 
 
-def test_a_thread_that_has_ended_is_nowhere_for_ever() -> None:
-    """A loop of one's own may run on a thread that fails; its process is looked at all the same."""
+def test_ended_thread_stays_at_one_place() -> None:
+    """A custom loop may run on a thread that fails; its process is still checked."""
     with running(lambda: None) as thread:
         while not (last := thread.look()).same_place_s:
             time.sleep(0.001)
         assert last.waits_for_others and thread.look().same_place_s > last.same_place_s
 
 
-def test_a_loader_that_hangs_on_purpose_waits_for_nobody(
+def test_injected_stall_does_not_count_as_a_wait_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     file = tmp_path / f'stall.{os.getpid()}'
     file.touch()
     monkeypatch.setattr(faults, '_stall_file', str(tmp_path / 'stall'))
     with running(faults.stall) as thread:
-        found = looks_until_still(clock, thread, 'in stall')  # and looks for its file now and then
+        found = looks_until_still(clock, thread, 'in stall')  # it polls for its file
     file.unlink()
     assert not any(look.waits_for_others for look in found)
 
 
-def test_a_thread_that_gets_to_another_place_moves(clock: Clock) -> None:
+def test_thread_at_another_place_has_moved(clock: Clock) -> None:
     first, second = threading.Event(), threading.Event()
     with running(lambda: (first.wait(), second.wait())) as thread:
         before = looks_until_still(clock, thread)[-1]
@@ -135,8 +135,8 @@ def test_a_thread_that_gets_to_another_place_moves(clock: Clock) -> None:
     second.set()
 
 
-def test_a_thread_that_computes_at_its_place_does_not_stand_still(clock: Clock) -> None:
-    """As one that waits for a GPU: it gets on only when its program says so."""
+def test_thread_that_computes_at_one_place_is_not_still(clock: Clock) -> None:
+    """Like one that waits for a GPU: only the program reports its progress."""
     release = threading.Event()
     with running(release.wait) as thread:
         before = looks_until_still(clock, thread)[-1]
@@ -150,10 +150,10 @@ def test_a_thread_that_computes_at_its_place_does_not_stand_still(clock: Clock) 
     assert after.same_place_s == 0
 
 
-def test_only_what_the_thread_itself_computes_counts() -> None:
+def test_cpu_time_of_other_threads_does_not_count() -> None:
     def compute() -> None:
         while not over.is_set():
-            hashlib.pbkdf2_hmac('sha256', b'', b'', 10_000)  # without the GIL
+            hashlib.pbkdf2_hmac('sha256', b'', b'', 10_000)  # releases the GIL
 
     over = threading.Event()
     with running(compute) as busy, running(over.wait) as idle:
@@ -165,13 +165,13 @@ def test_only_what_the_thread_itself_computes_counts() -> None:
 
 
 def looks_once_it_waits(thread: TrainingThread) -> list[Look]:
-    """Looks at a thread that comes to wait for others sooner or later."""
+    """Checks of a thread that eventually waits for others."""
     while not thread.look().waits_for_others:
         time.sleep(0.001)
     return [thread.look() for _ in range(10)]
 
 
-def test_a_thread_at_a_barrier_waits_for_others() -> None:
+def test_thread_at_a_barrier_waits_for_others() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     timeout = timedelta(seconds=60)
 
@@ -185,7 +185,7 @@ def test_a_thread_at_a_barrier_waits_for_others() -> None:
 
 
 @pytest.mark.parametrize('seen', [waits.install, waits.show])
-def test_a_thread_in_a_collective_waits_for_others(
+def test_thread_in_a_collective_waits_for_others(
     seen: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Work, 'wait', waits._torch_wait)
@@ -210,7 +210,7 @@ def test_a_thread_in_a_collective_waits_for_others(
     assert all(look.waits_for_others for look in found)
 
 
-def test_time_for_which_the_whole_process_was_stopped_does_not_count(clock: Clock) -> None:
+def test_time_of_a_stopped_process_does_not_count(clock: Clock) -> None:
     release = threading.Event()
     with running(release.wait) as thread:
         before = looks_until_still(clock, thread)[-1]
@@ -220,10 +220,10 @@ def test_time_for_which_the_whole_process_was_stopped_does_not_count(clock: Cloc
 
 
 @pytest.mark.parametrize(('each_second', 'stuck'), [(2**20, False), (2**10, True)])
-def test_a_thread_whose_process_moves_bytes_is_not_stuck(
+def test_thread_of_a_process_that_moves_bytes_is_not_stuck(
     each_second: int, stuck: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dense save takes longer than a thread may stand still; a heartbeat is no save."""
+    """A dense save takes longer than the stuck timeout; the bytes of a heartbeat do not count."""
     counts = itertools.count(0, int(each_second * STEP_S))
     monkeypatch.setattr(training_thread, '_bytes_moved', lambda: next(counts))
     release = threading.Event()
@@ -248,10 +248,10 @@ def test_bytes_of_all_threads_and_children_are_counted(
     assert training_thread._bytes_moved() - before >= 2**22
 
 
-def test_a_node_that_hides_processes_of_others_is_looked_at_all_the_same(
+def test_bytes_are_counted_on_a_node_that_hides_other_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As `/proc` does that is mounted with `hidepid=1`."""
+    """For example, `/proc` is mounted with `hidepid=1`."""
 
     def hidden(process: psutil.Process, recursive: bool) -> list[psutil.Process]:
         raise PermissionError(1, 'not permitted', '/proc/1/stat')
@@ -265,10 +265,10 @@ def test_a_node_that_hides_processes_of_others_is_looked_at_all_the_same(
 
 
 class Queue:
-    """Work of the second GPU; a machine without one can tell who asks the driver how.
+    """Stream of the second GPU; records the current device of each querying thread.
 
     Args:
-        status: what the driver says of it.
+        status: the driver's status of the stream.
         cuda_stream: its handle; that of the default stream is 0.
     """
 
@@ -278,7 +278,7 @@ class Queue:
         self.status = status
         self.cuda_stream = cuda_stream
         self.asked_on: list[torch.device] = []
-        """The current device of the thread that asked, each time."""
+        """The current device of the querying thread, for each query."""
         self._bound: dict[int, torch.device] = {}
 
     def bind(self, device: torch.device) -> None:
@@ -294,7 +294,7 @@ class Queue:
     ('status', 'waits'), [(0, False), (600, True), (719, True)], ids=['idle', 'busy', 'lost']
 )
 @pytest.mark.parametrize('handle', [0, 2**40])
-def test_the_gpu_of_the_training_thread_is_looked_at(
+def test_stream_of_the_training_thread_is_queried(
     handle: int, status: int, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue, main = Queue(status, handle), threading.get_ident()
@@ -308,17 +308,17 @@ def test_the_gpu_of_the_training_thread_is_looked_at(
     monkeypatch.setattr(training_thread, 'driver', lambda: queue)
     release = threading.Event()
     with running(release.wait) as thread:
-        thread.look()  # it may still be on its way
+        thread.look()  # the thread may not have blocked yet
         found = [thread.look() for _ in range(2)]
     release.set()
     assert [look.waits_for_others for look in found] == [waits, waits]
     assert set(queue.asked_on) == {Queue.device}
 
 
-def test_the_driver_may_not_answer_for_long_and_nobody_else_stands_still(
+def test_blocking_driver_call_does_not_block_other_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The C library instead, which waits for a byte: of this thread, or else of a process."""
+    """The C library replaces the driver: it waits for a byte of this thread or of a process."""
     monkeypatch.setattr(cuda_driver, '_DRIVER', 'libc.so.6')
     read, found = cuda_driver.driver.__wrapped__().read, ctypes.create_string_buffer(1)
     near, far = os.pipe()
@@ -326,7 +326,7 @@ def test_the_driver_may_not_answer_for_long_and_nobody_else_stands_still(
     with subprocess.Popen(command, stdout=far, start_new_session=True) as late:
         asking = threading.Thread(target=read, args=(near, found, 1))
         asking.start()
-        time.sleep(0.1)  # it asks; else this proves nothing, which is no error
+        time.sleep(0.1)  # the call has started; otherwise this test proves nothing
         os.write(far, b't')
         asking.join()
         os.killpg(late.pid, signal.SIGKILL)
@@ -335,11 +335,11 @@ def test_the_driver_may_not_answer_for_long_and_nobody_else_stands_still(
     assert found.raw == b't', 'nothing else ran while the driver was asked'
 
 
-def test_a_thread_in_a_call_of_cuda_waits_for_others(
+def test_thread_in_a_cuda_call_waits_for_others(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     release = threading.Event()
-    # `synchronize` lies in the same file, but may be that for machines without a GPU.
+    # `synchronize` is in the same file, but may be the stand-in for machines without a GPU.
     monkeypatch.setattr(torch.cuda, '_lazy_init', release.wait)
     monkeypatch.setattr(torch._C, '_cuda_ipc_collect', lambda: None, raising=False)
     with running(torch.cuda.ipc_collect) as thread:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A way to a store that can be cut, and on which nothing comes through."""
+"""A connection to a store that a test can cut or stall."""
 
 import socket
 import threading
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 
 class Way:
-    """Passes on what is sent to `port` of the store, on another port of this machine.
+    """Relay from another port of this machine to `port` of the store.
 
     Attributes:
         port: where it listens.
@@ -23,22 +23,22 @@ class Way:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Lose all connections; new ones can be made."""
+        """Drop all connections; new ones can be made."""
         ends, self._ends = self._ends, []
         for end in ends:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     def stand_still(self) -> None:
-        """Nothing is answered any more, on connections old and new."""
+        """Stop relaying, on existing and new connections."""
         self._passes.clear()
 
     def go_on(self) -> None:
-        """What has been sent meanwhile arrives."""
+        """Continue relaying; data sent meanwhile arrives."""
         self._passes.set()
 
     def close(self) -> None:
-        """Nobody comes through any more."""
+        """Refuse further connections."""
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()

@@ -33,18 +33,18 @@ TENSOR_BYTES = (1000, 64, 4096)
 
 
 def identity_of(rank: int) -> RankIdentity:
-    """Of a rank, in the run that the samples are of."""
+    """Identity of a rank in the run of the samples."""
     return RankIdentity(RUN, TOPOLOGY, rank)
 
 
 def named(start: int = 0, plan: str = PLAN) -> WindowName:
-    """Name of a window of these samples."""
+    """Name of a window of the samples."""
     return WindowName(start, plan)
 
 
 @contextmanager
 def tmpfs_directory() -> Iterator[Path]:
-    """A directory of its own in /dev/shm where that can be written, else in the temporary files."""
+    """A directory in /dev/shm if that is writable, else among the temporary files."""
     shm = Path('/dev/shm')
     parent = shm if os.access(shm, os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix='moevement-test-', dir=parent))
@@ -88,7 +88,7 @@ def capacity(window: int = WINDOW) -> int:
 
 
 def content(header: SlotHeader) -> np.ndarray:
-    """The payload of a slot: other bytes for every owner, iteration and plan."""
+    """The payload of a slot; it differs by owner, iteration and plan."""
     key = f'{header.owner}/{header.iteration}/{header.plan}'.encode()
     seed = int.from_bytes(hashlib.sha256(key).digest()[:8], 'little')
     generator = np.random.default_rng(seed)
@@ -96,7 +96,7 @@ def content(header: SlotHeader) -> np.ndarray:
 
 
 def write_slot(file: WindowFile, slot: int, owner: int = 0, window: int = WINDOW) -> SlotHeader:
-    """Reserve, fill and seal one slot of the window `file` was begun for."""
+    """Reserve, fill and seal one slot of the window that `file` was begun for."""
     name = file.required_name()
     header = make_header(slot, name.start, name.plan, owner, window)
     file.reserve_slot(slot, header.payload_bytes)[:] = content(header)
@@ -110,7 +110,7 @@ def write_window(file: WindowFile, owner: int = 0, window: int = WINDOW) -> None
 
 
 def make_file(path: Path, start: int = 0, plan: str = PLAN, owner: int = 0) -> WindowFile:
-    """A whole window in a file outside of any store."""
+    """A complete window in a file outside of any store."""
     file = WindowFile.create(path, capacity())
     file.begin(named(start, plan))
     write_window(file, owner)
@@ -124,7 +124,7 @@ def digest(path: Path) -> str:
 
 
 def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
-    """A whole window, committed."""
+    """Commit a complete window."""
     file = windows.begin(named(start, plan))
     assert file is not None
     write_window(file, windows.owner)
@@ -133,6 +133,6 @@ def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
 
 
 def restart(store: NodeStore) -> NodeStore:
-    """A new process of the same run, as far as the store can tell."""
+    """Reopen the store as a new process of the same run."""
     store.close()
     return NodeStore(store.root, store.run_id, store.path.name)

@@ -10,7 +10,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch
 
 
 def test_copies_have_the_bits_of_their_sources() -> None:
-    """Also those of NaNs, denormal numbers and negative zeros, whatever else is in the batch."""
+    """Including NaNs, denormal numbers and negative zeros, whatever else is in the batch."""
     generator = torch.Generator().manual_seed(1)
     raw = torch.randint(0, 256, (8 * 1000,), dtype=torch.uint8, generator=generator)
     sources = [(raw % 2 if dtype is torch.bool else raw).view(dtype) for dtype in DTYPES]
@@ -23,14 +23,14 @@ def test_copies_have_the_bits_of_their_sources() -> None:
         assert torch.equal(target.view(torch.uint8), other.view(torch.uint8))
 
 
-def test_nothing_to_copy_is_no_mistake_and_another_shape_is() -> None:
+def test_empty_batch_is_accepted_and_wrong_shape_refused() -> None:
     copy_all([], [])
     with pytest.raises(RuntimeError):
         copy_all([torch.zeros(3)], [torch.zeros(4)])
 
 
 @given(sizes=st.lists(st.integers(0, 10)), limit=st.integers(10, 30))
-def test_batches_are_as_large_as_they_may_be(sizes: list[int], limit: int) -> None:
+def test_batches_are_as_large_as_the_limit_permits(sizes: list[int], limit: int) -> None:
     batches = list(in_batches(sizes, lambda size: size, limit))
     assert [size for batch in batches for size in batch] == sizes
     assert all(batch and sum(batch) <= limit for batch in batches)

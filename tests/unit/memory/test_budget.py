@@ -30,7 +30,7 @@ def two_ranks() -> HostMemoryPlan:
     )
 
 
-def test_sums() -> None:
+def test_plan_sums_by_node_and_kind() -> None:
     plan = two_ranks()
     assert plan.node_total == 16 * GIB + 2000
     assert plan.by_kind() == {
@@ -46,7 +46,7 @@ def test_sums() -> None:
     )
 
 
-def test_over_the_flag(shm: Path) -> None:
+def test_plan_over_the_flag_is_refused(shm: Path) -> None:
     with pytest.raises(
         HostMemoryError, match=r'replicas 11.00 GiB.*--sparse-ckpt-host-memory-gb 8'
     ):
@@ -54,7 +54,7 @@ def test_over_the_flag(shm: Path) -> None:
 
 
 @pytest.mark.parametrize('nbytes', [1, 2**20, 12 * 2**30 - 1])
-def test_raising_the_flag_to_what_the_refusal_says_is_enough(shm: Path, nbytes: int) -> None:
+def test_advised_flag_value_is_sufficient(shm: Path, nbytes: int) -> None:
     plan = HostMemoryPlan({0: RankMemory(own_windows=nbytes, replicas=0, ledger=0)})
     with pytest.raises(HostMemoryError) as refused:
         plan.check(0.5 * nbytes / GIB, shm)
@@ -69,16 +69,14 @@ def test_flag_is_per_node_and_inclusive(shm: Path) -> None:
         HostMemoryPlan({0: rank, 1: rank}).check(3.9 / 1024, shm)
 
 
-def test_over_the_file_system(shm: Path) -> None:
+def test_plan_over_the_free_space_is_refused(shm: Path) -> None:
     free = shutil.disk_usage(shm).free
     rank = RankMemory(own_windows=2 * free, replicas=0, ledger=0)
     with pytest.raises(HostMemoryError, match=rf'{shm}.* needs .* free.*tmpfs'):
         HostMemoryPlan({0: rank}).check(None, shm / 'run1' / 'node0')
 
 
-def test_a_margin_stays_for_what_else_lives_there(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_margin_of_dev_shm_stays_free(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(shm).free
     monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
     fitting = free - free // (budget.MARGIN_SHARE + 1)
@@ -89,17 +87,17 @@ def test_a_margin_stays_for_what_else_lives_there(
         full.check(None, shm)
     (shm / '0').mkdir()
     (shm / '0' / 'ledger').write_bytes(b'x' * 8192)
-    full.check(None, shm)  # the margin was there when that began
+    full.check(None, shm)  # the margin was free when the job started
     monkeypatch.setattr(budget, 'SHARED', Path('/proc'))
     full.check(None, shm / 'elsewhere')
     with pytest.raises(HostMemoryError):
         HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=free)}).check(None, shm)
 
 
-def test_a_restart_needs_no_room_beside_its_files(
+def test_restart_needs_no_space_besides_its_files(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others of `/dev/shm` may have taken what was free at the start."""
+    """Other users of `/dev/shm` may have taken the space that was free at the start."""
     (shm / '0').mkdir()
     (shm / '0' / 'ledger').write_bytes(b'x' * 8192)
     monkeypatch.setattr(budget, 'free_bytes', lambda directory: 0)
@@ -109,7 +107,7 @@ def test_a_restart_needs_no_room_beside_its_files(
         HostMemoryPlan({1: rank}).check(None, shm)
 
 
-def test_adopted_files_are_not_needed_again(shm: Path) -> None:
+def test_adopted_files_count_as_reserved(shm: Path) -> None:
     store = NodeStore(shm, 'run1', 'node0')
     generations, size = 3, 64 * capacity()
     OwnerWindows(store, 0, 0, size, generations)
@@ -123,7 +121,7 @@ def test_adopted_files_are_not_needed_again(shm: Path) -> None:
         plan.check(None, shm / 'run2')
 
 
-def test_what_ranks_of_other_nodes_have_left_is_not_adopted(shm: Path) -> None:
+def test_files_of_ranks_of_other_nodes_are_not_adopted(shm: Path) -> None:
     store = NodeStore(shm, 'run1', 'node0')
     OwnerWindows(store, 5, 5, 64 * capacity())
     store.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of containers, in files that look like those of the kernel."""
+"""Limits of containers, read from copies of kernel files."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ UNLIMITED = 9223372036854771712
 
 
 class Machine:
-    """Directories of groups, and what the kernel says of one process."""
+    """Directories of control groups, and the kernel's files of one process."""
 
     def __init__(self, folder: Path) -> None:
         self.process = folder / 'process'
@@ -57,7 +57,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_page_cache_counts_as_left_and_a_tmpfs_does_not(machine: Machine) -> None:
+def test_page_cache_counts_as_free_and_tmpfs_does_not(machine: Machine) -> None:
     machine.be_in('/job')
     files = {'inactive_file': 20, 'active_file': 5, 'file': 55, 'shmem': 30, 'inactive_anon': 40}
     group = machine.group('job', 1000, 900, **files)
@@ -65,7 +65,7 @@ def test_page_cache_counts_as_left_and_a_tmpfs_does_not(machine: Machine) -> Non
 
 
 @pytest.mark.parametrize('tightest', ['', 'slurm', 'slurm/job', 'slurm/job/step'])
-def test_the_tightest_of_all_groups_above_counts(machine: Machine, tightest: str) -> None:
+def test_tightest_ancestor_group_counts(machine: Machine, tightest: str) -> None:
     machine.be_in('/slurm/job/step')
     machine.group('slurm/job/other', 1, 0)
     for path in ('slurm', 'slurm/job', 'slurm/job/step'):
@@ -74,21 +74,21 @@ def test_the_tightest_of_all_groups_above_counts(machine: Machine, tightest: str
     assert memory_left(machine.process) == MemoryLeft(40, group)
 
 
-def test_more_than_the_limit_leaves_nothing(machine: Machine) -> None:
+def test_usage_above_the_limit_leaves_nothing(machine: Machine) -> None:
     machine.be_in('/job')
     group = machine.group('job', 50, 60)
     assert memory_left(machine.process) == MemoryLeft(0, group)
 
 
-def test_a_container_sees_its_own_group_as_the_topmost(machine: Machine) -> None:
-    machine.be_in('/')  # with a namespace of its own
+def test_group_of_a_container_is_found(machine: Machine) -> None:
+    machine.be_in('/')  # with its own namespace
     group = machine.group('', 100, 30)
     assert memory_left(machine.process) == MemoryLeft(70, group)
-    machine.be_in('/docker/abc', root='/docker/abc')  # without
+    machine.be_in('/docker/abc', root='/docker/abc')  # without a namespace
     assert memory_left(machine.process) == MemoryLeft(70, group)
 
 
-def test_the_first_version_of_cgroups(machine: Machine) -> None:
+def test_memory_of_cgroups_version_1(machine: Machine) -> None:
     machine.be_in('/docker/abc', version=1)
     machine.group_v1('', UNLIMITED, 7)
     machine.group_v1('docker', UNLIMITED, 7)
@@ -97,7 +97,7 @@ def test_the_first_version_of_cgroups(machine: Machine) -> None:
     assert memory_left(machine.process) == MemoryLeft(123, group)
 
 
-def test_without_limits_nothing_is_known(machine: Machine) -> None:
+def test_missing_limits_are_unknown(machine: Machine) -> None:
     assert memory_left(machine.process) is None, 'no file'
     machine.be_in('/job')
     assert memory_left(machine.process) is None, 'no group'
@@ -123,7 +123,7 @@ def test_cores_are_those_of_the_tightest_quota(
 
 
 @pytest.mark.parametrize(('quota', 'cores'), [('150000', 1.5), ('-1', 8.0)])
-def test_cores_of_the_first_version_of_cgroups(
+def test_cores_of_cgroups_version_1(
     quota: str, cores: float, machine: Machine, eight_cores: None
 ) -> None:
     machine.be_in('/job', version=1)
@@ -133,7 +133,7 @@ def test_cores_of_the_first_version_of_cgroups(
     assert cores_left(machine.process) == cores
 
 
-def test_this_process_is_read_as_well() -> None:
+def test_limits_of_this_process_are_readable() -> None:
     left = memory_left()
     assert left is None or left.nbytes > 0
 
@@ -144,7 +144,7 @@ def shm() -> Iterator[Path]:
         yield path
 
 
-def test_a_plan_over_the_limit_of_the_container_is_refused(machine: Machine, shm: Path) -> None:
+def test_plan_over_the_container_limit_is_refused(machine: Machine, shm: Path) -> None:
     machine.be_in('/job')
     group = machine.group('job', GIB, GIB // 4, inactive_file=GIB // 8)
     plan = HostMemoryPlan({0: RankMemory(own_windows=GIB, replicas=0, ledger=0)})
@@ -154,10 +154,10 @@ def test_a_plan_over_the_limit_of_the_container_is_refused(machine: Machine, shm
     plan.check(None, shm / 'run1', machine.process)
 
 
-def test_hot_spares_count_while_there_is_something_to_reserve(
+def test_hot_spares_count_only_while_memory_is_unreserved(
     machine: Machine, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come after the workers; where all is reserved, one may be there already."""
+    """Spares start after the workers; once all is reserved, one may already be running."""
     machine.be_in('/job')
     machine.group('job', 2 * GIB, GIB // 4)
     plan = HostMemoryPlan({0: RankMemory(own_windows=GIB, replicas=0, ledger=0)})
@@ -168,7 +168,7 @@ def test_hot_spares_count_while_there_is_something_to_reserve(
     HostMemoryPlan({}).check(None, shm / 'run1', machine.process)
 
 
-def test_what_is_reserved_already_is_not_needed_again(machine: Machine, shm: Path) -> None:
+def test_reserved_files_are_not_counted_again(machine: Machine, shm: Path) -> None:
     machine.be_in('/job')
     machine.group('job', 2**20, 2**19)
     (shm / 'run1' / '0').mkdir(parents=True)

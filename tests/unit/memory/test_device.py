@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On which device threads of ours work; a machine without a GPU can tell that much."""
+"""Devices on which threads of this package run; needs no GPU."""
 
 import threading
 from collections import defaultdict
@@ -20,7 +20,7 @@ CPU = torch.device('cpu')
 
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.device]]:
-    """Devices that threads have made their current ones, by the thread's name."""
+    """Devices that threads have made current, by thread name."""
     bound: dict[str, list[torch.device]] = defaultdict(list)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: 1)
     monkeypatch.setattr(
@@ -35,7 +35,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.device]]:
 
 
 @pytest.mark.parametrize('given', [torch.device('cuda'), SECOND])
-def test_threads_of_the_copier_are_on_the_device_of_the_rank(
+def test_copier_threads_use_the_device_of_the_rank(
     bound: dict[str, list[torch.device]], given: torch.device
 ) -> None:
     copier = Copier(given)
@@ -44,7 +44,7 @@ def test_threads_of_the_copier_are_on_the_device_of_the_rank(
     assert bound == {'sparse-ckpt-copy_0': [SECOND], 'sparse-ckpt-seal_0': [SECOND]}
 
 
-def test_thread_of_the_log_is_on_the_device_of_the_rank(
+def test_log_thread_uses_the_device_of_the_rank(
     bound: dict[str, list[torch.device]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pinned: list[pinning.MappedFile] = []
@@ -56,7 +56,7 @@ def test_thread_of_the_log_is_on_the_device_of_the_rank(
     assert ring.path == tmp_path / 'log' and ring.array.nbytes == 4096
 
 
-def test_a_cpu_needs_nothing(bound: dict[str, list[torch.device]]) -> None:
+def test_cpu_device_is_not_bound(bound: dict[str, list[torch.device]]) -> None:
     assert device.with_index(CPU) == CPU
     device.bind_thread(CPU)
     assert not bound

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of real window files on a real file system: torn, damaged, too large, of another past."""
+"""Copies of real window files on disk: torn, damaged, too large, of another past."""
 
 import os
 import subprocess
@@ -67,7 +67,7 @@ def names(disk: DiskWindows) -> set[str]:
     return {path.name for path in disk.path.iterdir() if path.name not in ('lock', 'complete')}
 
 
-def test_a_copy_has_the_bytes_of_the_window(disk: DiskWindows, tmp_path: Path) -> None:
+def test_copy_has_the_bytes_of_the_window(disk: DiskWindows, tmp_path: Path) -> None:
     (file,) = write(disk, tmp_path, 3)
     (stored,) = disk.stored()
     assert (stored.owner, stored.name) == (0, named(3))
@@ -78,7 +78,7 @@ def test_a_copy_has_the_bytes_of_the_window(disk: DiskWindows, tmp_path: Path) -
     assert all((back.payload(s) == file.payload(s)).all() for s in range(WINDOW))
 
 
-def test_the_unused_end_of_a_window_takes_no_room(disk: DiskWindows, tmp_path: Path) -> None:
+def test_unused_end_of_a_window_takes_no_space(disk: DiskWindows, tmp_path: Path) -> None:
     large = WindowFile.create(tmp_path / 'large', 2**24)
     large.begin(named(0))
     write_window(large)
@@ -91,9 +91,7 @@ def test_the_unused_end_of_a_window_takes_no_room(disk: DiskWindows, tmp_path: P
         reader.verify_payloads(reader.verify_identity(Expected.of(IDENTITY, named(0))))
 
 
-def test_windows_are_found_by_the_next_process_and_leftovers_are_not(
-    disk: DiskWindows, tmp_path: Path
-) -> None:
+def test_next_process_finds_windows_and_no_leftovers(disk: DiskWindows, tmp_path: Path) -> None:
     write(disk, tmp_path, 0, 3)
     (disk.path / 'writing-6-plan1.window').write_bytes(b'cut off')
     disk.close()
@@ -104,8 +102,8 @@ def test_windows_are_found_by_the_next_process_and_leftovers_are_not(
 
 
 @pytest.mark.parametrize('offset', [3, 40_000 - 1, 65_536, 70_000, -200])
-def test_a_damaged_byte_is_refused(offset: int, disk: DiskWindows, tmp_path: Path) -> None:
-    """Or it lies where nothing is: then every slot is what it was."""
+def test_damaged_byte_is_refused(offset: int, disk: DiskWindows, tmp_path: Path) -> None:
+    """Unless it lies in padding: then every slot is unchanged."""
     (file,) = write(disk, tmp_path, 0)
     path = disk.stored()[0].path
     at = offset if offset >= 0 else file.used_bytes() + offset
@@ -122,24 +120,24 @@ def test_a_damaged_byte_is_refused(offset: int, disk: DiskWindows, tmp_path: Pat
 
 
 @pytest.mark.parametrize('nbytes', [0, 100, 65_536, 70_000])
-def test_a_torn_window_is_refused(nbytes: int, disk: DiskWindows, tmp_path: Path) -> None:
+def test_torn_window_is_refused(nbytes: int, disk: DiskWindows, tmp_path: Path) -> None:
     write(disk, tmp_path, 0)
     os.truncate(disk.stored()[0].path, nbytes)
     with pytest.raises(TruncatedWindow):
         read(disk, tmp_path)
 
 
-def test_a_window_of_another_name_is_refused(disk: DiskWindows, tmp_path: Path) -> None:
+def test_renamed_window_is_refused(disk: DiskWindows, tmp_path: Path) -> None:
     write(disk, tmp_path, 0)
     os.rename(disk.stored()[0].path, disk.path / 'window-3-plan1.window')
     with pytest.raises(RefusedWindow):
         read(disk, tmp_path, 3)
 
 
-def test_what_changes_while_it_is_copied_never_gets_a_name(
+def test_window_that_changes_during_its_copy_is_discarded(
     disk: DiskWindows, tmp_path: Path
 ) -> None:
-    """As after a rollback, which frees the file in memory all the same."""
+    """For example, after a rollback, which frees the file in memory."""
     file = make_file(tmp_path / 'memory', 0)
     file.payload(1)[5] ^= 1
     with pytest.raises(CorruptWindow, match='slot 1: checksum mismatch'):
@@ -147,7 +145,7 @@ def test_what_changes_while_it_is_copied_never_gets_a_name(
     assert names(disk) == set()
 
 
-def test_a_copy_that_is_ended_leaves_nothing(disk: DiskWindows, tmp_path: Path) -> None:
+def test_aborted_copy_leaves_no_file(disk: DiskWindows, tmp_path: Path) -> None:
     def end(nbytes: int) -> None:
         raise InterruptedError
 
@@ -157,8 +155,8 @@ def test_a_copy_that_is_ended_leaves_nothing(disk: DiskWindows, tmp_path: Path) 
 
 
 @pytest.mark.parametrize('size', ['8k', '96k'], ids=['at once', 'on the way'])
-def test_a_full_disk_keeps_what_it_has(size: str, tmp_path: Path) -> None:
-    """A tmpfs as the disk: it says how much it has free, and gives less to the second window."""
+def test_full_disk_keeps_its_windows(size: str, tmp_path: Path) -> None:
+    """A tmpfs as the disk: it reports its free space, and has too little for the second window."""
     with mounted_tmpfs(tmp_path / 'full', size) as root:
         disk = DiskWindows(root, 'run1', 0)
         with pytest.raises(OSError, match='free, and a window takes|No space'):
@@ -169,8 +167,10 @@ def test_a_full_disk_keeps_what_it_has(size: str, tmp_path: Path) -> None:
         disk.close()
 
 
-def test_full_all_of_a_sudden(disk: DiskWindows, tmp_path: Path) -> None:
-    """A limit of the process on the size of files, which the kernel enforces in a write."""
+def test_disk_that_fills_up_during_a_write_leaves_no_file(
+    disk: DiskWindows, tmp_path: Path
+) -> None:
+    """Simulated by a file size limit of the process, which the kernel enforces in a write."""
     disk.close()
     code = f"""
 import pathlib, resource, signal, sys
@@ -192,10 +192,8 @@ except OSError as error:
     assert names(disk) == set()
 
 
-def test_pruning_deletes_nothing_that_is_newer_than_what_is_kept(
-    disk: DiskWindows, tmp_path: Path
-) -> None:
-    """It may be all that is left of an earlier attempt, which this one has not come past."""
+def test_pruning_keeps_windows_newer_than_the_kept_ones(disk: DiskWindows, tmp_path: Path) -> None:
+    """They may be all that is left of an earlier attempt that went further."""
     write(disk, tmp_path, 0, 3, 6, 9)
     disk.set_aside_after(6, IDENTITY)
     disk.prune([named(3), named(6)])
@@ -206,9 +204,7 @@ def test_pruning_deletes_nothing_that_is_newer_than_what_is_kept(
     assert starts(disk) == [12, 6] and not any(name.startswith('aside') for name in names(disk))
 
 
-def test_windows_of_a_past_that_is_not_continued_are_set_aside(
-    disk: DiskWindows, tmp_path: Path
-) -> None:
+def test_windows_of_a_discarded_past_are_set_aside(disk: DiskWindows, tmp_path: Path) -> None:
     write(disk, tmp_path, 0, 3, 6)
     disk.set_aside_after(0, RankIdentity('another run', TOPOLOGY, 0))
     assert starts(disk) == [6, 3, 0]
@@ -217,7 +213,7 @@ def test_windows_of_a_past_that_is_not_continued_are_set_aside(
     assert {'aside-3-plan1.window', 'aside-6-plan1.window'} < names(disk)
 
 
-def test_at_the_end_nothing_is_left(disk: DiskWindows, tmp_path: Path) -> None:
+def test_remove_deletes_all_files_at_the_end(disk: DiskWindows, tmp_path: Path) -> None:
     other = DiskWindows(tmp_path / 'disk', 'run1', 1)
     write(disk, tmp_path, 0)
     disk.remove(past=3)
@@ -226,16 +222,14 @@ def test_at_the_end_nothing_is_left(disk: DiskWindows, tmp_path: Path) -> None:
     assert list((tmp_path / 'disk').iterdir()) == []
 
 
-def test_at_the_end_windows_that_the_job_has_not_come_past_stay(
-    disk: DiskWindows, tmp_path: Path
-) -> None:
+def test_remove_keeps_windows_beyond_the_last_iteration(disk: DiskWindows, tmp_path: Path) -> None:
     write(disk, tmp_path, 0, 3, 6)
     disk.set_aside_after(0, IDENTITY)
     disk.remove(past=6)
     assert {name for name in names(disk) if name.endswith('.window')} == {'aside-6-plan1.window'}
 
 
-def test_what_cannot_be_a_disk_is_named_with_its_flag(tmp_path: Path) -> None:
+def test_unusable_disk_directory_is_named_with_its_flag(tmp_path: Path) -> None:
     (tmp_path / 'file').touch()
     for root in (tmp_path / 'nowhere', tmp_path / 'file'):
         with pytest.raises(UserError, match='--sparse-ckpt-disk .* is no directory'):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are reserved early are those that the set-up needs; anything else leaves nothing."""
+"""Early reservations are the files that the set-up needs; a failure leaves no files."""
 
 import os
 import signal
@@ -40,7 +40,7 @@ def on(root: Path, node: str) -> NodeStore:
 
 
 def set_up(store: NodeStore) -> None:
-    """What the set-up of rank 2 reserves."""
+    """Reserve the files of the set-up of rank 2."""
     for owner in OWNERS:
         OwnerWindows(store, 2, owner, NBYTES)
     (store.holder_path(2) / 'upstream-log').write_bytes(bytes(NBYTES))
@@ -48,7 +48,7 @@ def set_up(store: NodeStore) -> None:
 
 @pytest.fixture
 def files(root: Path) -> list[KeptFile]:
-    """As the lost process has left them."""
+    """Files of the lost process."""
     store = on(root, 'lost')
     set_up(store)
     found = kept_by(store, 2)
@@ -57,14 +57,14 @@ def files(root: Path) -> list[KeptFile]:
 
 
 def whole(store: NodeStore) -> dict[str, int]:
-    """Files that have all pages, by name, with what shows whether they are the same."""
+    """Fully reserved files by name, with their inode numbers."""
     path = store.holder_path(2)
     found = [*path.glob('*/*.window'), *path.glob('upstream-log')]
     assert all(file.stat().st_blocks * 512 == file.stat().st_size == NBYTES for file in found)
     return {str(file.relative_to(path)): file.stat().st_ino for file in found}
 
 
-def test_the_set_up_finds_all_that_it_would_reserve(root: Path, files: list[KeptFile]) -> None:
+def test_set_up_finds_all_files_reserved(root: Path, files: list[KeptFile]) -> None:
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     before = whole(on(root, 'spare'))
     assert len(before) == len(files) == 5
@@ -72,13 +72,13 @@ def test_the_set_up_finds_all_that_it_would_reserve(root: Path, files: list[Kept
     assert sorted(whole(on(root, 'spare')).values()) == sorted(before.values())
 
 
-def test_only_the_first_pages_where_the_lost_process_had_no_more(root: Path) -> None:
+def test_reservation_has_the_pages_of_the_lost_process(root: Path) -> None:
     EarlyReservation(on(root, 'spare'), 2, [KeptFile('2', NBYTES, NBYTES // 4)]).wait()
     [file] = on(root, 'spare').owner_path(2, 2).iterdir()
     assert (file.stat().st_size, file.stat().st_blocks * 512) == (NBYTES, NBYTES // 4)
 
 
-def test_where_windows_are_nothing_is_reserved(root: Path, files: list[KeptFile]) -> None:
+def test_existing_windows_prevent_a_reservation(root: Path, files: list[KeptFile]) -> None:
     store = on(root, 'spare')
     OwnerWindows(store, 2, 2, NBYTES)
     store.close()
@@ -87,7 +87,7 @@ def test_where_windows_are_nothing_is_reserved(root: Path, files: list[KeptFile]
     assert whole(on(root, 'spare')) == before
 
 
-def test_without_room_for_all_nothing_is_reserved(
+def test_insufficient_space_prevents_a_reservation(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, 'free_bytes', lambda path: 5 * NBYTES - 1)
@@ -96,7 +96,7 @@ def test_without_room_for_all_nothing_is_reserved(
 
 
 def full_at_the_second() -> Callable[..., object]:
-    """Reserves one file."""
+    """A function that reserves one file, and fails for the second."""
     asked: list[Path] = []
 
     def reserve(path: Path, nbytes: int, reserved: int | None = None) -> object:
@@ -110,24 +110,24 @@ def full_at_the_second() -> Callable[..., object]:
 
 
 def die(path: Path, nbytes: int, reserved: int | None = None) -> None:
-    """In the middle of reserving a file."""
+    """Die while reserving a file."""
     os.ftruncate(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), nbytes)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_after_an_error_nothing_is_left(
+def test_failed_reservation_leaves_no_files(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when other ranks of the node, which look for room at the same time, take it."""
+    """For example, other ranks of the node take the space at the same time."""
     monkeypatch.setattr(early, 'prepare_map', full_at_the_second())
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     assert whole(on(root, 'spare')) == {}
     monkeypatch.undo()
-    set_up(on(root, 'spare'))  # whose directory is not locked any more
+    set_up(on(root, 'spare'))  # the directory is no longer locked
     assert len(whole(on(root, 'spare'))) == 5
 
 
-def test_a_process_that_dies_while_it_reserves_costs_its_successor_nothing(
+def test_successor_recovers_from_a_death_while_reserving(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (pid := os.fork()) == 0:
@@ -143,16 +143,16 @@ def test_a_process_that_dies_while_it_reserves_costs_its_successor_nothing(
 
 
 @pytest.mark.parametrize('directory', ['..', '/tmp', '2/../../3', 'x2'])
-def test_a_list_that_leads_elsewhere_is_not_followed(root: Path, directory: str) -> None:
+def test_file_list_with_a_foreign_path_is_ignored(root: Path, directory: str) -> None:
     EarlyReservation(on(root, 'spare'), 2, [KeptFile(directory, NBYTES, NBYTES)]).wait()
     assert not any(file.suffix == '.window' for file in root.rglob('*'))
 
 
-# ---- maps
+# ---- memory maps
 
 
 def addresses() -> set[int]:
-    """Of the maps that were made in advance."""
+    """Addresses of maps made in advance."""
     maps = mapped._prepared.values()
     return {int(np.frombuffer(one, np.uint8).ctypes.data) for one in maps}
 
@@ -161,7 +161,7 @@ def maps_of(windows: OwnerWindows) -> set[int]:
     return {int(file.array.ctypes.data) for file in windows.files()}
 
 
-def test_the_set_up_takes_over_the_maps(root: Path, files: list[KeptFile]) -> None:
+def test_set_up_takes_over_the_maps(root: Path, files: list[KeptFile]) -> None:
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     made = addresses()
     assert len(made) == 5
@@ -175,8 +175,8 @@ def test_the_set_up_takes_over_the_maps(root: Path, files: list[KeptFile]) -> No
         log.close()
 
 
-def test_files_that_are_there_are_mapped_as_they_are(root: Path) -> None:
-    """On the node of the lost process, with what it had captured, and without further pages."""
+def test_existing_files_are_mapped_unchanged(root: Path) -> None:
+    """On the node of the lost process: with its captured windows, and without further pages."""
     store = on(root, 'same')
     size = FileSize(NBYTES, capacity())
     before = OwnerWindows(store, 2, 2, size)
@@ -197,8 +197,8 @@ def test_files_that_are_there_are_mapped_as_they_are(root: Path) -> None:
     found.verify_payloads(found.headers())
 
 
-def test_a_map_of_another_size_is_left(root: Path) -> None:
-    """The set-up is in charge of sizes."""
+def test_map_of_another_size_is_not_used(root: Path) -> None:
+    """The set-up decides sizes."""
     EarlyReservation(on(root, 'spare'), 2, [KeptFile('2', NBYTES, NBYTES)]).wait()
     made = addresses()
     windows = OwnerWindows(on(root, 'spare'), 2, 2, 2 * NBYTES)
@@ -206,10 +206,10 @@ def test_a_map_of_another_size_is_left(root: Path) -> None:
     assert {file.array.size for file in windows.files()} == {2 * NBYTES}
 
 
-# ---- a node that has reserved pages in advance
+# ---- pages reserved by a spare node
 
 
-def test_what_a_spare_node_has_reserved_is_taken_over(root: Path, files: list[KeptFile]) -> None:
+def test_pages_reserved_by_a_spare_node_are_used(root: Path, files: list[KeptFile]) -> None:
     spare = on(root, 'spare')
     pages = ReservedPages(spare)
     pages.reserve([file.reserved for file in files])
@@ -219,8 +219,8 @@ def test_what_a_spare_node_has_reserved_is_taken_over(root: Path, files: list[Ke
     assert pages.nbytes() == 0
 
 
-def test_files_of_other_sizes_are_made_to_fit(root: Path) -> None:
-    """The seat is another one, or other ranks of the node were faster."""
+def test_reserved_files_of_other_sizes_are_resized(root: Path) -> None:
+    """The node took another seat, or other ranks of the node were faster."""
     spare = on(root, 'spare')
     pages = ReservedPages(spare)
     pages.reserve([NBYTES // 4, 2 * NBYTES])
@@ -229,7 +229,7 @@ def test_files_of_other_sizes_are_made_to_fit(root: Path) -> None:
     assert len(whole(spare)) == 3
 
 
-def test_reserved_pages_count_as_room(
+def test_reserved_pages_count_as_free_space(
     root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = on(root, 'spare')
@@ -243,7 +243,7 @@ def test_reserved_pages_count_as_room(
     plan.check(None, spare.path)
 
 
-def test_a_spare_node_without_room_reserves_nothing(
+def test_spare_node_without_space_reserves_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = on(root, 'spare')
@@ -252,7 +252,7 @@ def test_a_spare_node_without_room_reserves_nothing(
     assert not spare.path.exists()
 
 
-def test_a_spare_node_that_dies_while_it_reserves_leaves_what_fits(
+def test_set_up_recovers_from_a_spare_agent_killed_while_reserving(
     root: Path, files: list[KeptFile]
 ) -> None:
     if (pid := os.fork()) == 0:

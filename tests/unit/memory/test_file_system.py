@@ -12,7 +12,7 @@ Mount = Callable[[dict[str, str]], None]
 
 @pytest.fixture
 def mount(monkeypatch: pytest.MonkeyPatch) -> Mount:
-    """Makes the system say what is mounted where."""
+    """Set the mounts that the system reports."""
 
     def mounted(types: dict[str, str]) -> None:
         found = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in types.items()]
@@ -21,7 +21,7 @@ def mount(monkeypatch: pytest.MonkeyPatch) -> Mount:
     return mounted
 
 
-def test_the_nearest_mount_counts_also_for_what_is_not_there_yet(mount: Mount) -> None:
+def test_nearest_mount_counts_even_for_missing_paths(mount: Mount) -> None:
     mount({'/': 'ext4', '/nowhere/shm': 'tmpfs', '/nowhere/shm-not': 'xfs'})
     assert file_system_type(Path('/nowhere/shm')) == 'tmpfs'
     assert file_system_type(Path('/nowhere/shm/moevement/run')) == 'tmpfs'
@@ -29,11 +29,11 @@ def test_the_nearest_mount_counts_also_for_what_is_not_there_yet(mount: Mount) -
     assert file_system_type(Path('/nowhere')) == 'ext4'
 
 
-def test_dev_shm_is_known_here() -> None:
+def test_dev_shm_is_a_tmpfs() -> None:
     assert file_system_type(Path('/dev/shm/moevement')) == 'tmpfs'
 
 
-def test_a_system_that_does_not_tell_is_believed(
+def test_unknown_file_system_causes_no_warning(
     mount: Mount, caplog: pytest.LogCaptureFixture
 ) -> None:
     mount({})
@@ -43,7 +43,7 @@ def test_a_system_that_does_not_tell_is_believed(
 
 
 @pytest.mark.parametrize(('kind', 'warnings'), [('tmpfs', 0), ('ramfs', 0), ('nfs4', 1)])
-def test_a_directory_that_is_not_in_memory_is_said_to_be(
+def test_directory_outside_of_memory_causes_a_warning(
     kind: str, warnings: int, mount: Mount, caplog: pytest.LogCaptureFixture
 ) -> None:
     mount({'/': 'ext4', '/scratch': kind})
@@ -54,7 +54,7 @@ def test_a_directory_that_is_not_in_memory_is_said_to_be(
         assert '--sparse-ckpt-dir /scratch/windows is on nfs4' in said and '/dev/shm' in said
 
 
-def test_one_rank_of_a_node_says_it(
+def test_one_rank_of_a_node_warns(
     mount: Mount, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mount({'/': 'ext4'})

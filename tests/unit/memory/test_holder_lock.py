@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory that two processes take for theirs, on disk or in memory: real locks."""
+"""A directory that two processes claim, on disk or in memory: real locks."""
 
 import errno
 import fcntl
@@ -40,7 +40,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has the directories of a rank, and copies a window."""
+    """A process that holds the directories of a rank and copies a window."""
     process = subprocess.Popen(
         [sys.executable, '-c', EARLIER, str(tmp_path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -54,7 +54,7 @@ def earlier(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
-    """Released each time that a lock was tried."""
+    """Released at each attempt to take a lock."""
     take, tries = module.HolderLock, threading.Semaphore(0)
 
     def noted(path: Path) -> module.HolderLock:
@@ -82,7 +82,7 @@ either = pytest.mark.parametrize('take', [take_disk, take_memory])
 
 
 class Waiting:
-    """A rank that takes what another process has, on a thread of its own."""
+    """A thread that takes a directory which another process holds."""
 
     def __init__(self, take: Take, root: Path) -> None:
         self._thread = threading.Thread(target=lambda: self._found.append(take(root)))
@@ -90,12 +90,12 @@ class Waiting:
         self._thread.start()
 
     def close(self) -> None:
-        """It has come to have it."""
+        """Wait until it holds the directory, and close it."""
         self._thread.join(60)
         self._found[0].close()
 
 
-def test_what_a_live_process_writes_is_left_alone(
+def test_directory_of_a_live_process_is_not_touched(
     earlier: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0)
@@ -107,7 +107,7 @@ def test_what_a_live_process_writes_is_left_alone(
 
 @either
 @pytest.mark.parametrize('known', [False, True])
-def test_a_process_that_dies_is_waited_for(
+def test_dying_process_is_waited_for(
     take: Take,
     known: bool,
     earlier: subprocess.Popen[str],
@@ -115,9 +115,9 @@ def test_a_process_that_dies_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
     tried: threading.Semaphore,
 ) -> None:
-    """If it is known to die for as long as that takes, as with much pinned memory.
+    """As long as it takes if it is known to die, as with much pinned memory.
 
-    What it left under way is worthless then.
+    Its unfinished copy is then deleted.
     """
     monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0 if known else 100.0)
     if known:
@@ -132,7 +132,7 @@ def test_a_process_that_dies_is_waited_for(
 
 
 @either
-def test_one_that_never_dies_is_named_with_what_is_to_be_done(
+def test_process_that_never_dies_is_named_with_the_remedy(
     take: Take,
     earlier: subprocess.Popen[str],
     tmp_path: Path,
@@ -144,21 +144,21 @@ def test_one_that_never_dies_is_named_with_what_is_to_be_done(
         take(tmp_path)
 
 
-def test_who_is_about_to_end_is_known_on_its_own_machine(
+def test_dying_holder_is_recognized_on_its_own_machine(
     earlier: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     lock = tmp_path / 'run1' / 'rank0' / 'lock'
     who = lock.read_text()
     assert not module._dies(who)
     earlier.kill()
-    os.waitid(os.P_PID, earlier.pid, os.WEXITED | os.WNOWAIT)  # it ends, and is still to be seen
+    os.waitid(os.P_PID, earlier.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but is not reaped yet
     assert module._dies(who)
     assert not module._dies(who + 'elsewhere')
     earlier.wait()
     assert not module._dies(who) and not module._dies('')
 
 
-def test_closed_or_removed_it_is_free(tmp_path: Path) -> None:
+def test_closed_or_removed_directory_is_free(tmp_path: Path) -> None:
     first = DiskWindows(tmp_path, 'run1', 0)
     first.close()
     second = DiskWindows(tmp_path, 'run1', 0)
@@ -167,8 +167,8 @@ def test_closed_or_removed_it_is_free(tmp_path: Path) -> None:
     DiskWindows(tmp_path, 'run1', 0).close()
 
 
-def test_a_full_disk_can_be_locked_and_read(tmp_path: Path) -> None:
-    """A job that starts again finds its windows there, whatever can be written."""
+def test_full_disk_can_be_locked_and_read(tmp_path: Path) -> None:
+    """A restarted job finds its windows there, even if it cannot write."""
     with mounted_tmpfs(tmp_path / 'full', '16k') as root:
         DiskWindows(root, 'run1', 0).close()
         with open(root / 'hog', 'wb', buffering=0) as hog, pytest.raises(OSError, match='No space'):
@@ -182,7 +182,7 @@ def test_a_full_disk_can_be_locked_and_read(tmp_path: Path) -> None:
         disk.close()
 
 
-def test_a_file_system_without_locks_does(
+def test_file_system_without_locks_is_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def flock(fd: int, operation: int) -> None:

@@ -46,7 +46,7 @@ def newest(path: Path) -> LedgerEntry | None:
     return Ledger.read_newest(path, OWN)
 
 
-def test_empty(shm: Path) -> None:
+def test_new_ledger_has_no_entries(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 4, OWN)
     assert newest(shm / 'ledger') is None
     assert ledger.get(0) is None
@@ -74,7 +74,7 @@ def test_entries_of_another_run_layout_or_rank_are_not_read(
     assert newest(shm / 'ledger') == entry(2)
 
 
-def test_no_file_has_no_entry(shm: Path) -> None:
+def test_missing_file_has_no_entry(shm: Path) -> None:
     assert newest(shm / 'ledger') is None
 
 
@@ -88,7 +88,7 @@ def test_ring_keeps_the_newest(shm: Path) -> None:
     assert (shm / 'ledger').stat().st_size == Ledger.bytes_needed(4)
 
 
-def test_what_comes_after_the_begin_of_a_attempt_is_forgotten(shm: Path) -> None:
+def test_forget_after_removes_later_entries(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(6, 10):
         ledger.append(entry(iteration))
@@ -101,7 +101,7 @@ def test_what_comes_after_the_begin_of_a_attempt_is_forgotten(shm: Path) -> None
     assert newest(shm / 'ledger') == entry(1)
 
 
-def test_reopened_with_any_capacity(shm: Path) -> None:
+def test_ledger_can_be_reopened_with_another_capacity(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(6):
         ledger.append(entry(iteration))
@@ -117,7 +117,7 @@ def test_reopened_with_any_capacity(shm: Path) -> None:
     assert smaller.get(4) is None
 
 
-def test_a_restart_takes_no_room_besides(shm: Path) -> None:
+def test_reopening_takes_no_extra_space(shm: Path) -> None:
     """A tmpfs of the planned size has none."""
     ledger = Ledger(shm / 'ledger', 4, OWN)
     for iteration in range(6):
@@ -134,7 +134,7 @@ def test_a_restart_takes_no_room_besides(shm: Path) -> None:
     ]
 
 
-def test_number_of_tokens_is_kept_and_zero_where_it_is_not_known(shm: Path) -> None:
+def test_number_of_tokens_is_kept_or_zero_if_unknown(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 4, OWN)
     ledger.append(entry(1))
     counted = msgspec.structs.replace(entry(2), num_tokens=2**40 + 1)
@@ -145,7 +145,7 @@ def test_number_of_tokens_is_kept_and_zero_where_it_is_not_known(shm: Path) -> N
     assert entry(1).num_tokens == 0
 
 
-def test_an_iteration_entered_again_replaces_the_earlier_entry(shm: Path) -> None:
+def test_repeated_iteration_replaces_the_earlier_entry(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 16, OWN)
     for iteration in (4, 5, 6):
         ledger.append(entry(iteration))
@@ -162,7 +162,7 @@ def test_newest_is_the_last_appended_not_the_highest(shm: Path) -> None:
 
 @pytest.mark.parametrize('torn_at', range(0, RECORD_BYTES, 7))
 def test_torn_record_loses_only_itself(shm: Path, torn_at: int) -> None:
-    """The first bytes are those of the new record, the rest still of the one it replaces."""
+    """The first bytes are of the new record, the rest of the one that it replaces."""
     ledger = Ledger(shm / 'ledger', 2, OWN)
     for iteration in (0, 1):
         ledger.append(entry(iteration))
@@ -210,7 +210,7 @@ def test_floats_keep_their_bits(floats: tuple[float, ...], integers: tuple[int, 
         assert struct.pack('<d', before) == struct.pack('<d', after) or math.isnan(before)
 
 
-def test_scalars_of_many_optimizers_fit_and_too_many_are_refused(shm: Path) -> None:
+def test_up_to_max_scalars_fit_and_more_are_refused(shm: Path) -> None:
     ledger = Ledger(shm / 'ledger', 2, OWN)
     largest = msgspec.structs.replace(
         entry(2**62),
@@ -244,7 +244,7 @@ for iteration in itertools.count():
 """
 
 
-def test_survives_sigkill_in_the_middle_of_appending(shm: Path) -> None:
+def test_ledger_survives_sigkill_during_append(shm: Path) -> None:
     victim = subprocess.Popen(
         [sys.executable, '-c', _VICTIM, str(shm / 'ledger')],
         stdout=subprocess.PIPE,
@@ -261,6 +261,6 @@ def test_survives_sigkill_in_the_middle_of_appending(shm: Path) -> None:
     assert last is not None
     assert last.iteration >= reported
     assert last == entry(last.iteration)
-    # At most the record being replaced when the process died is lost.
+    # Death may lose the record that was being replaced, and no other.
     older = range(last.iteration - 62, last.iteration)
     assert [ledger.get(iteration) for iteration in older] == [entry(i) for i in older]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits that are too small for a recovery are named; those that can be raised are raised."""
+"""Limits too small for a recovery are named, or raised if possible."""
 
 import os
 import resource
@@ -14,8 +14,8 @@ from moevement_ext.memory import cgroup, limits
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def said_with(kind: str, soft: int, hard: int, uid: int = 0) -> list[str]:
-    """By a process that is under that limit: its soft limit afterwards, and what is too small."""
+def output_under_limit(kind: str, soft: int, hard: int, uid: int = 0) -> list[str]:
+    """Run a process under this limit: its soft limit afterwards, and the reported shortages."""
     program = (
         'import os, resource, sys\n'
         f'from moevement_ext.memory import limits\n'
@@ -38,18 +38,18 @@ def said_with(kind: str, soft: int, hard: int, uid: int = 0) -> list[str]:
         ('RLIMIT_NPROC', 1, 'ulimit -u'),
     ],
 )
-def test_a_hard_limit_is_named_and_a_soft_one_raised(kind: str, least: int, remedy: str) -> None:
+def test_soft_limit_is_raised_and_hard_limit_named(kind: str, least: int, remedy: str) -> None:
     _, most = resource.getrlimit(getattr(resource, kind))
-    raised = said_with(kind, least, most)
+    raised = output_under_limit(kind, least, most)
     if most == resource.RLIM_INFINITY or most > 2**30 or kind != 'RLIMIT_MEMLOCK':
         assert int(raised[0]) > least and not any(remedy in line for line in raised[1:])
-    said = said_with(kind, least, least, uid=54321 if os.geteuid() == 0 else 0)
+    said = output_under_limit(kind, least, least, uid=54321 if os.geteuid() == 0 else 0)
     assert int(said[0]) == least
     (line,) = [line for line in said[1:] if remedy in line]
     assert str(least) in line
 
 
-def test_a_control_group_that_leaves_too_few_threads_is_named(
+def test_control_group_with_too_few_threads_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, 'processes_left', lambda process: 1)

@@ -34,12 +34,12 @@ def reserved(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
-def test_a_new_file_is_zero_and_has_all_its_pages(shm: Path) -> None:
+def test_new_file_is_zero_and_fully_reserved(shm: Path) -> None:
     assert map_new(shm / 'file', SIZE)[:] == bytes(SIZE)
     assert (shm / 'file').stat().st_size == SIZE <= reserved(shm / 'file')
 
 
-def test_a_file_that_is_there_is_not_taken_for_new(shm: Path) -> None:
+def test_existing_file_is_not_replaced(shm: Path) -> None:
     map_new(shm / 'file', SIZE)[:4] = b'data'
     with pytest.raises(FileExistsError):
         map_new(shm / 'file', SIZE)
@@ -47,7 +47,7 @@ def test_a_file_that_is_there_is_not_taken_for_new(shm: Path) -> None:
 
 
 @pytest.mark.parametrize('size', [SIZE // 2, SIZE, 2 * SIZE])
-def test_pages_are_used_again_whatever_the_size(shm: Path, size: int) -> None:
+def test_pages_are_reused_for_any_size(shm: Path, size: int) -> None:
     map_new(shm / 'file', SIZE)[:] = b'x' * SIZE
     before = (shm / 'file').stat().st_ino
     again = map_anew(shm / 'file', size)
@@ -57,7 +57,7 @@ def test_pages_are_used_again_whatever_the_size(shm: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize('map_file', [map_new, map_anew])
-def test_what_the_file_system_cannot_give_is_refused(
+def test_size_beyond_the_file_system_is_refused(
     shm: Path, map_file: Callable[[Path, int], mmap]
 ) -> None:
     total = shutil.disk_usage(shm).total
@@ -67,10 +67,10 @@ def test_what_the_file_system_cannot_give_is_refused(
 
 
 @pytest.mark.parametrize('kernel', ['present', 'before 5.14'])
-def test_space_that_others_took_meanwhile_is_refused(
+def test_space_taken_meanwhile_is_refused(
     kernel: str, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looked free; the pages are reserved by name, so no later write can end the process."""
+    """It looked free. Pages are reserved explicitly, so no later write can end the process."""
 
     def full(fd: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -83,22 +83,20 @@ def test_space_that_others_took_meanwhile_is_refused(
     assert not (shm / 'file').exists()
 
 
-def test_a_kernel_that_cannot_fill_maps_allocates(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_kernel_falls_back_to_fallocate(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, '_advise', lambda *_: errno.EINVAL)
     assert map_new(shm / 'file', SIZE)[:] == bytes(SIZE)
     assert reserved(shm / 'file') == SIZE
 
 
-def test_a_file_has_pages_in_its_first_part_and_gets_more_and_gives_them_back(shm: Path) -> None:
+def test_ranges_of_a_file_are_reserved_and_released(shm: Path) -> None:
     array = np.frombuffer(map_new(shm / 'file', SIZE, SIZE // 4), np.uint8)
     sizes = [reserved(shm / 'file')]
     array[: SIZE // 4] = 7
     reserve_range(array, shm / 'file', SIZE // 4, SIZE)
     sizes.append(reserved(shm / 'file'))
     array[SIZE // 4 :] = 8
-    release_range(array, SIZE // 2 + 1, SIZE)  # the page that it begins in stays
+    release_range(array, SIZE // 2 + 1, SIZE)  # the page at the start stays
     sizes.append(reserved(shm / 'file'))
     assert sizes == [SIZE // 4, SIZE, SIZE // 2 + PAGESIZE]
     assert (shm / 'file').stat().st_size == SIZE
@@ -107,7 +105,7 @@ def test_a_file_has_pages_in_its_first_part_and_gets_more_and_gives_them_back(sh
     assert not array[SIZE // 2 + PAGESIZE :].any()
 
 
-def test_what_is_written_is_read_by_others(shm: Path) -> None:
+def test_written_bytes_are_read_through_other_maps(shm: Path) -> None:
     written, read = map_new(shm / 'file', SIZE), map_existing(shm / 'file')
     map_existing(shm / 'file', writable=True)[4:8] = b'more'
     written[:4] = b'data'
@@ -116,14 +114,14 @@ def test_what_is_written_is_read_by_others(shm: Path) -> None:
         read[:4] = b'else'
 
 
-def test_nothing_can_be_mapped_of_an_empty_file(shm: Path) -> None:
+def test_empty_file_cannot_be_mapped(shm: Path) -> None:
     (shm / 'file').touch(mode=0o600)
     with pytest.raises(ValueError):
         map_existing(shm / 'file')
 
 
 @pytest.mark.parametrize('map_file', [lambda path: map_anew(path, SIZE), map_existing])
-def test_what_others_may_have_open_is_refused_as_it_is(
+def test_file_readable_by_others_is_refused_unchanged(
     shm: Path, map_file: Callable[[Path], mmap]
 ) -> None:
     (shm / 'file').write_bytes(b'data')

@@ -51,7 +51,7 @@ def test_forked_child_does_not_keep_the_lock(store: NodeStore) -> None:
     if child == 0:
         os.close(write_end)
         os.write(starting, b'x')
-        os.read(read_end, 1)  # until the parent lets go
+        os.read(read_end, 1)  # until the parent closes its end
         os._exit(0)
     os.close(read_end)
     try:
@@ -66,7 +66,9 @@ def test_forked_child_does_not_keep_the_lock(store: NodeStore) -> None:
         os.close(starting)
 
 
-def test_other_rank_is_not_locked_out(store: NodeStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_rank_does_not_lock_out_other_ranks(
+    store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(holder_lock, 'LOCK_SECONDS', 0.0)
     store.lock(0)
     other = NodeStore(store.root, store.run_id, 'node0')
@@ -79,7 +81,7 @@ def test_other_rank_is_not_locked_out(store: NodeStore, monkeypatch: pytest.Monk
 # Scan and removal
 
 
-def test_scan_finds_all_holders_and_only_committed(store: NodeStore) -> None:
+def test_scan_finds_committed_windows_of_all_holders(store: NodeStore) -> None:
     assert store.scan() == []
     for holder, owner, start in ((0, 0, 0), (0, 5, 3), (1, 1, 3)):
         commit(OwnerWindows(store, holder, owner, capacity()), start)
@@ -96,7 +98,7 @@ def test_scan_finds_all_holders_and_only_committed(store: NodeStore) -> None:
     assert NodeStore(store.root, 'run2', 'node0').scan() == []
 
 
-def test_clean_exit_removes_all_of_the_run(store: NodeStore) -> None:
+def test_clean_exit_removes_all_files_of_the_run(store: NodeStore) -> None:
     other = NodeStore(store.root, store.run_id, 'node1')
     OwnerWindows(store, 0, 0, capacity())
     OwnerWindows(store, 1, 1, capacity())
@@ -109,8 +111,8 @@ def test_clean_exit_removes_all_of_the_run(store: NodeStore) -> None:
     assert list(store.root.iterdir()) == []
 
 
-def test_what_is_kept_for_holders_and_owners_of_before_is_removed(store: NodeStore) -> None:
-    """But for what a live process has, and what is of this run on another node."""
+def test_files_of_former_holders_and_owners_are_removed(store: NodeStore) -> None:
+    """Except those of a live process, and those of this run on another node."""
     alive = NodeStore(store.root, store.run_id, 'node0')
     elsewhere = NodeStore(store.root, store.run_id, 'node1')
     for holder, owner in ((0, 0), (0, 5), (0, 6)):

@@ -21,7 +21,7 @@ from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_wi
 
 
 class Runtime:
-    """CUDA's runtime on a machine without a GPU; like CUDA's, it keeps the last error."""
+    """CUDA's runtime on a machine without a GPU; it keeps the last error like CUDA's."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -38,7 +38,7 @@ class Runtime:
         self.unregistered.append(pointer)
 
     def launch(self, *args: object, **kwargs: object) -> None:
-        """Of a kernel: raises what is the last error, and forgets it."""
+        """Launch a kernel: raise and clear the last error."""
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f'CUDA error {error}')
@@ -49,7 +49,7 @@ def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, 'zeros', runtime.launch)
 
 
-def test_whole_pages_are_registered_and_given_back_with_the_file(
+def test_whole_pages_are_registered_until_the_file_is_freed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = Runtime(0)
@@ -73,17 +73,17 @@ def test_pages_that_cannot_be_locked_are_refused(
     file = WindowFile.create(tmp_path / 'w', capacity())
     with pytest.raises(HostMemoryError, match=r'w: CUDA cannot pin .* \(error 2\)\. Keep less'):
         pin(file)
-    runtime.launch()  # training goes on: its next kernel does not raise what was not its fault
+    runtime.launch()  # training continues: its next kernel must not raise this error
     del file
     gc.collect()
     assert not runtime.unregistered
 
 
 @pytest.mark.parametrize('pinned', [True, False])
-def test_a_window_that_comes_late_is_pinned_as_those_before_it(
+def test_later_window_is_pinned_like_the_earlier_ones(
     pinned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other flags have made it longer; a limit that leaves no room for it costs speed alone."""
+    """Other flags have made it longer; a limit that is too small for it costs only speed."""
     runtime = Runtime(0)
     use(runtime, monkeypatch)
     with tmpfs_directory() as shm:
@@ -100,8 +100,8 @@ def test_a_window_that_comes_late_is_pinned_as_those_before_it(
     assert not runtime.last_error, 'the next kernel would raise it'
 
 
-def test_what_is_pinned_follows_the_room_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages are registered before windows need them, and given back only when they are not."""
+def test_pinned_range_follows_the_reserved_range_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages are registered before windows need them, and unregistered only when unused."""
     runtime = Runtime(0)
     use(runtime, monkeypatch)
     long, short = capacity(), capacity(window=1)
@@ -135,10 +135,10 @@ def test_what_is_pinned_follows_the_room_of_a_file(monkeypatch: pytest.MonkeyPat
         assert runtime.registered == [(used.array.ctypes.data, in_pages(short))]
 
 
-def test_a_map_of_a_log_is_registered_as_long_as_a_copy_needs_it(
+def test_log_map_stays_registered_while_a_copy_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log goes on in a smaller one meanwhile."""
+    """The log continues in a smaller map meanwhile."""
     runtime = Runtime(0)
     use(runtime, monkeypatch)
     former = RingMap.of_size(tmp_path / 'log', 8 * mmap.PAGESIZE, pinned=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another user of the node may have put where a run keeps its memory."""
+"""Files that another user of the node may have placed where a run keeps its memory."""
 
 import os
 import socket
@@ -44,7 +44,7 @@ def shm() -> Iterator[Path]:
 
 @pytest.fixture
 def public(shm: Path) -> Path:
-    """A directory like /dev/shm: everybody may write, nobody may remove what is not his."""
+    """A directory like /dev/shm: all users may write, and delete only their own files."""
     shm.chmod(0o1777)
     return shm
 
@@ -59,7 +59,7 @@ def modes(path: Path) -> list[int]:
     return [entry.lstat().st_mode & 0o7777 for entry in (path, *path.rglob('*'))]
 
 
-def test_all_that_is_made_is_closed_to_others(public: Path) -> None:
+def test_created_files_are_closed_to_other_users(public: Path) -> None:
     store = NodeStore(public / 'memory', 'run1', 'node0')
     OwnerWindows(store, 0, 0, capacity())
     Ledger(store.ledger_path(0), 4, identity_of(0)).close()
@@ -67,28 +67,28 @@ def test_all_that_is_made_is_closed_to_others(public: Path) -> None:
     store.close()
 
 
-def test_a_directory_of_an_earlier_release_is_closed_to_others(public: Path) -> None:
+def test_directory_of_an_earlier_release_is_closed_to_other_users(public: Path) -> None:
     path = public / 'memory' / 'run1' / 'node0'
     path.mkdir(mode=0o755, parents=True)
     private.make_directories(public / 'memory', path)
     assert modes(public / 'memory' / 'run1') == [0o700] * 2
 
 
-def test_a_directory_that_others_can_write_is_refused(public: Path) -> None:
+def test_directory_writable_by_others_is_refused(public: Path) -> None:
     (public / 'run1').mkdir()
     (public / 'run1').chmod(0o777)
     with pytest.raises(ForeignFileError, match='run1 can be written by other users'):
         NodeStore(public, 'run1', 'node0').lock(0)
 
 
-def test_a_root_whose_content_others_can_replace_is_refused(shm: Path) -> None:
+def test_root_with_replaceable_content_is_refused(shm: Path) -> None:
     shm.chmod(0o777)
     with pytest.raises(ForeignFileError, match='who could replace what lies in it. chmod go-w'):
         NodeStore(shm, 'run1', 'node0').lock(0)
 
 
 @pytest.mark.parametrize('level', ['run1', 'run1/node0', 'run1/node0/0', 'run1/node0/0/0'])
-def test_a_link_instead_of_a_directory_is_refused(public: Path, level: str) -> None:
+def test_symbolic_link_to_a_directory_is_refused(public: Path, level: str) -> None:
     elsewhere = public / 'elsewhere'
     elsewhere.mkdir()
     (public / level).parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def test_planted_file_is_neither_followed_nor_written(
     assert kind != 'open to other users' or planted.read_text() == TEXT
 
 
-def test_the_ledger_is_a_new_file_whatever_is_there(public: Path) -> None:
+def test_ledger_replaces_a_planted_link(public: Path) -> None:
     theirs = victim(public)
     (public / 'ledger').symlink_to(theirs)
     (public / 'ledger.new').symlink_to(theirs)
@@ -148,14 +148,16 @@ def test_the_ledger_is_a_new_file_whatever_is_there(public: Path) -> None:
 
 @pytest.mark.parametrize('name', ['free-0.window', f'window-0-{PLAN}.window'])
 @pytest.mark.parametrize('mode', [0o666, 0o640])
-def test_a_window_that_others_can_open_is_not_adopted(public: Path, name: str, mode: int) -> None:
+def test_window_that_others_can_open_is_not_adopted(public: Path, name: str, mode: int) -> None:
     directory = public / 'run1' / 'node0' / '0' / '0'
     directory.mkdir(parents=True)
     planted = WindowFile.create(directory / name, capacity())
     planted.begin(named(0))
     write_window(planted)
     planted.path.chmod(mode)
-    with open(planted.path, 'rb') as theirs:  # who has it open would read all that is written
+    with open(
+        planted.path, 'rb'
+    ) as theirs:  # a user with an open descriptor could read later windows
         store = NodeStore(public, 'run1', 'node0')
         windows = OwnerWindows(store, 0, 0, capacity())
         assert windows.committed() == []
@@ -169,7 +171,7 @@ def test_a_window_that_others_can_open_is_not_adopted(public: Path, name: str, m
 
 
 @needs_root
-def test_what_another_user_made_first_is_refused_and_left_alone(public: Path) -> None:
+def test_directory_of_another_user_is_refused_unchanged(public: Path) -> None:
     for depth, level in enumerate(('run1', 'run2/node0', 'run3/node0/0')):
         path = public / level
         path.mkdir(parents=True)
@@ -182,7 +184,7 @@ def test_what_another_user_made_first_is_refused_and_left_alone(public: Path) ->
 
 
 @needs_root
-def test_windows_that_another_user_left_are_not_found(public: Path) -> None:
+def test_windows_of_another_user_are_not_found(public: Path) -> None:
     store = NodeStore(public, 'run1', 'node0')
     windows = OwnerWindows(store, 0, 0, capacity())
     file = windows.begin(named(0))
@@ -212,7 +214,7 @@ except Exception as error:
 
 
 def as_second_user(*arguments: object) -> str:
-    """What a process says that becomes another user once it is set up."""
+    """Output of a process that becomes another user."""
     program = [sys.executable, '-c', SECOND_USER, *map(str, arguments), str(NOBODY)]
     done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -220,7 +222,7 @@ def as_second_user(*arguments: object) -> str:
 
 
 @needs_root
-def test_a_second_user_on_the_node_works(public: Path) -> None:
+def test_second_user_on_the_node_can_run(public: Path) -> None:
     first = NodeStore(public, 'run-a', 'node0')
     OwnerWindows(first, 0, 0, capacity())
     assert as_second_user(public, 'run-b') == f'[]\n{GENERATIONS}\n'
@@ -229,7 +231,7 @@ def test_a_second_user_on_the_node_works(public: Path) -> None:
 
 
 @needs_root
-def test_a_second_user_with_the_same_directory_is_told_so(public: Path) -> None:
+def test_second_user_with_the_same_directory_is_refused(public: Path) -> None:
     first = NodeStore(public / 'memory', 'run-a', 'node0')
     OwnerWindows(first, 0, 0, capacity())
     refusals = ('cannot be used: Permission denied', 'belongs to user 0')
@@ -242,7 +244,7 @@ def test_a_second_user_with_the_same_directory_is_told_so(public: Path) -> None:
     first.close()
 
 
-def test_a_socket_is_no_file(public: Path) -> None:
+def test_socket_is_refused(public: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(public / 'planted'))
         with pytest.raises((OSError, HostMemoryError)):

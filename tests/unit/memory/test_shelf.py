@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in a node's memory of runs in other layouts."""
+"""Memory of a node that runs in other layouts have left."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
 
 
-def test_a_lock_that_is_a_link_belongs_to_no_job(tmp_path: Path) -> None:
+def test_holder_with_a_linked_lock_is_ignored(tmp_path: Path) -> None:
     other = NodeStore(tmp_path, 'run.a', 'node0')
     holder = other.holder_path(0)
     holder.mkdir(parents=True, mode=0o700)

@@ -20,7 +20,7 @@ def path() -> Iterator[Path]:
         yield shm / 'captured-before'
 
 
-def test_the_process_after_this_one_is_judged_by_the_same(path: Path) -> None:
+def test_headers_outlive_the_process(path: Path) -> None:
     first, second = make_header(0), make_header(1)
     Witness(path).remember([first])
     after = Witness(path)
@@ -29,7 +29,7 @@ def test_the_process_after_this_one_is_judged_by_the_same(path: Path) -> None:
     assert Witness(path).after(first.start) == []
 
 
-def test_what_is_forgotten_is_gone(path: Path) -> None:
+def test_forget_deletes_the_headers_and_the_file(path: Path) -> None:
     witness = Witness(path)
     witness.remember([make_header(0)])
     witness.forget()
@@ -38,14 +38,14 @@ def test_what_is_forgotten_is_gone(path: Path) -> None:
 
 
 @pytest.mark.parametrize('cut', [0, 4, 20, -1])
-def test_a_damaged_file_is_ignored(cut: int, path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_file_is_ignored(cut: int, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Witness(path).remember([make_header(0)])
     path.write_bytes(path.read_bytes()[:cut])
     assert Witness(path).after(-1) == []
     assert 'is ignored' in caplog.text
 
 
-def test_without_room_this_process_remembers_alone(
+def test_headers_stay_in_memory_if_the_file_cannot_be_written(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(where: Path, content: bytes) -> None:
@@ -58,8 +58,8 @@ def test_without_room_this_process_remembers_alone(
     assert 'in this process only' in caplog.text
 
 
-def test_the_plan_has_room_for_it(path: Path) -> None:
-    """For two windows of 5,000 tensors of 1 MiB, while the file is written anew."""
+def test_memory_plan_has_space_for_the_file(path: Path) -> None:
+    """For two windows of 5,000 tensors of 1 MiB, while the file is rewritten."""
     records = [
         Record(f'layer{n // 100}.expert{n % 100}', _NAME, 'exp_avg_sq', 'float32', 0, 2**18, 0, 1)
         for n in range(5000)

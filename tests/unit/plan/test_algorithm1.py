@@ -17,18 +17,18 @@ def equal(count):
 
 
 @pytest.mark.parametrize('count, budget, window', [(1200, 4400, 6), (1000, 2500, 20)])
-def test_equal_operators_take_longer_than_needed(count, budget, window):
+def test_equal_operators_take_more_slots_than_needed(count, budget, window):
     operators = equal(count)
     plan = plan_as_printed(operators, budget)
     assert plan.window == window > fewest_slots(operators, budget).window
     assert bytes_over_budget(plan, operators, budget) == 0
 
 
-def test_slots_hold_equally_many_in_the_given_order():
+def test_slots_hold_equal_counts_in_the_given_order():
     assert plan_as_printed(equal(7), 50).slots == (('0', '1', '2'), ('3', '4', '5'), ('6',))
 
 
-def test_everything_in_one_slot_when_it_fits():
+def test_one_slot_holds_all_operators_if_they_fit():
     assert plan_as_printed(equal(4), 48).window == 1
     assert plan_as_printed([], 1).slots == ((),)
 
@@ -42,7 +42,7 @@ def test_two_active_operators_are_returned_unchecked():
         fewest_slots(operators, 1)
 
 
-def test_one_operator_a_slot_is_never_tried():
+def test_one_operator_per_slot_is_never_tried():
     operators = [OperatorBytes(str(index), (12,), (1,)) for index in range(3)]
     assert fewest_slots(operators, 14).window == 3
     assert bytes_over_budget(plan_as_printed(operators, 14), operators, 14) > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`auto` follows the rates of the links, and stays where it is while they only vary."""
+"""`auto` follows the link rates and ignores their noise."""
 
 import logging
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ PLENTY = 1e6
 
 
 def demanded(seen: Measured) -> int | None:
-    """As `Protection` has it, of one stage."""
+    """The window that `Protection` would demand for one stage."""
     carried = budgets(
         seen.iteration_s,
         seen.copy_bytes_per_s,
@@ -44,8 +44,10 @@ class Training:
         self.auto = AutoWindow(demanded, LONGEST)
         self.windows = [window]
 
-    def see(self, *sent: float | None, copied: float = PLENTY, cores: Sequence[float] = ()) -> int:
-        """All ranks tell of a window; the result is W of the next."""
+    def observe(
+        self, *sent: float | None, copied: float = PLENTY, cores: Sequence[float] = ()
+    ) -> int:
+        """All ranks report a window; return the next W."""
         spared = cores or [None] * len(sent)
         loads = [
             WindowLoad(self.present.origin, {}, 1.0, copied, rate, cpu_bytes_per_s=cpu)
@@ -71,38 +73,38 @@ def settled(rate: float) -> int:
     return demanded(Measured(1.0, PLENTY, rate)) or LONGEST
 
 
-def see_all(training: Training, rates: Sequence[float]) -> None:
+def observe_all(training: Training, rates: Sequence[float]) -> None:
     for rate in rates:
-        training.see(rate)
+        training.observe(rate)
 
 
-def test_the_first_measured_window_replaces_the_guess_at_once() -> None:
-    assert Training().see(PLENTY, PLENTY) == 1
+def test_first_measurement_replaces_the_guess_at_once() -> None:
+    assert Training().observe(PLENTY, PLENTY) == 1
 
 
-def test_a_throttled_holder_makes_the_window_longer_and_back() -> None:
-    """One rank of three cannot send as fast as before; then it can again."""
+def test_slow_link_lengthens_the_window_temporarily() -> None:
+    """One rank of three sends slowly for a time."""
     training = Training()
-    training.see(PLENTY, PLENTY, PLENTY)
+    training.observe(PLENTY, PLENTY, PLENTY)
     assert training.present.window == 1
     slow = 2500.0
     needed = settled(slow)
     assert 1 < needed < LONGEST
     for _ in range(CONFIRMED - 1):
-        assert training.see(PLENTY, slow, PLENTY) == 1
-    assert training.see(PLENTY, slow, PLENTY) == needed
+        assert training.observe(PLENTY, slow, PLENTY) == 1
+    assert training.observe(PLENTY, slow, PLENTY) == needed
     for _ in range(20):
-        assert training.see(PLENTY, slow, PLENTY) == needed
+        assert training.observe(PLENTY, slow, PLENTY) == needed
     for _ in range(CONFIRMED - 1):
-        assert training.see(PLENTY, PLENTY, PLENTY) == needed
-    assert training.see(PLENTY, PLENTY, PLENTY) == 1
+        assert training.observe(PLENTY, PLENTY, PLENTY) == needed
+    assert training.observe(PLENTY, PLENTY, PLENTY) == 1
     assert training.changes() == 3, 'from the guess, to longer, and back'
 
 
-def test_one_slow_window_changes_nothing() -> None:
+def test_single_slow_window_changes_nothing() -> None:
     training = Training()
     for _ in range(10):
-        see_all(training, [PLENTY, PLENTY, PLENTY, 100.0])
+        observe_all(training, [PLENTY, PLENTY, PLENTY, 100.0])
     assert set(training.windows[1:]) == {1}
 
 
@@ -111,87 +113,87 @@ def test_one_slow_window_changes_nothing() -> None:
     st.lists(st.floats(0.9, 1.1), min_size=40, max_size=40),
     st.integers(1, LONGEST),
 )
-def test_noise_never_undoes_a_change(rate: float, noise: list[float], window: int) -> None:
-    """Wherever the rate is between those at which the window changes."""
+def test_noise_never_reverses_a_change(rate: float, noise: list[float], window: int) -> None:
+    """Wherever the rate lies between the thresholds of two windows."""
     training = Training(window, version=1)
-    see_all(training, [rate * factor for factor in noise])
+    observe_all(training, [rate * factor for factor in noise])
     assert training.windows in (sorted(training.windows), sorted(training.windows)[::-1])
     steady = training.present.window
     assert settled(1.4 * rate) <= steady <= settled(rate / 1.4), 'and is near what is needed'
 
 
-def test_a_slow_copy_makes_it_longer_too() -> None:
+def test_slow_copy_lengthens_the_window() -> None:
     training = Training(1, version=1)
     for _ in range(CONFIRMED):
-        training.see(PLENTY, copied=900.0)
+        training.observe(PLENTY, copied=900.0)
     assert training.present.window == demanded(Measured(1.0, 900.0, PLENTY)) == 3
 
 
-def test_cores_that_train_make_it_longer_and_back() -> None:
-    """By the rank that has the least of them, though links carry any window."""
+def test_busy_cores_lengthen_the_window_temporarily() -> None:
+    """By the rank with the fewest spare cores, although links carry any window."""
     training = Training()
-    assert training.see(PLENTY, PLENTY, cores=[PLENTY, 2000.0]) == 1
+    assert training.observe(PLENTY, PLENTY, cores=[PLENTY, 2000.0]) == 1
     for _ in range(CONFIRMED - 1):
-        assert training.see(PLENTY, PLENTY, cores=[450.0, PLENTY]) == 1
-    longer = training.see(PLENTY, PLENTY, cores=[450.0, PLENTY])
+        assert training.observe(PLENTY, PLENTY, cores=[450.0, PLENTY]) == 1
+    longer = training.observe(PLENTY, PLENTY, cores=[450.0, PLENTY])
     assert NEEDS[longer - 1].sent <= 450 < NEEDS[longer - 2].sent
     for _ in range(CONFIRMED):
-        training.see(PLENTY, PLENTY, cores=[PLENTY, PLENTY])
+        training.observe(PLENTY, PLENTY, cores=[PLENTY, PLENTY])
     assert training.present.window == 1
     assert training.changes() == 3
 
 
 @pytest.mark.parametrize('limit', [need.sent for need in NEEDS[:-1]])
-def test_cores_that_are_now_spared_and_now_not_undo_no_change(limit: int) -> None:
-    """Three windows each on either side of where the window changes, so that all agree."""
+def test_alternating_core_load_never_reverses_a_change(limit: int) -> None:
+    """Three windows on either side of a threshold, so that each change is confirmed."""
     for first in range(1, LONGEST + 1):
         training = Training(first, version=1)
         for _ in range(5):
             for factor in [0.95] * CONFIRMED + [1.05] * CONFIRMED:
-                training.see(PLENTY, cores=[limit * factor])
+                training.observe(PLENTY, cores=[limit * factor])
         assert training.windows in (sorted(training.windows), sorted(training.windows)[::-1])
 
 
-def test_cores_that_are_never_spared_enough_are_no_cause_for_a_warning(
+def test_permanently_busy_cores_cause_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        window = Training().see(PLENTY, cores=[1e-3])
+        window = Training().observe(PLENTY, cores=[1e-3])
     assert NEEDS[window - 1].sent <= 1.1 * NEEDS[-1].sent < NEEDS[window - 2].sent
     assert not caplog.text
 
 
-def test_times_that_the_copy_itself_lengthened_do_not_count() -> None:
-    """All wait for the rank whose copies hold it up; only that one knows how long."""
+def test_shortest_measured_iteration_time_counts() -> None:
+    """All ranks wait for the rank that its copies delay; only that rank measures the true time."""
     auto = AutoWindow(demanded, LONGEST)
     loads = [WindowLoad(0, {}, seconds, 1e4, None) for seconds in (3.0, 0.1, 3.0)]
     assert auto(PlanParameters(0, 0, 2, {}), loads) == demanded(Measured(0.1, 1e4, None))
 
 
-def test_without_a_measured_copy_nothing_changes() -> None:
+def test_window_stays_without_a_measured_copy() -> None:
     training = Training()
-    assert training.see(None, copied=PLENTY) == 1, 'no holder has taken anything: no limit'
+    assert training.observe(None, copied=PLENTY) == 1, 'no holder has taken anything: no limit'
     auto = AutoWindow(demanded, LONGEST)
     assert auto(PlanParameters(0, 0, 2, {}), [WindowLoad(0, {}, 1.0, None, 7.0)]) == 2
 
 
-def test_no_window_long_enough_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_about_the_longest_window_is_given_once(caplog: pytest.LogCaptureFixture) -> None:
     training = Training()
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            assert training.see(1.0) == LONGEST
+            assert training.observe(1.0) == LONGEST
     assert caplog.text.count('no window of up to 8 is long enough') == 1
     assert '--sparse-ckpt-max-window' in caplog.text
 
 
-def test_a_rank_without_room_for_longer_windows_brings_all_back() -> None:
-    """Others have taken its space in the tmpfs: what it cannot keep is persisted nowhere."""
+def test_rank_without_space_shortens_the_window_of_all() -> None:
+    """Other users have taken its space in the tmpfs: it could not persist longer windows."""
     training = Training()
-    assert training.see(1.0) == LONGEST
+    assert training.observe(1.0) == LONGEST
     loads = [
         WindowLoad(training.present.origin, {}, 1.0, PLENTY, 1.0, room=room) for room in (3, 2)
     ]
     assert training.auto(training.present, loads) == 2
     training.present = msgspec.structs.replace(training.present, window=2)
     for _ in range(CONFIRMED + 1):
-        assert training.see(1.0) == 2, 'it does not grow again'
+        assert training.observe(1.0) == 2, 'it does not grow again'

@@ -43,7 +43,7 @@ def operators_and_budgets(draw):
 
 
 def partitions(operators, window):
-    """Every cut of the operators, in order, into `window` slots, empty ones included."""
+    """All cuts of the operators, in order, into `window` slots, empty slots included."""
     names = [operator.name for operator in operators]
     for cuts in combinations_with_replacement(range(len(names) + 1), window - 1):
         yield [names[start:end] for start, end in pairwise([0, *cuts, len(names)])]
@@ -98,7 +98,7 @@ def test_slot_bytes_are_own_full_and_later_light(operators, window, random):
 
 
 @given(operators_and_budgets())
-def test_fewest_is_feasible_and_fewest_or_infeasible_for_a_stated_reason(case):
+def test_fewest_slots_is_minimal_or_names_the_infeasible_operator(case):
     operators, budgets = case
     try:
         plan = fewest_slots(operators, budgets)
@@ -158,14 +158,14 @@ def test_stages_share_the_fewest_window_that_fits_all(stages, budget):
         assert bytes_over_budget(plan, operators, budget) == 0
 
 
-def test_stages_take_a_given_window_and_state_the_overrun():
+def test_stages_accept_a_given_window_over_budget():
     stage = [OperatorBytes('a', (12,), (2,)), OperatorBytes('b', (12,), (2,))]
     (plan,) = plan_stages([stage], window=1, budget=20)
     assert plan.slots == (('a', 'b'),)
     assert bytes_over_budget(plan, stage, 20) == 4
 
 
-def test_stages_take_a_budget_each_and_per_rank():
+def test_stages_accept_budgets_per_stage_and_rank():
     stage = [OperatorBytes('a', (12, 1), (2, 0)), OperatorBytes('b', (12, 1), (2, 0))]
     assert [p.window for p in plan_stages([stage, stage], window=None, budget=[24, (14, 2)])] == [
         2,
@@ -187,7 +187,7 @@ def test_window_bytes_bound_holds_for_every_order(operators, window, random):
     assert all(size <= most for size, most in zip(total, bound, strict=True))
 
 
-def test_window_bytes_bound_is_reached_by_the_operator_captured_last():
+def test_window_bytes_bound_is_reached_by_the_last_operator():
     operators = [OperatorBytes('empty', (0,), (0,)), OperatorBytes('last', (12,), (2,))]
     plan = WindowPlan((('empty',), (), ('last',)))
     assert sum(slot[0] for slot in plan.slot_bytes(operators)) == 16
@@ -209,7 +209,7 @@ def test_the_light_tail_alone_can_make_a_plan_infeasible():
     assert fewest_slots(operators, 9).window == 2
 
 
-def test_one_slot_when_everything_fits():
+def test_one_slot_suffices_if_all_operators_fit():
     operators = [OperatorBytes(str(i), (12,), (2,)) for i in range(8)]
     assert fewest_slots(operators, 96).window == 1
     assert fewest_slots(operators, 95).window == 2
@@ -235,7 +235,7 @@ def test_sizes_of_real_models_do_not_overflow():
     assert max(slot[0] for slot in plan.slot_bytes(operators)) <= 2**46
 
 
-def test_budgets_far_apart_are_weights_like_others():
+def test_extremely_different_budgets_are_supported():
     operators = [OperatorBytes('a', (10**12, 10**12), (0, 0)), OperatorBytes('b', (5, 5), (0, 0))]
     plan = balanced(operators, 2, budget=(1, 10**12))
     assert plan.slots == (('a',), ('b',))
@@ -275,7 +275,7 @@ def test_plans_and_budgets_are_checked():
         fewest_slots([a], 0)
 
 
-def test_hideable_budget_is_what_is_copied_in_a_part_of_an_iteration():
+def test_hideable_budget_is_the_copy_of_the_hidden_fraction():
     assert hideable_budget(25e9, 2.0, 0.5) == 25_000_000_000
 
 

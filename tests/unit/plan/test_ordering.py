@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order of capture by popularity, and when it is worth a new plan."""
+"""Order of capture by popularity, and the threshold of a new plan."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from moevement_ext.plan.ordering import changed_enough, order_by_popularity
 NAMES = [f'op{index}' for index in range(8)]
 
 
-def test_popular_experts_come_last_and_everything_else_after_them():
+def test_popular_experts_and_then_other_operators_come_last():
     names = ['embedding', 'expert0', 'router', 'expert1', 'expert2']
     popularity = {'expert0': 0.5, 'expert1': 0.2, 'expert2': 0.3}
     expected = ['expert1', 'expert2', 'expert0', 'embedding', 'router']

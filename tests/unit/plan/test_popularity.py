@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each value of `--sparse-ckpt-order` takes for the popularity of an expert."""
+"""Popularity of an expert for each value of `--sparse-ckpt-order`."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def load(tokens: dict[str, float], capacity: float | None = None) -> WindowLoad:
     return WindowLoad(0, tokens, 1.0, copy_bytes_per_s=1e9, capacity=capacity)
 
 
-def test_shares_are_of_the_layer_and_summed_over_ranks() -> None:
+def test_shares_are_per_layer_and_summed_over_ranks() -> None:
     one = load({FIRST: 1, SECOND: 3, 'layer2.expert0': 5})
     two = load({FIRST: 5, SECOND: 3, 'layer2.expert1': 15})
     expected = {FIRST: 0.5, SECOND: 0.5, 'layer2.expert0': 0.25, 'layer2.expert1': 0.75}
@@ -22,19 +22,19 @@ def test_shares_are_of_the_layer_and_summed_over_ranks() -> None:
         assert Popularity(order).of([one, two], {}) == expected
 
 
-def test_a_layer_that_nothing_was_counted_of_has_none() -> None:
-    """Its router is in a CUDA graph, say."""
+def test_layer_without_counted_tokens_has_no_popularity() -> None:
+    """For example, its router is in a CUDA graph."""
     seen = load({FIRST: 0, SECOND: 0, 'layer2.expert0': 5}, capacity=10)
     assert shares_of([seen]) == {'layer2.expert0': 1.0}
     assert Popularity(CAPACITY).of([seen], {}) == {'layer2.expert0': 0.5}
 
 
-def test_a_fixed_order_has_none() -> None:
+def test_fixed_order_has_no_popularity() -> None:
     assert Popularity(FIXED).of([load({FIRST: 1, SECOND: 3})], {FIRST: 1.0}) == {}
 
 
-def test_what_decays_is_an_average_over_windows_that_begins_with_the_plan_in_force() -> None:
-    """One window of other tokens does not turn the order round."""
+def test_decayed_popularity_averages_over_windows() -> None:
+    """It starts with the plan in force; one window of other tokens does not reverse the order."""
     popularity = Popularity(DECAYED)
     usual, other = load({FIRST: 3, SECOND: 1}), load({FIRST: 0, SECOND: 4})
     assert popularity.of([usual], {FIRST: 0.25, SECOND: 0.75}) == {FIRST: 0.5, SECOND: 0.5}
@@ -42,7 +42,7 @@ def test_what_decays_is_an_average_over_windows_that_begins_with_the_plan_in_for
     assert popularity.of([other], {}) == {FIRST: 0.3125, SECOND: 0.6875}
 
 
-def test_experts_that_are_full_count_alike_and_each_rank_has_a_capacity_of_its_own() -> None:
+def test_capacity_popularity_is_capped_by_the_capacity_of_each_rank() -> None:
     one = load({FIRST: 30, SECOND: 10}, capacity=20)
     two = load({FIRST: 30, SECOND: 35}, capacity=30)
     elsewhere = load({'layer2.expert0': 1, 'layer2.expert1': 3}, capacity=4)

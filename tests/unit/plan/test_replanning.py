@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When windows are re-planned; how all ranks take the plan over: `tests/unit/protect`."""
+"""When windows are re-planned; `tests/unit/protect` tests how all ranks adopt the plan."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,8 +24,8 @@ of_default = partial(decide_plan, popularity=Popularity(POPULARITY).of, change=0
 fixed = partial(of_default, auto_window=None)
 
 
-def test_layers_that_nothing_was_counted_of_keep_their_order() -> None:
-    """Their routers are in CUDA graphs, say."""
+def test_layers_without_counted_tokens_keep_their_order() -> None:
+    """For example, their routers are in CUDA graphs."""
     assert fixed(PlanParameters(1, 0, 3, shares_of([load(0, BALANCED)])), [load(6, {})]) is None
 
 
@@ -37,7 +37,7 @@ def test_layers_that_nothing_was_counted_of_keep_their_order() -> None:
         ([29, 25, 23, 23], True),  # one of four changed by more than 10 %
     ],
 )
-def test_replanned_when_enough_experts_changed_enough(tokens: list[int], replanned: bool) -> None:
+def test_large_popularity_changes_cause_a_new_plan(tokens: list[int], replanned: bool) -> None:
     present = PlanParameters(1, 0, 3, shares_of([load(0, BALANCED)]))
     seen = load(6, dict(zip(BALANCED, tokens, strict=True)))
     chosen = fixed(present, [seen])
@@ -52,7 +52,7 @@ def test_dense_models_are_not_replanned_by_popularity() -> None:
     assert fixed(PlanParameters(0, 0, 3, {}), [load(0, {})]) is None
 
 
-def test_auto_is_asked_for_the_window_and_the_order_stays() -> None:
+def test_auto_window_changes_the_window_and_keeps_the_order() -> None:
     present = PlanParameters(1, 0, 2, shares_of([load(0, BALANCED)]))
     asked = []
 
@@ -66,7 +66,7 @@ def test_auto_is_asked_for_the_window_and_the_order_stays() -> None:
     assert chosen == PlanParameters(2, 10, 5, present.shares)
 
 
-def test_load_without_a_measured_rate_reaches_the_deciding_rank() -> None:
+def test_load_without_a_measured_rate_can_be_encoded() -> None:
     copier = Copier(torch.device('cpu'))
     unmeasured = WindowLoad(4, BALANCED, 1.0, copier.bytes_per_s())
     copier.stop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows by what each link limits: the copy every slot, the network the mean over a window."""
+"""Windows by the limits of each link: the copy of each slot, the mean send over a window."""
 
 from fractions import Fraction
 from itertools import islice
@@ -24,11 +24,11 @@ from tests.unit.plan.test_byte_planner import operators_lists
 LARGE_LAST = [OperatorBytes(f'expert{i}', (1,), (0,)) for i in range(4)] + [
     OperatorBytes('embedding', (16,), (0,))
 ]
-"""One operator is larger than all others together, and is captured last."""
+"""The last operator is larger than all others together."""
 
 
 def sent_in_time(slots: list[int], link: int) -> bool:
-    """All of a window is sent when the next one begins: iteration by iteration."""
+    """True if all of a window is sent when the next one begins."""
     waiting = 0
     for size in slots:
         waiting = max(waiting + size - link, 0)
@@ -36,10 +36,10 @@ def sent_in_time(slots: list[int], link: int) -> bool:
 
 
 @given(operators_lists(), st.integers(1, 9), st.integers(0, 5))
-def test_needs_are_those_of_each_plan(
+def test_needs_equal_the_bytes_of_each_plan(
     operators: list[OperatorBytes], window: int, always: int
 ) -> None:
-    """Also of windows that have more slots than there are operators."""
+    """Including windows with more slots than operators."""
     need = list(islice(needs(operators, always), window))[-1]
     slots = balanced(operators, window).slot_bytes(operators)
     ranks = [[size + always for size in rank] for rank in zip(*slots, strict=True)]
@@ -51,10 +51,8 @@ def test_needs_are_those_of_each_plan(
 
 
 @given(operators_lists(), st.integers(1, 120))
-def test_without_replicas_the_copy_alone_counts(
-    operators: list[OperatorBytes], budget: int
-) -> None:
-    """So ranks need not know the operators of other stages to find the window of all."""
+def test_only_the_copy_counts_without_replicas(operators: list[OperatorBytes], budget: int) -> None:
+    """Hence ranks need not know the operators of other stages to find the common window."""
     try:
         expected = fewest_slots(operators, budget).window
     except InfeasiblePlan:
@@ -63,8 +61,8 @@ def test_without_replicas_the_copy_alone_counts(
     assert shortest([needs(operators)], carried, len(operators) + 1) == expected
 
 
-def test_an_operator_larger_than_the_network_carries_in_an_iteration_has_a_plan() -> None:
-    """It need not be sent before the next update; it must be copied by then."""
+def test_operator_beyond_the_network_budget_has_a_plan() -> None:
+    """It must be copied before the next update, but may be sent later."""
     of_window = list(islice(needs(LARGE_LAST), 4))
     assert of_window == [Need(20, 20, 20), Need(16, 10, 16), Need(16, 7, 8), Need(16, 5, 6)]
     assert shortest([of_window], Budgets(16, 10, 20), 4) == 2
@@ -74,13 +72,13 @@ def test_an_operator_larger_than_the_network_carries_in_an_iteration_has_a_plan(
     assert shortest([of_window], Budgets(15, 10, 20), 4) is None, 'the copy must'
 
 
-def test_the_stage_that_needs_the_longest_decides() -> None:
+def test_stage_with_the_longest_window_decides() -> None:
     first, second = [OperatorBytes('a', (8,), (0,))], LARGE_LAST
     assert shortest([needs(first), needs(second)], Budgets(16, None, None), 8) == 2
     assert shortest([needs(first), needs(first)], Budgets(16, None, None), 8) == 1
 
 
-def test_cores_that_train_ask_for_fewer_bytes() -> None:
+def test_busy_cores_demand_longer_windows() -> None:
     of_window = list(islice(needs(LARGE_LAST), 4))
     assert [need.sent for need in of_window] == [20, 10, 7, 5]
     found = {
@@ -92,8 +90,8 @@ def test_cores_that_train_ask_for_fewer_bytes() -> None:
     assert shortest([of_window], Budgets(15, None, None, 100), 4) is None, 'no link carries any'
 
 
-def test_the_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
-    """What a slot costs whatever its size is more than the share, so no window is long enough."""
+def test_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
+    """The fixed cost of a slot exceeds the share, so no window is long enough."""
     operators = [OperatorBytes(f'expert{i}', (1200,), (200,)) for i in range(128)]
     of_window = list(islice(needs(operators), 16))
     found = shortest([of_window], Budgets(2**40, None, None, 1), 16)
@@ -108,7 +106,7 @@ def test_the_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
     st.lists(st.integers(1, 200), min_size=2, max_size=4).map(sorted),
     st.integers(1, 9),
 )
-def test_slower_cores_never_make_it_shorter_nor_longer_than_the_links_allow(
+def test_slower_cores_lengthen_the_window_within_link_limits(
     operators: list[OperatorBytes], budget: int, cores: list[int], longest: int
 ) -> None:
     of_window = list(islice(needs(operators), longest))
@@ -126,7 +124,7 @@ def test_slower_cores_never_make_it_shorter_nor_longer_than_the_links_allow(
             assert window == by_links
 
 
-def test_each_budget_is_of_its_link() -> None:
+def test_each_budget_follows_its_link() -> None:
     assert budgets(2.0, 25e9, None, 2, 0.5) == Budgets(25_000_000_000, None, None)
     assert budgets(2.0, 25e9, 10e9, 0, 0.5) == Budgets(25_000_000_000, None, None)
     found = budgets(2.0, 25e9, 10e9, 2, hidden_fraction=0.5, network_share=0.25)
@@ -138,8 +136,8 @@ def test_each_budget_is_of_its_link() -> None:
     assert budgets(2.0, 25e9, None, 2, cpu_bytes_per_s=3.0).cpu_bytes == 6
 
 
-def test_a_limit_takes_the_place_of_the_share() -> None:
-    """At the end of a window as well; the link may be slower, or not known."""
+def test_network_limit_replaces_the_share() -> None:
+    """Also at the end of a window; the link may be slower or unknown."""
     copy = 25_000_000_000
     for link, held in ((10e9, 4e9), (None, 4e9), (1e9, 1e9)):
         found = budgets(2.0, 25e9, link, 2, 0.5, network_bytes_per_s=4e9)
@@ -151,7 +149,7 @@ def test_a_limit_takes_the_place_of_the_share() -> None:
     ('slots', 'bytes_an_iteration'),
     [([8, 8, 8, 8], 8), ([20, 4, 6, 100], 10), ([4, 4, 16, 1], 16), ([6, 50], 6)],
 )
-def test_all_but_the_end_of_a_window_is_spread_over_it(
+def test_sends_before_the_last_slot_are_spread_over_the_window(
     slots: list[int], bytes_an_iteration: float
 ) -> None:
     rate = spread(slots, 2.0, 3)
@@ -162,7 +160,7 @@ def test_all_but_the_end_of_a_window_is_spread_over_it(
     assert waiting == 0.0, 'when the last slot comes'
 
 
-def test_what_cannot_be_spread() -> None:
+def test_spread_is_undefined_without_time_copies_or_slots() -> None:
     assert spread([8], 2.0, 3) is spread([8, 8], 0.0, 3) is spread([8, 8], 2.0, 0) is None
 
 
@@ -184,12 +182,12 @@ def test_rates_must_be_positive(rate: float) -> None:
         (10.0, 40.0, 2, 5.0, (2.0, 10.0)),
     ],
 )
-def test_a_checkpoint_takes_its_copy_and_its_sends(
+def test_checkpoint_time_includes_copy_and_sends(
     copied: float | None,
     sent: float | None,
     copies: int,
     limit: float | None,
     seconds: tuple[float, float] | None,
 ) -> None:
-    """A limit that holds all sends up leaves no other rate to measure."""
+    """A limit that throttles all sends leaves no other rate to measure."""
     assert checkpoint_s(20, copied, sent, copies, limit) == seconds

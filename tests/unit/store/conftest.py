@@ -15,6 +15,6 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def proxy(server: Server) -> Iterator[Proxy]:
-    """Of one node."""
+    """The proxy of one node."""
     with closing(Proxy(server.port)) as made:
         yield made

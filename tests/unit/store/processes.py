@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store, and the proxy of a node, as processes of their own."""
+"""A store and the proxy of a node, as separate processes."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ WAIT_S = 120.0
 
 
 class _Process(ABC):
-    """Listens at a port."""
+    """A process that listens on a port."""
 
     port: int
     pid: int
@@ -31,14 +31,14 @@ class _Process(ABC):
         return TCPStore('127.0.0.1', self.port, is_master=False, timeout=timeout)
 
     def connections_from_clients(self) -> int:
-        """How many are open at its own port."""
+        """Number of open connections to its own port."""
         found = psutil.Process(self.pid).net_connections()
         return sum(
             one.laddr.port == self.port and one.status == psutil.CONN_ESTABLISHED for one in found
         )
 
     def connections_to(self, port: int) -> int:
-        """How many are open."""
+        """Number of its open connections to this port."""
         found = psutil.Process(self.pid).net_connections()
         return sum(
             bool(one.raddr) and one.raddr.port == port and one.status == psutil.CONN_ESTABLISHED
@@ -48,18 +48,18 @@ class _Process(ABC):
     def stand_still(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
         process = psutil.Process(self.pid)
-        until(lambda: process.status() == psutil.STATUS_STOPPED)  # until then it may answer
+        until(lambda: process.status() == psutil.STATUS_STOPPED)  # it may answer before
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
     @abstractmethod
     def close(self) -> None:
-        """Kill it."""
+        """Kill the process."""
 
 
 class _Forked(_Process):
-    """Runs a function that sends what it is known by, its port first."""
+    """Runs a function that sends its identification, its port first."""
 
     def __init__(self, serve: Callable[..., None], *arguments: object) -> None:
         ours, theirs = context().Pipe()
@@ -77,7 +77,7 @@ class _Forked(_Process):
 
 
 class Server(_Forked):
-    """Serves a store, at a port that nothing else takes when this one is dead."""
+    """Serves a store, on a port that no other program takes after its death."""
 
     def __init__(self, port: int | None = None) -> None:
         super().__init__(_serve, port or free_port())
@@ -91,10 +91,9 @@ def _serve(pipe: Connection, port: int) -> None:
 
 
 class Proxy(_Forked):
-    """Leads to the store at a port, which it asks so often for an answer in so many seconds.
+    """Proxy to the store at a port, pinged every `every_s` with a timeout of `to_answer_s`.
 
-    A store that it connects with has `to_connect_s` to answer, and a client of its own
-    `greeting_s` to say that it is one.
+    The store has `to_connect_s` to answer a new connection, and a client `greeting_s` to greet.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ def _lead(pipe: Connection, port: int, greeting_s: float, *times: float) -> None
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Wait for something to be so."""
+    """Wait until the condition holds."""
     deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline

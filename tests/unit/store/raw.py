@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank whose questions are sent before it waits for an answer."""
+"""A rank that sends several requests before it reads a reply."""
 
 import socket
 from contextlib import suppress
@@ -10,7 +10,7 @@ from tests.unit.store.processes import WAIT_S
 
 
 class Raw:
-    """Connected with a proxy, or with a branch, which is one to proxies."""
+    """Connection to a proxy, or to a branch, which is a store to proxies."""
 
     def __init__(self, port: int) -> None:
         self._sock = socket.create_connection(('127.0.0.1', port), WAIT_S)
@@ -18,21 +18,21 @@ class Raw:
         self._send(Request(Kind.VALIDATE, number=wire.MAGIC))
 
     def add(self, key: bytes) -> None:
-        """Ask for the next number of a key."""
+        """Request the next number of a key."""
         self._send(Request(Kind.ADD, (b'/' + key,), number=1))
 
     def number(self) -> int:
-        """What `add` has asked for."""
+        """Reply to `add`."""
         return int.from_bytes(self._answer(8), 'little', signed=True)
 
     def pass_by(self) -> None:
-        """Return when whatever others had sent before has been read."""
+        """Return after the peer has read all data that others had sent before."""
         for turn in range(5):
             self._send(Request(Kind.PING, number=turn))
             assert self._answer(4) == turn.to_bytes(4, 'little')
 
     def is_cut(self) -> bool:
-        """Return when the other side has closed the connection; False if there is an answer."""
+        """True once the peer has closed the connection; False if it replies."""
         with suppress(ConnectionResetError):
             return self._answer(1) == b''
         return True

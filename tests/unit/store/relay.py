@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands between a proxy and a store."""
+"""A relay between a proxy and a store."""
 
 import socket
 import threading
 
 
 class Relay:
-    """Counts what the proxy sends."""
+    """Counts the bytes that the proxy sends."""
 
     def __init__(self, port: int) -> None:
         self.nbytes = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store that stands still, as a process of its own."""
+"""A stopped store, as a separate process."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timed
 
 
 class Asking:
-    """A thread that asks; what became of it."""
+    """A thread that sends a request, and its result."""
 
     def __init__(self, ask: Callable[[], object]) -> None:
         self._ask = ask
@@ -38,8 +38,8 @@ class Asking:
         return self.error
 
 
-def test_who_waits_for_a_store_that_stands_still_has_an_error(server: Server) -> None:
-    """Whether it asks something, or waits for a key."""
+def test_requests_to_a_stopped_store_raise(server: Server) -> None:
+    """A request as well as a wait for a key."""
     asking, waiting = (server.connect() for _ in range(2))
     watch = AnswerWatch(asking, 1.0)
     late = Asking(lambda: waiting.wait(['never'], timedelta(days=1)))
@@ -51,7 +51,7 @@ def test_who_waits_for_a_store_that_stands_still_has_an_error(server: Server) ->
     watch.close()
 
 
-def test_who_asks_a_store_that_answers_is_left_alone(
+def test_long_wait_for_a_responsive_store_is_not_cut(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -72,7 +72,7 @@ def test_who_asks_a_store_that_answers_is_left_alone(
     watch.close()
 
 
-def test_only_connections_with_the_store_are_cut(server: Server) -> None:
+def test_only_connections_to_the_store_are_cut(server: Server) -> None:
     other = Server()
     try:
         spared, cut = other.connect(), server.connect()
@@ -86,15 +86,13 @@ def test_only_connections_with_the_store_are_cut(server: Server) -> None:
         other.close()
 
 
-def test_what_is_asked_may_fail_by_itself() -> None:
+def test_in_time_passes_on_results_and_errors() -> None:
     assert in_time(lambda: 7, WAIT_S) == 7
     with pytest.raises(KeyError):
         in_time(lambda: {}['none'], WAIT_S)
 
 
-def test_a_store_that_stands_still_is_lost_as_one_that_died(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_store_counts_as_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('moevement_ext.membership.store_loss._LEAST_TO_ANSWER_S', 0.5)
     called = threading.Event()
     loss = StoreLoss(server.connect(), 2.0, called.set)
@@ -106,7 +104,7 @@ def test_a_store_that_stands_still_is_lost_as_one_that_died(
     loss.close()
 
 
-def test_nobody_waits_for_ever_to_connect_with_a_store_that_stands_still(server: Server) -> None:
+def test_connecting_to_a_stopped_store_times_out(server: Server) -> None:
     server.stand_still()
     connecting = Asking(lambda: outside.connect('127.0.0.1', server.port, timedelta(seconds=1)))
     assert isinstance(connecting.ends_with(), ConfigurationError)

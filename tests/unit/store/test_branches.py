@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Branches ask a store for the proxies of many nodes; all processes are real."""
+"""Branches combine requests of many nodes' proxies to a store; all processes are real."""
 
 import queue
 import socket
@@ -31,11 +31,11 @@ BRANCHES = 2
 
 
 class Watched(NamedTuple):
-    """A single branch, what it sends to the store, and its nodes."""
+    """A single branch behind a counting relay, and its nodes."""
 
     relay: Relay
     branch: int
-    """Its port."""
+    """Port of the branch."""
     proxies: list[Proxy]
 
 
@@ -61,19 +61,19 @@ def watched(server: Server) -> Iterator[Watched]:
         announce(server.connect(), branches.ports)
         proxies = [Proxy(server.port) for _ in range(NODES)]
         for proxy in proxies:
-            proxy.connect().num_keys()  # it knows its branch now
+            proxy.connect().num_keys()  # it has found its branch now
         yield Watched(relay, branches.ports[0], proxies)
         for proxy in proxies:
             proxy.close()
 
 
-def test_only_jobs_of_many_nodes_have_branches() -> None:
+def test_only_large_jobs_have_branches() -> None:
     assert needed(NODES_OF_A_BRANCH) == 0
     assert needed(NODES_OF_A_BRANCH + 1) == 2
     assert needed(2048) == 64
 
 
-def test_nodes_are_spread_over_the_branches_and_none_stays_with_the_store(
+def test_nodes_are_spread_evenly_over_the_branches(
     proxies: list[Proxy], server: Server, branches: Branches
 ) -> None:
     clients = [proxy.connect() for proxy in proxies]
@@ -83,7 +83,7 @@ def test_nodes_are_spread_over_the_branches_and_none_stays_with_the_store(
         assert sum(bool(proxy.connections_to(port)) for proxy in proxies) == NODES // BRANCHES
 
 
-def test_each_who_adds_is_told_a_number_of_its_own(proxies: list[Proxy], server: Server) -> None:
+def test_each_add_returns_a_unique_number(proxies: list[Proxy], server: Server) -> None:
     clients = [proxy.connect() for proxy in proxies for _ in range(2)]
     with ThreadPoolExecutor(len(clients)) as threads:
         told = threads.map(lambda client: [client.add('n', 1) for _ in range(100)], clients)
@@ -92,8 +92,8 @@ def test_each_who_adds_is_told_a_number_of_its_own(proxies: list[Proxy], server:
     assert server.connect().add('n', 0) == numbers[-1]
 
 
-def test_what_all_nodes_ask_at_once_a_branch_asks_once(watched: Watched, server: Server) -> None:
-    """Except for the first request, which finds no other to go with."""
+def test_branch_combines_simultaneous_requests(watched: Watched, server: Server) -> None:
+    """Except the first request, which is sent alone."""
     before = watched.relay.nbytes
     watched.proxies[0].connect().add('n', 1)
     bytes_of_one = watched.relay.nbytes - before
@@ -110,12 +110,12 @@ def test_what_all_nodes_ask_at_once_a_branch_asks_once(watched: Watched, server:
     assert watched.relay.nbytes - before <= 3 * bytes_of_one
 
 
-def test_what_nodes_ask_one_after_the_other_a_branch_asks_seldom(
+def test_branch_limits_the_rate_of_requests(
     watched: Watched,
 ) -> None:
-    """Each of them again as soon as it has an answer, so that there is always one that asks.
+    """Each node asks again as soon as it has a reply, so that a request is always pending.
 
-    A slow machine asks even more seldom.
+    A slow machine sends even fewer.
     """
     relay, clients = watched.relay, [proxy.connect() for proxy in watched.proxies]
     clients[0].add('n', 0)
@@ -127,7 +127,7 @@ def test_what_nodes_ask_one_after_the_other_a_branch_asks_seldom(
     assert requests <= (time.monotonic() - began) / _PAUSE_OF_A_BRANCH_S + 2
 
 
-def test_all_who_wait_are_woken_up_and_who_gives_up_asks_on(
+def test_all_waits_are_woken_and_a_timed_out_client_continues(
     proxies: list[Proxy], server: Server
 ) -> None:
     clients = [proxy.connect() for proxy in proxies]
@@ -142,7 +142,7 @@ def test_all_who_wait_are_woken_up_and_who_gives_up_asks_on(
             one.result(WAIT_S)
 
 
-def test_nodes_whose_branch_is_lost_go_to_the_store_themselves(
+def test_nodes_of_a_lost_branch_connect_to_the_store(
     proxies: list[Proxy], server: Server, branches: Branches
 ) -> None:
     clients = [proxy.connect() for proxy in proxies]
@@ -151,13 +151,13 @@ def test_nodes_whose_branch_is_lost_go_to_the_store_themselves(
     branches.close()
     for client in clients:
         with pytest.raises(DistError):
-            client.add('n', 1)  # whether it was counted cannot be known
+            client.add('n', 1)  # the store may have counted it
     counts = [proxy.connect().add('m', 1) for proxy in proxies]
     assert counts == list(range(1, NODES + 1))
     assert all(proxy.connections_to(server.port) for proxy in proxies)
 
 
-def test_a_store_that_dies_is_lost_to_all_nodes(proxies: list[Proxy], server: Server) -> None:
+def test_dead_store_is_lost_to_all_nodes(proxies: list[Proxy], server: Server) -> None:
     idle, waiting = proxies[0].connect(), proxies[1].connect()
     with ThreadPoolExecutor(1) as threads:
         wait = threads.submit(waiting.wait, ['never'])
@@ -169,7 +169,7 @@ def test_a_store_that_dies_is_lost_to_all_nodes(proxies: list[Proxy], server: Se
         idle.num_keys()
 
 
-def test_a_store_that_falls_silent_before_its_branches_are_known_is_asked_again() -> None:
+def test_query_for_branches_is_repeated_after_a_silence() -> None:
     greeting, ping = 5, 5
     arrivals: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
@@ -193,7 +193,7 @@ def test_a_store_that_falls_silent_before_its_branches_are_known_is_asked_again(
                     assert rank.is_cut()
 
 
-def test_branches_end_with_who_started_them(server: Server) -> None:
+def test_branches_end_with_their_parent(server: Server) -> None:
     program = (
         'import signal, sys\n'
         'from moevement_ext.store.branches import Branches\n'
@@ -212,29 +212,29 @@ def test_branches_end_with_who_started_them(server: Server) -> None:
     assert len(gone) == 2 and not alive
 
 
-def test_a_branch_that_cannot_listen_is_said() -> None:
+def test_branch_that_cannot_listen_is_reported() -> None:
     with closing(Server()) as server, pytest.raises(OSError, match='a branch'):
         Branches('127.0.0.1', server.port, 1, '127.0.0.1', first_port=server.port)
 
 
-def test_the_program_of_a_store_has_branches_for_many_nodes() -> None:
+def test_store_program_starts_branches_for_many_nodes() -> None:
     command = [sys.executable, '-m', 'moevement_ext.store', '--host', '127.0.0.1', '--port', '0']
     command += ['--nodes', str(NODES_OF_A_BRANCH + 1)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as store:
         assert store.stdout is not None
         port = int(store.stdout.readline().split()[-1].rpartition(':')[2])
-        _is_reached_through_a_branch(port)
+        _check_access_through_a_branch(port)
         (server,) = [
             one for one in psutil.Process(store.pid).children() if 'branch' not in one.cmdline()[2]
         ]
         server.kill()
-        store.stdout.readline()  # that another one is to serve
-        store.stdout.readline()  # that it does
-        _is_reached_through_a_branch(port)
+        store.stdout.readline()  # announces the restart
+        store.stdout.readline()  # announces the new server
+        _check_access_through_a_branch(port)
         store.terminate()
 
 
-def _is_reached_through_a_branch(port: int) -> None:
+def _check_access_through_a_branch(port: int) -> None:
     store = TCPStore('127.0.0.1', port, is_master=False)
     ports = [int(one) for one in store.get('branches').split()]
     with closing(Proxy(port)) as proxy:

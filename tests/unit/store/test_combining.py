@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proxy puts together, from a real store; the loop is the test's own."""
+"""Combined waits of a proxy against a real store, on the test's own event loop."""
 
 import asyncio
 from asyncio import Future
@@ -14,11 +14,11 @@ from tests.unit.store.processes import WAIT_S, Server
 pytestmark = pytest.mark.timed
 
 KEYS = (b'/barrier',)
-"""As torch's clients name it."""
+"""With the prefix of torch's clients."""
 
 
-def test_who_waits_is_told_in_the_order_in_which_it_came(server: Server) -> None:
-    """Ranks of a node, which come one after another, go on one after another, too."""
+def test_waits_are_woken_in_order_of_arrival(server: Server) -> None:
+    """Hence ranks of a node that arrive one after another continue one after another."""
     told: list[int] = []
 
     async def wait_and_open() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A node's proxy is a store to the ranks of the node; all processes are real."""
+"""A node's proxy acts as a store to the ranks of the node; all processes are real."""
 
 import socket
 import time
@@ -37,10 +37,10 @@ QUESTIONS = st.one_of(
 
 
 def answers(store: Store, questions: list[tuple]) -> list[object]:
-    """What a store says to all of them, and what is in it then."""
+    """Replies of a store to all requests, and its content afterwards."""
     found: list[object] = []
     for what, *arguments in questions:
-        if what == 'append':  # has to be there
+        if what == 'append':  # the key must exist
             store.compare_set(arguments[0], '', 'begun')
         found.append(getattr(store, what)(*arguments))
     store.set('one', 'at least')
@@ -49,7 +49,7 @@ def answers(store: Store, questions: list[tuple]) -> list[object]:
 
 
 @given(st.lists(QUESTIONS, max_size=12))
-def test_a_proxy_answers_as_the_store_does(stores: tuple[Store, Store], asked: list) -> None:
+def test_proxy_replies_like_the_store(stores: tuple[Store, Store], asked: list) -> None:
     direct, led = stores
     assert answers(led, asked) == answers(direct, asked)
     for store in stores:
@@ -59,7 +59,7 @@ def test_a_proxy_answers_as_the_store_does(stores: tuple[Store, Store], asked: l
 
 @pytest.fixture(scope='module')
 def stores() -> Iterator[tuple[Store, Store]]:
-    """Two that are alike, one of them behind a proxy."""
+    """Two equal stores, one of them behind a proxy."""
     one, other = Server(), Server()
     proxy = Proxy(other.port)
     yield one.connect(), proxy.connect()
@@ -72,7 +72,7 @@ def together(stores: list[Store], what: Callable[[Store], object]) -> list:
         return list(threads.map(what, stores))
 
 
-def test_each_who_adds_is_told_a_number_of_its_own(proxy: Proxy, server: Server) -> None:
+def test_each_add_returns_a_unique_number(proxy: Proxy, server: Server) -> None:
     stores = [proxy.connect() for _ in range(RANKS)]
     told = together(stores, lambda store: [store.add('count', 1) for _ in range(200)])
     numbers = [number for one in told for number in one]
@@ -81,7 +81,7 @@ def test_each_who_adds_is_told_a_number_of_its_own(proxy: Proxy, server: Server)
     assert server.connect().add('count', 0) == 200 * RANKS
 
 
-def test_one_of_those_who_try_to_be_first_is(proxy: Proxy) -> None:
+def test_one_compare_set_wins(proxy: Proxy) -> None:
     stores = {str(rank): proxy.connect() for rank in range(RANKS)}
     for attempt in range(50):
         with ThreadPoolExecutor(RANKS) as threads:
@@ -92,8 +92,8 @@ def test_one_of_those_who_try_to_be_first_is(proxy: Proxy) -> None:
         assert len(set(found)) == 1
 
 
-def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
-    """Except for the first request, which finds no other to go with."""
+def test_simultaneous_requests_are_combined(server: Server) -> None:
+    """Except the first request, which is sent alone."""
     relay = Relay(server.port)
     with closing(Proxy(relay.port)) as proxy, ExitStack() as opened:
         ranks = [opened.enter_context(closing(Raw(proxy.port))) for _ in range(RANKS)]
@@ -112,7 +112,7 @@ def test_what_all_ask_at_once_is_asked_once(server: Server) -> None:
         assert relay.nbytes - before <= 3 * bytes_of_one
 
 
-def test_all_who_wait_are_woken_up(proxy: Proxy, server: Server) -> None:
+def test_all_waits_are_woken(proxy: Proxy, server: Server) -> None:
     stores = [proxy.connect() for _ in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as threads:
         waits = [threads.submit(store.wait, ['barrier']) for store in stores]
@@ -125,7 +125,7 @@ def test_all_who_wait_are_woken_up(proxy: Proxy, server: Server) -> None:
     assert [store.get('barrier') for store in stores] == [b'open'] * RANKS
 
 
-def test_who_gives_up_waiting_can_ask_on_and_others_wait_on(proxy: Proxy) -> None:
+def test_timed_out_client_continues_and_others_keep_waiting(proxy: Proxy) -> None:
     patient, impatient, other = (proxy.connect() for _ in range(3))
     with ThreadPoolExecutor(1) as threads:
         wait = threads.submit(patient.wait, ['barrier'])
@@ -139,7 +139,7 @@ def test_who_gives_up_waiting_can_ask_on_and_others_wait_on(proxy: Proxy) -> Non
     impatient.wait(['barrier'])
 
 
-def test_who_is_gone_leaves_no_wait_behind(proxy: Proxy, server: Server) -> None:
+def test_wait_of_a_closed_connection_is_removed(proxy: Proxy, server: Server) -> None:
     staying = proxy.connect()
     sock = socket.create_connection(('127.0.0.1', proxy.port))
     sock.sendall(b'\x06' + (1).to_bytes(8, 'little') + (4).to_bytes(8, 'little') + b'/key')
@@ -149,10 +149,8 @@ def test_who_is_gone_leaves_no_wait_behind(proxy: Proxy, server: Server) -> None
     assert staying.add('count', 1) == 1
 
 
-def test_who_asks_on_before_it_is_answered_is_answered_in_its_order(
-    proxy: Proxy, server: Server
-) -> None:
-    """As proxies do who ask a branch; here in pieces of a few bytes."""
+def test_pipelined_requests_are_answered_in_order(proxy: Proxy, server: Server) -> None:
+    """As proxies send them to a branch; here in pieces of 700 bytes."""
     questions = [Request(Kind.VALIDATE, number=wire.MAGIC)]
     for turn in range(50):
         questions += [
@@ -176,14 +174,14 @@ def test_who_asks_on_before_it_is_answered_is_answered_in_its_order(
     assert found == expected
 
 
-def test_strangers_are_cut_off(proxy: Proxy) -> None:
+def test_invalid_client_is_disconnected(proxy: Proxy) -> None:
     with socket.create_connection(('127.0.0.1', proxy.port), WAIT_S) as sock:
         sock.sendall(b'GET / HTTP/1.1\r\n\r\n' + b'\xff' * 64)
         assert sock.recv(1) == b''
     assert proxy.connect().add('count', 1) == 1
 
 
-def test_a_store_that_dies_is_lost_to_all_and_another_one_is_found(
+def test_dead_store_is_lost_to_all_ranks_and_its_successor_is_found(
     proxy: Proxy, server: Server
 ) -> None:
     asking, waiting, idle = (proxy.connect() for _ in range(3))
@@ -203,12 +201,12 @@ def test_a_store_that_dies_is_lost_to_all_and_another_one_is_found(
     try:
         assert proxy.connect().add('count', 1) == 1
         with pytest.raises(DistError):
-            idle.add('count', 1)  # nobody takes it for the one that was
+            idle.add('count', 1)  # old connections do not use the new store
     finally:
         another.close()
 
 
-def test_a_store_that_stands_still_is_lost_to_all(server: Server) -> None:
+def test_stopped_store_is_lost_to_all_ranks(server: Server) -> None:
     proxy = Proxy(server.port, 0.1, 1.0)
     idle, asking, waiting = (proxy.connect() for _ in range(3))
     with ThreadPoolExecutor(2) as threads:
@@ -237,7 +235,7 @@ def test_ranks_use_the_proxy_of_their_store(
     assert port('localhost') == server.port, 'another store, for all that is known'
 
 
-def test_without_its_proxy_a_rank_asks_the_store_itself(
+def test_rank_without_a_proxy_connects_to_the_store(
     proxy: Proxy,
     server: Server,
     monkeypatch: pytest.MonkeyPatch,

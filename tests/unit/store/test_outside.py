@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a worker comes to use the store of `--sparse-ckpt-store`, and agents of torchrun do."""
+"""How workers and torchrun agents come to use the store of `--sparse-ckpt-store`."""
 
 import os
 import socket
@@ -30,11 +30,11 @@ def store() -> TCPStore:
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ('MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_USE_AGENT_STORE'):
-        monkeypatch.setenv(name, 'of the launcher')  # and put back afterwards
+        monkeypatch.setenv(name, 'of the launcher')  # restored afterwards
 
 
 @pytest.mark.usefixtures('environment')
-def test_it_takes_the_place_of_the_launcher_s(store: TCPStore) -> None:
+def test_outside_store_replaces_the_launchers(store: TCPStore) -> None:
     config = SparseCheckpointConfig(store=f'127.0.0.1:{store.port}')
     meet_there(config, 'run1', TIMEOUT)
     meet_there(config, 'run1', TIMEOUT)  # the next rank
@@ -58,7 +58,7 @@ def test_store_of_another_run_is_refused(store: TCPStore) -> None:
         meet_there(config, 'run2', TIMEOUT)
 
 
-def test_store_that_is_not_reached_is_named() -> None:
+def test_unreachable_store_is_named() -> None:
     with socket.socket() as nobody:
         nobody.bind(('127.0.0.1', 0))
         port = nobody.getsockname()[1]
@@ -70,7 +70,7 @@ def test_store_that_is_not_reached_is_named() -> None:
 
 
 @pytest.mark.parametrize('flags', [['--sparse-ckpt-store', 'h:7'], ['--sparse-ckpt-store=h:7']])
-def test_agents_meet_where_the_program_is_told_to(flags: list[str]) -> None:
+def test_agents_use_the_store_of_the_program_flag(flags: list[str]) -> None:
     args = torchrun.parse([*NODE, '--rdzv-conf', 'timeout=9', 'train.py', '--lr', '1', *flags])
     assert (args.rdzv_backend, args.rdzv_endpoint) == ('sparse-ckpt-store', 'h:7')
     assert args.rdzv_conf == 'timeout=9,rank=1'
@@ -94,12 +94,12 @@ def test_agents_meet_where_the_program_is_told_to(flags: list[str]) -> None:
         (NODE, ['--sparse-ckpt-store', 'h'], "--sparse-ckpt-store 'h' must be HOST:PORT"),
     ],
 )
-def test_mistakes_name_the_flag(launch: list[str], flags: list[str], named: str) -> None:
+def test_invalid_flags_are_named(launch: list[str], flags: list[str], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         torchrun.parse([*launch, 'train.py', *flags])
 
 
-def test_the_last_one_counts() -> None:
+def test_last_store_flag_counts() -> None:
     assert given(['--sparse-ckpt-store', 'a:1', '--x', '--sparse-ckpt-store=b:2']) == 'b:2'
     assert given(['--x']) is None
 
@@ -118,7 +118,7 @@ def test_agents_reach_a_store_over_ipv6() -> None:
     assert store.get('agents/id/2/key') == b'value'
 
 
-def test_an_agent_connects_anew_each_time(store: TCPStore) -> None:
+def test_agent_connects_again_for_each_rendezvous(store: TCPStore) -> None:
     """The store may be another one by then."""
     params = RendezvousParameters(
         'sparse-ckpt-store', f'127.0.0.1:{store.port}', 'id', 2, 2, rank='1', timeout='60'

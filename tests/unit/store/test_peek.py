@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in the store now, and nothing but that."""
+"""The present value of a key, without a wait or a side effect."""
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -15,7 +15,7 @@ def served() -> TCPStore:
 @pytest.mark.parametrize(
     'store', [served(), PrefixStore('job/0', served()), HashStore()], ids=['tcp', 'prefix', 'hash']
 )
-def test_what_is_there_and_what_is_not(store: Store) -> None:
+def test_peek_returns_the_value_or_none(store: Store) -> None:
     assert peek(store, 'key') is None
     assert not store.check(['key']), 'who looks leaves nothing'
     for value in (b'a value', b'', b'\0\xff'):
@@ -23,7 +23,7 @@ def test_what_is_there_and_what_is_not(store: Store) -> None:
         assert peek(store, 'key') == value == store.get('key')
 
 
-def test_it_is_one_request() -> None:
+def test_peek_is_one_request() -> None:
     tally = Tally()
     store = CountedStore(served(), tally)
     peek(store, 'key')

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timed
 TIMEOUT = timedelta(seconds=60)
 
 
-def test_another_process_serves_at_once_and_nothing_is_left_at_the_end() -> None:
+def test_lost_server_is_replaced_and_ends_with_the_program() -> None:
     store = OutsideStore()
     host, _, port = store.address.partition(':')
     before = connect(host, int(port), TIMEOUT)
@@ -37,7 +37,7 @@ def test_another_process_serves_at_once_and_nothing_is_left_at_the_end() -> None
     assert not server.is_running()
 
 
-def test_what_serves_does_not_outlive_who_restarts_it() -> None:
+def test_server_ends_with_its_parent() -> None:
     store = OutsideStore()
     (server,) = psutil.Process(store.pid).children()
     psutil.Process(store.pid).kill()
@@ -46,8 +46,8 @@ def test_what_serves_does_not_outlive_who_restarts_it() -> None:
     store.close()
 
 
-def test_a_store_whose_log_nobody_takes_serves_on() -> None:
-    """A reader that has ended, as a disk that is full."""
+def test_store_with_a_closed_log_continues() -> None:
+    """Like a full disk, a closed pipe must not end it."""
     store = OutsideStore()
     host, _, port = store.address.partition(':')
     (server,) = psutil.Process(store.pid).children()
@@ -58,7 +58,7 @@ def test_a_store_whose_log_nobody_takes_serves_on() -> None:
     store.close()
 
 
-def test_port_that_is_taken_is_named() -> None:
+def test_taken_port_is_named() -> None:
     with socket.create_server(('127.0.0.1', 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f'--host 127.0.0.1 --port {port}: cannot'):
@@ -75,12 +75,12 @@ def test_port_that_is_taken_is_named() -> None:
         ('::', 0),
     ],
 )
-def test_address_that_others_cannot_connect_to_is_refused(host: str, port: int) -> None:
+def test_unreachable_listen_address_is_refused(host: str, port: int) -> None:
     with pytest.raises(ConfigurationError, match=f'--host {host} --port {port}: cannot listen'):
         listen(host, port)
 
 
-def test_mistake_on_the_command_line_is_one_line() -> None:
+def test_command_line_error_is_one_line() -> None:
     command = [sys.executable, '-m', 'moevement_ext.store', '--host', '192.0.2.7', '--port', '0']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2

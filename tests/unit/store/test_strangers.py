@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever connects with a proxy gets a bounded part of it: it lives where workers are started."""
+"""Any client takes a bounded part of a proxy, which runs in the process that starts workers."""
 
 import socket
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def stranger(proxy: Proxy) -> Iterator[socket.socket]:
 
 
 def sent_until_cut(sock: socket.socket, what: bytes, times: int) -> int:
-    """How many of them went out before the connection was gone."""
+    """Number of messages sent before the connection was closed."""
     for number in range(times):
         try:
             sock.sendall(what)
@@ -47,8 +47,8 @@ def is_cut(sock: socket.socket) -> bool:
     return True
 
 
-def test_a_question_that_never_ends_is_cut(proxy: Proxy, stranger: socket.socket) -> None:
-    """It would be kept whole until it is whole, and cost more time with each packet."""
+def test_endless_request_is_cut_off(proxy: Proxy, stranger: socket.socket) -> None:
+    """It would be buffered until complete, and cost more time with each packet."""
     resident = psutil.Process(proxy.pid).memory_info().rss
     stranger.sendall(bytes([Kind.MULTI_SET]) + wire.number(1 << 16))
     part = wire.text(b'/k') + wire.text(bytes(MIB))
@@ -56,12 +56,12 @@ def test_a_question_that_never_ends_is_cut(proxy: Proxy, stranger: socket.socket
     assert psutil.Process(proxy.pid).memory_info().rss - resident < 128 * MIB
 
 
-def test_more_keys_than_any_rank_asks_for_are_not_waited_for(stranger: socket.socket) -> None:
+def test_request_with_too_many_keys_is_cut_off(stranger: socket.socket) -> None:
     stranger.sendall(bytes([Kind.MULTI_GET]) + wire.number(1 << 20))
     assert is_cut(stranger)
 
 
-def test_silent_strangers_give_way(proxy: Proxy) -> None:
+def test_silent_clients_are_disconnected(proxy: Proxy) -> None:
     rank = proxy.connect()
     before = psutil.Process(proxy.pid).num_fds()
     with ExitStack() as strangers:
@@ -76,7 +76,7 @@ def test_silent_strangers_give_way(proxy: Proxy) -> None:
     assert rank.add('others', 1) == 2
 
 
-def test_answers_that_are_not_read_are_not_kept(proxy: Proxy, stranger: socket.socket) -> None:
+def test_unread_replies_are_bounded(proxy: Proxy, stranger: socket.socket) -> None:
     proxy.connect().set('large', 'x' * 4 * MIB)
     resident = psutil.Process(proxy.pid).memory_info().rss
     many = 4 * MOST_BYTES_OWED // (4 * MIB)
@@ -85,7 +85,7 @@ def test_answers_that_are_not_read_are_not_kept(proxy: Proxy, stranger: socket.s
     assert psutil.Process(proxy.pid).memory_info().rss - resident < 3 * MOST_BYTES_OWED
 
 
-def test_waits_for_many_keys_do_not_take_all_connections(
+def test_waits_for_many_keys_are_bounded(
     proxy: Proxy, server: Server, stranger: socket.socket
 ) -> None:
     waits = [wire.encoded(Request(Kind.WAIT, (b'/never/%d' % number,))) for number in range(8192)]
@@ -95,7 +95,7 @@ def test_waits_for_many_keys_do_not_take_all_connections(
     until(lambda: proxy.connections_to(server.port) == 1)
 
 
-def test_what_a_store_does_not_take_in_is_not_kept(
+def test_data_for_a_stopped_store_is_bounded(
     proxy: Proxy, server: Server, stranger: socket.socket
 ) -> None:
     proxy.connect().set('is', 'reached')

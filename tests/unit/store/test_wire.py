@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of a store say is read as it was said."""
+"""Requests of store clients are decoded as encoded."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def read(sent: bytes) -> list[Request]:
-    """All requests that are in some bytes."""
+    """All requests in these bytes."""
 
     received = wire.Incoming()
     received.add(sent)
@@ -45,14 +45,12 @@ def read(sent: bytes) -> list[Request]:
 
 
 @given(st.lists(requests(), min_size=1, max_size=3))
-def test_requests_are_read_as_they_were_written(asked: list[Request]) -> None:
+def test_requests_are_decoded_as_encoded(asked: list[Request]) -> None:
     assert read(b''.join(map(wire.encoded, asked))) == asked
 
 
 @given(st.lists(requests(), min_size=1, max_size=3), st.lists(st.integers(0, 200)))
-def test_requests_that_come_in_pieces_are_read_when_they_are_whole(
-    asked: list[Request], cuts: list[int]
-) -> None:
+def test_split_requests_are_decoded_once_complete(asked: list[Request], cuts: list[int]) -> None:
     sent = b''.join(map(wire.encoded, asked))
     received, found = wire.Incoming(), []
     ends = sorted(cut for cut in cuts if cut < len(sent))
@@ -64,22 +62,20 @@ def test_requests_that_come_in_pieces_are_read_when_they_are_whole(
 
 
 @given(st.binary(max_size=200))
-def test_strangers_are_refused(sent: bytes) -> None:
+def test_arbitrary_bytes_are_refused(sent: bytes) -> None:
     try:
         read(sent)
     except (ValueError, EOFError):
         pass
 
 
-def test_a_length_beyond_all_measure_is_refused_before_it_is_waited_for() -> None:
+def test_excessive_length_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match='beyond'):
         read(bytes([Kind.SET]) + wire.number(1 << 40))
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=6), st.integers(-9, 9))
-def test_who_adds_together_is_told_what_each_would_be_told_alone(
-    numbers: list[int], before: int
-) -> None:
+def test_combined_adds_return_the_numbers_of_single_adds(numbers: list[int], before: int) -> None:
     alone, counter = [], before
     for one in numbers:
         counter += one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names on the command line, and what a change can touch."""
+"""Selection by names on the command line and by changed files."""
 
 import subprocess
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.suite.selection import ROOT, UnknownName, reach, with_paths
 UNIT = ROOT / 'tests' / 'unit'
 
 
-def test_a_folder_or_file_is_named_by_its_name() -> None:
+def test_folder_or_file_is_found_by_its_name() -> None:
     assert with_paths(['recover']) == ['tests/unit/recover']
     assert with_paths(['layout']) == [
         'tests/unit/capture/test_layout.py',
@@ -26,7 +26,7 @@ def test_a_folder_or_file_is_named_by_its_name() -> None:
     ]
 
 
-def test_paths_and_cases_stay_what_they_are() -> None:
+def test_paths_and_cases_are_unchanged() -> None:
     path = 'tests/unit/recover/test_verdict.py'
     assert with_paths([path, f'{path}::test_x']) == [path, f'{path}::test_x']
     assert with_paths(['test_rank_state.py::test_x']) == [
@@ -34,16 +34,16 @@ def test_paths_and_cases_stay_what_they_are() -> None:
     ]
 
 
-def test_options_alone_are_for_all_tests() -> None:
+def test_options_alone_select_all_tests() -> None:
     assert with_paths(['-k', 'verdict', '-x']) == ['-k', 'verdict', '-x', 'tests']
 
 
-def test_a_name_of_nothing_is_refused() -> None:
+def test_unknown_name_is_refused() -> None:
     with pytest.raises(UnknownName, match='recovery_of_nothing'):
         with_paths(['recovery_of_nothing'])
 
 
-def test_what_is_imported_by_others_is_reached() -> None:
+def test_reach_includes_indirect_imports() -> None:
     found = reach(UNIT / 'recover' / 'test_verdict.py')
     assert ROOT / 'moevement_ext' / 'recover' / 'verdict.py' in found
     assert ROOT / 'moevement_ext' / 'errors.py' in found, 'not directly'
@@ -67,7 +67,7 @@ def test_what_is_imported_by_others_is_reached() -> None:
         ('setup.py', 'recover/test_verdict.py', 'readable.py'),
     ],
 )
-def test_a_change_touches_what_reaches_it(
+def test_change_touches_the_tests_that_reach_it(
     changed: str, touched: str, not_touched: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (ROOT / changed).exists()
@@ -77,9 +77,7 @@ def test_a_change_touches_what_reaches_it(
     assert (UNIT / not_touched).resolve() not in found
 
 
-def test_changes_are_those_of_the_working_tree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_include_the_working_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         names = ['-c', 'user.name=a', '-c', 'user.email=a@b']
         subprocess.run(['git', *names, *arguments], cwd=tmp_path, check=True, capture_output=True)
@@ -97,7 +95,7 @@ def test_changes_are_those_of_the_working_tree(
         list(selection._changed_since('nothing'))
 
 
-def test_a_change_that_touches_no_test_of_a_phase_leaves_it_out() -> None:
+def test_phase_without_touched_tests_is_skipped() -> None:
     phase = Phase('some', ('tests/unit/suite',))
     assert phase.files(None) == ['tests/unit/suite']
     assert phase.files(set()) == []

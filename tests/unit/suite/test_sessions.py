@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of cases: red ones are named, and timed ones that are green alone are noted."""
+"""Results of cases: failed ones are named, and timed ones that pass alone are recorded as flaky."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tests.suite.sessions import Outcomes, Result, tried_again
 pytest_plugins = ['pytester']
 
 
-def test_outcomes_of_all_cases_are_written(pytester: pytest.Pytester, tmp_path: Path) -> None:
+def test_outcomes_of_all_cases_are_recorded(pytester: pytest.Pytester, tmp_path: Path) -> None:
     pytester.makepyfile(
         test_some="""
             import pytest
@@ -61,13 +61,13 @@ def failed(*cases: str) -> Result:
     return Result('timed', red=list(cases), outcomes=outcomes)
 
 
-def test_who_is_green_alone_is_flaky_and_noted(
+def test_case_that_passes_alone_is_recorded_as_flaky(
     flaky: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def alone(name: str, cases: Sequence[str]) -> Result:
         assert cases == ['a', 'b', 'c']
         outcomes = {'a': {'outcome': 'passed'}, 'b': {'outcome': 'failed'}}
-        return Result(name, red=['b'], outcomes=outcomes)  # c was not reached
+        return Result(name, red=['b'], outcomes=outcomes)  # c did not run
 
     monkeypatch.setattr(sessions, 'session', alone)
     result = tried_again(failed('a', 'b', 'c'))
@@ -76,24 +76,24 @@ def test_who_is_green_alone_is_flaky_and_noted(
     assert json.loads(line)['case'] == 'a' and json.loads(line)['load'] == [9, 9, 9]
 
 
-def test_a_session_that_broke_down_is_not_tried_again(flaky: Path) -> None:
+def test_crashed_session_is_not_retried(flaky: Path) -> None:
     result = Result('timed', red=['the session ended with exit status 3'])
     assert tried_again(result).red
     assert not flaky.exists()
 
 
-def test_bits_that_differ_are_not_tried_again(flaky: Path) -> None:
+def test_bit_differences_are_not_retried(flaky: Path) -> None:
     result = failed('a')
     result.outcomes['a']['bits'] = True
     assert tried_again(result).red == ['a']
     assert not flaky.exists()
 
 
-def test_where_jobs_train_nothing_is_tried_again() -> None:
+def test_only_the_timed_phase_is_retried() -> None:
     assert [phase.name for phase in phases.phases(thorough=True) if phase.retried] == ['timed']
 
 
-def test_a_red_phase_does_not_hold_up_the_others(
+def test_later_phases_run_after_a_failed_phase(
     monkeypatch: pytest.MonkeyPatch, flaky: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All files are in one shard each, and the shards take about as long."""
+"""Each file is in one shard, and the shards take about equal time."""
 
 import argparse
 import ast
@@ -12,7 +12,7 @@ from tests.suite.selection import ROOT
 from tests.suite.shards import Recorded, Shard
 
 
-def test_shards_are_balanced_and_whole() -> None:
+def test_shards_are_balanced_and_complete() -> None:
     known = {f'file{i}': Recorded(float(2 ** (i % 7)), 1) for i in range(40)}
     files = [*known, 'new']
     parts = [Shard(number, 3).files(files, known) for number in (1, 2, 3)]
@@ -22,7 +22,7 @@ def test_shards_are_balanced_and_whole() -> None:
     assert max(loads) - min(loads) <= shards.UNKNOWN_S
 
 
-def test_files_that_were_never_recorded_weigh_by_their_cases() -> None:
+def test_unrecorded_files_weigh_by_their_cases() -> None:
     cases = [*['many'] * 6, 'few', 'fewer', *['some'] * 4]
     assert [Shard(number, 2).files(cases, {}) for number in (1, 2)] == [
         {'many'},
@@ -30,7 +30,7 @@ def test_files_that_were_never_recorded_weigh_by_their_cases() -> None:
     ]
 
 
-def test_a_shard_is_read_from_text() -> None:
+def test_shard_is_parsed_from_text() -> None:
     assert Shard.parse('2/3') == Shard(2, 3)
     assert str(Shard(2, 3)) == '2/3'
     for wrong in ('2', '0/3', '4/3', 'a/b', '1/0', '-1/2'):
@@ -38,8 +38,8 @@ def test_a_shard_is_read_from_text() -> None:
             Shard.parse(wrong)
 
 
-def test_cases_beside_the_recorded_ones_weigh_as_unknown_ones() -> None:
-    """The default suite runs some cases of a file, the thorough one all."""
+def test_unrecorded_cases_of_a_file_weigh_as_unknown() -> None:
+    """The default suite runs some cases of a file, the thorough suite all."""
     known = {'most-thorough': Recorded(1.0, 1), 'default': Recorded(12.0, 3)}
     cases = ['most-thorough'] * 4 + ['default'] * 3 + ['new']
     assert Shard(1, 2).files(cases, known) == {'most-thorough'}
@@ -50,7 +50,7 @@ def passed(seconds: dict[str, float]) -> dict[str, dict[str, object]]:
     return {case: {'outcome': 'passed', 'seconds': each} for case, each in seconds.items()}
 
 
-def test_durations_of_files_that_ran_are_replaced(
+def test_durations_of_executed_files_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, 'DURATIONS', tmp_path / 'durations.json')
@@ -61,7 +61,7 @@ def test_durations_of_files_that_ran_are_replaced(
         passed({'a.py::x': 2.0, 'a.py::y[1::2]': 1.04, 'b.py::x': 5.0, 'gone.py::x': 0.2})
     )
     assert shards.recorded() == {'a.py': (3.0, 2), 'b.py': (5.0, 1)}
-    # The default suite runs fewer cases of `a.py` than the thorough one did.
+    # The default suite runs fewer cases of `a.py` than the thorough suite.
     shards.record(passed({'a.py::x': 9.0, 'b.py::x': 0.1, 'c.py::x': 1.0}))
     assert shards.recorded() == {'a.py': (3.0, 2), 'b.py': (0.1, 1), 'c.py': (1.0, 1)}
     (tmp_path / 'a.py').unlink()
@@ -95,7 +95,7 @@ def _is_mark(node: ast.Assign) -> bool:
 
 
 def _is_thorough(node: ast.AST) -> bool:
-    """`with_quick` marks all cases but those that it names."""
+    """`with_quick` marks all cases except those it names."""
     return any(
         (isinstance(it, ast.Attribute) and ast.unparse(it) == 'pytest.mark.thorough')
         or (isinstance(it, ast.Call) and ast.unparse(it.func) == 'with_quick' and len(it.args) == 1)

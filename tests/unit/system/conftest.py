@@ -16,14 +16,14 @@ class Devices:
         self._folder = folder
 
     def set(self, device: str, **changes: object) -> None:
-        """Set the values that a device reports from now on; None: not reported."""
+        """Set the values that a device reports; None: not reported."""
         told = {key: value for key, value in {**SOUND, **changes}.items() if value is not None}
         new = self._folder / f'{device}.new'
         new.write_text(json.dumps(told))
         new.rename(self._folder / f'{device}.json')
 
     def fail(self, device: str, xid: int) -> None:
-        """Inject an error."""
+        """Inject an Xid error."""
         with (self._folder / f'{device}.xids').open('a') as file:
             file.write(f'{xid}\n')
 

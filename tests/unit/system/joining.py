@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process under torchrun that takes its place in a job."""
+"""A process under torchrun that joins a job."""
 
 import signal
 from datetime import timedelta

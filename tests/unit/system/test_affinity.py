@@ -18,15 +18,15 @@ NODE = set(range(16))
         ('0-3,8-11\n', NODE, {0, 1, 2, 3, 8, 9, 10, 11}),
         ('4', NODE, {4}),
         ('0-7', {2, 3, 9}, {2, 3}),
-        ('0-7', {2, 3}, None),  # bound already, by the launcher
-        ('0-7', {8, 9}, None),  # to others: its container has none of those
+        ('0-7', {2, 3}, None),  # already bound by the launcher
+        ('0-7', {8, 9}, None),  # the container has none of the listed CPUs
         ('0-15', NODE, None),
         ('\n', NODE, None),  # a virtual machine
         ('near', NODE, None),
         (None, NODE, None),
     ],
 )
-def test_what_is_left_of_the_cpus(
+def test_process_is_bound_to_the_allowed_cpus_near_its_gpu(
     listed: str | None,
     allowed: set[int],
     bound: set[int] | None,
@@ -43,5 +43,5 @@ def test_what_is_left_of_the_cpus(
     assert chosen == ([] if bound is None else [(0, bound)])
 
 
-def test_this_kernel_lists_cpus_so() -> None:
+def test_cpu_list_of_this_kernel_is_parsed() -> None:
     assert 0 in affinity.cpus_in(Path('/sys/devices/system/cpu/present').read_text('ascii'))

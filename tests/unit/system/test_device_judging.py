@@ -25,18 +25,18 @@ def harms(found: list[list[Finding]]) -> list[Harm | None]:
 SOUND: dict = {'action': Action.NONE, 'clock_mhz': 1980}
 
 
-def test_nothing_is_wrong_with_a_sound_device() -> None:
+def test_sound_device_has_no_findings() -> None:
     assert sequence(SOUND, SOUND, {}, SOUND) == [[], [], [], []]
 
 
-def test_a_device_that_falls_off_the_bus() -> None:
-    """Xid 79, the change of the recovery action that goes with it, and a driver at a loss."""
+def test_device_that_falls_off_the_bus_is_reported() -> None:
+    """Xid 79, the accompanying change of the recovery action, and a lost device."""
     found = sequence(SOUND, {'xids': (79,)}, {'xids': (154,)}, {'lost': True}, {'lost': True})
     assert harms(found) == [None, Harm.DEVICE, None, Harm.DEVICE, None]
     assert str(found[1][0]) == f'{GPU}: Xid 79: it has fallen off the bus'
 
 
-def test_an_error_of_memory_that_is_contained() -> None:
+def test_contained_memory_error_harms_the_process_only() -> None:
     """The process ends and the device stays usable; a reset is due later."""
     struck = {**SOUND, 'action': Action.DRAIN_AND_RESET}
     found = sequence(SOUND, {'xids': (94,)}, {'xids': (63,)}, {'xids': (45,)}, struck, struck)
@@ -46,20 +46,20 @@ def test_an_error_of_memory_that_is_contained() -> None:
     ]
 
 
-def test_an_error_of_memory_that_is_not() -> None:
+def test_uncontained_memory_error_harms_the_device() -> None:
     after = {**SOUND, 'action': Action.GPU_RESET}
     assert harms(sequence(SOUND, {'xids': (48, 95)}, after, after)) == [
         None, Harm.DEVICE, Harm.DEVICE, None,
     ]  # fmt: skip
 
 
-def test_a_fault_before_the_first_reading_is_reported() -> None:
+def test_fault_before_the_first_reading_is_reported() -> None:
     """A spare node reports it at its first reading."""
     assert harms(sequence({**SOUND, 'action': Action.NODE_REBOOT})) == [Harm.DEVICE]
     assert harms(sequence({**SOUND, 'action': Action.DRAIN_P2P})) == [Harm.WORN]
 
 
-def test_devices_are_told_apart() -> None:
+def test_devices_are_judged_separately() -> None:
     judge = Judge()
     assert judge.judge(Reading('a', lost=True)) != []
     assert judge.judge(Reading('b', lost=True)) != []
@@ -75,7 +75,7 @@ def test_devices_are_told_apart() -> None:
         ((8, 13, 31, 43, 45, 68, 121, 137, 999), Harm.NOTED),
     ],
 )
-def test_harms_are_those_of_the_catalog(xids: tuple[int, ...], harm: Harm) -> None:
+def test_harms_match_the_xid_catalog(xids: tuple[int, ...], harm: Harm) -> None:
     """Xid 45 follows every killed process and must not end its replacement."""
     for xid in xids:
         assert meaning_of(xid)[0] is harm, xid

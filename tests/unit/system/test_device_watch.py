@@ -27,21 +27,21 @@ def found(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> 'queue.SimpleQue
     watching.close()
 
 
-def test_errors_and_states_are_told_once(
+def test_errors_and_states_are_reported_once(
     devices: Devices, found: 'queue.SimpleQueue[Finding]'
 ) -> None:
     devices.fail(A, 13)
     assert found.get(timeout=120.0) == Finding(A, Harm.NOTED, 'Xid 13')
     devices.set(A, action=4)
     assert found.get(timeout=120.0).harm is Harm.WORN
-    devices.fail(A, 13)  # again
+    devices.fail(A, 13)  # the same error again
     assert found.get(timeout=120.0) == Finding(A, Harm.NOTED, 'Xid 13')
     devices.set(A, lost=True)
     assert found.get(timeout=120.0).harm is Harm.DEVICE
     assert found.empty()
 
 
-def test_an_error_of_the_library_ends_the_watch_and_nothing_else(
+def test_library_error_ends_only_the_watch(
     devices: Devices, found: 'queue.SimpleQueue[Finding]', caplog: pytest.LogCaptureFixture
 ) -> None:
     devices.set(A, action='none that it could be')

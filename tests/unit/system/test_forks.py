@@ -112,13 +112,13 @@ def test_connections_of_a_killed_process_end_before_its_children(on: bool, tmp_p
                 ended = readable(peer.fileno(), 20.0 if on else 1.0)
                 assert ended is on
                 assert not ended or peer.recv(8) == b''
-                os.kill(child, 0)  # lives
+                os.kill(child, 0)  # the child is alive
             finally:
                 os.kill(child, signal.SIGKILL)
                 peer.close()
 
 
-def test_numbers_of_connections_are_not_given_to_other_files() -> None:
+def test_descriptors_of_connections_are_not_reused() -> None:
     """The child may close descriptors of former connections at any time."""
     with socket.create_server(('127.0.0.1', 0)) as server:
         pid = os.fork()

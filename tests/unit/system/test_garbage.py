@@ -12,7 +12,7 @@ class Cycle:
         self.itself = self
 
 
-def test_collections_skip_what_was_there_and_find_what_came() -> None:
+def test_collections_skip_older_objects_and_find_new_ones() -> None:
     before, unreachable = Cycle(), weakref.ref(Cycle())
     with garbage.settled():
         assert unreachable() is None

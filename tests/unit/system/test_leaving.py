@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process exits with 0 although a thread in torch wakes up during finalization."""
+"""The process exits with its status although a thread in torch wakes up during finalization."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]
 
-# The object is deleted while the interpreter is taken down; that takes long enough to be woken up.
+# The object is deleted during finalization, which takes long enough for the thread to wake up.
 PROGRAM = """
 import atexit, sys, threading, time
 from datetime import timedelta
@@ -73,8 +73,8 @@ threading.Event().wait()
 """
 
 
-def test_a_process_whose_output_cannot_be_written_ends() -> None:
-    """Its log is on a full disk; buffered output must not keep a thread from ending it."""
+def test_process_with_unwritable_output_ends() -> None:
+    """Its log is on a full disk; buffered output must not prevent a thread from ending it."""
     environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': ''}
     with open('/dev/full', 'w') as full:
         done = subprocess.run(

@@ -14,7 +14,7 @@ from moevement_ext.system.name_lookups import ask_again_soon
 @pytest.mark.parametrize(
     ('given', 'expected'), [(None, 'timeout:1 attempts:5'), ('ndots:1', 'ndots:1')]
 )
-def test_options_of_a_user_stay(
+def test_resolver_options_of_the_user_are_kept(
     given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('RES_OPTIONS', given or '')
@@ -35,11 +35,9 @@ def test_options_of_a_user_stay(
         'moevement_ext.launch.torchrun',
     ],
 )
-def test_launchers_are_told_too_before_they_make_a_connection(
-    program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_set_the_resolver_options(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('RES_OPTIONS', '')
     monkeypatch.delenv('RES_OPTIONS')
-    with suppress(SystemExit):  # torch's agent ends otherwise
+    with suppress(SystemExit):  # torch's agent does not exit with SystemExit
         importlib.import_module(program).main(['--help'])
     assert os.environ['RES_OPTIONS'] == 'timeout:1 attempts:5'

@@ -17,13 +17,13 @@ def read(source: nvml.Nvml | None) -> list[Reading]:
     return source.read()
 
 
-def test_without_the_library_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_disables_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, 'pynvml', None)
     assert nvml.of_this_node() is None
     assert nvml.of_one(A) is None
 
 
-def test_without_a_driver_nothing_is_watched(
+def test_missing_driver_disables_the_watch(
     devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv('MOEVEMENT_TEST_DEVICES')
@@ -31,12 +31,12 @@ def test_without_a_driver_nothing_is_watched(
     assert nvml.of_one(A) is None
 
 
-def test_a_device_that_the_driver_does_not_know(devices: Devices) -> None:
+def test_unknown_device_disables_the_watch(devices: Devices) -> None:
     assert nvml.of_this_node() is None
     assert nvml.of_one(A) is None
 
 
-def test_readings(devices: Devices) -> None:
+def test_readings_of_all_devices(devices: Devices) -> None:
     devices.set(A)
     devices.set(B, action=4, clock=600)
     sound, bad = read(nvml.of_this_node())
@@ -49,20 +49,20 @@ def test_readings(devices: Devices) -> None:
     [(1, Action.GPU_RESET), (2, Action.NODE_REBOOT), (3, Action.DRAIN_P2P), (5, Action.OTHER),
      (6, Action.GPU_RESET), (7, Action.NODE_REBOOT)],
 )  # fmt: skip
-def test_recovery_actions(number: int, action: Action, devices: Devices) -> None:
+def test_recovery_action_codes_are_mapped(number: int, action: Action, devices: Devices) -> None:
     devices.set(A, action=number)
     (reading,) = read(nvml.of_one(A))
     assert reading.action is action
 
 
-def test_what_a_device_does_not_tell(devices: Devices) -> None:
+def test_unsupported_values_are_missing(devices: Devices) -> None:
     """As with a consumer GPU or an older driver."""
     devices.set(A, clock=None, action=None)
     (reading,) = read(nvml.of_one(A))
     assert reading == Reading(A)
 
 
-def test_a_device_that_is_lost(devices: Devices) -> None:
+def test_lost_device_is_read_as_lost(devices: Devices) -> None:
     devices.set(A)
     source = nvml.of_this_node()
     devices.set(A, lost=True)
@@ -73,7 +73,7 @@ def test_a_device_that_is_lost(devices: Devices) -> None:
     assert (reading.lost, reading.action) == (False, Action.GPU_RESET)
 
 
-def test_errors_are_told_as_they_happen(devices: Devices) -> None:
+def test_errors_are_received_as_they_happen(devices: Devices) -> None:
     devices.set(A)
     devices.set(B)
     devices.fail(B, 13)
@@ -87,7 +87,7 @@ def test_errors_are_told_as_they_happen(devices: Devices) -> None:
     assert source.wait(0.05) is None
 
 
-def test_one_device_is_not_told_of_others(devices: Devices) -> None:
+def test_source_of_one_device_ignores_others(devices: Devices) -> None:
     devices.set(A)
     devices.set(B, lost=True)
     source = nvml.of_one(A)
@@ -97,7 +97,7 @@ def test_one_device_is_not_told_of_others(devices: Devices) -> None:
     assert [reading.device for reading in source.read()] == [A]
 
 
-def test_a_device_that_is_lost_from_the_start(devices: Devices) -> None:
+def test_device_lost_at_the_start_is_read_as_lost(devices: Devices) -> None:
     devices.set(A, lost=True)
     source = nvml.of_this_node()
     assert source is not None
@@ -112,5 +112,5 @@ def test_a_device_that_is_lost_from_the_start(devices: Devices) -> None:
         ('-1', []), ('MIG-1', []),
     ],
 )  # fmt: skip
-def test_what_programs_may_use(allowed: str | None, found: list[str]) -> None:
+def test_cuda_visible_devices_select_devices(allowed: str | None, found: list[str]) -> None:
     assert list(nvml.visible([A, B], allowed)) == found

@@ -32,7 +32,7 @@ print(*end_orphans(Path('/dev/shm/runs/a')))
 
 def environment(rank: int, port: str = '4711') -> dict[str, str]:
     place = {'RANK': str(rank), 'LOCAL_RANK': '0'}
-    place['MOEVEMENT_NODE'] = f'node{os.getpid()}'  # others may run this test beside
+    place['MOEVEMENT_NODE'] = f'node{os.getpid()}'  # other processes may run this test concurrently
     return {**os.environ, **place, 'MASTER_PORT': port, 'MASTER_ADDR': '127.0.0.1'}
 
 
@@ -59,12 +59,12 @@ _IN_A_WRAPPER = """
 {python} -c "{program}"
 echo wrapped $?
 """
-"""Two commands at least: a shell that has one only becomes it."""
+"""At least two commands: a shell would exec a single one."""
 
 
 @pytest.fixture
 def started() -> Iterator[list[psutil.Process]]:
-    """Processes that a test starts and that end with it."""
+    """Processes that end with the test."""
     processes: list[psutil.Process] = []
     yield processes
     for process in processes:
@@ -73,7 +73,7 @@ def started() -> Iterator[list[psutil.Process]]:
 
 
 def wrapped(program: str, rank: int, port: str = '4711') -> subprocess.Popen:
-    """A worker below a wrapper script that remains and has left another process behind."""
+    """A worker under a wrapper script, which stays alive and has started another process."""
     script = _IN_A_WRAPPER.format(python=sys.executable, program=program)
     return subprocess.Popen(
         ['bash', '-c', script], env=environment(rank, port), stdout=subprocess.PIPE, text=True
@@ -88,7 +88,7 @@ def succeed(rank: int, port: str = '4711') -> list[int]:
 
 
 @pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
-def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict, port: str) -> None:
+def test_successor_ends_only_orphans_of_the_killed_worker(workers: dict, port: str) -> None:
     (lost, orphan), (_, other) = workers[0], workers[1]
     os.kill(lost.pid, signal.SIGKILL)
     lost.wait()
@@ -98,13 +98,13 @@ def test_the_successor_of_a_killed_worker_ends_its_orphans_only(workers: dict, p
 
 
 @pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
-def test_a_worker_that_lives_keeps_its_children(workers: dict, port: str) -> None:
+def test_live_worker_keeps_its_children(workers: dict, port: str) -> None:
     assert succeed(0, port) == []
     assert all(child.is_running() for _, child in workers.values())
 
 
 @pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
-def test_what_runs_a_worker_and_what_it_has_started_beside_is_no_orphan(
+def test_wrapper_of_a_worker_and_its_children_are_no_orphans(
     workers: dict, port: str, started: list[psutil.Process]
 ) -> None:
     lost, orphan = workers[0]
@@ -121,9 +121,7 @@ def test_what_runs_a_worker_and_what_it_has_started_beside_is_no_orphan(
 
 
 @pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
-def test_a_wrapper_whose_worker_lives_is_left_to_its_launcher(
-    port: str, started: list[psutil.Process]
-) -> None:
+def test_wrapper_with_a_live_worker_is_not_ended(port: str, started: list[psutil.Process]) -> None:
     predecessor = wrapped('import time; print(flush=True); time.sleep(600)', 0)
     started.append(psutil.Process(predecessor.pid))
     assert predecessor.stdout is not None

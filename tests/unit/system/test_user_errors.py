@@ -11,7 +11,7 @@ from moevement_ext.system.user_errors import in_one_line
 
 
 @pytest.mark.parametrize('kind', [ConfigurationError, HostMemoryError, StoreInUseError])
-def test_what_the_user_can_repair_ends_the_program_with_one_line_and_status_2(
+def test_user_error_ends_the_program_with_one_line_and_status_2(
     kind: type[Exception], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr('sys.argv', ['/somewhere/train.py', '--flag'])

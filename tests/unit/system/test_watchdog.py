@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Definition of silence, and real processes that hang."""
+"""Definition of silence, and real hung processes."""
 
 import os
 import signal
@@ -28,12 +28,12 @@ from tests.unit.system.joining import join
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[3]
 SILENT_S = 1.0
-"""For those that are killed anyway: it need not be long."""
+"""Timeout of processes that must be killed; it can be short."""
 NEVER_S = 600.0
 WAIT_S = 120.0
 
 
-# What counts as silence
+# Definition of silence
 
 
 @pytest.mark.parametrize(
@@ -41,20 +41,20 @@ WAIT_S = 120.0
     [
         ([NOTHING] * 6, True),
         ([NOTHING] * 5 + [DEATH], False),
-        (([NOTHING] * 5 + [SIGN]) * 9 + [DEATH], False),  # wakes up in time, or is slow
+        (([NOTHING] * 5 + [SIGN]) * 9 + [DEATH], False),  # it wakes up in time, or is slow
         ([SIGN] * 9 + [NOTHING] * 6, True),
     ],
 )
-def test_only_looks_in_turn_that_show_nothing_are_silence(seen: list[str], silent: bool) -> None:
+def test_only_consecutive_empty_checks_are_silence(seen: list[str], silent: bool) -> None:
     remaining = iter(seen)
     assert falls_silent(3.0, remaining) == silent
     assert not list(remaining), 'it is known no earlier'
 
 
-def test_time_in_which_the_machine_stood_still_does_not_count(
+def test_time_of_a_stopped_machine_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when a virtual machine is migrated."""
+    """For example, while a virtual machine migrates."""
     clock = Clock()
     monkeypatch.setattr(watchdog_process, 'time', clock)
 
@@ -66,10 +66,10 @@ def test_time_in_which_the_machine_stood_still_does_not_count(
     assert not falls_silent(3.0, chain(moved(), repeat(DEATH)))
 
 
-def test_a_process_that_hangs_up_has_as_much_time_as_others(
+def test_process_with_a_closed_pipe_has_the_usual_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A death shows in the pipe before it shows in the process."""
+    """A death shows in the pipe earlier than in the process."""
     monkeypatch.setattr(watchdog_process, '_LOOK_S', 0.01)
     near, far = os.pipe()
     with subprocess.Popen(['sleep', '600']) as process, ExitStack() as open_files:
@@ -88,7 +88,7 @@ def test_a_process_that_hangs_up_has_as_much_time_as_others(
         assert next(found) == DEATH
 
 
-def test_a_process_gives_heartbeats_as_long_as_its_threads_run(
+def test_heartbeats_continue_while_threads_can_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whatever the other threads wait for."""
@@ -161,7 +161,7 @@ def ends(pid: int) -> bool:
         os.close(death)
 
 
-def test_a_stopped_process_is_killed() -> None:
+def test_stopped_process_is_killed() -> None:
     with watched('sleeps', silent_s=SILENT_S) as (process, dog):
         process.send_signal(signal.SIGSTOP)
         _, said = process.communicate(timeout=WAIT_S)
@@ -170,8 +170,8 @@ def test_a_stopped_process_is_killed() -> None:
         assert ends(dog)
 
 
-def test_a_stopped_process_is_killed_even_if_no_message_can_be_printed() -> None:
-    """What the processes print goes to a disk that is full, or to nobody."""
+def test_stopped_process_is_killed_if_no_message_can_be_printed() -> None:
+    """Their output goes to a full disk or a closed pipe."""
     with (
         open('/dev/full', 'w') as full,
         watched('sleeps', silent_s=SILENT_S, stderr=full.fileno()) as (process, dog),
@@ -181,12 +181,12 @@ def test_a_stopped_process_is_killed_even_if_no_message_can_be_printed() -> None
         assert ends(dog)
 
 
-def test_a_process_whose_threads_cannot_run_is_killed() -> None:
+def test_process_with_blocked_threads_is_killed() -> None:
     with watched('holds the lock', silent_s=SILENT_S) as (process, _):
         assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
-def test_the_watch_ends_with_the_process() -> None:
+def test_watchdog_ends_with_the_process() -> None:
     with watched('sleeps') as (process, dog):
         assert psutil.pid_exists(dog)
         process.kill()
@@ -194,7 +194,7 @@ def test_the_watch_ends_with_the_process() -> None:
         assert process.communicate()[1] == ''
 
 
-def test_the_watch_is_over_when_it_is_closed() -> None:
+def test_watchdog_ends_when_closed() -> None:
     with watched('closes') as (process, dog):
         assert ends(dog)
         assert process.poll() is None
@@ -203,7 +203,7 @@ def test_the_watch_is_over_when_it_is_closed() -> None:
 @pytest.mark.parametrize(
     ('how', 'silent_s'), [(signal.SIGTERM, NEVER_S), (signal.SIGSTOP, SILENT_S)]
 )
-def test_the_windows_of_a_dead_process_are_reported(
+def test_windows_of_a_dead_process_are_reported(
     how: signal.Signals, silent_s: float, tmp_path: Path
 ) -> None:
     before = time.time()
@@ -211,12 +211,12 @@ def test_the_windows_of_a_dead_process_are_reported(
         process.send_signal(how)
         said = process.communicate(timeout=WAIT_S)[1].splitlines()[-1]
         assert f'this run was cut off; windows of this run stay in {tmp_path}: ' in said
-        assert 'rank 3' not in said  # which need not have died first
+        assert 'rank 3' not in said  # the rank need not have died first
         (death,) = noted(tmp_path / 'shared')
         assert (death.rank, death.pid) == (3, process.pid) and before < death.time < time.time()
 
 
-def test_windows_that_are_given_back_are_not_named(tmp_path: Path) -> None:
+def test_removed_windows_are_not_named(tmp_path: Path) -> None:
     with watched('sleeps', tmp_path / 'removed') as (process, _):
         process.terminate()
         assert process.communicate(timeout=WAIT_S)[1] == ''
@@ -233,7 +233,7 @@ def test_only_torchrun_does_not_kill_hung_processes(monkeypatch: pytest.MonkeyPa
 def joining(
     folder: Path, world_size: int, timeout_s: float, trains: bool = False
 ) -> Iterator[Forked]:
-    """A process under torchrun that takes its place in a job, by the store of its agent."""
+    """A process under torchrun that joins a job through the store of its agent."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     environment = {
         'RANK': '0', 'LOCAL_RANK': '0', 'TORCHELASTIC_RUN_ID': 'none',
@@ -253,9 +253,9 @@ def watchers(process: Forked) -> list[list[str]]:
     return [line for line in found if 'watchdog_process.py' in ' '.join(line)]
 
 
-def test_a_process_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
+def test_process_stopped_before_training_is_killed(tmp_path: Path) -> None:
     """Its peers wait for it, and torchrun replaces it only when it is dead."""
-    with joining(tmp_path, 1, timeout_s=5.0) as process:  # long enough to get there
+    with joining(tmp_path, 1, timeout_s=5.0) as process:  # long enough to join
         assert process.stdout.readline() == 'joined\n'
         process.send_signal(signal.SIGSTOP)
         code, _, said = process.end(WAIT_S)
@@ -263,14 +263,14 @@ def test_a_process_stopped_before_it_trains_is_killed(tmp_path: Path) -> None:
         assert f'rank 0 (pid {process.pid}) has sent no heartbeat for 5 s: killed' in said
 
 
-def test_the_set_up_watchdog_outlasts_the_rendezvous_timeout(
+def test_set_up_watchdog_outlasts_the_rendezvous_timeout(
     tmp_path: Path,
 ) -> None:
     with joining(tmp_path, 2, timeout_s=4321.0) as process:
         until(lambda: any('4321.0' in line for line in watchers(process)))
 
 
-def test_a_training_process_has_one_watchdog(tmp_path: Path) -> None:
+def test_training_process_has_no_set_up_watchdog(tmp_path: Path) -> None:
     with joining(tmp_path, 1, timeout_s=60.0, trains=True) as process:
         assert process.stdout.readline() == 'joined\n'
         assert watchers(process) == []

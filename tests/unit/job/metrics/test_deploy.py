@@ -55,7 +55,7 @@ def expressions() -> Iterator[tuple[str, str]]:
     yield from re.findall(r'^\| ([^`|]+) \| `(\w+ by [^`]*)` \|$', page, re.MULTILINE)
 
 
-def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+def test_dashboard_shows_exactly_the_existing_metrics() -> None:
     asked = {
         name for panel in panels() for target in panel['targets']
         for name in METRIC.findall(target['expr'])
@@ -63,13 +63,13 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     assert asked == BY_NAME.keys()
 
 
-def test_the_dashboard_marks_failures_in_all_panels() -> None:
+def test_dashboard_marks_failures_in_all_panels() -> None:
     (mark,) = dashboard()['annotations']['list']
     assert mark['enable'] and mark['datasource']['uid'] == '${datasource}'
     assert METRIC.findall(mark['expr']) == ['moevement_failures_detected_total']
 
 
-def test_alerts_ask_for_metrics_that_exist() -> None:
+def test_alerts_use_existing_metrics() -> None:
     for rule in rules():
         asked = set(METRIC.findall(rule['expr']))
         assert asked and asked <= BY_NAME.keys(), rule['alert']
@@ -88,15 +88,15 @@ def test_expressions_fit_their_metrics(name: str, expression: str) -> None:
 
 
 @each('name, expression', list(expressions()))
-def test_a_rank_that_moved_is_not_still(name: str, expression: str) -> None:
-    """The old host still exports the rank's counters, at rest, so the minimum rate would be 0."""
+def test_minimum_rate_ignores_the_old_host_of_a_moved_rank(name: str, expression: str) -> None:
+    """The old host still exports the rank's counters, which no longer grow."""
     least = re.findall(r'min by \([^)]*\) \((.*)', expression)
     assert all(inner.startswith('sum by (run, rank) (') for inner in least if 'rate(' in inner), (
         name
     )
 
 
-def test_panels_do_not_overlap_and_have_one_number_each() -> None:
+def test_panels_do_not_overlap_and_have_unique_ids() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard()['panels']:
         place = panel['gridPos']
@@ -111,8 +111,7 @@ def test_panels_do_not_overlap_and_have_one_number_each() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def test_the_dashboard_belongs_to_no_site() -> None:
-    """Data source and run are chosen at import."""
+def test_dashboard_has_variables_for_data_source_and_run() -> None:
     variables = [one['name'] for one in dashboard()['templating']['list']]
     assert variables == ['datasource', 'run']
     for panel in panels():
@@ -122,7 +121,7 @@ def test_the_dashboard_belongs_to_no_site() -> None:
             assert not bare, panel['title']
 
 
-def test_every_alert_is_explained() -> None:
+def test_every_alert_is_documented() -> None:
     text = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
     section = text.partition('\n## Alerts\n')[2].partition('\n## ')[0]
     explained = re.findall(r'^\| `(Moevement\w+)` \|', section, re.MULTILINE)
@@ -132,7 +131,7 @@ def test_every_alert_is_explained() -> None:
 @pytest.mark.skipif(shutil.which('promtool') is None, reason='no promtool (package prometheus)')
 @pytest.mark.parametrize('command', [('check', 'rules', 'alerts.yml'),
                                      ('test', 'rules', 'alerts_test.yml')])  # fmt: skip
-def test_prometheus_agrees(command: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
     ended = subprocess.run(
         ['promtool', *command], cwd=RULES.parent, capture_output=True, text=True, check=False
     )

@@ -47,7 +47,7 @@ def fill(path: Path) -> None:
             hog.write(bytes(4096))
 
 
-def test_a_full_tmpfs_does_not_end_the_recording_process(small: Path, port: int) -> None:
+def test_recording_process_survives_a_full_tmpfs(small: Path, port: int) -> None:
     process = Process(port, small / 'root', 0)
     try:
         fill(small)
@@ -58,9 +58,7 @@ def test_a_full_tmpfs_does_not_end_the_recording_process(small: Path, port: int)
         process.process.kill()
 
 
-def test_training_goes_on_without_metrics_for_which_there_is_no_room(
-    small: Path, port: int
-) -> None:
+def test_training_starts_without_metrics_in_a_full_tmpfs(small: Path, port: int) -> None:
     fill(small)
     done = subprocess.run(
         [sys.executable, '-c', TRAINER, str(port), str(small)],

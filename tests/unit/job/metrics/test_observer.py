@@ -30,7 +30,7 @@ class Noted:
 
 
 def seen(figures: Figures) -> Noted:
-    """Values after one or several readings of these figures."""
+    """Values after one or more readings of these figures."""
     meter = Noted()
     observer = Observer(meter)
     observer.watch(lambda: figures, 500)
@@ -38,7 +38,7 @@ def seen(figures: Figures) -> Noted:
     return meter
 
 
-def test_counters_begin_at_zero_so_that_a_rate_sees_the_first_event() -> None:
+def test_counters_start_at_zero() -> None:
     meter = Noted()
     observer = Observer(meter)
     counters = [one.name for one in INSTRUMENTS if one.counts and one.label is None]
@@ -50,7 +50,7 @@ def test_counters_begin_at_zero_so_that_a_rate_sees_the_first_event() -> None:
     assert meter.values == {}
 
 
-def test_what_is_not_known_has_no_value() -> None:
+def test_unknown_figures_have_no_value() -> None:
     for disk_bytes in (None, 7):
         values = seen(Figures(iteration=3, disk_bytes=disk_bytes)).values
         assert values['moevement_iteration'] == 3
@@ -78,7 +78,7 @@ def test_growing_figures_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize('scope', ['localized', 'whole-job'])
-def test_a_recovery_is_counted_in_all_its_parts(scope: str) -> None:
+def test_recovery_updates_all_its_counters(scope: str) -> None:
     meter = Noted()
     observer = Observer(meter)
     meter.added.clear()
@@ -97,7 +97,7 @@ def test_a_recovery_is_counted_in_all_its_parts(scope: str) -> None:
     assert meter.added == [(f'moevement_{name}', amount) for name, amount in parts]
 
 
-def test_the_newest_loss_that_was_logged_is_shown() -> None:
+def test_loss_gauge_shows_the_newest_logged_loss() -> None:
     meter = Noted()
     observer = Observer(meter)
     for loss in (5.5, 5.25):
@@ -107,14 +107,14 @@ def test_the_newest_loss_that_was_logged_is_shown() -> None:
 
 
 @pytest.mark.parametrize(('iteration', 'age'), [(12, 4), (0, 0)])
-def test_no_window_is_younger_than_now(iteration: int, age: int) -> None:
+def test_window_age_is_never_negative(iteration: int, age: int) -> None:
     """A joining rank receives the persisted window before its first iteration."""
     values = seen(Figures(iteration=iteration, committed=iteration, persisted=8)).values
     assert values['moevement_window_age_iterations'] == age
     assert values['moevement_replication_lag_iterations'] == age
 
 
-def test_whether_a_job_came_to_its_end_can_be_asked() -> None:
+def test_finished_gauge_is_set_at_the_end_of_the_job() -> None:
     meter = Noted()
     observer = Observer(meter)
     observer.watch(Figures, 500)
@@ -125,7 +125,7 @@ def test_whether_a_job_came_to_its_end_can_be_asked() -> None:
     observer.close()
 
 
-def test_the_layout_has_a_value_for_each_kind() -> None:
+def test_layout_gauge_has_a_value_for_each_dimension() -> None:
     values: dict[str | None, float] = {}
 
     class ByKind(Noted):

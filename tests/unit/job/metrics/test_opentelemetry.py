@@ -57,7 +57,7 @@ def endpoint() -> Iterator[tuple[str, list[bytes]]]:
     thread.join()
 
 
-def test_values_arrive(endpoint: tuple[str, list[bytes]]) -> None:
+def test_collector_receives_all_values(endpoint: tuple[str, list[bytes]]) -> None:
     address, requests = endpoint
     environment = {**os.environ, 'OTEL_EXPORTER_OTLP_ENDPOINT': address}
     subprocess.run([sys.executable, '-c', RANK], env=environment, check=True)
@@ -92,7 +92,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
           'OTEL_EXPORTER_OTLP_PROTOCOL': 'grpc'}, None),
     ],
 )  # fmt: skip
-def test_a_protocol_that_is_not_spoken_is_named(
+def test_unsupported_protocol_is_named(
     variables: dict[str, str],
     said: str | None,
     endpoint: tuple[str, list[bytes]],
@@ -122,7 +122,7 @@ def test_a_protocol_that_is_not_spoken_is_named(
         ({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://c', 'OTEL_SDK_DISABLED': 'true'}, False),
     ],
 )
-def test_wanted_where_the_environment_says_so(
+def test_otlp_is_enabled_by_the_environment(
     variables: dict[str, str], wanted: bool, environment: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():

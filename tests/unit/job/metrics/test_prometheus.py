@@ -110,13 +110,13 @@ def start(port: int, tmp_path: Path) -> Iterator[Callable[[int], Process]]:
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    """Values by name, rank and further labels, but for 0; waits until somebody answers."""
+    """Nonzero values by name, rank and further labels; retries until the port answers."""
     deadline = time.monotonic() + 120
     while True:
         try:
             with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=10) as answer:
                 text = answer.read().decode()
-        except OSError:  # nobody is there yet, or is too slow
+        except OSError:  # no process listens yet, or it is too slow
             assert time.monotonic() < deadline, 'nobody answers'
             time.sleep(0.05)
             continue
@@ -133,7 +133,7 @@ def _further(labels: dict[str, str]) -> list[str]:
     return [value for name, value in labels.items() if name not in ('run', 'node', 'rank')]
 
 
-def test_all_ranks_are_behind_one_port(start: Callable[[int], Process], port: int) -> None:
+def test_one_port_serves_all_ranks(start: Callable[[int], Process], port: int) -> None:
     first, second = start(0), start(1)
     first.record('iteration 7')
     second.record('iteration 6')
@@ -146,7 +146,7 @@ def test_all_ranks_are_behind_one_port(start: Callable[[int], Process], port: in
     }
 
 
-def test_when_the_one_that_answers_is_killed_another_does(
+def test_another_process_serves_after_the_server_is_killed(
     start: Callable[[int], Process], port: int
 ) -> None:
     first = start(0)
@@ -168,8 +168,8 @@ def test_when_the_one_that_answers_is_killed_another_does(
     assert found['moevement_iterations_total', '0'] == 8
 
 
-def test_children_that_outlive_a_process_do_not_keep_its_port(port: int, tmp_path: Path) -> None:
-    """Such as data loader workers."""
+def test_surviving_children_do_not_keep_the_port(port: int, tmp_path: Path) -> None:
+    """For example, data loader workers."""
     log = tmp_path / 'log'
     with log.open('w') as file, ExitStack() as started:
         first = Process(port, tmp_path / 'root', 0)
@@ -186,7 +186,7 @@ def test_children_that_outlive_a_process_do_not_keep_its_port(port: int, tmp_pat
     assert log.read_text() == ''
 
 
-def test_a_port_that_another_program_has_is_named(port: int, tmp_path: Path) -> None:
+def test_port_taken_by_another_program_is_named(port: int, tmp_path: Path) -> None:
     log = tmp_path / 'log'
     with log.open('w') as file, socket.create_server(('', port)) as other:
         process = Process(port, tmp_path / 'root', 0, file)
@@ -205,17 +205,17 @@ def test_a_port_that_another_program_has_is_named(port: int, tmp_path: Path) -> 
     assert line.startswith(f'--sparse-ckpt-metrics {port}: no client can read') and 'in use' in line
 
 
-def test_a_port_that_another_rank_has_is_no_problem(port: int, tmp_path: Path) -> None:
+def test_port_taken_by_another_rank_is_accepted(port: int, tmp_path: Path) -> None:
     log = tmp_path / 'log'
     with log.open('w') as file:
         ranks = [Process(port, tmp_path / 'root', rank, file) for rank in range(2)]
         scrape(port)
-        for process in reversed(ranks):  # each has tried by its end
+        for process in reversed(ranks):  # each has tried to bind the port by its end
             process.end()
     assert log.read_text() == ''
 
 
-def test_nothing_is_left_when_all_have_ended(
+def test_files_are_removed_when_all_processes_have_ended(
     start: Callable[[int], Process], port: int, tmp_path: Path
 ) -> None:
     killed, *others = start(0), start(1), start(2)
@@ -229,7 +229,7 @@ def test_nothing_is_left_when_all_have_ended(
         urllib.request.urlopen(f'http://127.0.0.1:{port}', timeout=1)
 
 
-def test_a_page_and_its_last_values_outlive_the_process(
+def test_page_with_the_last_values_outlives_the_process(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that loses its GPU ends right after its last event."""
@@ -246,13 +246,13 @@ def test_a_page_and_its_last_values_outlive_the_process(
     observer.event(FailureDetected(reason='too late'))
     assert list(tmp_path.iterdir()) == []
     page.parent.mkdir(parents=True)
-    page.write_text(before)  # as if it had been killed
+    page.write_text(before)  # as after SIGKILL
     heir = Host(port, tmp_path, 'run')
     text = heir._of_all('')[1].decode()
     assert 'moevement_device_problems_total{harm="device"' in text
 
 
-def test_a_switched_off_library_is_named(
+def test_disabled_opentelemetry_is_refused(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('OTEL_SDK_DISABLED', 'True')
@@ -260,7 +260,7 @@ def test_a_switched_off_library_is_named(
         Host(port, tmp_path, 'run')
 
 
-def test_every_metric_is_documented_under_the_name_that_prometheus_has() -> None:
+def test_every_metric_is_documented_under_its_prometheus_name() -> None:
     page = (Path(__file__).parents[4] / 'docs' / 'observe.md').read_text()
     rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
     assert rows == [
@@ -269,16 +269,16 @@ def test_every_metric_is_documented_under_the_name_that_prometheus_has() -> None
     ]
 
 
-def test_names_are_those_of_the_library() -> None:
-    """A counter's suffix is the library's matter, and no two instruments are one."""
+def test_metric_names_are_unique_and_without_suffix() -> None:
+    """The library adds the suffix of counters."""
     assert len({one.name for one in INSTRUMENTS}) == len(INSTRUMENTS) == 30
     assert not any(one.name.endswith('_total') for one in INSTRUMENTS)
 
 
-def test_a_replacement_goes_on_without_the_library(
+def test_replacement_continues_without_the_library(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start of a job that is refused; now the others train and wait for this process."""
+    """The start of a job is refused; during a job, the other ranks wait for this process."""
     monkeypatch.setitem(sys.modules, 'opentelemetry.exporter.prometheus', None)
     config = SparseCheckpointConfig(dir=str(tmp_path), metrics=port)
     for joining in (False, True):
@@ -292,10 +292,10 @@ def test_a_replacement_goes_on_without_the_library(
                 observe(rank)
 
 
-def test_clients_use_no_threads_and_few_descriptors(
+def test_clients_use_no_threads_and_bounded_descriptors(
     start: Callable[[int], Process], port: int
 ) -> None:
-    """They may be many, silent, endless or slow: Prometheus is answered all the same."""
+    """Prometheus gets its answer despite many silent or slow clients."""
     rank = start(0)
     rank.record('iteration 7')
     expected = scrape(port)
@@ -304,23 +304,23 @@ def test_clients_use_no_threads_and_few_descriptors(
         for number in range(100):
             one = socket.create_connection(('127.0.0.1', port), timeout=30)
             strangers.callback(one.close)
-            with suppress(OSError):  # it had to give way already
+            with suppress(OSError):  # the server has already closed it
                 one.sendall(b'GET / HTTP/1.1\r\n' if number % 2 else b'')
         assert scrape(port) == expected
         threads, descriptors = _held(rank.process.pid)
         assert threads == before[0] and descriptors <= before[1] + 20
 
 
-def test_a_request_without_an_end_is_cut(start: Callable[[int], Process], port: int) -> None:
+def test_endless_request_is_cut_off(start: Callable[[int], Process], port: int) -> None:
     start(0)
     scrape(port)
     with socket.create_connection(('127.0.0.1', port), timeout=60) as endless:
         with pytest.raises(OSError):
-            for _ in range(10_000):  # 10 MB, more than lies in the buffers of both sockets
+            for _ in range(10_000):  # 10 MB, more than the buffers of both sockets hold
                 endless.sendall(b'x' * 1000)
 
 
-def test_only_what_asks_for_the_page_gets_it(start: Callable[[int], Process], port: int) -> None:
+def test_only_get_requests_are_answered(start: Callable[[int], Process], port: int) -> None:
     start(0).record('iteration 7')
     scrape(port)
     address = f'http://127.0.0.1:{port}/metrics'

@@ -36,7 +36,7 @@ def train(module: nn.Module, optimizer: optim.Optimizer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize('make', OPTIMIZERS)
-def test_training_has_the_bits_of_state_that_the_first_step_makes(
+def test_created_state_trains_with_the_bits_of_lazy_state(
     make: Callable[..., optim.Optimizer],
 ) -> None:
     plain, prepared = model(), model()
@@ -47,7 +47,7 @@ def test_training_has_the_bits_of_state_that_the_first_step_makes(
         assert torch.equal(one, other)
 
 
-def test_there_is_a_tensor_for_all_that_a_capture_copies() -> None:
+def test_created_state_tensors_stay_the_same_in_training() -> None:
     module = model()
     optimizer = optim.Adam(module.parameters())
     create_state(optimizer)
@@ -57,7 +57,7 @@ def test_there_is_a_tensor_for_all_that_a_capture_copies() -> None:
     assert {id(value) for state in optimizer.state.values() for value in state.values()} == sources
 
 
-def test_state_that_is_there_stays() -> None:
+def test_existing_state_is_kept() -> None:
     module = model()
     optimizer = optim.Adam(module.parameters())
     train(module, optimizer)
@@ -72,6 +72,8 @@ def test_state_that_is_there_stays() -> None:
         lambda given: optim.SGD(given, lr=0.1, momentum=0.9, dampening=0.1),
     ],
 )
-def test_state_that_begins_elsewhere_is_refused(make: Callable[..., optim.Optimizer]) -> None:
+def test_optimizer_with_unknown_initial_state_is_refused(
+    make: Callable[..., optim.Optimizer],
+) -> None:
     with pytest.raises(ConfigurationError, match='what it begins with is not known.* Adam,'):
         create_state(make(model().parameters()))

@@ -52,7 +52,7 @@ def trains(
         while job.iteration < stop_at:
             begins.append(job.iteration)
             job.step()
-            torch.rand(1)  # not of training
+            torch.rand(1)  # outside of training
             if error and job.iteration == stop_at:
                 raise RuntimeError(error)
 
@@ -86,7 +86,7 @@ def has_other_settings(directory: Path) -> Any:
     return trains(directory, settings={'lr': 0.2})
 
 
-def test_a_job_that_ends_early_goes_on_with_the_same_bits(directory: Path) -> None:
+def test_job_that_ends_early_resumes_with_the_same_bits(directory: Path) -> None:
     expected = run(trains, directory / 'whole')[1]
     run(ends_early, directory)
     assert kept(directory)
@@ -96,7 +96,7 @@ def test_a_job_that_ends_early_goes_on_with_the_same_bits(directory: Path) -> No
     assert not kept(directory)
 
 
-def test_an_error_of_the_loop_ends_the_program_and_windows_stay(directory: Path) -> None:
+def test_error_of_the_loop_ends_the_program_and_keeps_windows(directory: Path) -> None:
     with pytest.raises(Raised, match='RuntimeError: not finite'):
         run(fails, directory)
     assert kept(directory)
@@ -112,6 +112,6 @@ def steps_too_far(directory: Path) -> Any:
     return trains(directory, stop_at=LAST + 1)
 
 
-def test_a_step_after_the_last_is_refused(directory: Path) -> None:
+def test_step_after_the_last_iteration_is_refused(directory: Path) -> None:
     with pytest.raises(Raised, match='ConfigurationError: job.step .* after its last iteration'):
         run(steps_too_far, directory)

@@ -22,25 +22,25 @@ def restored(given: Any) -> Any:
     return loaded[0]
 
 
-def test_what_the_loop_adds_comes_back() -> None:
+def test_state_of_the_loop_is_restored() -> None:
     given = {'lr': [0.1], 'round': 3, 'at': {7: b'x'}, 'none': None, 'mean': np.float64(0.5)}
     assert restored(given) == given
     assert restored((1, 2)) == [1, 2]
 
 
 @pytest.mark.parametrize('tensor', [torch.rand(2, 3).bfloat16(), torch.tensor(5), torch.ones(0)])
-def test_tensors_come_back_with_type_and_shape(tensor: torch.Tensor) -> None:
+def test_tensors_are_restored_with_dtype_and_shape(tensor: torch.Tensor) -> None:
     found = restored({'tensor': tensor})['tensor']
     assert found.dtype == tensor.dtype and found.shape == tensor.shape
     assert torch.equal(found, tensor)
 
 
-def test_a_state_that_cannot_be_kept_is_refused() -> None:
+def test_unserializable_state_is_refused() -> None:
     with pytest.raises(ConfigurationError, match='holds a object: .* Give numbers'):
         LoopState(lambda: {'a': object()}, print).now()
 
 
-def test_all_generators_draw_the_same_again() -> None:
+def test_restore_resets_all_random_generators() -> None:
     state = LoopState(lambda: None, lambda loaded: None)
     before = state.now()
     drawn = draw()
@@ -48,7 +48,7 @@ def test_all_generators_draw_the_same_again() -> None:
     assert draw() == drawn
 
 
-def test_what_is_drawn_between_iterations_is_not_of_training() -> None:
+def test_draws_between_iterations_do_not_change_the_state() -> None:
     state = LoopState(lambda: None, lambda loaded: None)
     committed = state.committed()
     expected = draw()
@@ -57,7 +57,7 @@ def test_what_is_drawn_between_iterations_is_not_of_training() -> None:
     assert draw() == expected
 
 
-def test_numbers_that_were_reduced_travel_with_the_state() -> None:
+def test_reduced_numbers_are_part_of_the_state() -> None:
     state = LoopState(lambda: None, lambda loaded: None)
     state.iteration, state.reduced = 4, [0.1, 2.0]
     assert LoopState.reduced_in(state.now()) == [0.1, 2.0]
@@ -68,7 +68,7 @@ def test_numbers_that_were_reduced_travel_with_the_state() -> None:
     assert other.reduced == [0.1, 2.0]
 
 
-def test_the_bound_leaves_room_for_what_the_loop_adds() -> None:
+def test_size_bound_has_room_for_growing_loop_state() -> None:
     added: list[int] = []
     state = LoopState(lambda: added, print)
     bound = state.max_bytes
@@ -76,7 +76,7 @@ def test_the_bound_leaves_room_for_what_the_loop_adds() -> None:
     assert len(state.now()) <= bound
 
 
-def test_a_loop_whose_state_grows_says_how_far() -> None:
+def test_state_bytes_raises_the_size_bound() -> None:
     added = b''
     state = LoopState(lambda: added, print, state_bytes=10**6)
     bound = state.max_bytes
@@ -84,7 +84,7 @@ def test_a_loop_whose_state_grows_says_how_far() -> None:
     assert len(state.committed()) <= bound
 
 
-def test_a_state_that_outgrows_its_windows_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_that_outgrows_its_windows_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     added = b''
     state = LoopState(lambda: added, print)
     bound = state.max_bytes

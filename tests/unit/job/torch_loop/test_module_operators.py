@@ -32,7 +32,7 @@ def operators_of(module: nn.Module) -> ModuleOperators:
 
 
 def captured(operators: ModuleOperators, slot: int) -> tuple[SlotHeader, np.ndarray, SlotContext]:
-    """A slot of a window whose first slot has the router, and the second all other operators."""
+    """A slot of a window: the first slot has the router, the second the other operators."""
     others = tuple(name for name in operators.slices if name != 'router')
     layout = SlotLayout(WindowPlan((('router',), others)), slot, operators.slices)
     payload = np.zeros(layout.payload_bytes, np.uint8)
@@ -57,7 +57,7 @@ def changed(operators: ModuleOperators) -> dict[str, set[str]]:
     }
 
 
-def test_a_slot_brings_what_it_holds_and_leaves_the_rest() -> None:
+def test_load_changes_only_the_contents_of_the_slot() -> None:
     operators = operators_of(Net())
     slot = captured(operators, 0)
     for held in operators.slices.values():
@@ -72,7 +72,7 @@ def test_a_slot_brings_what_it_holds_and_leaves_the_rest() -> None:
     }
 
 
-def test_both_slots_bring_the_state_back_bit_for_bit() -> None:
+def test_both_slots_restore_the_state_bit_for_bit() -> None:
     operators = operators_of(Net())
     slots = captured(operators, 0), captured(operators, 1)
     items = [item for held in operators.slices.values() for item in held.full]
@@ -85,12 +85,12 @@ def test_both_slots_bring_the_state_back_bit_for_bit() -> None:
         assert torch.equal(item.source, value)
 
 
-def test_a_slot_of_another_model_is_refused() -> None:
+def test_slot_of_another_model_is_refused() -> None:
     with pytest.raises(RefusedWindow, match=r'no experts\.0\.weight .*elements 0 to 6'):
         operators_of(Net(width=3)).load(*captured(operators_of(Net()), 0))
 
 
-def test_only_frozen_operators_get_no_gradient() -> None:
+def test_freeze_disables_gradients_of_frozen_operators_only() -> None:
     module = Net()
     operators = operators_of(module)
     operators.freeze(['experts.1'])
@@ -118,7 +118,7 @@ def with_a_fixed_parameter() -> None:
         (with_a_fixed_parameter, r'router\.bias has requires_grad=False'),
     ],
 )
-def test_a_model_that_cannot_be_frozen_in_parts_is_refused(build: object, message: str) -> None:
+def test_model_that_cannot_be_frozen_by_operator_is_refused(build: object, message: str) -> None:
     assert callable(build)
     with pytest.raises(ConfigurationError, match=message):
         build()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a loop on plain torch, through the interface of recovery."""
+"""One rank of a loop on plain torch, through the recovery interface."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +68,7 @@ class Trainer(TorchTrainer):
         return [self.auxiliary_state.now(), *(item.source.numpy().tobytes() for item in slices)]
 
 
-def test_an_iteration_computes_reduces_and_updates() -> None:
+def test_iteration_computes_reduces_and_updates() -> None:
     trainer = Trainer(job())
     trainer.iterate(0)
     assert trainer.asked == [0, ('a',), 'reduce', ('b',), [0.5], ('c', False)]
@@ -78,7 +78,7 @@ def test_an_iteration_computes_reduces_and_updates() -> None:
     assert state == trainer.auxiliary_state.now()
 
 
-def test_a_replay_is_given_what_was_reduced() -> None:
+def test_replay_uses_the_recorded_reduced_numbers() -> None:
     trainer = Trainer(job())
     trainer.iterate(0)
     state, entry = trainer.record(1, skipped=False)
@@ -91,7 +91,7 @@ def test_a_replay_is_given_what_was_reduced() -> None:
     assert 'reduce' in trainer.asked
 
 
-def test_an_iteration_that_was_cut_off_leaves_nothing() -> None:
+def test_undo_removes_a_broken_iteration() -> None:
     trainer = Trainer(job())
     trainer.iterate(0)
     state, _ = trainer.record(1, skipped=False)
@@ -103,7 +103,7 @@ def test_an_iteration_that_was_cut_off_leaves_nothing() -> None:
     assert trainer.everything() == before
 
 
-def test_a_fresh_process_goes_on_with_schedule_and_learning_rate() -> None:
+def test_new_process_restores_schedule_and_learning_rate() -> None:
     trainer, fresh = Trainer(job()), Trainer(job())
     trainer.iterate(0)
     state, _ = trainer.record(1, skipped=False)
@@ -118,7 +118,7 @@ def test_a_fresh_process_goes_on_with_schedule_and_learning_rate() -> None:
     assert fresh.everything() == trainer.everything()
 
 
-def test_each_expert_is_an_operator_and_each_other_module() -> None:
+def test_each_expert_and_each_other_module_is_an_operator() -> None:
     kinds = Trainer(job(rank=2, ranks=4), stages=2).operators.kinds
     assert kinds == {
         'stage1.router': 'rest',
@@ -132,7 +132,7 @@ def test_each_expert_is_an_operator_and_each_other_module() -> None:
     ('rank', 'before', 'after', 'sends'),
     [(0, None, 2, 1), (3, 1, 5, 2), (5, 3, None, 1)],
 )
-def test_neighbours_have_the_same_place_in_their_stages(
+def test_pipeline_neighbours_have_the_same_index_in_their_stages(
     rank: int, before: int | None, after: int | None, sends: int
 ) -> None:
     how = {'stages': 3, 'micro_batches': 4, 'boundary_bytes': 64}
@@ -154,6 +154,6 @@ def with_too_many_numbers() -> None:
         (lambda: Trainer(job(ranks=4), stages=3), '4 ranks are no multiple of 3 stages'),
     ],
 )
-def test_a_trainer_that_cannot_be_recovered_is_refused(build: Any, message: str) -> None:
+def test_unrecoverable_trainer_is_refused(build: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         build()

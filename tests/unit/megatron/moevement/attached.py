@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of one rank that `attach` protects, in a process of its own: Megatron-Core on gloo."""
+"""A loop of one rank that `attach` protects, in its own process: Megatron-Core on gloo."""
 
 import multiprocessing
 import os
@@ -22,7 +22,7 @@ _SAMPLES = 4
 
 @dataclass
 class OwnLoop:
-    """What a scenario has in its hands."""
+    """The job, the built model and the plan of a scenario."""
 
     job: Any
     built: tuple[list[Any], Any, Any]
@@ -35,7 +35,7 @@ class OwnLoop:
         return small_gpt.train_step(self.built, self.plan, data, **schedule)
 
     def train(self, stop_at: int | None = None) -> None:
-        """From where the job is to the end, or to an iteration before it."""
+        """Train from the current iteration to the end, or to `stop_at`."""
 
         def loop() -> None:
             while self.job.iteration < (stop_at or self.plan.train_iters):
@@ -45,7 +45,7 @@ class OwnLoop:
 
 
 def batches(consumed_samples: int) -> Iterator[torch.Tensor]:
-    """Micro-batches of two samples, on random numbers that are a function of the position."""
+    """Micro-batches of two samples; the random numbers are a function of the position."""
     while True:
         generator = torch.Generator().manual_seed(consumed_samples)
         yield torch.randint(512, (2, 65), generator=generator)
@@ -60,14 +60,14 @@ def attached(
     change: Callable[..., Any] = lambda *built: built,
     load_own: Mapping[str, Any] = {},
 ) -> Iterator[OwnLoop]:
-    """A loop that is set up, of windows of two iterations. In a process of its own.
+    """A loop that is set up, with windows of two iterations. Needs its own process.
 
     Args:
         directory: for its windows and events.
         iterations: to train.
-        connect: called with the job before it is set up.
-        change: makes what the loop builds of what the example does.
-        load_own: keywords of `set_up` about a checkpoint of the loop's own.
+        connect: called with the job before the set-up.
+        change: returns what the loop builds, given what the example builds.
+        load_own: keywords of `set_up` about the loop's own checkpoint.
     """
     from examples import small_gpt
     from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
@@ -91,10 +91,10 @@ def attached(
 
 
 def run(scenario: Callable[[Path], Any], directory: Path) -> Any:
-    """What `scenario(directory)` returns, in a process that is the only rank of a job.
+    """Return `scenario(directory)`, run in a process that is the only rank of a job.
 
     Raises:
-        Raised: what it raises.
+        Raised: the exception of the scenario.
     """
     receiver, sender = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_child, args=(scenario, directory, sender))
@@ -112,7 +112,7 @@ def run(scenario: Callable[[Path], Any], directory: Path) -> Any:
 
 
 class Raised(Exception):
-    """What a scenario raised: its type and message."""
+    """The exception of a scenario: type and message."""
 
 
 def _child(scenario: Callable[[Path], Any], directory: Path, sender: Connection) -> None:
@@ -126,5 +126,5 @@ def _child(scenario: Callable[[Path], Any], directory: Path, sender: Connection)
     }
     try:
         sender.send((None, scenario(directory)))
-    except BaseException as error:  # told to who waits for it
+    except BaseException as error:  # passed to the parent process
         sender.send((f'{type(error).__name__}: {error}', None))

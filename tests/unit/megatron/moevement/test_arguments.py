@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags that are wrong by themselves end the program with a line that says what is right."""
+"""Invalid flags end the program with one line that states the rule."""
 
 import argparse
 
@@ -14,12 +14,12 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(('text', 'window'), [('auto', 'auto'), ('6', 6)])
-def test_a_window_is_a_number_or_auto(text: str, window: int | str) -> None:
+def test_window_is_a_number_or_auto(text: str, window: int | str) -> None:
     assert parse('--sparse-ckpt-window', text).sparse_ckpt_window == window
 
 
 @pytest.mark.parametrize('text', ['abc', '', '2.5'])
-def test_any_other_window_is_refused_with_the_rule(
+def test_invalid_window_is_refused_with_the_rule(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -35,12 +35,12 @@ def test_any_other_window_is_refused_with_the_rule(
 @pytest.mark.parametrize(
     ('text', 'rate'), [('auto', 'auto'), ('off', 'off'), ('0', 0), ('2.5', 2.5)]
 )
-def test_a_rate_is_a_number_or_a_word(text: str, rate: float | str) -> None:
+def test_rate_is_a_number_or_a_word(text: str, rate: float | str) -> None:
     flag = '--sparse-ckpt-network-gb-per-s'
     assert parse(flag, text).sparse_ckpt_network_gb_per_s == rate
 
 
-def test_any_other_rate_is_refused_with_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_rate_is_refused_with_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse('--sparse-ckpt-network-gb-per-s', 'half')
     assert ended.value.code == 2
@@ -58,7 +58,7 @@ CHECKED = [one for one in flags_of_the_group() if one.nargs != 0 and (one.type o
 
 
 @pytest.mark.parametrize('action', CHECKED, ids=lambda action: action.option_strings[0])
-def test_a_word_that_is_no_value_is_refused_in_one_line(
+def test_invalid_value_is_refused_in_one_line(
     action: argparse.Action, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (flag,) = action.option_strings
@@ -73,7 +73,7 @@ NUMBERS = [one for one in CHECKED if not one.choices]
 
 
 @pytest.mark.parametrize('action', NUMBERS, ids=lambda action: action.option_strings[0])
-def test_no_number_may_be_below_zero(
+def test_negative_number_is_refused(
     action: argparse.Action, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (flag,) = action.option_strings

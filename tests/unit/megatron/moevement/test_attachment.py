@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loop of one's own may do, and what is refused; each in a process of its own."""
+"""Permitted and refused uses of a custom loop; each runs in its own process."""
 
 import gc
 import json
@@ -40,7 +40,7 @@ def directory() -> Iterator[Path]:
 
 
 def windows(directory: Path) -> list[str]:
-    """Files of windows that are left in host memory."""
+    """Window files left in host memory."""
     return sorted(path.name for path in (directory / 'memory').rglob('*.window'))
 
 
@@ -56,8 +56,8 @@ def left_early(directory: Path) -> int:
         return own.job.iteration
 
 
-def goes_on(directory: Path) -> list[int]:
-    """Iterations that a loop sees which another has left early."""
+def iterations_to_the_end(directory: Path) -> list[int]:
+    """Iterations of a loop that continues from one that ended early."""
     seen = []
     with attached(directory) as own:
 
@@ -75,31 +75,31 @@ def set_up_alone(directory: Path) -> int:
         return own.job.iteration
 
 
-def test_a_loop_that_trains_to_the_end_leaves_no_windows(directory: Path) -> None:
+def test_loop_that_trains_to_the_end_leaves_no_windows(directory: Path) -> None:
     assert run(to_the_end, directory) == 6
     assert windows(directory) == []
 
 
-def test_a_loop_that_ends_early_keeps_its_windows_and_goes_on_from_them(directory: Path) -> None:
+def test_loop_that_ends_early_resumes_from_its_windows(directory: Path) -> None:
     assert run(left_early, directory) == 4
     assert windows(directory) != []
     assert run(set_up_alone, directory) > 0
     assert windows(directory) != [], 'nothing was trained'
-    assert run(goes_on, directory)[0] > 2
+    assert run(iterations_to_the_end, directory)[0] > 2
     assert windows(directory) == []
 
 
 def saves_a_checkpoint(directory: Path) -> None:
-    """Of another run, which keeps no windows."""
+    """Run another job, which keeps no windows."""
     with attached(directory, iterations=5) as own:
         own.train()
         torch.save(dict(own.built[0][0].named_parameters()), directory / 'checkpoint')
 
 
-def goes_on_beside_a_checkpoint(
+def resumes_with_a_checkpoint(
     directory: Path, checkpoint: Path, iteration: int | None
 ) -> tuple[int, bool]:
-    """The iteration a job goes on after, and whether it has the weights of a checkpoint of 5."""
+    """The iteration that a job resumes from, and whether it has the checkpoint's weights."""
     loaded = torch.load(checkpoint)
 
     def load(chunks: list[Any], optimizer: Any, scheduler: Any) -> tuple[int, int]:
@@ -116,33 +116,33 @@ def goes_on_beside_a_checkpoint(
         return began, has_loaded
 
 
-def test_a_checkpoint_of_the_loops_own_is_preferred_where_it_is_newer(directory: Path) -> None:
+def test_newer_checkpoint_of_the_loop_is_preferred(directory: Path) -> None:
     other = directory / 'other'
     run(saves_a_checkpoint, other)
     for iteration, expected in ((5, (5, True)), (3, (2, False)), (None, (2, False))):
         run(left_early, directory)
-        goes_on = partial(
-            goes_on_beside_a_checkpoint, checkpoint=other / 'checkpoint', iteration=iteration
+        iterations_to_the_end = partial(
+            resumes_with_a_checkpoint, checkpoint=other / 'checkpoint', iteration=iteration
         )
-        assert run(goes_on, directory) == expected, iteration
+        assert run(iterations_to_the_end, directory) == expected, iteration
 
 
-def time_is_up(directory: Path) -> None:
-    """The loop ends before the step in which the state would come back."""
+def ends_before_the_restore(directory: Path) -> None:
+    """The loop ends before the step that would restore the state."""
     with attached(directory) as own:
         own.job.train(lambda: None, batches)
         (directory / 'saved').touch()
 
 
-def test_a_loop_that_ends_before_its_state_is_back_ends_the_program(directory: Path) -> None:
-    """What comes after training, such as saving a checkpoint, must not find half a state."""
+def test_loop_that_ends_before_its_state_is_restored_ends_the_program(directory: Path) -> None:
+    """Later code, such as saving a checkpoint, must not find a partial state."""
     run(left_early, directory)
     kept = windows(directory)
     with pytest.raises(Raised, match='SystemExit: 0'):
-        run(time_is_up, directory)
+        run(ends_before_the_restore, directory)
     assert not (directory / 'saved').exists()
     assert windows(directory) == kept
-    assert run(goes_on, directory)[0] > 2
+    assert run(iterations_to_the_end, directory)[0] > 2
 
 
 def steps_beyond_the_last(directory: Path) -> None:
@@ -200,7 +200,7 @@ def builds_no_scheduler(directory: Path) -> None:
         pass
 
 
-def names_a_checkpoint_that_nothing_loads(directory: Path) -> None:
+def names_a_checkpoint_without_loader(directory: Path) -> None:
     with attached(directory, load_own={'checkpoint_iteration': 5}):
         pass
 
@@ -214,7 +214,7 @@ def loads_another_checkpoint(directory: Path) -> None:
 @pytest.mark.parametrize(
     ('scenario', 'message'),
     [
-        (names_a_checkpoint_that_nothing_loads, 'ConfigurationError: .*=5 without load_checkpoint'),
+        (names_a_checkpoint_without_loader, 'ConfigurationError: .*=5 without load_checkpoint'),
         (loads_another_checkpoint, 'ConfigurationError: .*loaded iteration 4, .*_iteration=5'),
         (connects_by_torch, 'ConfigurationError: .*set_up .* after job.init_process_group'),
         (writes_a_digest_of_nothing, 'ConfigurationError: .*write_digest .* before job.set_up'),
@@ -227,9 +227,7 @@ def loads_another_checkpoint(directory: Path) -> None:
         (trains_twice, 'ConfigurationError: .*train.* second time'),
     ],
 )
-def test_what_is_not_asked_of_a_loop_is_refused(
-    scenario: object, message: str, directory: Path
-) -> None:
+def test_invalid_calls_are_refused(scenario: object, message: str, directory: Path) -> None:
     with pytest.raises(Raised, match=message):
         run(scenario, directory)
 
@@ -238,16 +236,16 @@ def test_what_is_not_asked_of_a_loop_is_refused(
     ('field', 'value'),
     [('log_interval', 0), ('micro_batch_size', 0), ('seq_length', -1), ('backend', 'cpu:gloo')],
 )
-def test_a_plan_that_nothing_can_follow_is_refused(field: str, value: object) -> None:
+def test_invalid_training_plan_is_refused(field: str, value: object) -> None:
     settings = {'seq_length': 64, 'micro_batch_size': 2, 'global_batch_size': 4, field: value}
     with pytest.raises(ConfigurationError, match=f'TrainingPlan.{field} .*{value}.* must be'):
         TrainingPlan(train_iters=6, **settings)
 
 
-def test_interleaved_stages_that_would_exchange_wrong_tensors_are_refused(
+def test_interleaved_stages_with_mixed_up_sends_are_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By upstream's schedules they are not."""
+    """Upstream's schedules accept them."""
     monkeypatch.setenv('WORLD_SIZE', '2')
     model, *others = small_gpt.configurations(2)
     model.virtual_pipeline_model_parallel_size = 2
@@ -259,8 +257,8 @@ def test_interleaved_stages_that_would_exchange_wrong_tensors_are_refused(
     refuse_mixed_up_sends(model)
 
 
-def test_passes_that_a_loop_of_ones_own_records_are_refused(directory: Path) -> None:
-    """Upstream's trainer records its passes after a recovery has replayed."""
+def test_cuda_graphs_in_a_custom_loop_are_refused(directory: Path) -> None:
+    """Upstream's trainer records its graphs only after a recovery has replayed."""
     model, *others = small_gpt.configurations(1)
     model.cuda_graph_impl = 'transformer_engine'
     plan = TrainingPlan(6, seq_length=64, micro_batch_size=2, global_batch_size=4, backend='gloo')
@@ -269,7 +267,7 @@ def test_passes_that_a_loop_of_ones_own_records_are_refused(directory: Path) -> 
         attachment.attach(sparse, model, *others, plan).__enter__()
 
 
-def goes_on_after_a_step_that_failed(directory: Path) -> None:
+def continues_after_a_failed_step(directory: Path) -> None:
     with attached(directory) as own:
         failed = []
 
@@ -289,7 +287,7 @@ def goes_on_after_a_step_that_failed(directory: Path) -> None:
         own.job.train(loop, batches)
 
 
-def ends_after_a_step_that_failed(directory: Path) -> None:
+def ends_after_a_failed_step(directory: Path) -> None:
     with attached(directory) as own:
 
         def train_step(data: object, **schedule: object) -> None:
@@ -304,18 +302,14 @@ def ends_after_a_step_that_failed(directory: Path) -> None:
         own.job.train(loop, batches)
 
 
-@pytest.mark.parametrize(
-    'scenario', [goes_on_after_a_step_that_failed, ends_after_a_step_that_failed]
-)
-def test_what_cut_off_a_step_cannot_be_kept_from_recovery(
-    scenario: object, directory: Path
-) -> None:
-    """Else a survivor would try in vain for ever, and never come to the rendezvous."""
+@pytest.mark.parametrize('scenario', [continues_after_a_failed_step, ends_after_a_failed_step])
+def test_swallowed_error_of_a_step_is_raised_again(scenario: object, directory: Path) -> None:
+    """Otherwise a survivor would retry for ever and never reach the rendezvous."""
     with pytest.raises(Raised, match='ValueError: a bad batch'):
         run(scenario, directory)
 
 
-def is_rid_of_a_step_that_failed(directory: Path) -> bool:
+def releases_a_failed_step(directory: Path) -> bool:
     with attached(directory) as own:
         made = []
 
@@ -330,13 +324,13 @@ def is_rid_of_a_step_that_failed(directory: Path) -> bool:
         return made[0]() is None
 
 
-def test_nothing_is_kept_of_a_step_that_was_cut_off(directory: Path) -> None:
-    """What upstream began in it would end in a later one; and its activations take room."""
-    assert run(is_rid_of_a_step_that_failed, directory)
+def test_interrupted_step_keeps_no_references(directory: Path) -> None:
+    """Upstream's pending work would end in a later step, and activations take memory."""
+    assert run(releases_a_failed_step, directory)
 
 
 def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) -> None:
-    """Trains with a schedule that is run otherwise than was declared."""
+    """Train with a schedule that differs from the declared one."""
     from megatron.core import num_microbatches_calculator
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -383,7 +377,7 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
         ({'p2p_communicator': None}, 1, 'must pass on all keywords'),
     ],
 )
-def test_a_schedule_that_is_run_otherwise_is_refused_before_it_counts(
+def test_schedule_that_differs_from_the_plan_is_refused(
     change: dict[str, Any], runs: int, message: str, directory: Path
 ) -> None:
     with pytest.raises(Raised, match=f'ConfigurationError: .*{message}'):
@@ -391,7 +385,7 @@ def test_a_schedule_that_is_run_otherwise_is_refused_before_it_counts(
     assert not (directory / 'updated').exists()
 
 
-def test_a_schedule_that_is_run_as_declared_is_not(directory: Path) -> None:
+def test_schedule_that_matches_the_plan_is_accepted(directory: Path) -> None:
     run(partial(with_other_schedule, change={}), directory)
 
 
@@ -411,12 +405,12 @@ def takes_its_device(directory: Path) -> list[str]:
         return done
 
 
-def test_a_loop_has_its_device_before_it_builds_anything(directory: Path) -> None:
+def test_device_is_set_before_the_model_is_built(directory: Path) -> None:
     assert run(takes_its_device, directory) == ['device', 'build']
 
 
 def digest_of(directory: Path, draw: bool) -> tuple[dict[str, Any], set[float]]:
-    """Digest of the state after and in a loop that may draw between steps; the numbers it drew."""
+    """Digests in the middle and at the end of a loop, and its draws between steps."""
     numbers = set()
     with attached(directory) as own:
 
@@ -440,7 +434,7 @@ def digest_of(directory: Path, draw: bool) -> tuple[dict[str, Any], set[float]]:
 ENDS = ('midway', 'end')
 
 
-def test_what_a_loop_draws_between_steps_does_not_count(directory: Path) -> None:
+def test_draws_between_steps_do_not_change_training(directory: Path) -> None:
     plain, _ = run(partial(digest_of, draw=False), directory)
     drawing, numbers = run(partial(digest_of, draw=True), directory)
     assert drawing == plain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter knows of a job is what upstream's arguments say."""
+"""The adapter's facts of a job equal upstream's arguments."""
 
 import dataclasses
 from argparse import Namespace
@@ -14,7 +14,7 @@ from tests.unit.megatron.moevement.job.test_identity import parsed
 
 @pytest.fixture
 def args() -> Namespace:
-    """As upstream's validation leaves them."""
+    """Arguments after upstream's validation."""
     args = parsed()
     vars(args).update(
         rank=1,
@@ -28,7 +28,7 @@ def args() -> Namespace:
     return args
 
 
-def test_facts_are_those_of_the_arguments(args: Namespace) -> None:
+def test_facts_equal_the_arguments(args: Namespace) -> None:
     facts = facts_of(args)
     assert facts.timeout == timedelta(minutes=5)
     names = [field.name for field in dataclasses.fields(JobFacts) if field.name != 'timeout']
@@ -36,19 +36,19 @@ def test_facts_are_those_of_the_arguments(args: Namespace) -> None:
     assert (facts.rank, facts.save, facts.save_interval) == (1, 'checkpoints', 10)
 
 
-def test_where_batches_grow_the_largest_counts(args: Namespace) -> None:
+def test_largest_batch_of_a_growing_schedule_counts(args: Namespace) -> None:
     args.global_batch_size, args.step_batch_size_schedule = 4, '0:4, 1M:12 2M:8'
     assert facts_of(args).global_batch_size == 12
 
 
-def test_an_argument_that_upstream_no_longer_has_is_named(args: Namespace) -> None:
+def test_argument_removed_by_upstream_is_named(args: Namespace) -> None:
     del args.exit_interval
     with pytest.raises(AttributeError, match='exit_interval'):
         facts_of(args)
 
 
 @pytest.mark.parametrize(('in_fp32', 'dtype'), [(False, torch.bfloat16), (True, torch.float32)])
-def test_stages_exchange_the_type_of_the_residual_connection(
+def test_boundary_dtype_is_that_of_the_residual_connection(
     in_fp32: bool, dtype: torch.dtype, args: Namespace
 ) -> None:
     args.fp32_residual_connection = in_fp32

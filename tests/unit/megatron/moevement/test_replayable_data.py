@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data of a loop of one's own are moved without a trace in the random numbers of training."""
+"""Moving the data of a custom loop leaves the random numbers of training unchanged."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ SAMPLES = 100
 
 @pytest.fixture(autouse=True)
 def tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron's generators, one of which there is."""
+    """Megatron's tracker with one generator."""
     monkeypatch.setattr(upstream_random, '_CUDA_RNG_STATE_TRACKER', CudaRNGStatesTracker())
     monkeypatch.setattr(upstream_random, '_CUDA_RNG_STATE_TRACKER_INITIALIZED', True)
     cpu_device.patch_upstream()
@@ -35,7 +35,7 @@ def tracker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn() -> list[float]:
-    """One number of each generator."""
+    """One number from each generator."""
     with get_cuda_rng_tracker().fork():
         of_tracker = torch.rand(1).item()
     return [random.random(), np.random.rand(), torch.rand(1).item(), of_tracker]
@@ -53,11 +53,11 @@ def fails(consumed_samples: int) -> Iterator[Any]:
 
 
 def opened_when_read(consumed_samples: int) -> Iterator[Any]:
-    """A loader draws a seed when it is opened; a generator has done nothing before it is read."""
+    """A generator that opens its loader, which draws a seed, only when it is read."""
     yield from DataLoader(range(SAMPLES), sampler=range(consumed_samples, SAMPLES))
 
 
-def test_making_an_iterator_draws_nothing_from_the_random_numbers_of_training() -> None:
+def test_making_an_iterator_leaves_generators_unchanged() -> None:
     data, before = ReplayableData(), capture_rng()
     data.use(draws_when_made, 0)
     assert capture_rng() == before
@@ -66,7 +66,7 @@ def test_making_an_iterator_draws_nothing_from_the_random_numbers_of_training() 
     assert next(data.training) == 7
 
 
-def test_neither_does_one_that_fails() -> None:
+def test_failing_to_make_an_iterator_leaves_generators_unchanged() -> None:
     before = capture_rng()
     with pytest.raises(OSError, match='file server'):
         ReplayableData().use(fails, 0)
@@ -74,7 +74,7 @@ def test_neither_does_one_that_fails() -> None:
 
 
 def opened_in_each_round(consumed_samples: int) -> Iterator[Any]:
-    """Of four samples."""
+    """A new loader for each round of four samples."""
     while True:
         for sample in DataLoader(range(4), sampler=range(consumed_samples % 4, 4)):
             yield consumed_samples - consumed_samples % 4 + sample
@@ -82,7 +82,9 @@ def opened_in_each_round(consumed_samples: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize('make', [opened_when_read, opened_in_each_round])
-def test_nor_does_opening_a_loader_in_an_iteration(make: Callable[[int], Iterator[Any]]) -> None:
+def test_opening_a_loader_in_an_iteration_leaves_generators_unchanged(
+    make: Callable[[int], Iterator[Any]],
+) -> None:
     data = ReplayableData()
     data.use(make, 0)
     undisturbed = [iteration(data) for _ in range(5)]
@@ -96,14 +98,14 @@ def test_nor_does_opening_a_loader_in_an_iteration(make: Callable[[int], Iterato
 
 
 def iteration(data: ReplayableData) -> tuple[int, float, torch.Tensor]:
-    """What is read, what a layer draws, and the random numbers after it."""
+    """The sample read, a number drawn by a layer, and the random state afterwards."""
     with data.reading():
         sample = int(next(data.training))
         return sample, torch.rand(1).item(), torch.get_rng_state()
 
 
-def test_what_an_iteration_draws_otherwise_counts() -> None:
-    """Such as the numbers that data draw with each sample."""
+def test_draws_of_the_data_change_the_generators() -> None:
+    """For example, numbers that data draw with each sample."""
     data = ReplayableData()
 
     def draw(consumed_samples: int) -> Iterator[float]:
@@ -118,8 +120,8 @@ def test_what_an_iteration_draws_otherwise_counts() -> None:
     assert len(set(read)) == 3
 
 
-def test_a_loader_that_another_thread_opens_takes_nothing_back() -> None:
-    """What training draws meanwhile stays drawn."""
+def test_loader_opened_by_another_thread_restores_no_generator() -> None:
+    """Concurrent draws of training must stay drawn."""
     data = ReplayableData()
     data.use(opened_when_read, 0)
     with data.reading():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log to be tested, what it reports, and tensors for it."""
+"""A log under test, its reports, and tensors for it."""
 
 import queue
 import threading
@@ -16,13 +16,13 @@ from moevement_ext.memory.upstream_log.record import Direction, LogKey
 
 CPU = torch.device('cpu')
 DEADLINE_S = 20.0
-"""How long a test waits for something that comes at once."""
+"""Timeout of an event that is due at once."""
 REGION = 64
 DOWN, UP = Direction.DOWN, Direction.UP
 
 
 class Reports:
-    """Receives the reasons of a log; holds up the thread that reports while ``gate`` is unset."""
+    """Receives the reports of a log; blocks the reporting thread while ``gate`` is unset."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[str] = queue.Queue()
@@ -53,7 +53,7 @@ def opened(
 
 @contextmanager
 def held_worker(log: UpstreamLog, reports: Reports, iteration: int) -> Iterator[None]:
-    """The worker stands still: it reports a tensor without storage, in an iteration of its own."""
+    """Block the worker: it reports the failure of a tensor without storage."""
     reports.gate.clear()
     log.append(iteration, DOWN, torch.empty(4, device='meta'))
     assert 'has failed' in reports.next()

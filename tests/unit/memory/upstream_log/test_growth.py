@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log that changes its size in training loses nothing, wherever in its ring it stands."""
+"""A log that changes its size in training loses no record, at any position of its ring."""
 
 import mmap
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ def fill(log: UpstreamLog, iterations: range) -> None:
 
 
 @pytest.mark.parametrize('before', [0, 1, 3, 4], ids=lambda n: f'{n} dropped')
-def test_what_is_logged_stays_and_more_fits(before: int, shm: Path) -> None:
-    """With some dropped before, the newest lie in front of the oldest."""
+def test_growing_log_keeps_its_records_and_takes_more(before: int, shm: Path) -> None:
+    """If some records were dropped, the newest ones precede the oldest ones in the ring."""
     reports = Reports()
     with opened(shm / 'log', reports, REGIONS) as log:
         fill(log, range(REGIONS))
@@ -48,7 +48,7 @@ def test_what_is_logged_stays_and_more_fits(before: int, shm: Path) -> None:
         log.grow(3 * REGIONS * REGION)
         held = range(before, REGIONS + before)
         assert [value(log, iteration, DOWN, 0) for iteration in held] == list(held)
-        # Until the ring has come around it is as large as before.
+        # Until the ring has wrapped around, it is as large as before.
         log.drop_until(REGIONS + before - 2)
         more = range(REGIONS + before, REGIONS + before + 2 * REGIONS)
         fill(log, more)
@@ -57,8 +57,8 @@ def test_what_is_logged_stays_and_more_fits(before: int, shm: Path) -> None:
         assert reports.count() == 0, 'nothing was forgotten'
 
 
-def test_a_copy_under_way_arrives(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was begun with the map of before."""
+def test_copy_in_progress_reaches_the_grown_log(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was begun with the previous map."""
     reports = Reports()
     with opened(shm / 'log', reports, REGIONS) as log:
         begun = log._begin_copy(region(7), slice(0, REGION))
@@ -67,13 +67,13 @@ def test_a_copy_under_way_arrives(shm: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(torch.from_numpy(log.array[:REGION]), region(7).view(torch.uint8))
 
 
-def test_what_grows_does_not_shrink(shm: Path) -> None:
+def test_grow_never_shrinks_the_log(shm: Path) -> None:
     with opened(shm / 'log', Reports(), REGIONS) as log:
         log.grow(REGION)
         assert log.array.size == REGIONS * REGION == (shm / 'log').stat().st_size
 
 
-def test_where_there_is_no_room_it_stays_as_it_is(
+def test_log_without_space_to_grow_stays_unchanged(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, nbytes: int) -> None:
@@ -90,10 +90,10 @@ def test_where_there_is_no_room_it_stays_as_it_is(
         assert value(log, REGIONS, DOWN, 0) == REGIONS
 
 
-# Smaller
+# Shrinking
 
 LARGE = 64
-"""Pages of a log that shrinks; a record takes one."""
+"""Pages of a log that shrinks; a record takes one page."""
 
 
 def page(value: int) -> torch.Tensor:
@@ -110,8 +110,8 @@ def pages(path: Path) -> int:
     return path.stat().st_blocks * 512 // mmap.PAGESIZE
 
 
-def test_a_shorter_log_gives_its_pages_back_and_keeps_its_records(shm: Path) -> None:
-    """Once nothing that is needed lies behind its new end."""
+def test_shrunk_log_releases_pages_and_keeps_records(shm: Path) -> None:
+    """Once no needed record lies behind its new end."""
     reports = Reports()
     with large(shm / 'log', reports) as log:
         for iteration in range(50):
@@ -132,7 +132,7 @@ def test_a_shorter_log_gives_its_pages_back_and_keeps_its_records(shm: Path) -> 
         assert reports.count() == 0, 'nothing was forgotten'
 
 
-def test_a_log_that_has_shrunk_grows_again(shm: Path) -> None:
+def test_shrunk_log_can_grow_again(shm: Path) -> None:
     reports = Reports()
     with large(shm / 'log', reports) as log:
         log.shrink(4 * mmap.PAGESIZE)
@@ -148,7 +148,7 @@ def test_a_log_that_has_shrunk_grows_again(shm: Path) -> None:
         assert reports.count() == 0
 
 
-def test_a_log_that_is_to_grow_meanwhile_stays_as_large(shm: Path) -> None:
+def test_grow_cancels_a_pending_shrink(shm: Path) -> None:
     with large(shm / 'log', Reports()) as log:
         log.shrink(4 * mmap.PAGESIZE)
         log.grow(8 * mmap.PAGESIZE)
@@ -158,8 +158,8 @@ def test_a_log_that_is_to_grow_meanwhile_stays_as_large(shm: Path) -> None:
         assert pages(shm / 'log') == 8
 
 
-def test_pages_wait_for_their_reader(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would find zeros there, in pages that nothing gives back."""
+def test_pages_are_released_after_their_readers(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader would otherwise find zeros, in pages that are never released."""
     with large(shm / 'log', Reports()) as log:
         for iteration in range(8):
             log.append(iteration, DOWN, page(iteration))
@@ -179,7 +179,7 @@ def test_pages_wait_for_their_reader(shm: Path, monkeypatch: pytest.MonkeyPatch)
         assert pages(shm / 'log') == 4
 
 
-def test_a_log_whose_file_is_gone_keeps_its_pages(
+def test_log_with_a_deleted_file_keeps_its_pages(
     shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with large(shm / 'log', Reports()) as log:

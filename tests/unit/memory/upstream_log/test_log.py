@@ -50,7 +50,7 @@ def log(shm: Path, reports: Reports) -> Iterator[UpstreamLog]:
         yield log
 
 
-# ---- what is logged
+# ---- appending
 
 
 @pytest.mark.parametrize('shape', [(4, 2, 8), (), (0, 3), (1,)])
@@ -58,7 +58,7 @@ def log(shm: Path, reports: Reports) -> Iterator[UpstreamLog]:
     'dtype',
     [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn],
 )
-def test_every_dtype_and_shape(
+def test_every_dtype_and_shape_is_logged(
     log: UpstreamLog, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     source = (torch.randn(shape) * 3).to(dtype)
@@ -72,7 +72,7 @@ def test_every_dtype_and_shape(
     assert logged == LoggedTensor(name, shape, len(raw), xxhash.xxh3_64_intdigest(raw))
 
 
-def test_views_and_tensors_of_a_graph(log: UpstreamLog) -> None:
+def test_views_and_graph_tensors_are_logged(log: UpstreamLog) -> None:
     weight = torch.arange(12.0).view(3, 4).requires_grad_()
     activation = weight * 2
     log.append(1, DOWN, activation)
@@ -104,7 +104,7 @@ def test_data_may_be_replaced_right_after_append(log: UpstreamLog, reports: Repo
     assert value(log, 1, DOWN, 0) == 7
 
 
-def test_a_tensor_is_released_once_it_is_copied(log: UpstreamLog, reports: Reports) -> None:
+def test_tensor_is_released_once_copied(log: UpstreamLog, reports: Reports) -> None:
     storage = np.ones(8)
     released = weakref.ref(storage)
     sent = torch.from_numpy(storage)
@@ -117,7 +117,7 @@ def test_a_tensor_is_released_once_it_is_copied(log: UpstreamLog, reports: Repor
 
 
 class Watched(np.ndarray):
-    """The map of a log; `first` is called when a part of it is to be read."""
+    """The map of a log; `first` is called before each read of a part."""
 
     first: Callable[[], None]
 
@@ -126,9 +126,7 @@ class Watched(np.ndarray):
         return super().__getitem__(key)  # type: ignore[index]
 
 
-def test_a_tensor_is_released_before_its_checksum_is_computed(
-    log: UpstreamLog, reports: Reports
-) -> None:
+def test_tensor_is_released_before_its_checksum(log: UpstreamLog, reports: Reports) -> None:
     storage = np.ones(8)
     released, seen = weakref.ref(storage), queue.SimpleQueue[bool]()
     Watched.first = lambda: seen.put(released() is None)
@@ -140,7 +138,7 @@ def test_a_tensor_is_released_before_its_checksum_is_computed(
     assert seen.get(timeout=DEADLINE_S)
 
 
-def test_no_checksum_is_computed_of_what_was_dropped(log: UpstreamLog, reports: Reports) -> None:
+def test_dropped_record_gets_no_checksum(log: UpstreamLog, reports: Reports) -> None:
     read: list[int] = []
     Watched.first = lambda: read.append(1)
     log.array = log.array.view(Watched)
@@ -152,7 +150,7 @@ def test_no_checksum_is_computed_of_what_was_dropped(log: UpstreamLog, reports: 
     assert len(read) == 1
 
 
-def test_first_iteration_is_where_logging_began(log: UpstreamLog) -> None:
+def test_first_iteration_is_the_first_logged_one(log: UpstreamLog) -> None:
     assert log.first_iteration is None
     log.drop_until(3)
     assert log.first_iteration is None
@@ -191,7 +189,7 @@ def test_older_drops_change_nothing(log: UpstreamLog) -> None:
     assert value(log, 3, DOWN, 0) == 3
 
 
-def test_rewound_iterations_are_logged_anew(log: UpstreamLog) -> None:
+def test_rewound_iterations_are_logged_again(log: UpstreamLog) -> None:
     for iteration in range(4):
         log.append(iteration, DOWN, region(iteration))
         log.append(iteration, DOWN, region(iteration))
@@ -204,7 +202,7 @@ def test_rewound_iterations_are_logged_anew(log: UpstreamLog) -> None:
     assert log.read(LogKey(2, DOWN, 1), 0) is None
 
 
-def test_the_rewound_iteration_may_go_on(log: UpstreamLog) -> None:
+def test_rewound_iteration_can_continue(log: UpstreamLog) -> None:
     log.append(1, DOWN, region(1))
     log.append(2, UP, region(2))
     log.rewind(1)
@@ -212,7 +210,7 @@ def test_the_rewound_iteration_may_go_on(log: UpstreamLog) -> None:
     assert [value(log, 1, DOWN, sequence) for sequence in range(2)] == [1, 11]
 
 
-def test_rewind_before_what_was_given_up(shm: Path, reports: Reports) -> None:
+def test_rewind_before_forgotten_iterations(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=2) as log:
         for iteration in range(5):
             log.append(iteration, DOWN, region(iteration))
@@ -226,7 +224,7 @@ def test_rewind_before_what_was_given_up(shm: Path, reports: Reports) -> None:
 # ---- reading
 
 
-def test_a_reader_waits_for_a_record(log: UpstreamLog) -> None:
+def test_reader_waits_for_a_record(log: UpstreamLog) -> None:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(value, log, 2, DOWN, 1)
         log.append(2, DOWN, region(1))
@@ -234,14 +232,14 @@ def test_a_reader_waits_for_a_record(log: UpstreamLog) -> None:
         assert reading.result(DEADLINE_S) == 5
 
 
-def test_a_record_is_not_read_before_it_is_complete(log: UpstreamLog, reports: Reports) -> None:
+def test_incomplete_record_is_not_read(log: UpstreamLog, reports: Reports) -> None:
     with held_worker(log, reports, 0):
         log.append(1, DOWN, region(1))
         assert log.read(LogKey(1, DOWN, 0), 0) is None
     assert value(log, 1, DOWN, 0) == 1
 
 
-def test_a_record_that_will_never_come(log: UpstreamLog) -> None:
+def test_missing_record_of_a_past_iteration_raises(log: UpstreamLog) -> None:
     log.append(1, DOWN, region(1))
     log.append(2, DOWN, region(2))
     with pytest.raises(LogGap, match='no tensor 1 sent down in iteration 1; .*schedules'):
@@ -249,7 +247,7 @@ def test_a_record_that_will_never_come(log: UpstreamLog) -> None:
     assert log.read(LogKey(2, DOWN, 1), 0) is None, 'this may still come'
 
 
-def test_nothing_comes_while_nothing_is_sent(log: UpstreamLog) -> None:
+def test_reader_of_a_paused_log_raises(log: UpstreamLog) -> None:
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(log.read, LogKey(1, DOWN, 0), DEADLINE_S)
         log.pause()
@@ -263,7 +261,7 @@ def test_nothing_comes_while_nothing_is_sent(log: UpstreamLog) -> None:
     assert log.read(LogKey(1, DOWN, 1), 0) is None, 'it will be sent anew'
 
 
-def test_a_dropped_record_wakes_its_reader(log: UpstreamLog) -> None:
+def test_drop_wakes_the_reader_of_a_record(log: UpstreamLog) -> None:
     log.append(1, DOWN, region(1))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(log.read, LogKey(1, DOWN, 1), DEADLINE_S)
@@ -273,7 +271,7 @@ def test_a_dropped_record_wakes_its_reader(log: UpstreamLog) -> None:
 
 
 class Interrupted(np.ndarray):
-    """The map of a log; the next copy out of it is preceded by ``first``, on the same thread."""
+    """The map of a log; the next copy out of it first calls ``first``, on the same thread."""
 
     first: Callable[[], None]
 
@@ -283,7 +281,7 @@ class Interrupted(np.ndarray):
 
 
 def test_readers_never_return_overwritten_bytes(shm: Path, reports: Reports) -> None:
-    """A record is forgotten, and its place taken, while a reader is copying it."""
+    """A record is forgotten and its place reused while a reader copies it."""
 
     with opened(shm / 'log', reports, regions=1) as log:
 
@@ -300,10 +298,10 @@ def test_readers_never_return_overwritten_bytes(shm: Path, reports: Reports) -> 
         assert value(log, 2, DOWN, 0) == 2
 
 
-# ---- a ring that is full
+# ---- full ring
 
 
-def test_training_waits_for_room(shm: Path, reports: Reports) -> None:
+def test_append_waits_for_space(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=2, max_wait_s=DEADLINE_S) as log:
         log.append(0, DOWN, region(0))
         log.append(1, DOWN, region(1))
@@ -317,7 +315,7 @@ def test_training_waits_for_room(shm: Path, reports: Reports) -> None:
         assert reports.count() == 0
 
 
-def test_the_oldest_whole_iterations_are_forgotten(shm: Path, reports: Reports) -> None:
+def test_oldest_whole_iterations_are_forgotten(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=5, max_wait_s=0.01) as log:
         for iteration in range(3):
             log.append(iteration, DOWN, region(iteration))
@@ -331,11 +329,11 @@ def test_the_oldest_whole_iterations_are_forgotten(shm: Path, reports: Reports) 
             log.read(LogKey(0, UP, 0), 0)
 
 
-def test_a_wait_in_vain_is_repeated_only_after_a_drop(shm: Path, reports: Reports) -> None:
+def test_timed_out_wait_is_repeated_only_after_a_drop(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=2, max_wait_s=0.01) as log:
         for iteration in range(5):
             log.append(iteration, DOWN, region(iteration))
-        seen = [reports.next() for _ in range(2)]  # what is forgotten later is not said again
+        seen = [reports.next() for _ in range(2)]  # later losses are not reported again
         assert ['waits' in reason for reason in seen] == [True, False]
         log.drop_until(3)
         log.append(5, DOWN, region(5))
@@ -343,7 +341,7 @@ def test_a_wait_in_vain_is_repeated_only_after_a_drop(shm: Path, reports: Report
         assert 'waits' in reports.next()
 
 
-def test_no_room_is_awaited_for_what_never_fits(shm: Path, reports: Reports) -> None:
+def test_append_does_not_wait_for_a_tensor_that_never_fits(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=4, max_wait_s=1000) as log:
         log.append(2, DOWN, region(2))
         log.append(3, DOWN, region(3).repeat(5))
@@ -353,7 +351,7 @@ def test_no_room_is_awaited_for_what_never_fits(shm: Path, reports: Reports) -> 
 
 
 @pytest.mark.parametrize('sizes', [[5], [1, 2, 2], [4, 1]])
-def test_an_iteration_too_large_is_given_up_at_once(
+def test_too_large_iteration_is_forgotten_at_once(
     shm: Path, reports: Reports, sizes: list[int]
 ) -> None:
     with opened(shm / 'log', reports, regions=4, max_wait_s=1000) as log:
@@ -372,7 +370,7 @@ def test_an_iteration_too_large_is_given_up_at_once(
 # ---- failures
 
 
-def test_a_failed_copy_gives_its_iteration_up(log: UpstreamLog, reports: Reports) -> None:
+def test_failed_copy_forgets_its_iteration(log: UpstreamLog, reports: Reports) -> None:
     log.append(1, DOWN, region(1))
     log.append(2, DOWN, torch.empty(4, device='meta'))
     log.append(2, DOWN, region(2))
@@ -384,7 +382,7 @@ def test_a_failed_copy_gives_its_iteration_up(log: UpstreamLog, reports: Reports
     assert value(log, 3, DOWN, 0) == 3
 
 
-def test_a_callback_that_raises_ends_neither_worker_nor_training(shm: Path) -> None:
+def test_error_of_the_callback_ends_neither_worker_nor_training(shm: Path) -> None:
     def fail(reason: str) -> None:
         raise RuntimeError(reason)
 
@@ -411,7 +409,7 @@ def test_close_wakes_readers_and_ends_the_thread(log: UpstreamLog) -> None:
 
 
 @pytest.mark.parametrize('size', [10, 100_000])
-def test_a_leftover_file_is_overwritten(shm: Path, reports: Reports, size: int) -> None:
+def test_leftover_file_is_overwritten(shm: Path, reports: Reports, size: int) -> None:
     path = shm / 'log'
     path.touch(mode=0o600)
     path.write_bytes(b'x' * size)
@@ -423,12 +421,12 @@ def test_a_leftover_file_is_overwritten(shm: Path, reports: Reports, size: int) 
         assert value(log, 1, DOWN, 0) == 1
 
 
-def test_no_space_is_refused(shm: Path, reports: Reports) -> None:
+def test_log_without_space_is_refused(shm: Path, reports: Reports) -> None:
     with pytest.raises(HostMemoryError, match='cannot reserve'):
         UpstreamLog(shm / 'log', 2**60, CPU, 0.0, reports)
 
 
-# ---- all together
+# ---- any sequence of operations
 
 steps = st.lists(
     st.one_of(
@@ -441,7 +439,7 @@ steps = st.lists(
 
 
 @given(steps=steps)
-def test_everything_from_the_first_iteration_on_is_there(steps: list[object]) -> None:
+def test_all_records_since_the_first_iteration_are_readable(steps: list[object]) -> None:
     sent: dict[int, dict[Direction, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
     iteration, value = 10, 0
     with tmpfs_directory() as shm, opened(shm / 'log', Reports(), regions=16) as log:

@@ -26,7 +26,7 @@ def test_wrap_leaves_the_tail_unused() -> None:
     assert ring.allocate(1) == 128
 
 
-def test_freeing_the_newest_takes_a_wrap_back() -> None:
+def test_freeing_the_newest_undoes_a_wrap() -> None:
     ring = Ring(4 * ALIGNMENT)
     for _ in range(3):
         ring.allocate(ALIGNMENT)
@@ -37,13 +37,13 @@ def test_freeing_the_newest_takes_a_wrap_back() -> None:
     assert ring.allocate(ALIGNMENT) == 192
 
 
-def test_more_than_everything_never_fits() -> None:
+def test_size_beyond_the_capacity_never_fits() -> None:
     ring = Ring(2 * ALIGNMENT)
     assert not ring.fits(2 * ALIGNMENT + 1)
     assert ring.allocate(2 * ALIGNMENT) == 0
 
 
-def test_a_ring_shrinks_once_nothing_lies_behind_its_new_end() -> None:
+def test_ring_shrinks_once_its_tail_is_free() -> None:
     ring = Ring(8 * ALIGNMENT)
     for _ in range(5):
         ring.allocate(ALIGNMENT)

@@ -54,12 +54,12 @@ def shm() -> Iterator[Path]:
 
 
 def load(path: Path) -> list[object]:
-    """Everything a reader does with a file it does not trust."""
+    """Verify an untrusted file completely."""
     return list(WindowFile.open(path).verify(Expected(RUN, TOPOLOGY)))
 
 
 def filler(*parts: memoryview) -> Callable[[memoryview], None]:
-    """Return what receives the parts of a blob one after the other, as from a socket."""
+    """A function that receives the parts of a blob one after another, as from a socket."""
     remaining = iter(parts)
 
     def fill(view: memoryview) -> None:
@@ -68,7 +68,7 @@ def filler(*parts: memoryview) -> Callable[[memoryview], None]:
     return fill
 
 
-def test_what_is_sealed_is_read_back(shm: Path) -> None:
+def test_sealed_slots_are_read_back(shm: Path) -> None:
     make_file(shm / 'w', start=5)
     file = WindowFile.open(shm / 'w')
     headers = file.verify(Expected(RUN, TOPOLOGY, 0, named(5)))
@@ -154,14 +154,14 @@ def test_corrupt_payload_names_operator_and_tensor(shm: Path) -> None:
 
 
 @pytest.mark.parametrize('cut', [0, 1, PREAMBLE_BYTES - 1, PREAMBLE_BYTES, PREAMBLE_BYTES + 5000])
-def test_truncated_file(shm: Path, cut: int) -> None:
+def test_truncated_file_is_refused(shm: Path, cut: int) -> None:
     make_file(shm / 'w')
     os.truncate(shm / 'w', cut)
     with pytest.raises(TruncatedWindow):
         load(shm / 'w')
 
 
-def test_missing_slot(shm: Path) -> None:
+def test_window_with_a_missing_slot_is_refused(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
     file.begin(named(0))
     write_slot(file, 0)
@@ -199,7 +199,7 @@ WAS = RunSettings({'--lr': '0.1'}, files={'d.idx': '9 bytes'}, environment={'NCC
         (RUN, {'environment': {}}, None),
     ],
 )
-def test_what_was_launched_otherwise_is_refused_by_name(
+def test_window_of_other_settings_is_refused_by_name(
     shm: Path, digest_of_run: str, changed: dict, line: str | None
 ) -> None:
     file = WindowFile.create(shm / 'w', capacity())
@@ -229,7 +229,7 @@ def test_damaged_settings_are_refused(shm: Path) -> None:
         file.headers()
 
 
-def test_the_bytes_of_a_file_are_those_of_the_format(shm: Path) -> None:
+def test_file_bytes_match_the_format_version(shm: Path) -> None:
     """Files outlive the program that wrote them: other bytes need another format version."""
     file = WindowFile.create(shm / 'w', 2**17)
     file.begin(named(5))
@@ -244,8 +244,10 @@ def test_the_bytes_of_a_file_are_those_of_the_format(shm: Path) -> None:
     assert digest(shm / 'w') == 'ec1e07f13b6916762590d87a671c6316fa7d4ab6c38a851ba5a9e2f1367bf26a'
 
 
-def test_a_window_of_the_version_before_is_read(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is byte for byte what the release before this one wrote, and has no place of its owner."""
+def test_window_of_the_previous_format_version_is_read(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte as the previous release wrote it, without the seat of its owner."""
     monkeypatch.setattr(window_format, 'FORMAT_VERSION', 2)
     file = WindowFile.create(shm / 'w', capacity())
     file.begin(named(5))
@@ -262,14 +264,14 @@ def test_a_window_of_the_version_before_is_read(shm: Path, monkeypatch: pytest.M
     assert all(header.placed is msgspec.UNSET for header in headers)
 
 
-def test_unknown_version_of_file(shm: Path) -> None:
+def test_unknown_file_version_is_refused(shm: Path) -> None:
     file = make_file(shm / 'w')
     file.array[8] = FORMAT_VERSION + 1
     with pytest.raises(UnknownVersion, match=f'version {FORMAT_VERSION + 1}'):
         load(shm / 'w')
 
 
-def test_unknown_version_of_header(shm: Path) -> None:
+def test_unknown_header_version_is_refused(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
     file.begin(named(0))
     header = make_header(0)
@@ -279,7 +281,7 @@ def test_unknown_version_of_header(shm: Path) -> None:
         file.headers()
 
 
-def test_damaged_directory(shm: Path) -> None:
+def test_damaged_directory_is_refused(shm: Path) -> None:
     file = make_file(shm / 'w')
     file.array[window_format._PREAMBLE.size + 4] ^= 1
     with pytest.raises(CorruptWindow, match='checksum of the directory'):
@@ -288,7 +290,7 @@ def test_damaged_directory(shm: Path) -> None:
 
 @pytest.mark.parametrize('field', ['payload_offset', 'frame_offset'])
 @pytest.mark.parametrize('offset', [0, 2**40])
-def test_slot_outside_of_the_file(shm: Path, field: str, offset: int) -> None:
+def test_slot_outside_of_the_file_is_refused(shm: Path, field: str, offset: int) -> None:
     file = make_file(shm / 'w')
     first, *rest = file._directory.entries
     moved = msgspec.structs.replace(first, **{field: offset})
@@ -317,22 +319,22 @@ def test_header_at_odds_with_its_file_is_not_sealed(shm: Path) -> None:
     assert file.slots() == []
 
 
-def test_window_larger_than_its_file(shm: Path) -> None:
+def test_window_larger_than_its_file_is_refused(shm: Path) -> None:
     file = WindowFile.create(shm / 'w', capacity())
     file.begin(named(0))
     with pytest.raises(HostMemoryError, match='capacity'):
         file.reserve_slot(0, capacity())
 
 
-def test_full_tmpfs_is_noticed_at_start(shm: Path) -> None:
+def test_full_tmpfs_is_refused_at_the_start(shm: Path) -> None:
     total = shutil.disk_usage(shm).total
     with pytest.raises(HostMemoryError, match=f'cannot reserve {total + 1} bytes for w in {shm}'):
         WindowFile.create(shm / 'w', total + 1)
     assert not (shm / 'w').exists()
 
 
-def test_refusal_of_the_file_system_itself(shm: Path) -> None:
-    """With a limit on file sizes the space looks free, and only the reservation fails."""
+def test_failed_reservation_is_refused(shm: Path) -> None:
+    """With a file size limit, the space looks free and only the reservation fails."""
     program = (
         'import resource, sys; from pathlib import Path\n'
         'from moevement_ext.memory.budget import HostMemoryError\n'
@@ -356,7 +358,7 @@ def test_adopted_file_forgets_its_slots(shm: Path) -> None:
 
 
 @pytest.mark.parametrize('path', ['missing', '.'])
-def test_no_file(shm: Path, path: str) -> None:
+def test_missing_file_is_refused(shm: Path, path: str) -> None:
     with pytest.raises(RefusedWindow):
         load(shm / path)
 
@@ -425,8 +427,8 @@ def test_header_with_valid_checksum_but_other_content_is_refused(
 
 
 @given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
-def test_a_flipped_bit_changes_nothing_unnoticed(position: int, bit: int) -> None:
-    """Either the window is refused, or the bit was in padding and all records are as they were."""
+def test_flipped_bit_never_changes_a_record_unnoticed(position: int, bit: int) -> None:
+    """Either the window is refused, or the bit was in padding and all records are unchanged."""
     with tmpfs_directory() as shm:
         file = make_file(shm / 'w')
         used = [*range(400), *range(PREAMBLE_BYTES, file.capacity)]

@@ -100,7 +100,7 @@ def test_windows_stay_until_a_newer_one_is_persisted(store: NodeStore) -> None:
     assert starts(windows) == [9, 6, 3]
 
 
-def test_window_that_is_given_up_is_recycled_but_not_the_persisted(store: NodeStore) -> None:
+def test_given_up_window_is_recycled_but_not_the_persisted(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 0)
     windows.persisted(named(0))
@@ -120,7 +120,7 @@ def test_late_agreement_on_an_older_window_changes_nothing(store: NodeStore) -> 
     assert windows.newest_persisted == named(6)
 
 
-def test_a_window_is_not_written_twice_without_a_rollback(store: NodeStore) -> None:
+def test_window_is_not_written_twice_without_a_rollback(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 3)
     with pytest.raises(ValueError, match='discard_after'):
@@ -151,12 +151,12 @@ def test_plan_must_be_a_file_name(store: NodeStore, plan: str) -> None:
         windows.begin(named(0, plan))
 
 
-def test_too_few_generations(store: NodeStore) -> None:
+def test_too_few_generations_are_refused(store: NodeStore) -> None:
     with pytest.raises(ValueError, match='at least 2'):
         OwnerWindows(store, 0, 0, capacity(), generations=1)
 
 
-def test_no_space_names_the_ranks(store: NodeStore) -> None:
+def test_error_about_missing_space_names_the_ranks(store: NodeStore) -> None:
     total = os.statvfs(store.root).f_blocks * os.statvfs(store.root).f_frsize
     with pytest.raises(HostMemoryError, match='rank 2 cannot keep 2 windows of rank 5'):
         OwnerWindows(store, 2, 5, total + 1)
@@ -190,16 +190,16 @@ def captured_after(windows: OwnerWindows, start: int) -> list[tuple[int, int]]:
     return [(header.start, header.slot) for header in windows.headers_after(start)]
 
 
-def test_captures_of_a_window_that_was_cut_off_outlive_more_than_one_process(
+def test_slots_of_an_unfinished_window_outlive_several_processes(
     store: NodeStore,
 ) -> None:
-    """A process that takes the place of another one may die before it has compared anything."""
+    """A replacement may die before it has compared anything."""
     windows = OwnerWindows(store, 0, 0, capacity())
     commit(windows, 0)
     unfinished = windows.begin(named(3))
     assert unfinished is not None
     write_slot(unfinished, 0)
-    WindowFile.create(windows.path / 'free-7.window', capacity())  # a surplus one
+    WindowFile.create(windows.path / 'free-7.window', capacity())  # a surplus file
     for _ in range(3):
         store = restart(store)
         windows = OwnerWindows(store, 0, 0, capacity())
@@ -212,7 +212,7 @@ def test_captures_of_a_window_that_was_cut_off_outlive_more_than_one_process(
 
 
 @pytest.mark.parametrize('unjudged', [False, True])
-def test_a_window_that_was_cut_off_is_captured_again_in_another_file(
+def test_unfinished_window_is_captured_again_in_another_file(
     unjudged: bool, store: NodeStore
 ) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), generations=3)
@@ -234,7 +234,7 @@ def test_a_window_that_was_cut_off_is_captured_again_in_another_file(
     store.close()
 
 
-def test_captures_of_a_past_that_did_not_happen_are_compared_with_nothing(store: NodeStore) -> None:
+def test_slots_of_a_discarded_past_are_not_compared(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     unfinished = windows.begin(named(3))
     assert unfinished is not None
@@ -260,7 +260,7 @@ def test_adopted_windows_may_be_needed(store: NodeStore) -> None:
     second.close()
 
 
-def test_restart_with_other_sizes(store: NodeStore) -> None:
+def test_restart_with_another_size_and_generation_count(store: NodeStore) -> None:
     commit(OwnerWindows(store, 0, 0, capacity(), generations=3), 0)
     second = restart(store)
     larger = capacity() + 64
@@ -342,8 +342,9 @@ def test_committed_window_survives_sigkill(
 
 
 class Recycling(RuleBasedStateMachine):
-    """Any order of calls: whatever is named window-* keeps its bytes as long as it has the name,
-    and what others may rely on keeps the name."""
+    """Any order of calls: a file named window-* keeps its bytes as long as it has the name,
+    and a window that other ranks may need keeps its name.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +422,7 @@ class Recycling(RuleBasedStateMachine):
         self.seen = now
 
     @invariant()
-    def what_may_be_needed_is_there(self) -> None:
+    def needed_windows_exist(self) -> None:
         needed = {start for start in self.needed if start >= self.persisted}
         assert needed <= set(starts(self.windows))
 
@@ -453,8 +454,9 @@ def test_name_changes_before_the_first_byte_is_overwritten(
 
 
 def test_readers_never_see_a_torn_window_under_its_name(store: NodeStore) -> None:
-    """A reader verifies while the writer recycles: if the name is still there afterwards, what was
-    read is whole."""
+    """A reader verifies while the writer recycles: if the name still exists afterwards, the
+    verified bytes are complete.
+    """
     windows = OwnerWindows(store, 0, 0, capacity(), generations=2)
     verified = threading.Event()
     finished = threading.Event()
@@ -476,7 +478,7 @@ def test_readers_never_see_a_torn_window_under_its_name(store: NodeStore) -> Non
     for index in range(300):
         commit(windows, 3 * index)
         windows.persisted(named(3 * index))
-        if index % 10 == 0:  # let the reader see some whole ones too
+        if index % 10 == 0:  # let the reader verify some complete windows, too
             verified.clear()
             assert verified.wait(20)
     finished.set()

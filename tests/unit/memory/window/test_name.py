@@ -5,12 +5,12 @@ import pytest
 from moevement_ext.memory.window.name import Window, WindowName
 
 
-def test_a_conversion_ends_with_the_last_slot() -> None:
+def test_window_is_dense_at_its_last_slot() -> None:
     window = Window(WindowName(4, 'plan'), 3)
     assert (window.start, window.dense_at) == (4, 6)
 
 
-def test_names_that_come_from_elsewhere_are_checked() -> None:
+def test_decoded_names_are_validated() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode((4, 'plan')), type=WindowName) == (
         WindowName(4, 'plan')
     )

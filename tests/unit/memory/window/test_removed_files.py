@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window files that somebody else removes, as cleaners of temporary files do, or puts there."""
+"""Window files that another program removes, like cleaners of temporary files, or places there."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def persist(windows: OwnerWindows, start: int) -> None:
     windows.persisted(named(start))
 
 
-def test_a_file_that_is_removed_while_it_is_written_costs_one_window(store: NodeStore) -> None:
+def test_file_removed_during_a_write_costs_one_window(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     persist(windows, 0)
     for start in range(3, 12, 3):
@@ -47,7 +47,7 @@ def test_a_file_that_is_removed_while_it_is_written_costs_one_window(store: Node
 
 
 @pytest.mark.parametrize('level', ['files', 'owner', 'run'])
-def test_after_all_was_removed_windows_are_kept_again(level: str, store: NodeStore) -> None:
+def test_windows_are_kept_again_after_all_files_were_removed(level: str, store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity(), holdable=True)
     for start in (0, 3):
         persist(windows, start)
@@ -58,7 +58,7 @@ def test_after_all_was_removed_windows_are_kept_again(level: str, store: NodeSto
         shutil.rmtree(windows.path if level == 'owner' else store.path.parent)
     kept = windows.file(named(3))
     assert kept is not None
-    kept.verify(Expected())  # it is still mapped
+    kept.verify(Expected())  # the file is still mapped
     for start in (6, 9, 12):
         persist(windows, start)
     assert [found.name.start for found in store.scan()] == [12, 9, 6]
@@ -66,11 +66,11 @@ def test_after_all_was_removed_windows_are_kept_again(level: str, store: NodeSto
     persist(windows, 0)
 
 
-def test_until_there_is_room_for_a_new_file_there_is_none(tmp_path: Path) -> None:
+def test_removed_file_is_replaced_once_there_is_space(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / 'small', f'{4 * capacity() // 1024}k') as root:
         windows = OwnerWindows(NodeStore(root, 'run1', 'node0'), 0, 0, capacity())
         persist(windows, 0)
-        mapped = windows.files()  # by whoever reads them, which keeps their pages
+        mapped = windows.files()  # as by a reader, which keeps their pages
         (free,) = windows.path.glob('free-*')
         free.unlink()
         hog = root / 'hog'
@@ -106,10 +106,10 @@ else:
 """
 
 
-def test_a_window_that_was_put_there_with_holes_is_whole_before_it_is_written(
+def test_sparse_file_is_fully_reserved_before_a_write(
     tmp_path: Path,
 ) -> None:
-    """A copy from disk has one; a write to it in a full tmpfs would end the process."""
+    """A copy from disk is sparse; a write to a hole in a full tmpfs would end the process."""
     nbytes = 2**20
     with mounted_tmpfs(tmp_path / 'small', '4m') as root:
         store = NodeStore(root, 'run1', 'node0')

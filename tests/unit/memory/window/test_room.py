@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Window files have pages for the windows in force; none goes that a recovery may need (I3)."""
+"""Files have pages for the windows in force; pages that a recovery may need stay (I3)."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def store() -> Iterator[NodeStore]:
 
 
 def pages(windows: OwnerWindows) -> list[int]:
-    """Bytes that the files take, the smallest first."""
+    """Allocated bytes of the files, smallest first."""
     return sorted(path.stat().st_blocks * 512 for path in windows.path.iterdir())
 
 
@@ -69,7 +69,7 @@ def test_files_have_pages_for_the_windows_in_force(store: NodeStore) -> None:
     assert pages(windows) == [in_pages(SHORT)] * 2
 
 
-def test_pages_of_a_longer_window_stay_until_its_successor_is_persisted(store: NodeStore) -> None:
+def test_longer_window_keeps_its_pages_until_its_successor_is_persisted(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, LONG)
     commit(windows, 0)
     windows.persisted(named(0))
@@ -83,7 +83,7 @@ def test_pages_of_a_longer_window_stay_until_its_successor_is_persisted(store: N
     assert pages(windows) == [in_pages(SHORT)] * 2
 
 
-def test_a_held_window_keeps_its_pages(store: NodeStore) -> None:
+def test_held_window_keeps_its_pages(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, LONG, holdable=True)
     commit(windows, 0)
     held = windows.hold(named(0))
@@ -97,21 +97,21 @@ def test_a_held_window_keeps_its_pages(store: NodeStore) -> None:
     assert pages(windows) == [in_pages(SHORT)] * 2 + [in_pages(LONG)]
 
 
-def test_a_window_that_is_longer_than_those_in_force_gets_pages_for_its_turn(
+def test_longer_window_gets_pages_temporarily(
     store: NodeStore,
 ) -> None:
-    """As one that a new process fetches from a peer, before it knows the plan in force."""
+    """For example, one that a new process fetches before it has the plan in force."""
     windows = OwnerWindows(store, 0, 0, SIZE)
     file = windows.begin(named(0), room=LONG)
     assert file is not None and pages(windows) == [in_pages(SHORT), in_pages(LONG)]
     windows.abandon(file)
-    commit(windows, 3)  # of slots that nobody has announced
+    commit(windows, 3)  # slots that were not announced
     commit_short(windows, 6)
     windows.persisted(named(6))
     assert pages(windows) == [in_pages(SHORT)] * 2
 
 
-def test_without_room_for_longer_windows_all_stays_as_it_was(
+def test_missing_space_for_longer_windows_leaves_files_unchanged(
     store: NodeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = OwnerWindows(store, 0, 0, SIZE)
@@ -134,7 +134,7 @@ def test_without_room_for_longer_windows_all_stays_as_it_was(
     assert pages(windows) == [in_pages(SHORT)] * 2
 
 
-def test_who_still_reads_pages_that_went_is_told(store: NodeStore) -> None:
+def test_reader_of_released_pages_gets_an_error(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, LONG)
     path = commit(windows, 0).path
     reader = WindowFile.open(path)
@@ -146,7 +146,7 @@ def test_who_still_reads_pages_that_went_is_told(store: NodeStore) -> None:
         reader.verify(Expected(RUN, TOPOLOGY, 0, named(0)))
 
 
-def test_a_restart_takes_no_more_pages(store: NodeStore) -> None:
+def test_restart_takes_no_more_pages(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, LONG)
     commit(windows, 0)
     windows.persisted(named(0))
@@ -157,7 +157,7 @@ def test_a_restart_takes_no_more_pages(store: NodeStore) -> None:
     assert found is not None and found.verify(Expected(RUN, TOPOLOGY, 0, named(0)))
 
 
-# Real death, at every moment of the reuse of a file
+# Process death at every moment of the reuse of a file
 
 
 def _die(*_: Any) -> None:
@@ -178,7 +178,7 @@ def _die_after_half(windows: OwnerWindows) -> None:
 
 
 def _patched(target: object, name: str, instead: Callable[..., Any], then: str) -> Any:
-    """Calls `then` of the windows, and dies in a function that this calls."""
+    """Run step `then` on the windows, and die in a function that it calls."""
 
     def run(windows: OwnerWindows) -> None:
         with mock.patch.object(target, name, instead):
@@ -188,7 +188,7 @@ def _patched(target: object, name: str, instead: Callable[..., Any], then: str) 
 
 
 class _Steps:
-    """What a process does after its windows 0 (persisted) and 3 (committed)."""
+    """Steps of a process after its windows 0 (persisted) and 3 (committed)."""
 
     @staticmethod
     def grow(windows: OwnerWindows) -> None:
@@ -234,19 +234,21 @@ def _victim(root: Path, moment: str, early: bool, room: int) -> None:
         windows.persisted(named(0))
         commit(windows, 3)
         if early:
-            needed = partial(_needed_until_a_newer_one_is_committed, windows)
+            needed = partial(_needed_until_a_newer_window_is_committed, windows)
             stack.enter_context(mock.patch.object(windows, '_is_needed', needed))
         MOMENTS[moment](windows)
 
 
-def _needed_until_a_newer_one_is_committed(windows: OwnerWindows, generation: Generation) -> bool:
-    """A step too early: other ranks, and the holders of replicas, may not have the newer one."""
+def _needed_until_a_newer_window_is_committed(
+    windows: OwnerWindows, generation: Generation
+) -> bool:
+    """Released a step too early: other ranks and replica holders may lack the newer window."""
     newest = max(g.start for g in windows._generations if g.state is FileState.COMMITTED)
     return generation.state is not FileState.FREE and generation.start >= newest
 
 
 def left_by(store: NodeStore, moment: str, early: bool = False, room: int = LONG) -> list[int]:
-    """Starts of the windows that are whole after a process died at this moment."""
+    """Starts of the complete windows after a process died at this moment."""
     victim = Forked(_victim, store.root, moment, early, room)
     assert victim.wait(60) == -signal.SIGKILL
     windows = OwnerWindows(store, 0, 0, SIZE)
@@ -259,15 +261,13 @@ def left_by(store: NodeStore, moment: str, early: bool = False, room: int = LONG
 
 
 @pytest.mark.parametrize('moment', MOMENTS)
-def test_death_in_the_reuse_of_a_file_leaves_the_persisted_window(
-    moment: str, store: NodeStore
-) -> None:
+def test_death_during_file_reuse_leaves_the_persisted_window(moment: str, store: NodeStore) -> None:
     room = SHORT if moment == 'pages are filled' else LONG
     left = left_by(store, moment, room=room)
     assert left in ([3], [0, 3]), 'the file of window 0 is touched once all agree on window 3'
 
 
 @pytest.mark.parametrize('early', [False, True])
-def test_a_file_whose_pages_go_a_step_too_early_is_noticed(early: bool, store: NodeStore) -> None:
+def test_pages_released_one_step_too_early_are_detected(early: bool, store: NodeStore) -> None:
     """Window 3 is committed here and nowhere else: another rank goes back to window 0."""
     assert (0 in left_by(store, 'ranks do not agree yet', early)) != early

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two launches differ in is named, with both values, whatever there is of it."""
+"""Differences of two launches are named with both values."""
 
 import random
 
@@ -26,7 +26,7 @@ OWN = RunSettings(
         ('files', {'/data/a.idx': '9 sequences'}, '/data/a.idx: was 9 sequences, is 10 sequences'),
     ],
 )
-def test_what_decides_bits_is_decisive(part: str, table: dict, line: str) -> None:
+def test_differences_that_decide_bits_are_decisive(part: str, table: dict, line: str) -> None:
     other = RunSettings(**{**_parts(OWN), part: table})
     assert differences(other, OWN) == ([line], [])
     assert differences(other, OWN).lines == [line]
@@ -40,17 +40,17 @@ def test_what_decides_bits_is_decisive(part: str, table: dict, line: str) -> Non
         ('environment', {'NCCL_ALGO': 'Tree'}, 'NCCL_ALGO: rank 3 Tree, rank 0 Ring'),
     ],
 )
-def test_what_may_decide_them_is_doubtful(part: str, table: dict, line: str) -> None:
+def test_differences_that_may_decide_bits_are_doubtful(part: str, table: dict, line: str) -> None:
     other = RunSettings(**{**_parts(OWN), part: table})
     assert differences(other, OWN, ('rank 3', 'rank 0')) == ([], [line])
 
 
-def test_a_file_that_one_rank_does_not_see_is_no_difference() -> None:
+def test_file_missing_on_one_rank_is_no_difference() -> None:
     blind = RunSettings(**{**_parts(OWN), 'files': {'/data/b.idx': '1 sequence'}})
     assert not differences(blind, OWN) and not differences(OWN, blind)
 
 
-def test_what_is_encoded_comes_back() -> None:
+def test_encoded_settings_are_decoded() -> None:
     assert settings.decode(settings.encode(OWN)) == OWN
 
 
@@ -63,7 +63,7 @@ def test_damaged_bytes_are_refused(damaged: bytes) -> None:
 
 
 @pytest.mark.parametrize(('files', 'length'), [(0, 5000), (300, 40), (20_000, 70)])
-def test_any_settings_fit_and_stay_apart(files: int, length: int) -> None:
+def test_bounded_settings_fit_and_stay_distinguishable(files: int, length: int) -> None:
     noise = random.Random(1)
     long = ''.join(noise.choices('abcdef0123456789', k=length))
     table = {f'/data/{noise.random()}.idx': f'{noise.random()}{long}' for _ in range(files)}
@@ -77,7 +77,7 @@ def test_any_settings_fit_and_stay_apart(files: int, length: int) -> None:
     assert len(differences(one, other).decisive) == 1
 
 
-def test_many_lines_are_counted() -> None:
+def test_long_lists_of_differences_are_shortened() -> None:
     assert settings.told([f'{n}' for n in range(8)]) == '0; 1; 2; 3; 4; 5; and 2 more'
 
 

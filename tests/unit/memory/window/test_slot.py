@@ -23,7 +23,7 @@ def test_frame_round_trip() -> None:
 
 
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_any_flipped_bit_of_a_frame_is_noticed(position: int, bit: int) -> None:
+def test_any_flipped_bit_of_a_frame_is_detected(position: int, bit: int) -> None:
     frame = bytearray(encode_frame(make_header(0)))
     frame[position % len(frame)] ^= 1 << bit
     with pytest.raises(ValueError, match='checksum'):
@@ -31,7 +31,7 @@ def test_any_flipped_bit_of_a_frame_is_noticed(position: int, bit: int) -> None:
 
 
 @given(cut=st.integers(0, 10**6))
-def test_a_cut_frame_is_refused(cut: int) -> None:
+def test_truncated_frame_is_refused(cut: int) -> None:
     frame = encode_frame(make_header(0))
     with pytest.raises(ValueError):
         decode_frame(frame[: cut % len(frame)])
@@ -58,7 +58,7 @@ def test_bound_holds_for_any_iteration_and_checksum(iteration: int, checksum: in
 
 
 @given(st.integers(0, 2**40))
-def test_align_up(nbytes: int) -> None:
+def test_align_up_rounds_to_64_bytes(nbytes: int) -> None:
     assert align_up(nbytes) % 64 == 0
     assert nbytes <= align_up(nbytes) < nbytes + 64
 
@@ -69,12 +69,12 @@ NAMES = st.lists(st.text(max_size=20), max_size=5)
 
 
 @given(full=NAMES, weights=NAMES, state=st.binary(max_size=100))
-def test_what_is_encoded_is_decoded(full: list[str], weights: list[str], state: bytes) -> None:
+def test_encoded_context_is_decoded(full: list[str], weights: list[str], state: bytes) -> None:
     context = SlotContext(full, weights, state)
     assert decode_context(msgspec.msgpack.encode(context)) == context
 
 
 @pytest.mark.parametrize('garbage', [b'', b'\x80', msgspec.msgpack.encode({'full': 1})])
-def test_anything_else_is_refused(garbage: bytes) -> None:
+def test_garbage_context_is_refused(garbage: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         decode_context(garbage)

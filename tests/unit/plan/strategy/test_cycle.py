@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which iterations a cycle captures."""
+"""Iterations that a cycle captures."""
 
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters
@@ -12,19 +12,19 @@ def captured(cycle: Cycle) -> list[int | None]:
     return [cycle.slot(iteration) for iteration in range(9)]
 
 
-def test_windows_back_to_back() -> None:
+def test_windows_follow_each_other_without_idle_iterations() -> None:
     cycle = Cycle(1, SLOTS, 'digest')
     assert captured(cycle) == [None, 0, 1, 0, 1, 0, 1, 0, 1]
     assert cycle.period == 2
 
 
-def test_what_lies_between_windows_is_not_captured() -> None:
+def test_idle_iterations_are_not_captured() -> None:
     cycle = Cycle(1, SLOTS, 'digest', idle=2)
     assert captured(cycle) == [None, 0, 1, None, None, 0, 1, None, None]
     assert [cycle.position(iteration) for iteration in (1, 4, 5)] == [0, 3, 0]
 
 
-def test_the_next_plan_begins_where_a_window_would() -> None:
+def test_next_plan_begins_at_a_window_boundary() -> None:
     present = PlanParameters(0, 4, 1, {}, idle=4)
     assert (present.after(9) - present.origin) % present.period == 0
     assert present.after(9) > 9 + 2 * present.period

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When dense checkpoints are taken: as fixed, as their stalls allow, or as failures demand."""
+"""Intervals of dense checkpoints: fixed, bounded by stalls, or chosen by failure rate."""
 
 import math
 
@@ -22,13 +22,13 @@ def load(
     persist_s: float | None = 0.5,
     checkpoint_s: tuple[float, float] | None = None,
 ) -> WindowLoad:
-    """Of a rank with iterations of a second."""
+    """Load of a rank with iterations of one second."""
     measured = {'waited_s': stall_s, 'checkpoint_s': checkpoint_s, 'persist_s': persist_s}
     return WindowLoad(0, {}, 1.0, 1e9, **measured)
 
 
 def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
-    """The interval in force before each of these cycles, which all ranks measure alike."""
+    """The interval before each of these cycles, which all ranks measure alike."""
     present, found = strategy.first(), []
     for measured in loads:
         assert present.window == 1
@@ -37,7 +37,7 @@ def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
     return [*found, present.period]
 
 
-def test_a_fixed_interval_stays() -> None:
+def test_fixed_interval_never_changes() -> None:
     for strategy in (CheckFreq(7, 0.03), Gemini(7, math.inf)):
         assert strategy.first() == PlanParameters(0, 0, 1, {}, idle=6)
         assert intervals(strategy, 5 * [load(9.0, 9.0, (9.0, 9.0))]) == 6 * [7]
@@ -47,13 +47,13 @@ def test_a_fixed_interval_stays() -> None:
     ('stall_s', 'persist_s', 'interval'),
     [(0.0, 0.1, 1), (0.03, 0.1, 1), (0.031, 0.1, 2), (0.3, 0.1, 10), (0.3, 40.0, 40)],
 )
-def test_stalls_keep_to_the_bound_and_one_checkpoint_is_persisted_at_a_time(
+def test_shortest_interval_bounds_stalls_and_fits_one_persist(
     stall_s: float, persist_s: float, interval: int
 ) -> None:
     assert shortest_interval(1.0, stall_s, persist_s, 0.03) == interval
 
 
-def test_checkfreq_waits_for_its_profile_and_grows_when_the_bound_is_broken() -> None:
+def test_checkfreq_profiles_first_and_grows_on_a_broken_bound() -> None:
     slow, slower, hiccup = load(0.3), load(0.6), load(5.0)
     unknown = load(0.3, persist_s=None)
     strategy = CheckFreq(None, 0.03)
@@ -61,7 +61,7 @@ def test_checkfreq_waits_for_its_profile_and_grows_when_the_bound_is_broken() ->
     assert found == [1, 1, 1, 10, 10, 10, 10, 10, 20, 20]
 
 
-def test_checkfreq_goes_by_the_slowest_rank() -> None:
+def test_checkfreq_uses_the_slowest_rank() -> None:
     strategy = CheckFreq(None, 0.03)
     loads = [load(0.0), load(0.3)]
     present = strategy.first()
@@ -75,7 +75,7 @@ def test_checkfreq_goes_by_the_slowest_rank() -> None:
 @pytest.mark.parametrize('own_s', [0.1, 0.9, 4.0])
 @pytest.mark.parametrize('traffic', [1, 8])
 @pytest.mark.parametrize('mtbf_s', [60.0, 3600.0])
-def test_gemini_chooses_as_the_simulator_does(
+def test_gemini_interval_equals_the_simulators(
     rule: str, own_s: float, traffic: int, mtbf_s: float
 ) -> None:
     state = OperatorProfile('all', full_bytes=int(1e6 * own_s), weight_bytes=0)
@@ -85,14 +85,14 @@ def test_gemini_chooses_as_the_simulator_does(
     assert best_interval(rule, 1.0, (own_s, traffic * own_s), mtbf_s) == expected.interval
 
 
-def test_gemini_pays_for_the_copy_that_the_next_update_waits_for() -> None:
-    """0.2 s of a copy stall at any interval, so many iterations share them."""
+def test_gemini_amortizes_the_stall_of_its_copy() -> None:
+    """A copy stalls 0.2 s at any interval, so a longer interval amortizes it."""
     assert best_interval('oracle', 1.0, (0.8, 0.8), 60.0) == 1
     assert best_interval('oracle', 1.0, (1.0, 1.0), 60.0) == 5
     assert best_interval('oracle', 1.0, (1.0, 1.0), 3600.0) > 30
 
 
-def test_gemini_follows_what_is_measured_if_that_is_worth_it() -> None:
+def test_gemini_follows_measurements_that_matter() -> None:
     strategy = Gemini('oracle', 3600.0)
     unknown, slow = load(), load(checkpoint_s=(0.5, 4.0))
     nearly = load(checkpoint_s=(0.5, 4.5))

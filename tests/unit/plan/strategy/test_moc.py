@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts a checkpoint of MoC-System takes, and when it takes more."""
+"""Experts that a checkpoint of MoC-System takes, and when it takes more."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def test_turns_are_shifted_by_layer() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 14), st.integers(0, 50))
-def test_every_expert_has_its_turn_in_time(experts: int, most: int, first: int) -> None:
+def test_every_expert_has_a_turn_in_each_round(experts: int, most: int, first: int) -> None:
     layers = layers_of(2, experts)
     turns = -(-experts // most)
     taken = [in_turn(layers, most, first + turn) for turn in range(turns)]
@@ -45,7 +45,7 @@ def test_every_expert_has_its_turn_in_time(experts: int, most: int, first: int) 
     assert all(len(chosen) == 2 * min(most, experts) for chosen in taken)
 
 
-def test_those_with_most_unsaved_tokens_come_first() -> None:
+def test_experts_with_most_unsaved_tokens_come_first() -> None:
     layers = layers_of(2, 3)
     unsaved = dict(zip([*layers[0], *layers[1]], [3.0, 9.0, 9.0, 0.0, 0.0, 1.0], strict=True))
     assert by_layer(most_unsaved(layers, 1, unsaved), 2) == [{1}, {2}]
@@ -55,7 +55,7 @@ def test_those_with_most_unsaved_tokens_come_first() -> None:
 def lost_after_each(
     choice: str, most: int, shares: Sequence[float], checkpoints: int
 ) -> list[float]:
-    """Tokens lost by a failure after each checkpoint, counted anew, per checkpoint's tokens."""
+    """Tokens lost by a failure after each checkpoint, in units of a checkpoint's tokens."""
     (layer,) = layers = layers_of(1, len(shares))
     share = dict(zip(layer, shares, strict=True))
     strategy = Moc(1, most, choice, LIMIT)
@@ -70,8 +70,8 @@ def lost_after_each(
 
 
 @pytest.mark.parametrize(('experts', 'most'), [(8, 1), (8, 2), (8, 4), (8, 8), (4, 1)])
-def test_what_turns_lose_is_the_closed_form(experts: int, most: int) -> None:
-    """(N/K - 1) / 2 checkpoints' worth of tokens, once all have had a turn; also by skew."""
+def test_loss_of_sequential_turns_has_a_closed_form(experts: int, most: int) -> None:
+    """(N/K - 1) / 2 checkpoints' worth of tokens once all have had a turn; also by skew."""
     even = [1 / experts] * experts
     losses = lost_after_each(SEQUENTIAL, most, even, 4 * experts)
     expected = (experts / most - 1) / 2
@@ -79,7 +79,7 @@ def test_what_turns_lose_is_the_closed_form(experts: int, most: int) -> None:
     assert stale_checkpoints(np.array(even), most, 'sequential') == pytest.approx(expected)
 
 
-def test_a_choice_by_load_loses_what_the_simulator_says() -> None:
+def test_loss_of_load_aware_choice_equals_the_simulators() -> None:
     skewed = [0.407, 0.291, 0.161, 0.089, 0.052]
     losses = lost_after_each(LOAD, 1, skewed, 200)
     simulated = lost_by_checkpoint(np.array(skewed), 1, 'load-aware')
@@ -99,10 +99,8 @@ def test_a_choice_by_load_loses_what_the_simulator_says() -> None:
         (0.5, 0.0, 4, 4),
     ],
 )
-def test_k_doubles_at_the_limit_and_not_before(
-    share: float, before: float, experts: int, then: int
-) -> None:
-    """What was lost at an earlier K does not count again."""
+def test_k_doubles_at_the_limit(share: float, before: float, experts: int, then: int) -> None:
+    """Loss at an earlier K does not count again."""
     present = PlanParameters(3, 0, 1, {}, experts=experts, lost=before)
     assert doubled(present, share, LIMIT, 4).experts == then
 
@@ -111,7 +109,7 @@ def load(lost: float, expected: float, tokens: dict[str, float] | None = None) -
     return WindowLoad(8, tokens or {}, 1.0, 1e9, lost=lost, expected=expected, experts=4)
 
 
-def test_all_ranks_go_over_to_the_next_k_together() -> None:
+def test_all_ranks_change_to_the_next_k_together() -> None:
     strategy = Moc(4, DYNAMIC, SEQUENTIAL, LIMIT)
     first = strategy.first()
     assert (first.period, first.experts, strategy.counts_tokens) == (4, 1, False)
@@ -122,13 +120,13 @@ def test_all_ranks_go_over_to_the_next_k_together() -> None:
     assert strategy.next(second, [load(4, 100), load(12, 100)]) is not None
 
 
-def test_a_fixed_k_stays() -> None:
+def test_fixed_k_never_changes() -> None:
     strategy = Moc(4, 2, SEQUENTIAL, LIMIT)
     assert strategy.first().experts == 2
     assert strategy.next(strategy.first(), [load(90, 100)]) is None
 
 
-def test_the_choice_follows_the_load() -> None:
+def test_load_choice_follows_the_tokens() -> None:
     strategy = Moc(1, 1, LOAD, LIMIT)
     tokens = {'0.expert0': 30.0, '0.expert1': 10.0}
     changed = strategy.next(strategy.first(), [load(0, 1, tokens), load(0, 1, tokens)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many experts MoEtion saves in an iteration, and which."""
+"""How many and which experts MoEtion saves in an iteration."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ MB = 1_000_000
 
 
 def load(copied: float | None = 100e6, sent: float | None = 400e6, holders: int = 2) -> WindowLoad:
-    """Of a rank with 16 experts of 5 MB on its stage, of which it has all, and 20 MB of others."""
+    """Load of a rank with all 16 experts of its stage, 5 MB each, and 20 MB of others."""
     return WindowLoad(
         8, {}, 1.0, copied, sent, experts=8, stage_experts=16, expert_bytes=80 * MB,
         other_bytes=20 * MB, holders=holders,
@@ -35,7 +35,7 @@ def load(copied: float | None = 100e6, sent: float | None = 400e6, holders: int 
         (load(sent=None), 100e6, 6),
     ],
 )
-def test_the_smaller_budget_decides(
+def test_smaller_budget_limits_the_experts(
     measured: WindowLoad, limit: float | None, experts: int | None
 ) -> None:
     assert affordable(measured, limit) == experts
@@ -45,7 +45,7 @@ def test_the_smaller_budget_decides(
     st.lists(st.tuples(st.floats(0, 1e6), st.integers(1, 9)), min_size=1, max_size=6),
     st.integers(1, 60),
 )
-def test_layers_share_all_of_the_budget(layers: list[tuple[float, int]], total: int) -> None:
+def test_layers_share_the_whole_budget(layers: list[tuple[float, int]], total: int) -> None:
     risks, most = [risk for risk, _ in layers], [count for _, count in layers]
     found = divided(total, risks, most)
     assert sum(found) == min(total, sum(most))
@@ -59,7 +59,7 @@ def test_layers_share_by_risk() -> None:
     assert divided(3, [0.0, 0.0], [8, 8]) == [2, 1]
 
 
-def test_those_with_most_tokens_since_their_copy_are_saved() -> None:
+def test_experts_with_most_tokens_since_their_copy_are_saved() -> None:
     layers = [['0.expert0', '0.expert1', '0.expert2'], ['1.expert0', '1.expert1', '1.expert2']]
     shares = dict(zip([*layers[0], *layers[1]], [0.8, 0.1, 0.1, 0.4, 0.3, 0.3], strict=True))
     cycle = Cycle(0, WindowPlan(((),)), '', experts=2, shares=shares)
@@ -70,8 +70,8 @@ def test_those_with_most_tokens_since_their_copy_are_saved() -> None:
     assert Moetion(None).choose(layers, cycle, 6, ages) == {'0.expert2', '0.expert1'}
 
 
-def test_every_expert_is_saved_in_time_whatever_its_share() -> None:
-    """Also one of few tokens: its risk grows with the age of its copy."""
+def test_experts_with_few_tokens_are_saved_in_time() -> None:
+    """The risk of an expert grows with the age of its copy."""
     (layer,) = layers = [[f'0.expert{index}' for index in range(4)]]
     cycle = Cycle(
         0,
@@ -87,7 +87,7 @@ def test_every_expert_is_saved_in_time_whatever_its_share() -> None:
     assert min(copied.values()) > 100
 
 
-def test_the_number_follows_the_rates_if_they_change_enough() -> None:
+def test_number_of_experts_follows_large_rate_changes() -> None:
     strategy = Moetion(None)
     first = strategy.first()
     assert (first.period, first.experts, strategy.counts_tokens) == (1, 1, True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules name flags that there are, each once, and the page has them."""
+"""Rules name existing flags, once each, and the page lists them."""
 
 import argparse
 import importlib.metadata
@@ -18,7 +18,7 @@ LONGEST_PAGE = 120
 
 
 def options() -> dict[str, list[str]]:
-    """How the flag of each setting can be written, from upstream's parser."""
+    """Spellings of the flag of each setting, from upstream's parser."""
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     found: dict[str, list[str]] = {}
     for action in parser._actions:
@@ -26,14 +26,14 @@ def options() -> dict[str, list[str]]:
     return found
 
 
-def test_nothing_is_said_twice() -> None:
+def test_each_setting_has_at_most_one_rule() -> None:
     for rules in (REFUSED, WHOLE_JOB):
         ruled = Counter(rule.setting for rule in rules)
         assert not [name for name, count in ruled.items() if count > 1]
 
 
-def test_rules_have_flags_as_a_user_writes_them() -> None:
-    """One that upstream drops is to be taken off."""
+def test_rules_name_flags_of_the_parser() -> None:
+    """A rule for a flag that upstream drops must be deleted."""
     written = options()
     for rule in (*REFUSED, *WHOLE_JOB):
         assert rule.flag in written.get(rule.setting, ()), rule.flag
@@ -51,7 +51,7 @@ def test_page_names_every_flag_with_a_rule() -> None:
     assert not [rule.flag for rule in (*REFUSED, *WHOLE_JOB) if f'`{rule.flag}`' not in page]
 
 
-def test_what_the_tests_run_on_is_among_the_versions() -> None:
+def test_installed_versions_are_listed_as_checked() -> None:
     installed = [
         importlib.metadata.version(name).partition('+')[0] for name in ('torch', 'megatron-core')
     ]

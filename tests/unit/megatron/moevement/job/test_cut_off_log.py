@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A line of the log that a failure cuts off leaves no sums to the lines after it."""
+"""A log line that a failure interrupts leaves no sums for the next lines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ LANGUAGE, EXPERTS, COUNT = 'lm loss', 'load_balancing_loss', 'advanced iteration
 
 
 def add(losses: dict[str, float], totals: dict[str, Any]) -> None:
-    """As upstream's `training_log`: sums of experts are added in place, after all reductions."""
+    """Like upstream's `training_log`: sums of experts are added in place, after all reductions."""
     totals[COUNT] = totals.get(COUNT, 0) + 1
     totals[LANGUAGE] = totals.get(LANGUAGE, torch.tensor([0.0])) + losses[LANGUAGE]
     if EXPERTS in totals:
@@ -35,7 +35,7 @@ def whole(losses: dict[str, float], totals: dict[str, Any], *others: Any, **more
     add(losses, totals)
 
 
-def test_sums_are_roll_back_to_before_the_line_that_was_cut_off() -> None:
+def test_sums_are_rolled_back_to_before_the_interrupted_line() -> None:
     around = SimpleNamespace(post_step=None)
     session: Any = SimpleNamespace(around=around, report=lambda iteration: None)
     trainer = UpstreamTrainer(None, None, None, session, None)  # type: ignore[arg-type]

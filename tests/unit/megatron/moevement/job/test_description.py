@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job says of itself."""
+"""The description that a job reports."""
 
 import sys
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E4
 from tests.unit.tools.samples import iteration_line  # noqa: E402
 
 
-def test_a_job_names_its_model_and_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_has_model_and_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, 'argv', ['pretrain_gpt.py', '--num-layers', '2'])
     flags = '--num-layers 2 --hidden-size 64 --num-experts 8 --pipeline-model-parallel-size 2'
     settings = vars(parsed(*flags.split()))
@@ -30,8 +30,8 @@ def test_a_job_names_its_model_and_its_layout(monkeypatch: pytest.MonkeyPatch) -
     assert found.command == ['pretrain_gpt.py', '--num-layers', '2']
 
 
-def test_the_loss_is_read_where_upstream_has_logged_it() -> None:
-    """And once it is on its way: a line that is cut off says nothing."""
+def test_loss_is_read_from_the_line_that_upstream_logs() -> None:
+    """Only after it was printed: an interrupted line has no loss."""
     emitted: list[Any] = []
     events = SimpleNamespace(emit=emitted.append)
     session: Any = SimpleNamespace(
@@ -46,5 +46,5 @@ def test_the_loss_is_read_where_upstream_has_logged_it() -> None:
 
 
 @pytest.mark.parametrize('line', ['', ' validation loss at iteration 4 | lm loss value: 3.0E+00 |'])
-def test_a_line_of_something_else_has_no_loss(line: str) -> None:
+def test_other_lines_have_no_loss(line: str) -> None:
     assert logged_loss(line) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may change a bit of training makes another run; where and how it is launched does not."""
+"""Settings that may change a bit of training change the run; paths and launch settings do not."""
 
 import argparse
 import enum
@@ -43,7 +43,7 @@ from megatron.moevement.training_plan import TrainingPlan  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[5]
 
-# Flags of which each changes what is computed.
+# Flags that change the computation.
 DECISIVE = (
     'rotary_base rotary_percent rope_scaling_factor layernorm_epsilon qk_layernorm squared_relu '
     'attention_softmax_in_fp32 tokenizer_model eod_mask_loss train_iters train_samples '
@@ -54,7 +54,7 @@ DECISIVE = (
     'num_layers_at_end_in_bf16 accumulate_allreduce_grads_in_fp32 moe_router_topk eval_interval '
     'ckpt_step'
 ).split()
-# Flags that may change from launch to launch.
+# Flags that may differ between launches.
 INDIFFERENT = (
     'save load save_interval log_interval tensorboard_dir wandb_project data_cache_path '
     'num_workers local_rank distributed_timeout_minutes exit_interval exit_duration_in_mins '
@@ -74,7 +74,7 @@ def parsed(*flags: str) -> Namespace:
 
 @pytest.fixture(scope='module')
 def defaults() -> Namespace:
-    """What upstream's parser gives without flags, and what its validation adds."""
+    """Default values of upstream's parser, with the values that its validation adds."""
     args = parsed()
     args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
     return args
@@ -89,14 +89,14 @@ def _identities(args: Namespace) -> tuple[str, str]:
 
 
 @each('name', DECISIVE)
-def test_what_changes_the_bits_makes_another_run(defaults: Namespace, name: str) -> None:
+def test_decisive_flags_change_the_run(defaults: Namespace, name: str) -> None:
     run, topology = _identities(_changed(defaults, name))
     assert run != _identities(defaults)[0]
     assert topology == _identities(defaults)[1]
 
 
 @each('name', INDIFFERENT)
-def test_paths_logging_and_launch_make_no_other_run(defaults: Namespace, name: str) -> None:
+def test_paths_logging_and_launch_flags_keep_the_run(defaults: Namespace, name: str) -> None:
     assert _identities(_changed(defaults, name)) == _identities(defaults)
 
 
@@ -110,14 +110,14 @@ def test_paths_logging_and_launch_make_no_other_run(defaults: Namespace, name: s
         'sequence_parallel',
     ],
 )
-def test_layout_is_told_apart_from_the_run(defaults: Namespace, name: str) -> None:
+def test_layout_flags_change_the_topology_and_keep_the_run(defaults: Namespace, name: str) -> None:
     run, topology = _identities(_changed(defaults, name))
     assert run == _identities(defaults)[0]
     assert topology != _identities(defaults)[1]
 
 
-def test_digests_of_jobs_that_have_windows_stay() -> None:
-    """Of another version of this program, else it would refuse its own windows."""
+def test_digests_are_stable_across_versions() -> None:
+    """Otherwise a new version would refuse the windows of an earlier one."""
     settings = {
         'seed': 1234,
         'lr': 1e-3,
@@ -130,8 +130,8 @@ def test_digests_of_jobs_that_have_windows_stay() -> None:
     assert identity.topology_identity(settings) == '242838eb632384da'
 
 
-def test_query_groups_count_where_there_are_any(defaults: Namespace) -> None:
-    """Upstream's report of memory changes the number, and a dense checkpoint holds it then."""
+def test_query_groups_count_only_with_grouped_attention(defaults: Namespace) -> None:
+    """Upstream's memory report changes the number, which a dense checkpoint then holds."""
     other = _changed(defaults, 'num_query_groups')
     assert _identities(other) == _identities(defaults)
     told, by_default = (identity.run_settings(vars(args), '') for args in (other, defaults))
@@ -140,8 +140,8 @@ def test_query_groups_count_where_there_are_any(defaults: Namespace) -> None:
     assert _identities(_changed(grouped, 'num_query_groups')) != _identities(grouped)
 
 
-def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
-    """A flag that upstream adds is not in any list, so it counts."""
+def test_every_flag_counts_unless_listed(defaults: Namespace) -> None:
+    """A flag that upstream adds is in no list, so it counts."""
     named = identity.INDIFFERENT | identity.LAYOUT
     defaults = Namespace(**{**vars(defaults), 'group_query_attention': True})
     for name in vars(defaults).keys() - {'sparse_ckpt_strategy'}:  # tested below
@@ -154,8 +154,8 @@ def test_every_flag_counts_unless_it_is_named(defaults: Namespace) -> None:
     assert misspelt == set()
 
 
-def test_a_flag_that_a_new_megatron_brings_makes_another_run_by_its_name() -> None:
-    """No list has the flag: with another value windows are refused, and so is a new process."""
+def test_new_upstream_flag_changes_the_run_and_is_named() -> None:
+    """With another value of it, windows and new processes are refused."""
     parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     parser.add_argument('--moe-router-made-up-noise', type=float, default=0.0)
     was, now = (
@@ -179,7 +179,7 @@ def _identity_of_rank(args: Namespace) -> RankIdentity:
     return identity.rank_identity(vars(args), 0, SparseCheckpointConfig(run_id='run'))
 
 
-def test_windows_of_another_strategy_are_refused_by_name() -> None:
+def test_windows_of_another_strategy_are_refused() -> None:
     settings = vars(parsed('--sparse-ckpt'))
 
     def with_strategy(**given: Any) -> RankIdentity:
@@ -225,7 +225,7 @@ _SET_BY_VALIDATION = set(
 
 
 class Shade(enum.Enum):
-    """Some choice."""
+    """An enumeration."""
 
     WEIGHTS = enum.auto()
     DARK = enum.auto()
@@ -261,13 +261,13 @@ def _scaled(scale: float) -> Any:
         (True, 1),
     ],
 )
-def test_values_of_any_type_are_told_apart(one: Any, other: Any) -> None:
+def test_values_of_any_type_are_distinguished(one: Any, other: Any) -> None:
     digests = {identity.run_identity({'value': value}, '') for value in (one, other)}
     assert len(digests) == 2
 
 
 def own_loop(lr: float = 1e-3) -> dict[str, object]:
-    """What `attach` makes of configurations: callables, enums and data types among them."""
+    """Settings that `attach` derives from configurations, with callables, enums and dtypes."""
     model = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
     optimizer = OptimizerConfig(lr=lr)
     plan = TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4)
@@ -288,11 +288,11 @@ def test_identity_of_configurations_is_the_same_in_another_process() -> None:
     assert found.stdout.split()[-1] == identity.run_identity(own_loop(), 'run')
 
 
-def test_identity_of_configurations_knows_what_they_say() -> None:
+def test_identity_depends_on_the_values_of_configurations() -> None:
     assert identity.run_identity(own_loop(), '') != identity.run_identity(own_loop(lr=1e-4), '')
 
 
-def test_configurations_have_none_of_the_flags_of_upstreams_trainer() -> None:
+def test_configurations_lack_the_flags_of_upstreams_trainer() -> None:
     settings = own_loop()
     assert not {'skip_train', 'rerun_mode'} & settings.keys()
     refuse_unsupported(settings)
@@ -301,19 +301,19 @@ def test_configurations_have_none_of_the_flags_of_upstreams_trainer() -> None:
 
 
 @each('name', sorted(identity.LAYOUT | identity.MAY_CHANGE))
-def test_another_layout_is_the_same_training(defaults: Namespace, name: str) -> None:
-    known = Namespace(**{name: None, **vars(defaults)})  # some are set by validation
+def test_layout_flags_keep_the_training_identity(defaults: Namespace, name: str) -> None:
+    known = Namespace(**{name: None, **vars(defaults)})  # validation sets some of them
     changed = _changed(known, name)
     assert _identities(changed) != _identities(known)
     assert _training(changed) == _training(defaults)
 
 
 @each('name', DECISIVE)
-def test_what_changes_the_bits_is_another_training(defaults: Namespace, name: str) -> None:
+def test_decisive_flags_change_the_training_identity(defaults: Namespace, name: str) -> None:
     assert _training(_changed(defaults, name)) != _training(defaults)
 
 
-def test_a_slot_says_layout_and_place_of_its_owner() -> None:
+def test_rank_identity_has_layout_and_seat() -> None:
     args = parsed('--pipeline-model-parallel-size', '2', '--use-distributed-optimizer')
     args.rank, args.world_size, args.data_parallel_size = 0, 4, 2
     config = SparseCheckpointConfig(run_id='run')

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first layout that fits the number of ranks is taken; if none does, it is said of each why."""
+"""The first fitting layout is taken; if none fits, the error says why for each."""
 
 from collections.abc import Sequence
 
@@ -25,12 +25,12 @@ def sizes(ranks: int, layouts: str, *more: str) -> dict[str, int]:
     return dict(zip(added[::2], map(int, added[1::2]), strict=True))
 
 
-def test_flags_that_fit_stay() -> None:
+def test_fitting_flags_are_kept() -> None:
     assert sizes(4, 'ep=4') == sizes(8, 'ep=4') == {}
-    assert fitted(FLAGS, 3, enough) == Chosen(3, [])  # nothing is chosen without the flag
+    assert fitted(FLAGS, 3, enough) == Chosen(3, [])  # without the flag, no layout is chosen
 
 
-def test_the_first_that_fits_is_taken() -> None:
+def test_first_fitting_layout_is_taken() -> None:
     assert sizes(2, 'ep=4;ep=2;pp=2') == {
         '--pipeline-model-parallel-size': 1,
         '--expert-model-parallel-size': 2,
@@ -44,14 +44,14 @@ def test_the_first_that_fits_is_taken() -> None:
     ('started', 'layouts', 'train', 'expert'),
     [
         (3, 'ep=2', 2, 2),
-        (5, 'ep=2', 4, None),  # that of the flags
+        (5, 'ep=2', 4, None),  # the layout of the flags
         (7, 'ep=2;ep=4', 4, None),
         (9, 'pp=3,ep=3', 8, None),
         (3, 'pp=1', 2, 1),
         (3, 'pp=1,ep=3', 2, None),
     ],
 )
-def test_the_most_ranks_that_fit_train(
+def test_largest_fitting_number_of_ranks_trains(
     started: int, layouts: str, train: int, expert: int | None
 ) -> None:
     flags = [*FLAGS, FLAG, layouts]
@@ -72,22 +72,22 @@ def test_the_most_ranks_that_fit_train(
         (2, 'instances=4', '2 data-parallel ranks are not divided by 4'),
     ],
 )
-def test_why_none_fits(ranks: int, layouts: str, why: str) -> None:
+def test_error_says_why_no_layout_fits(ranks: int, layouts: str, why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         fitted([*FLAGS, FLAG, layouts], ranks, enough)
 
 
 @pytest.mark.parametrize('layouts', ['pp', 'pp=0', 'tp=2', 'pp=two'])
-def test_layouts_that_are_none(layouts: str) -> None:
+def test_invalid_layouts_are_refused(layouts: str) -> None:
     with pytest.raises(ConfigurationError, match='give sizes of pp, ep, cp, instances'):
         sizes(2, layouts)
 
 
-def test_stages_may_have_different_numbers_of_layers() -> None:
+def test_uneven_pipeline_stages_are_accepted() -> None:
     assert sizes(2, 'pp=2', '--num-layers', '5', '--decoder-first-pipeline-num-layers', '2')
 
 
-def test_tensor_parallelism_of_experts_stays_unless_it_is_given() -> None:
+def test_expert_tensor_parallel_size_is_set_only_if_given() -> None:
     dense = ['--tensor-model-parallel-size', '2', '--pipeline-model-parallel-size', '1']
     flag = '--expert-tensor-parallel-size'
     assert flag not in sizes(2, 'ep=1', *dense)

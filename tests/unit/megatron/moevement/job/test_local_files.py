@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a node lacks is named in one line, with flag, path, rank and node."""
+"""A file missing on a node is named in one line, with flag, path, rank and node."""
 
 import socket
 from pathlib import Path
@@ -16,7 +16,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('MOEVEMENT_NODE', raising=False)
 
 
-def test_a_file_that_all_ranks_read(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     settings = {'tokenizer_model': str(tmp_path / 'model'), 'vocab_file': None}
     with pytest.raises(ConfigurationError) as refused:
         refuse_missing(settings, rank=3)
@@ -26,12 +26,12 @@ def test_a_file_that_all_ranks_read(tmp_path: Path) -> None:
     refuse_missing(settings, rank=3)
 
 
-def test_a_name_in_a_hub_is_no_file() -> None:
+def test_name_in_a_model_hub_is_not_checked() -> None:
     refuse_missing({'tokenizer_model': 'deepseek-ai/DeepSeek-V3'}, rank=0)
 
 
 @pytest.mark.parametrize('flag', ['data_path', 'train_data_path'])
-def test_a_dataset(flag: str, tmp_path: Path) -> None:
+def test_missing_dataset_file_is_named(flag: str, tmp_path: Path) -> None:
     here, there = tmp_path / 'here', tmp_path / 'there'
     for path in ('here.idx', 'here.bin', 'there.idx'):
         (tmp_path / path).touch()

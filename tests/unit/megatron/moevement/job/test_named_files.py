@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files hold that flags name belongs to the identity of a run, and not their paths alone."""
+"""The contents of files that flags name are part of the run identity, not only their paths."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def launched(*flags: str) -> identity.RunSettings:
 
 
 def changed(path: Path, content: str, *flags: str) -> Differences:
-    """What differs once a file has this content."""
+    """Differences after a file gets this content."""
     before = launched(*flags)
     path.write_text(content)
     return differences(before, launched(*flags))
@@ -33,7 +33,7 @@ def changed(path: Path, content: str, *flags: str) -> Differences:
 
 @pytest.fixture
 def data(tmp_path: Path) -> str:
-    """Prefix of indexed data, of two documents."""
+    """Prefix of an indexed dataset of two documents."""
     prefix = tmp_path / 'data'
     write_data(prefix, sequences=2)
     return str(prefix)
@@ -52,7 +52,7 @@ def _of_parser(name: str) -> bool:
     )
 
 
-# Flags whose value is a text that names no file, though their names look like it.
+# Flags that name no file although their names suggest it.
 _NO_FILES = set(
     (
         'heterogeneous_layers_config_encoded_json dataloader_type pipeline_model_parallel_layout '
@@ -62,8 +62,8 @@ _NO_FILES = set(
 )
 
 
-def test_every_flag_that_may_name_a_file_is_known() -> None:
-    """A flag that upstream adds turns this red: does what it names decide bits?"""
+def test_every_flag_that_may_name_a_file_is_classified() -> None:
+    """Fails if upstream adds such a flag: classify whether the file decides bits."""
     known = {*named_files.BLENDS, *named_files.DATA, *named_files.FILES, *named_files.MODULES}
     known |= {*named_files.WRITTEN, *named_files.LARGE}
     takes_text = {
@@ -77,7 +77,7 @@ def test_every_flag_that_may_name_a_file_is_known() -> None:
 
 
 @pytest.mark.parametrize('name', sorted(set(named_files.FILES) - {'kitchen_config_file'}))
-def test_another_content_of_a_named_file_is_decisive(name: str, tmp_path: Path) -> None:
+def test_content_of_a_named_file_is_decisive(name: str, tmp_path: Path) -> None:
     path = tmp_path / 'named'
     path.write_text('one')
     flag = named_files._flag(name)
@@ -85,14 +85,14 @@ def test_another_content_of_a_named_file_is_decisive(name: str, tmp_path: Path) 
     assert re.fullmatch(rf'{flag} {path}: was 3 bytes, \w+, is 5 bytes, \w+', line)
 
 
-def test_a_folder_of_a_tokenizer_is_what_is_in_it(tmp_path: Path) -> None:
+def test_tokenizer_folder_counts_by_its_content(tmp_path: Path) -> None:
     (tmp_path / 'tokenizer.json').write_text('one')
     flags = '--tokenizer-model', str(tmp_path)
     (line,) = changed(tmp_path / 'tokenizer.json', 'two', *flags).decisive
     assert line.startswith(f'--tokenizer-model {tmp_path}: was 1 files, ')
 
 
-def test_a_blend_is_known_as_it_is_parsed(tmp_path: Path) -> None:
+def test_blend_counts_as_parsed(tmp_path: Path) -> None:
     blend = tmp_path / 'blend.txt'
     blend.write_text('0.7 d 0.3 e')
     flags = '--data-args-path', str(blend)
@@ -101,7 +101,7 @@ def test_a_blend_is_known_as_it_is_parsed(tmp_path: Path) -> None:
     assert line == f'--data-args-path {blend}: was 0.7 d 0.3 e, is 0.2 d 0.8 e'
 
 
-def test_a_blend_of_each_split_is_known_as_it_is_parsed(tmp_path: Path) -> None:
+def test_blend_of_each_split_counts_as_parsed(tmp_path: Path) -> None:
     blend = tmp_path / 'blend.json'
     one = {'train': '0.7 d 0.3 e', 'valid': ['v'], 'test': None}
     blend.write_text(json.dumps(one))
@@ -115,7 +115,7 @@ def test_a_blend_of_each_split_is_known_as_it_is_parsed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('rebuilt', 'files'), [({'sequences': 3}, ['idx']), ({'token': 8}, ['bin'])]
 )
-def test_data_that_were_built_anew_are_noticed(
+def test_rebuilt_data_are_detected(
     named_by: str, rebuilt: dict, files: list[str], data: str, tmp_path: Path
 ) -> None:
     blend = tmp_path / 'blend.txt'
@@ -132,10 +132,10 @@ def test_data_that_were_built_anew_are_noticed(
 @pytest.mark.parametrize('suffix', ['.idx', '.bin'])
 @pytest.mark.parametrize('at', [0.1, 0.5, 1.0], ids='{:.0%}'.format)
 @pytest.mark.parametrize('rest', [0, 10], ids=['alone', 'of ten'])
-def test_data_of_the_same_size_and_begin_are_noticed(
+def test_changed_data_of_equal_size_and_beginning_are_detected(
     suffix: str, at: float, rest: int, data: str, tmp_path: Path
 ) -> None:
-    """As an index of the same documents in another order, or tokens of another vocabulary."""
+    """For example, an index with another order, or tokens of another vocabulary."""
     path = Path(data + suffix)
     path.write_bytes(path.read_bytes() + bytes(2**17))
     more = [str(tmp_path / f'more{number}') for number in range(rest)]
@@ -148,8 +148,8 @@ def test_data_of_the_same_size_and_begin_are_noticed(
     assert line.startswith(f'{path}: was ')
 
 
-def test_of_many_data_files_little_is_read(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replacement reads it while all ranks wait."""
+def test_few_bytes_of_many_data_files_are_read(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replacement reads them while all ranks wait."""
     for suffix in '.idx', '.bin':
         Path(data + suffix).write_bytes(bytes(2**17))
     read = []
@@ -163,14 +163,14 @@ def test_of_many_data_files_little_is_read(data: str, monkeypatch: pytest.Monkey
     assert len(read) == 200
 
 
-def test_data_that_a_rank_does_not_see_are_no_difference(data: str) -> None:
+def test_data_missing_on_a_rank_are_no_difference(data: str) -> None:
     before = launched('--data-path', data)
     for suffix in ('.idx', '.bin'):
         Path(data + suffix).unlink()
     assert not differences(before, launched('--data-path', data))
 
 
-def test_a_module_that_a_flag_names_is_doubtful(
+def test_changed_module_named_by_a_flag_is_doubtful(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -181,8 +181,8 @@ def test_a_module_that_a_flag_names_is_doubtful(
     assert line.startswith('--spec layers_of_mine: was') and not found.decisive
 
 
-def test_a_file_of_an_unknown_flag_is_doubtful(tmp_path: Path) -> None:
-    """It may be one that the job writes."""
+def test_changed_file_of_an_unknown_flag_is_doubtful(tmp_path: Path) -> None:
+    """The job itself may write it."""
     path = tmp_path / 'mine'
     path.write_text('one')
     args = Namespace(curriculum=str(path), save=str(path), rank=0)
@@ -192,22 +192,22 @@ def test_a_file_of_an_unknown_flag_is_doubtful(tmp_path: Path) -> None:
     assert list(before) == list(after) == [f'--curriculum {path}'] and before != after
 
 
-def test_a_file_that_a_job_writes_is_no_difference(tmp_path: Path) -> None:
+def test_file_written_by_the_job_is_no_difference(tmp_path: Path) -> None:
     path = tmp_path / 'trace'
     path.write_text('one')
     assert not changed(path, 'two', '--moe-routing-trace-path', str(path))
 
 
-def test_a_flag_is_told_as_it_is_given() -> None:
+def test_flag_difference_shows_both_values() -> None:
     was, now = launched('--data-path', '0.7', 'd'), launched('--data-path', '0.3', 'd')
     assert differences(was, now).lines == ['--data-path: was 0.7 d, is 0.3 d']
 
 
-def test_a_path_that_is_no_utf_8_has_an_identity(
+def test_path_that_is_not_utf_8_has_an_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And another than a path of other such bytes."""
-    monkeypatch.chdir(tmp_path)  # long paths are shortened
+    """It differs from that of a path with other undecodable bytes."""
+    monkeypatch.chdir(tmp_path)  # because long paths are shortened
     prefixes = [os.fsdecode(name) for name in (b'm\xfcller', b'm\xf6ller')]
     for prefix in prefixes:
         write_data(Path(prefix), sequences=2)
@@ -235,7 +235,7 @@ INDIFFERENT = (
 @pytest.mark.parametrize(
     ('name', 'told'), [*((n, 1) for n in DECISIVE), *((n, 0) for n in INDIFFERENT)]
 )
-def test_environment_that_may_decide_bits_is_doubtful(
+def test_environment_holds_variables_that_may_decide_bits(
     name: str, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(name, raising=False)
@@ -244,7 +244,9 @@ def test_environment_that_may_decide_bits_is_doubtful(
     assert computing.environment() == before | ({name: 'value'} if told else {})
 
 
-def test_nccl_is_told_by_files_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_includes_nccl_configuration_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = tmp_path / 'nccl.conf'
     settings.write_text('# rings\nNCCL_ALGO=Ring\nNCCL_DEBUG = INFO\n')
     monkeypatch.setattr(computing, '_NCCL_SETTINGS', [settings, tmp_path / 'none'])
@@ -259,7 +261,7 @@ def test_nccl_is_told_by_files_as_well(tmp_path: Path, monkeypatch: pytest.Monke
     assert 'NCCL_DEBUG' not in found
 
 
-def test_versions_and_the_program_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_include_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / 'train.py'
     program.write_text('one')
     monkeypatch.setattr(sys, 'argv', [str(program)])
@@ -269,10 +271,10 @@ def test_versions_and_the_program_are_told(tmp_path: Path, monkeypatch: pytest.M
     assert found['program'] != computing.versions(on_cpu=True)['program']
 
 
-def test_as_many_threads_as_a_machine_has_cores_are_told(
+def test_versions_include_the_thread_count_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Without OMP_NUM_THREADS a sum is split by them, and has other bits."""
+    """Without OMP_NUM_THREADS, the number of cores splits a sum, which changes its bits."""
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     numbers = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
     found = []
@@ -299,10 +301,10 @@ def test_as_many_threads_as_a_machine_has_cores_are_told(
         (None, None),
     ],
 )
-def test_matrix_units_of_a_cpu_are_told(
+def test_versions_include_the_matrix_units_of_the_cpu(
     said: str | None, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two with AVX512 for torch one may have AMX, which multiplies bfloat16 in another order."""
+    """Of two CPUs with AVX512, one may have AMX, which multiplies bfloat16 in another order."""
     if said is not None:
         (tmp_path / 'cpuinfo').write_text(said)
     monkeypatch.setattr(computing, '_CPU_INFO', tmp_path / 'cpuinfo')
@@ -310,8 +312,8 @@ def test_matrix_units_of_a_cpu_are_told(
 
 
 @pytest.mark.parametrize('change', ['longer', 'one more', 'other bytes'])
-def test_code_that_was_changed_in_place_is_told(change: str, tmp_path: Path) -> None:
-    """Of a checkout, whose version stays; files of equal sizes are taken for equal."""
+def test_code_changed_in_place_is_detected(change: str, tmp_path: Path) -> None:
+    """The version of a checkout stays the same. Files of equal size count as equal."""
     (tmp_path / 'core').mkdir()
     (tmp_path / 'core' / 'layers.py').write_text('a')
     (tmp_path / 'core' / 'layers.pyc').write_text('compiled')
@@ -323,8 +325,8 @@ def test_code_that_was_changed_in_place_is_told(change: str, tmp_path: Path) -> 
     assert (computing.code_of([tmp_path]) == before) is (change == 'other bytes')
 
 
-def test_code_counts_as_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is forked from a template runs what that has imported."""
+def test_code_counts_as_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is forked from a template runs the code that the template imported."""
     monkeypatch.setattr(computing, 'code_of', lambda folders: 'edited since')
     found = computing.versions(on_cpu=True)
     codes = {found['code of megatron-core'], found['code of megatron-moevement']}

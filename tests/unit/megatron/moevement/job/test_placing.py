@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The place of a rank, computed from flags, is the one that upstream gives it."""
+"""The seat of a rank, computed from flags, is the one that upstream assigns."""
 
 from itertools import product
 
@@ -23,7 +23,7 @@ EXPERT_AXES = {'tp': 'expert_tensor', 'ep': 'expert', 'dp': 'expert_data', 'pp':
         (2, 1, 3, 2, 1, 2),
     ],
 )  # fmt: skip
-def test_seats_are_those_of_upstream(
+def test_seats_equal_those_of_upstream(
     tp: int, cp: int, pp: int, dp: int, ep: int, etp: int, before: bool
 ) -> None:
     ranks = tp * cp * pp * dp
@@ -71,15 +71,13 @@ def test_every_seat_is_taken_once() -> None:
         ('expert_tensor_parallel_num_weight_shards', 1, True),
     ],
 )
-def test_a_layout_that_numbers_do_not_describe_has_none(
-    name: str, shards: int, known: bool
-) -> None:
-    """Upstream sets the number of shards to that of tensor-parallel ranks, or a flag raises it."""
+def test_layout_with_weight_shards_is_unknown(name: str, shards: int, known: bool) -> None:
+    """By default, upstream has one shard per tensor-parallel rank; a flag raises the number."""
     sizes = {'tensor_model_parallel_size': 2, 'expert_tensor_parallel_size': 1}
     assert (layout_of({'world_size': 4, **sizes, name: shards}) is not None) == known
 
 
-def test_a_layout_says_its_sizes() -> None:
+def test_layout_string_lists_its_sizes() -> None:
     sizes = {'world_size': 4, 'pipeline_model_parallel_size': 2, 'expert_model_parallel_size': 2}
     layout = layout_of({**sizes, 'use_distributed_optimizer': True})
     assert str(layout) == '4 ranks (PP 2, DP 2, EP 2, sharded optimizer)'

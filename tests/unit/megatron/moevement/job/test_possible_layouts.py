@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that cannot go on from windows of another one, and why not."""
+"""Layouts that cannot continue from windows of another layout."""
 
 from collections import Counter
 from itertools import islice
@@ -15,7 +15,7 @@ SAMPLES, BATCH, TWICE = 240, 24, 2
 
 
 def dealt(ranks: int, consumed: int, iterations: int, sharded: bool) -> Counter[int]:
-    """Samples that upstream gives to so many ranks in some iterations."""
+    """Samples that upstream gives to `ranks` ranks in some iterations."""
     found: Counter[int] = Counter()
     for rank in range(ranks):
         sampler = MegatronPretrainingRandomSampler(
@@ -27,14 +27,14 @@ def dealt(ranks: int, consumed: int, iterations: int, sharded: bool) -> Counter[
 
 
 @pytest.mark.parametrize(('sharded', 'exact'), [(False, True), (True, False)])
-def test_only_data_that_all_ranks_share_can_be_dealt_to_others(sharded: bool, exact: bool) -> None:
-    """The reason for the refusal; a sample of one that is not exact is used twice."""
+def test_only_shared_data_can_be_redistributed(sharded: bool, exact: bool) -> None:
+    """The reason for the refusal: with sharded data, a sample is used twice."""
     through = dealt(4, 0, 3, sharded) + dealt(3, 3 * BATCH, 4, sharded)
     assert (through == dealt(4, 0, 7, sharded)) is exact
     assert (max(through.values()) == 1) is exact
 
 
-def test_another_number_of_ranks_with_data_of_their_own_is_refused() -> None:
+def test_other_data_parallel_size_with_sharded_data_is_refused() -> None:
     own, shared = (Bound(interleaved=False, own_data=own) for own in (True, False))
     refuse(Layout(8, pipeline=2, data=4), Layout(4, data=4), own)
     refuse(Layout(4, data=4), Layout(3, data=3), shared)
@@ -42,7 +42,7 @@ def test_another_number_of_ranks_with_data_of_their_own_is_refused() -> None:
         refuse(Layout(4, data=4), Layout(3, data=3), own)
 
 
-def test_another_division_of_tensors_is_refused() -> None:
+def test_other_tensor_parallel_size_is_refused() -> None:
     free, bound = (Bound(interleaved=interleaved, own_data=False) for interleaved in (False, True))
     with pytest.raises(RefusedWindow, match='start with --tensor-model-parallel-size 2, or export'):
         refuse(Layout(4, tensor=2), Layout(4, tensor=4), free)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule is given flags by way of upstream's parser, and must name the flag and the remedy."""
+"""Each rule gets flags from upstream's parser, and must name the flag and the remedy."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ EVALUATIONS = '--eval-interval 4 --eval-iters 1'
 SAME_FOLDER = '--save dense --load dense'
 SCALES_LOST = '--use-precision-aware-optimizer --fp8-recipe tensorwise --save dense'
 
-# What comes after a flag on the command line: its value, and other flags that the rule needs.
+# Value of each flag, and other flags that the rule needs.
 ARGUMENTS = {
     '--optimizer': 'sgd',
     '--fp16': '--use-precision-aware-optimizer',
@@ -94,7 +94,7 @@ ARGUMENTS = {
     '--gpu-sniff-test-interval': '5',
     '--moe-routing-trace-path': 'trace',
 }
-# The same, of flags of which some values are refused and others recovered as a whole job.
+# The same, for flags with some values that are refused and others that recover the whole job.
 RECOVERED = {'--cuda-graph-impl': ('transformer_engine', 'full_iteration')}
 
 
@@ -103,7 +103,7 @@ def parsed(*flags: str) -> dict[str, Any]:
 
 
 def given(rule: Rule, *more: str) -> dict[str, Any]:
-    """What upstream's parser makes of the flag of a rule, on gloo where no backend is named."""
+    """Settings of the flag of a rule from upstream's parser, on gloo unless a backend is named."""
     rest = ARGUMENTS.get(rule.flag, '')
     values = rest.split()
     flags = [*values, *more] if 'gloo' in rule.flag else [rule.flag, *values, *more]
@@ -117,7 +117,7 @@ def flag_of(rule: Rule) -> str:
 
 
 def with_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream has found Transformer Engine."""
+    """Make upstream find Transformer Engine."""
     monkeypatch.setattr(fp8_utils, 'TEDelayedScaling', object, raising=False)
 
 
@@ -135,13 +135,13 @@ def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize('flags', ['--use-distributed-optimizer', '--muon-scalar-optimizer lion'])
-def test_muon_is_refused_where_its_state_is_not_captured(flags: str) -> None:
+def test_muon_with_uncaptured_state_is_refused(flags: str) -> None:
     with pytest.raises(ConfigurationError, match='--optimizer muon'):
         refuse_unsupported(parsed('--optimizer', 'muon', *flags.split()))
 
 
 @each('rule', WHOLE_JOB)
-def test_flag_of_the_whole_job_is_named_with_the_remedy(
+def test_whole_job_flag_is_named_with_the_remedy(
     rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
@@ -154,7 +154,7 @@ def test_flag_of_the_whole_job_is_named_with_the_remedy(
         assert rule.remedy in reason and '\n' not in reason
 
 
-def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:
+def test_default_flags_need_only_gloo_groups_disabled_for_localized_recovery() -> None:
     settings = parsed()
     refuse_unsupported(settings)
     assert [rule.flag for rule in WHOLE_JOB if rule.applies(settings)] == [
@@ -186,7 +186,7 @@ def test_defaults_are_recovered_locally_but_for_gloo_beside_nccl() -> None:
         '--pipeline-model-parallel-layout Et|tt|mL',
     ],
 )
-def test_other_values_are_recovered_locally(flags: str) -> None:
+def test_other_values_allow_localized_recovery(flags: str) -> None:
     settings = parsed(*flags.split())
     refuse_unsupported(settings)
     assert not_localized(settings) is None
@@ -205,7 +205,7 @@ def test_other_values_are_recovered_locally(flags: str) -> None:
         '--fp8-recipe delayed --eval-iters 2',
     ],
 )
-def test_computation_in_fp8_is_recovered_locally(
+def test_fp8_computation_allows_localized_recovery(
     flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
@@ -230,7 +230,7 @@ DELAYED_WEIGHTS = f'{WEIGHTS_IN_FP8} --fp8-recipe delayed --use-precision-aware-
         ),
     ],
 )
-def test_weights_in_fp8_are_refused_where_upstream_or_a_capture_fails(
+def test_unsupported_fp8_weights_are_refused(
     flags: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
@@ -240,7 +240,7 @@ def test_weights_in_fp8_are_refused_where_upstream_or_a_capture_fails(
 
 
 @pytest.mark.parametrize('dtype', ['fp16', 'fp8'])
-def test_weights_in_fp8_go_with_masters_that_adam_scales(
+def test_fp8_weights_with_scaled_masters_are_accepted(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_engine(monkeypatch)
@@ -248,12 +248,12 @@ def test_weights_in_fp8_go_with_masters_that_adam_scales(
     settings = parsed(*DELAYED_WEIGHTS.split(), '--distributed-backend', 'gloo')
     settings['main_params_dtype'] = {'fp16': torch.float16, 'fp8': torch.uint8}[
         dtype
-    ]  # as validated
+    ]  # as upstream's validation sets it
     refuse_unsupported(settings)
     assert not_localized(settings) is None
 
 
-def test_delayed_scaling_is_refused_where_passes_are_recorded(
+def test_delayed_scaling_with_cuda_graphs_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_engine(monkeypatch)
@@ -263,12 +263,12 @@ def test_delayed_scaling_is_refused_where_passes_are_recorded(
     refuse_unsupported(parsed(*recorded, 'blockwise'))
 
 
-def test_delayed_scaling_is_refused_where_a_rank_has_several_chunks(
+def test_delayed_scaling_with_several_model_chunks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_engine(monkeypatch)
     settings = parsed('--fp8-format', 'hybrid', '--num-layers-per-virtual-pipeline-stage', '1')
-    settings['virtual_pipeline_model_parallel_size'] = 2  # what upstream's validation makes of it
+    settings['virtual_pipeline_model_parallel_size'] = 2  # as upstream's validation sets it
     with pytest.raises(ConfigurationError, match='--fp8-recipe delayed with --fp8-format and'):
         refuse_unsupported(settings)
 
@@ -290,7 +290,7 @@ PRECISION_AWARE = '--use-precision-aware-optimizer'
         '--fp16',
     ],
 )
-def test_low_precision_that_upstream_keeps_is_taken(
+def test_low_precision_state_that_upstream_keeps_is_accepted(
     flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(megatron.core.optimizer, 'Adam', FusedAdam)
@@ -300,16 +300,18 @@ def test_low_precision_that_upstream_keeps_is_taken(
 
 
 @pytest.mark.parametrize('flag', ['--exp-avg-dtype', '--exp-avg-sq-dtype'])
-def test_moments_that_upstream_may_lose_are_warned_of(flag: str) -> None:
+def test_moments_that_upstream_may_lose_cause_a_warning(flag: str) -> None:
     settings = parsed(PRECISION_AWARE, flag, 'fp8')
     assert 'NaN' in str(hazard(settings))
-    settings[flag.removeprefix('--').replace('-', '_')] = torch.uint8  # as it is validated
+    settings[flag.removeprefix('--').replace('-', '_')] = (
+        torch.uint8
+    )  # as upstream's validation sets it
     assert 'NaN' in str(hazard(settings))
     assert hazard(parsed(PRECISION_AWARE, flag, 'fp16')) is None
     assert hazard({}) is None
 
 
-def test_masters_that_lose_small_updates_are_warned_of() -> None:
+def test_masters_that_lose_small_updates_cause_a_warning() -> None:
     settings = parsed(PRECISION_AWARE, '--exp-avg-dtype', 'fp8')
     settings['main_params_dtype'] = torch.uint8
     assert 'updates that are small beside a weight are lost' in str(hazard(settings))
@@ -319,7 +321,7 @@ def test_masters_that_lose_small_updates_are_warned_of() -> None:
 
 
 @pytest.mark.parametrize(('ranks', 'warned'), [(1, False), (2, True), (None, False)])
-def test_scales_that_upstream_may_leave_alone_are_warned_of(
+def test_scales_that_upstream_may_not_update_cause_a_warning(
     ranks: int | None, warned: bool
 ) -> None:
     settings = parsed(*f'{DELAYED_WEIGHTS} --main-params-dtype fp16'.split())
@@ -337,12 +339,12 @@ def test_value_is_shown_as_the_user_wrote_it() -> None:
     assert reason is not None and reason.startswith('--moe-input-jitter-eps 0.1 with evaluations:')
 
 
-def test_a_loop_of_ones_own_need_not_have_all_settings() -> None:
+def test_custom_loop_may_lack_settings() -> None:
     refuse_unsupported({'optimizer': 'adam'})
     assert not_localized({'distributed_backend': 'nccl'}) is None
 
 
-def test_the_page_for_operators_quotes_what_the_log_says() -> None:
+def test_start_page_quotes_the_log_line() -> None:
     page = (ROOT / 'docs' / 'start.md').read_text('utf-8')
     (quoted,) = re.findall(r'((?: {4}.*\n)+)', page[page.index('the log says so at the start:') :])[
         :1

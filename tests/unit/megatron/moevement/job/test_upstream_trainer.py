@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's loop does at a start only, all ranks leave out when it is entered again."""
+"""Steps that upstream's loop runs only at a start are skipped by all ranks on re-entry."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -18,10 +18,10 @@ from tests.unit.megatron.moevement.seams.test_post_step import FACTS  # noqa: E4
 
 
 class Rank:
-    """Upstream's loop on one rank, cut off by a failure in its first iteration.
+    """Upstream's loop on one rank, interrupted by a failure in its first iteration.
 
     Attributes:
-        first: whether upstream was told that a line is the first, for each that it logged.
+        first: value of `is_first_iteration` for each logged line.
     """
 
     def __init__(self, joining: bool, logs_before_the_failure: bool) -> None:
@@ -52,8 +52,8 @@ class Rank:
 
 @pytest.mark.parametrize('joining', [False, True], ids=['survivor', 'new'])
 @pytest.mark.parametrize('logged', [False, True])
-def test_ranks_agree_on_what_is_logged_first(joining: bool, logged: bool) -> None:
-    """Upstream meets at a barrier before that line, which the others would not enter."""
+def test_ranks_agree_on_the_first_logged_line(joining: bool, logged: bool) -> None:
+    """Upstream enters a barrier before that line, which the other ranks would not enter."""
     rank = Rank(joining, logged)
     assert rank.first[-1] is False
     assert rank.first[:-1] == [True] * (logged and not joining), 'a start logs it'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of a tensor make up the tensor that upstream has divided."""
+"""Shards of a tensor are merged into the tensor that upstream has divided."""
 
 import pytest
 import torch
@@ -27,11 +27,11 @@ EXPERTS = 'decoder.layers.2.mlp.experts.local_experts'
          'decoder.layers.2.mlp.linear_fc1.weight'),
     ],
 )  # fmt: skip
-def test_a_name_is_that_of_the_layers_of_a_cpu(operator: str, tensor: str, name: str) -> None:
+def test_whole_name_is_that_of_the_local_layers(operator: str, tensor: str, name: str) -> None:
     assert whole_name(operator, tensor, shared=False) == name
 
 
-def test_an_expert_has_the_shard_of_its_own_groups() -> None:
+def test_shard_of_an_expert_is_numbered_in_its_own_group() -> None:
     placed = Placed(
         'training', Layout(4, tensor=4, expert_tensor=2), Seat(tensor=3, expert_tensor=1)
     )
@@ -46,13 +46,13 @@ def test_an_expert_has_the_shard_of_its_own_groups() -> None:
 @pytest.mark.parametrize('stride', [1, 2])
 @pytest.mark.parametrize('dim', [0, 1])
 @pytest.mark.parametrize('shards', [1, 2, 4])
-def test_shards_that_upstream_makes_are_merged(shards: int, dim: int, stride: int) -> None:
+def test_upstream_shards_are_merged(shards: int, dim: int, stride: int) -> None:
     shape = [16, 24]
     sizes = [size // shards if at == dim else size for at, size in enumerate(shape)]
     parts = []
     for rank in range(shards):
         part = torch.empty(sizes)
-        torch.manual_seed(5)  # upstream draws the whole on each rank
+        torch.manual_seed(5)  # upstream draws the whole tensor on each rank
         whole = _initialize_affine_weight_cpu(
             part, *shape, sizes[dim], dim, torch.nn.init.normal_, stride,
             return_master_weight=True, rank=rank, world_size=shards,
@@ -70,7 +70,7 @@ def divided(shape: list[int], dim: int, stride: int) -> torch.Tensor:
     return parameter
 
 
-def test_what_is_not_divided_is_read_once() -> None:
+def test_undivided_tensor_is_read_once() -> None:
     asked = []
 
     def shard(index: int, numel: int) -> torch.Tensor:
@@ -81,6 +81,6 @@ def test_what_is_not_divided_is_read_once() -> None:
     assert asked == [(0, 15)]
 
 
-def test_a_tensor_that_cannot_have_been_divided_so_is_named() -> None:
+def test_impossible_division_is_refused() -> None:
     with pytest.raises(RefusedWindow, match='output_layer.*not divided among 3'):
         merged(divided([16, 24], 0, 1), 3, lambda *_: torch.empty(0), 'output_layer')

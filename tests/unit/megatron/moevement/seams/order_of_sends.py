@@ -4,8 +4,7 @@
     order_of_sends.py <stages> <micro-batches> [flush]
 
 Prints a list for each stage: [number, kind, peer, group] of an operation, [number] of a wait for
-one. Upstream's own schedule runs, of one stage after the other, over process groups that talk to
-nobody.
+one. Upstream's own schedule runs for one stage after the other, over fake process groups.
 """
 
 import json
@@ -30,7 +29,7 @@ SHAPE = (4, 1, 8)
 
 
 class Chunk(torch.nn.Module):
-    """A part of a stage."""
+    """A model chunk of a stage."""
 
     model_type = ModelType.encoder_or_decoder
     share_embeddings_and_output_weights = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch compiles does not depend on what a process has seen before."""
+"""What torch compiles does not depend on earlier inputs of the process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from torch._inductor.runtime.hints import DeviceProperties, ReductionHint
 from megatron.moevement.seams.compiled import make_repeatable
 
 VARIANTS = 20
-"""Of the inputs of one function; torch's own limit is 8."""
+"""Input variants of one function; torch's own limit is 8."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def repeatable(deterministic: bool) -> Iterator[None]:
 
 
 def compilations() -> int:
-    """How many of the variants of a function are compiled."""
+    """Number of compiled variants of a function."""
     counter = CompileCounter()
     compiled = torch.compile(lambda tensor, number: tensor * 2 + number, backend=counter)
     with dynamo_config.patch(disable=False):
@@ -51,7 +51,7 @@ def test_every_variant_of_a_function_is_compiled(deterministic: bool) -> None:
 
 
 def kernels(columns: int, rows: int) -> list[object]:
-    """How torch would split the sum over each of `rows` on an H100."""
+    """Configurations of torch's sum over the columns of `rows` rows on an H100."""
     device = DeviceProperties(
         type='cuda',
         index=0,
@@ -88,20 +88,20 @@ def kernels(columns: int, rows: int) -> list[object]:
 
 
 @pytest.mark.parametrize('columns', [256, 512, 768, 1024, 1408, 2048, 5632])
-def test_a_sum_on_a_gpu_is_split_alike_for_any_number_of_rows(columns: int) -> None:
+def test_gpu_sum_is_split_equally_for_any_number_of_rows(columns: int) -> None:
     with repeatable(deterministic=True):
         few, many = kernels(columns, 64), kernels(columns, 65536)
     assert few == many and len(few) == 1
 
 
-def test_random_numbers_are_those_of_uncompiled_code_where_equal_bits_are_asked_for() -> None:
+def test_deterministic_mode_uses_eager_random_numbers() -> None:
     with repeatable(deterministic=True):
         assert inductor_config.fallback_random
     with repeatable(deterministic=False):
         assert not inductor_config.fallback_random
 
 
-def test_nothing_is_set_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_unchanged_without_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('TORCHDYNAMO_DISABLE', '1')
     before = dynamo_config.recompile_limit
     make_repeatable(deterministic=True, warns=False)
@@ -109,7 +109,7 @@ def test_nothing_is_set_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize('deterministic', [True, False])
-def test_what_cannot_be_promised_is_said(
+def test_missing_deterministic_mode_causes_a_warning(
     deterministic: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with repeatable(deterministic):

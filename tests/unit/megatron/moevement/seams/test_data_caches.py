@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's own datasets, on ranks that find no cache, half of one, or may not write it."""
+"""Upstream's datasets on ranks that find no cache, a truncated one, or one they may not write."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def prefix(tmp_path: Path) -> str:
 def built(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[list[int]]]:
-    """Makes the dataset as a rank would; its samples."""
+    """Build the dataset as a given rank; return its samples."""
     name = '_build_document_sample_shuffle_indices'
     original = getattr(GPTDataset, name)
     monkeypatch.setattr(GPTDataset, name, lambda self: data_caches.indices(original, self))
@@ -69,7 +69,7 @@ class _Tokenizer:
     unique_identifiers = {'class': 'none'}  # noqa: RUF012
 
 
-def test_who_finds_no_cache_has_the_same_samples(
+def test_rank_without_a_cache_has_the_same_samples(
     built: Callable[..., list[list[int]]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = built(rank=0)
@@ -79,23 +79,21 @@ def test_who_finds_no_cache_has_the_same_samples(
     assert not (tmp_path / 'elsewhere').exists()
 
 
-def test_a_cache_that_was_cut_off_is_of_no_use(
-    built: Callable[..., list[list[int]]], tmp_path: Path
-) -> None:
+def test_truncated_cache_is_ignored(built: Callable[..., list[list[int]]], tmp_path: Path) -> None:
     expected = built(rank=0)
     for path in (tmp_path / 'cache').glob('*.npy'):
         path.write_bytes(path.read_bytes()[:-8])
     assert built(rank=0) == built(rank=3) == expected
 
 
-def test_who_may_not_write_the_cache_does_without(
+def test_rank_that_cannot_write_the_cache_builds_without_it(
     built: Callable[..., list[list[int]]], tmp_path: Path
 ) -> None:
     (tmp_path / 'file').touch()
     assert built(rank=0, cache=tmp_path / 'file') == built(rank=0)
 
 
-def test_what_is_wrong_without_a_cache_as_well_is_said() -> None:
+def test_error_that_persists_without_a_cache_is_raised() -> None:
     class Dataset:
         class config:  # noqa: N801
             path_to_cache = 'cache'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaders that upstream reads again and again go on anywhere, and draw what upstream draws."""
+"""Upstream's loaders continue from any position and draw the same random numbers."""
 
 import random
 from argparse import Namespace
@@ -40,12 +40,12 @@ def loader(consumed_samples: int) -> DataLoader:
 
 
 def read(batches: Iterator[Any], count: int) -> list[tuple[list[int], int]]:
-    """Samples of each micro-batch, and a random number that is drawn after it."""
+    """Samples of each micro-batch, each with a random number drawn after it."""
     return [(next(batches).tolist(), int(torch.randint(1 << 30, ()))) for _ in range(count)]
 
 
 @pytest.mark.parametrize('done', range(READ))
-def test_a_loader_goes_on_with_the_samples_and_random_numbers_of_upstreams(done: int) -> None:
+def test_moved_loader_continues_with_upstreams_samples_and_draws(done: int) -> None:
     torch.manual_seed(7)
     undisturbed = iter(cyclic_iter(loader(0)))
     read(undisturbed, done)
@@ -62,7 +62,7 @@ def test_a_loader_goes_on_with_the_samples_and_random_numbers_of_upstreams(done:
     assert read(moved.iterable, READ - done) == expected
 
 
-def test_full_validation_reads_everything_in_each_evaluation_of_a_restarted_job() -> None:
+def test_full_validation_reads_all_samples_after_a_restart() -> None:
     everything = list(range(5))
     sampler = MegatronFullValidationSampler(len(everything), 0, 1)
     loader = DataLoader(everything, batch_sampler=sampler)
@@ -76,7 +76,7 @@ def test_full_validation_reads_everything_in_each_evaluation_of_a_restarted_job(
 
 
 @pytest.mark.parametrize('sets', [1, 2, 3])
-def test_training_data_are_told_from_any_number_of_validation_sets(sets: int) -> None:
+def test_training_loaders_are_found_among_validation_sets(sets: int) -> None:
     """Upstream builds the loaders of each of two model chunks in one call."""
     data = UpstreamData(cyclic=False, full_validation=sets > 1)
     datasets = [list(range(20)), *([list(range(5))] * sets), list(range(7))]
@@ -98,8 +98,8 @@ def test_training_data_are_told_from_any_number_of_validation_sets(sets: int) ->
 
 
 @pytest.mark.parametrize('kind', ['training', 'validation'])
-def test_data_can_be_moved_to_their_end(kind: str) -> None:
-    """A blend has as many samples as training reads; upstream opens no loader at its end."""
+def test_data_can_be_moved_to_the_end(kind: str) -> None:
+    """A blend has exactly the samples of training; upstream opens no loader at its end."""
     data = UpstreamData(cyclic=False, full_validation=False)
     dataset = list(range(8))
 
@@ -117,7 +117,7 @@ def test_data_can_be_moved_to_their_end(kind: str) -> None:
 
 
 class Shuffled(Sampler):
-    """Draws from all global generators of the host when it is opened."""
+    """Draws from all global generators of the host when opened."""
 
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(9).tolist()
@@ -127,7 +127,7 @@ class Shuffled(Sampler):
 
 
 @pytest.mark.parametrize('kind', ['training', 'validation'])
-def test_no_generator_notices_that_data_are_moved(kind: str) -> None:
+def test_moving_data_leaves_generators_unchanged(kind: str) -> None:
     def draw() -> tuple[float, float, float]:
         return random.random(), np.random.random(), torch.rand(()).item()
 

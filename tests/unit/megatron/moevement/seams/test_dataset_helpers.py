@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job starts from upstream's wheel, which cannot compile its helpers again, on any device."""
+"""A job starts with upstream's precompiled helpers, which it cannot compile, on any device."""
 
 import subprocess
 import sys
@@ -22,16 +22,16 @@ print('started')
 
 
 @pytest.mark.parametrize('gpu', [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_the_program_compiles_nothing_on_any_device(gpu: bool) -> None:
+def test_program_compiles_no_helpers_on_any_device(gpu: bool) -> None:
     code = START.format(gpu=gpu)
     started = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
     assert started.returncode == 0, started.stderr
     assert started.stdout.endswith('started\n')
 
 
-def test_helpers_that_are_missing_are_left_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_helpers_are_left_to_upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     upstreams = utils.compile_helpers
-    monkeypatch.setattr(utils, 'compile_helpers', upstreams)  # put back at the end
+    monkeypatch.setattr(utils, 'compile_helpers', upstreams)  # restored at the end
     monkeypatch.setitem(sys.modules, 'megatron.core.datasets.helpers_cpp', None)
     dataset_helpers.use_compiled()
     assert utils.compile_helpers is upstreams

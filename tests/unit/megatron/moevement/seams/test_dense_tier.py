@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a restart would go on from is what upstream would load, if all ranks can read it."""
+"""A restart uses the dense checkpoint that upstream would load, if all ranks can read it."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -27,7 +27,7 @@ NOT_KEPT = '--non-persistent-ckpt-type global --non-persistent-save-interval 5'.
 
 
 def checkpoint(folder: Path, iteration: int) -> Path:
-    """The newest one in that folder."""
+    """Make the newest checkpoint of a folder."""
     named = folder / f'iter_{iteration:07d}'
     named.mkdir(parents=True)
     (folder / TRACKER).write_text(str(iteration))
@@ -46,7 +46,7 @@ def among(*others: DenseTier) -> Callable[[str, bytes], list[bytes]]:
 
 
 def found(args: Namespace, *others: DenseTier) -> int:
-    """By rank 0 and these."""
+    """The iteration that rank 0 finds, with the reports of the other ranks."""
     args.rank = 0
     return dense_iteration(args, among(*others))  # type: ignore[arg-type]
 
@@ -54,16 +54,14 @@ def found(args: Namespace, *others: DenseTier) -> int:
 @pytest.mark.parametrize(
     ('flags', 'iteration'), [('', 10), ('--ckpt-step 4', 4), ('--finetune', 0)]
 )
-def test_dense_checkpoint_is_the_one_that_flags_ask_for(
-    flags: str, iteration: int, dense: Path
-) -> None:
+def test_flags_select_the_dense_checkpoint(flags: str, iteration: int, dense: Path) -> None:
     (dense / 'iter_0000004').mkdir()
     assert found(parsed('--load', str(dense), *flags.split())) == iteration
 
 
 @pytest.mark.parametrize(('not_kept', 'newest'), [(15, 15), (5, 10)])
 @pytest.mark.parametrize('elsewhere', [False, True])
-def test_a_dense_checkpoint_that_is_not_kept_counts_if_it_is_newer(
+def test_newer_non_persistent_checkpoint_is_chosen(
     not_kept: int, newest: int, elsewhere: bool, dense: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / ('elsewhere' if elsewhere else 'non_persistent')
@@ -76,10 +74,10 @@ def test_a_dense_checkpoint_that_is_not_kept_counts_if_it_is_newer(
 
 
 @pytest.mark.parametrize(('kept', 'not_kept'), [(10, 5), (5, 10), (10, 10)])
-def test_an_older_checkpoint_that_is_lost_hides_no_newer_one(
+def test_loss_of_an_older_checkpoint_does_not_hide_the_newer_one(
     kept: int, not_kept: int, tmp_path: Path
 ) -> None:
-    """Upstream reads only the newer one; of two equally new ones, that which is not kept."""
+    """Upstream reads only the newer one; of two equally new ones, the non-persistent one."""
     folders = {tmp_path: kept, tmp_path / 'non_persistent': not_kept}
     of = {folder: checkpoint(folder, iteration) for folder, iteration in folders.items()}
     older = tmp_path if kept <= not_kept else tmp_path / 'non_persistent'
@@ -91,7 +89,7 @@ def test_an_older_checkpoint_that_is_lost_hides_no_newer_one(
     assert found(args) == -1
 
 
-def test_an_unreadable_tracker_file_of_either_folder_ends_upstream(dense: Path) -> None:
+def test_unreadable_tracker_file_of_either_folder_counts_as_no_checkpoint(dense: Path) -> None:
     args = parsed('--load', str(dense), *NOT_KEPT)
     checkpoint(dense / 'non_persistent', 15)
     (dense / TRACKER).write_text('')
@@ -101,7 +99,7 @@ def test_an_unreadable_tracker_file_of_either_folder_ends_upstream(dense: Path) 
     assert found(args) == -1
 
 
-def test_a_step_that_is_asked_for_needs_no_tracker_file(
+def test_requested_step_needs_no_tracker_file(
     dense: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (dense / TRACKER).unlink()
@@ -110,7 +108,7 @@ def test_a_step_that_is_asked_for_needs_no_tracker_file(
     assert 'iter_0000004, which --ckpt-step 4 names, does not exist' in caplog.text
 
 
-def test_without_a_dense_checkpoint_there_is_none(
+def test_missing_dense_checkpoint_is_silent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert found(parsed()) == -1
@@ -120,7 +118,7 @@ def test_without_a_dense_checkpoint_there_is_none(
 
 
 @pytest.mark.parametrize('text', ['', 'ten', '-3', '11'])
-def test_what_the_tracker_file_says_may_be_nothing(
+def test_invalid_tracker_file_is_reported(
     text: str, dense: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (dense / TRACKER).write_text(text)
@@ -129,7 +127,7 @@ def test_what_the_tracker_file_says_may_be_nothing(
     assert 'as 1 of 2 ranks cannot read it: rank 0: ' in caplog.text
 
 
-def test_a_rank_that_does_not_see_it_is_named(
+def test_rank_without_the_dense_checkpoint_is_named(
     dense: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = parsed('--load', str(dense))
@@ -138,7 +136,7 @@ def test_a_rank_that_does_not_see_it_is_named(
     assert f'rank 2: no dense checkpoint in {dense}' in caplog.text
 
 
-def test_a_file_that_is_cut_off_is_named(dense: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_truncated_checkpoint_file_is_named(dense: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = dense / 'iter_0000010'
     save({'weight': torch.ones(1000)}, storage_writer=FileSystemWriter(folder), no_dist=True)
     (folder / 'metadata.json').write_text('{}')
@@ -154,10 +152,10 @@ def test_a_file_that_is_cut_off_is_named(dense: Path, caplog: pytest.LogCaptureF
     assert f'{folder} cannot be read' in caplog.text
 
 
-def test_flags_count_as_given_where_a_checkpoint_has_none_to_read(
+def test_flags_apply_if_the_checkpoint_has_no_arguments(
     dense: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Upstream would end with status 0: a launcher takes such a job for done."""
+    """Upstream would exit with status 0, which a launcher takes for success."""
     (dense / TRACKER).write_text('')
     args = parsed('--load', str(dense), '--use-checkpoint-args', '--num-layers', '4')
     with patches.wrapped(ARGUMENTS, dense_tier._or_as_given):

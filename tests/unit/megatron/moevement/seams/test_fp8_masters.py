@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masters in fp8 can be asked for, and Transformer Engine's Adam keeps them."""
+"""Masters in fp8 can be requested, and Transformer Engine's Adam keeps them."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ ASKED = {'main_params_dtype': FP8}
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Upstream has found Transformer Engine; what is put in the place of its parts goes again."""
+    """Make upstream find Transformer Engine; patches are undone afterwards."""
     monkeypatch.setattr(upstream, 'Adam', FusedAdam)
     fp8_masters._install.cache_clear()
     yield
@@ -40,11 +40,11 @@ FLAG = '--sparse-ckpt-fp8-masters'
 def validated(*flags: str) -> Namespace:
     args = parsed(*flags)
     formats = {'fp32': torch.float32, 'fp16': FP16}
-    args.main_params_dtype = formats[args.main_params_dtype]  # as upstream's validation does
+    args.main_params_dtype = formats[args.main_params_dtype]  # as upstream's validation converts it
     return args
 
 
-def test_the_flag_takes_the_place_of_16_bits() -> None:
+def test_flag_replaces_16_bit_masters_by_fp8() -> None:
     for flags, expected in (((), torch.float32), (ADAM_SCALES, FP16), ((*ADAM_SCALES, FLAG), FP8)):
         args = validated(*flags)
         fp8_masters.take_place(args)
@@ -52,22 +52,22 @@ def test_the_flag_takes_the_place_of_16_bits() -> None:
 
 
 @pytest.mark.parametrize('flags', [(), ADAM_SCALES[:1], ADAM_SCALES[1:]])
-def test_the_flag_needs_them(flags: tuple[str, ...]) -> None:
+def test_flag_needs_16_bit_masters(flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match='add --use-precision-aware-optimizer --main-par'):
         fp8_masters.take_place(validated(*flags, FLAG))
 
 
 @pytest.mark.usefixtures('engine')
 @pytest.mark.parametrize('asked', ['fp32', 'fp16', torch.float32, FP16, None])
-def test_nothing_is_changed_for_other_masters(asked: object) -> None:
+def test_other_masters_keep_upstreams_adam(asked: object) -> None:
     fp8_masters.install({'main_params_dtype': asked})
     fp8_masters.install({})
     assert upstream.Adam is FusedAdam
 
 
 @pytest.mark.usefixtures('engine')
-def test_upstream_builds_what_keeps_them() -> None:
-    for _ in range(2):  # of two jobs in a process
+def test_upstream_builds_an_adam_with_fp8_masters() -> None:
+    for _ in range(2):  # two jobs in one process
         fp8_masters.install(ASKED)
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     settings = {'master_weights': True, 'use_decoupled_grad': True}
@@ -78,14 +78,14 @@ def test_upstream_builds_what_keeps_them() -> None:
     assert type(upstream.Adam([weight], master_weight_dtype=FP16, **settings)) is FusedAdam
 
 
-def test_another_adam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_adam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8_masters._install.cache_clear()
     monkeypatch.setattr(upstream, 'Adam', torch.optim.AdamW)
     with pytest.raises(InstallationError, match='megatron.core.optimizer:Adam has the parameters'):
         fp8_masters.install(ASKED)
 
 
-def test_transformer_engine_itself_refuses_them() -> None:
+def test_transformer_engine_refuses_fp8_masters() -> None:
     with pytest.raises(RuntimeError, match='fp32 and fp16'):
         FusedAdam([torch.nn.Parameter(torch.ones(4))], master_weights=True, master_weight_dtype=FP8)
 
@@ -93,7 +93,7 @@ def test_transformer_engine_itself_refuses_them() -> None:
 @pytest.mark.parametrize(
     ('kind', 'lost'), [(FusedAdam, True), (fp8_masters.keeping(FusedAdam), False)]
 )
-def test_what_is_all_zero_at_first_stays_zero(kind: type, lost: bool) -> None:
+def test_all_zero_state_stays_zero(kind: type, lost: bool) -> None:
     weight = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
     adam = kind([weight], master_weights=True, master_weight_dtype=FP16, exp_avg_dtype=FP8)
     adam.name_to_dtype_map['master_param'] = FP8
@@ -104,8 +104,8 @@ def test_what_is_all_zero_at_first_stays_zero(kind: type, lost: bool) -> None:
         assert found.isnan().all() if lost else (found == 0).all()
 
 
-def test_updates_that_are_small_beside_a_weight_are_lost() -> None:
-    """Three steps of a thousandth move masters of 16 bits by that, those of 8 bits somewhere."""
+def test_fp8_masters_lose_small_updates() -> None:
+    """Three steps of 0.001 move 16-bit masters by their sum; 8-bit masters deviate from it."""
     errors = {}
     for master in (FP16, FP8):
         kind = fp8_masters.keeping(FusedAdam) if master == FP8 else FusedAdam

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts that take more memory than there is are passed over, with the bytes of the planner.
+"""Layouts that exceed the memory are skipped; the required bytes agree with the planner.
 
 The planner (`tools.plan`) counts by operator; here it is upstream's arithmetic.
 """
@@ -42,7 +42,7 @@ def why(flags: Sequence[str], ranks: int, device: int | None, host_gb: float = E
 
 
 def planned(flags: Sequence[str], ranks: int) -> int:
-    """Bytes on the device of the fullest rank, by the planner."""
+    """Bytes on the device of the fullest rank according to the planner."""
     training = parse_megatron_flags([*MODEL, *flags]).training(None, ranks)
     found = []
     for stage in range(training.layout.pipeline):
@@ -54,7 +54,7 @@ def planned(flags: Sequence[str], ranks: int) -> int:
 
 
 @pytest.mark.parametrize('layout', LAYOUTS)
-def test_the_device_must_have_what_the_planner_says(layout: str) -> None:
+def test_required_device_memory_agrees_with_the_planner(layout: str) -> None:
     flags, ranks = sizes(layout), 8
     nbytes = planned(flags, ranks)
     assert why(flags, ranks, round(1.03 * nbytes)) == ''
@@ -66,23 +66,23 @@ def test_the_device_must_have_what_the_planner_says(layout: str) -> None:
     assert float(said.split()[6]) == pytest.approx(nbytes / GIB, rel=0.03)
 
 
-def test_a_job_on_the_cpu_has_no_device_to_fill() -> None:
+def test_cpu_job_needs_no_device_memory() -> None:
     assert why(sizes('ep=8'), 8, None) == ''
 
 
 @pytest.mark.parametrize('flag', ['--use-precision-aware-optimizer', '--optimizer-cpu-offload'])
-def test_a_job_that_holds_less_is_not_refused(flag: str) -> None:
+def test_memory_saving_flags_disable_the_device_check(flag: str) -> None:
     assert why([*sizes('ep=8'), flag], 8, 1) == ''
     assert why(sizes('ep=8'), 8, 1) != ''
 
 
-def test_ranks_of_a_context_share_the_optimizer_state() -> None:
+def test_context_parallel_ranks_share_the_optimizer_state() -> None:
     flags = [*sizes('ep=2'), '--context-parallel-size', '2']
     said = why(flags, 8, 1)
     assert float(said.split()[6]) == pytest.approx(planned(flags, 8) / GIB, rel=0.03)
 
 
-def test_the_node_must_have_room_for_windows_and_replicas() -> None:
+def test_node_needs_memory_for_windows_and_replicas() -> None:
     one_node = why(sizes('ep=8'), 8, None, 1.0)
     assert one_node.endswith('--sparse-ckpt-host-memory-gb gives 1.00 GiB')
     two_nodes = why(sizes('ep=8'), 16, None, 1.0)
@@ -92,7 +92,7 @@ def test_the_node_must_have_room_for_windows_and_replicas() -> None:
     assert why(sizes('ep=8'), 8, None, taken[0] + 0.01) == ''
 
 
-def test_the_first_layout_that_fits_is_taken_or_each_is_named_with_its_bytes() -> None:
+def test_first_fitting_layout_is_taken_or_all_are_named_with_bytes() -> None:
     host = ['--sparse-ckpt-host-memory-gb', str(ENOUGH)]
     flags = [*MODEL, *host, *sizes('ep=1'), FLAG, 'ep=2;ep=8']
     device = planned(sizes('ep=4'), 8)

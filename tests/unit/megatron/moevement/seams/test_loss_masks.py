@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's own datasets, of whose loss masks the first sample has a say in all later ones."""
+"""Loss masks of upstream's datasets, where the first sample read affects all later ones."""
 
 from collections.abc import Callable
 from functools import partialmethod
@@ -28,7 +28,7 @@ _SAMPLES = 24
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Callable[[], GPTDataset]:
-    """Opens a dataset, as a new process does, some of whose samples have padding."""
+    """Open a dataset as a new process does; some samples have padding."""
     builder = IndexedDatasetBuilder(str(tmp_path / 'text.bin'), dtype=np.int32)
     builder.add_document(torch.arange(400) % 41, [400])
     builder.finalize(str(tmp_path / 'text.idx'))
@@ -61,7 +61,7 @@ def _masks(dataset: GPTDataset, order: list[int]) -> dict[int, list[float]]:
     return {index: dataset[index]['loss_mask'].tolist() for index in order}
 
 
-def test_loss_masks_do_not_depend_on_the_sample_that_is_read_first(
+def test_loss_masks_do_not_depend_on_the_first_sample_read(
     opened: Callable[[], GPTDataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = list(range(_SAMPLES))
@@ -69,14 +69,14 @@ def test_loss_masks_do_not_depend_on_the_sample_that_is_read_first(
     expected = {i: (text[1:] != _PAD).astype(float).tolist() for i, text in enumerate(texts)}
     padded = [index for index, mask in expected.items() if 0.0 in mask]
     assert 0 < len(padded) < _SAMPLES
-    assert _masks(opened(), [padded[0], *order]) != expected  # else upstream is mended
+    assert _masks(opened(), [padded[0], *order]) != expected  # else upstream has fixed the defect
 
     read = GPTDataset.__getitem__
     monkeypatch.setattr(GPTDataset, '__getitem__', partialmethod(_sample, read))
     for first in padded:
         assert _masks(opened(), [first, *order]) == expected
     dataset = opened()
-    assert not dataset[None]['loss_mask'].any()  # a sample that only fills a batch
+    assert not dataset[None]['loss_mask'].any()  # a sample that only pads a batch
     assert _masks(dataset, order) == expected
 
 

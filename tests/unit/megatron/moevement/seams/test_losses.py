@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss of an iteration, read off what a schedule returns."""
+"""The loss of an iteration, read from the return value of a schedule."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +14,13 @@ SCHEDULE = micro_batches.SCHEDULES[1]
 
 
 def of_tokens(*pairs: tuple[float, float]) -> list[dict[str, torch.Tensor]]:
-    """What `loss_func` of upstream's trainer gives of each micro-batch, and another kind of it."""
+    """Losses that `loss_func` of upstream's trainer returns per micro-batch, and another key."""
     return [{'lm loss': torch.tensor(pair), 'other': torch.ones(2)} for pair in pairs]
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Runs a schedule that returns what it is given, wrapped as upstream's is."""
+    """Run a schedule that returns its argument, wrapped like upstream's."""
     followed = losses.Losses()
 
     def of(reduced: Any, **kwargs: Any) -> float | None:
@@ -41,7 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     yield of
 
 
-def test_it_is_the_mean_over_the_tokens_of_all_micro_batches(run: Callable[..., Any]) -> None:
+def test_loss_is_the_mean_over_tokens_of_all_micro_batches(run: Callable[..., Any]) -> None:
     assert run(of_tokens((12.0, 4.0), (8.0, 1.0))) == 4.0
     assert run([{'loss': torch.tensor(1.5)}, {'loss': torch.tensor(2.5)}]) == 2.0
     lowest = torch.tensor(2.0).nextafter(torch.tensor(3.0))
@@ -51,19 +51,21 @@ def test_it_is_the_mean_over_the_tokens_of_all_micro_batches(run: Callable[..., 
 @pytest.mark.parametrize(
     'reduced', [[], None, [torch.ones(1)], [{}], of_tokens((1.0, 0.0))], ids=str
 )
-def test_nothing_is_known_where_no_loss_is_returned(run: Callable[..., Any], reduced: Any) -> None:
-    """On other stages, by another kind of loop, or where no token counts."""
+def test_loss_is_unknown_if_the_schedule_returns_none(
+    run: Callable[..., Any], reduced: Any
+) -> None:
+    """On other stages, with another kind of loop, or if no token counts."""
     assert run(reduced) is None
 
 
-def test_an_evaluation_and_the_iteration_before_leave_nothing(run: Callable[..., Any]) -> None:
+def test_evaluation_and_previous_iteration_do_not_set_the_loss(run: Callable[..., Any]) -> None:
     assert run(of_tokens((3.0, 1.0))) == 3.0
     assert run(of_tokens((9.0, 1.0)), forward_only=True) == 3.0
     run.followed.begin()  # type: ignore[attr-defined]
     assert run(of_tokens((9.0, 1.0)), forward_only=True) is None
 
 
-def test_a_copy_that_has_not_arrived_is_not_waited_for(run: Callable[..., Any]) -> None:
+def test_loss_is_unknown_until_its_copy_has_arrived(run: Callable[..., Any]) -> None:
     run(of_tokens((3.0, 1.0)))
     followed = run.followed  # type: ignore[attr-defined]
     for arrived, expected in ((False, None), (True, 3.0)):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the stages of an overlapped schedule go on when their groups were reconnected over NCCL?
+"""Do the stages of an overlapped schedule finish after their groups were reconnected over NCCL?
 
-torch (2.11 to 2.15) has a stream for each two ranks in a group that connects with its first
-operation. One that is connected before, as after a failure, has a single stream, on which each
-send and receive waits for the one before. NCCL needs both ends to be there.
+torch (2.11 to 2.15) has a stream for each pair of ranks in a group that connects with its first
+operation. A group that is connected before, as after a failure, has a single stream, on which
+each send and receive waits for the previous one. NCCL needs both ends to be present.
 """
 
 import json
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[5]
 
 
 class Operation(NamedTuple):
-    """A send or a receive, with what must be over before it begins."""
+    """A send or a receive; operations that it depends on must finish first."""
 
     rank: int
     number: int
@@ -36,8 +36,8 @@ def orders(stages: int, flush: bool) -> list[list[list[Any]]]:
     return found
 
 
-def ends(orders: list[list[list[Any]]], reconnected: bool) -> bool:
-    """Whether all operations come to their end."""
+def all_finish(orders: list[list[list[Any]]], reconnected: bool) -> bool:
+    """True if all operations finish."""
     before: dict[Operation, set[Operation]] = {}
     ways: dict[Any, list[Operation]] = defaultdict(list)
     for rank, entries in enumerate(orders):
@@ -68,14 +68,14 @@ def ends(orders: list[list[list[Any]]], reconnected: bool) -> bool:
 
 
 @pytest.mark.parametrize('stages', [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_stages_go_on_after_a_recovery(stages: int) -> None:
+def test_stages_finish_after_a_recovery(stages: int) -> None:
     found = orders(stages, flush=False)
-    assert ends(found, reconnected=False) and ends(found, reconnected=True)
+    assert all_finish(found, reconnected=False) and all_finish(found, reconnected=True)
 
 
 @pytest.mark.thorough
-def test_with_a_flushed_warm_up_they_would_not() -> None:
-    """So that recovery is of the whole job; if they do one day, the rule can go."""
+def test_stages_with_a_flushed_warm_up_deadlock_after_a_recovery() -> None:
+    """Hence the rule of whole-job recovery, which can go when this test fails."""
     found = orders(4, flush=True)
-    assert ends(found, reconnected=False)
-    assert not ends(found, reconnected=True)
+    assert all_finish(found, reconnected=False)
+    assert not all_finish(found, reconnected=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's exchange between stages, and what it waits for on the device."""
+"""Upstream's exchange between stages, and its waits for the device."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ NOTHING = {
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the host has waited for on the device."""
+    """Waits of the host for the device."""
     waits: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append('stream'))
     monkeypatch.setattr(torch.cuda, 'current_stream', lambda: stream)
@@ -51,7 +51,7 @@ def stage() -> Iterator[torch.distributed.ProcessGroup]:
     ('batched', 'waiting', 'expected'),
     [(True, True, ['stream']), (True, False, []), (False, True, [])],
 )
-def test_an_exchange_waits_for_its_stream_where_upstream_waits_for_the_device(
+def test_exchange_waits_for_its_stream_instead_of_the_device(
     waits: list[str],
     stage: torch.distributed.ProcessGroup,
     batched: bool,
@@ -64,7 +64,7 @@ def test_an_exchange_waits_for_its_stream_where_upstream_waits_for_the_device(
     assert config.batch_p2p_sync is waiting, 'upstream finds its own setting again'
 
 
-def test_a_failed_exchange_leaves_the_setting(
+def test_failed_exchange_restores_the_setting(
     waits: list[str], stage: torch.distributed.ProcessGroup
 ) -> None:
     config = ModelParallelConfig(batch_p2p_comm=True, pipeline_dtype=None)
@@ -74,7 +74,7 @@ def test_a_failed_exchange_leaves_the_setting(
     assert not waits
 
 
-def test_what_a_replay_receives_is_waited_for_on_the_stream_that_uses_it(
+def test_replayed_tensor_is_awaited_on_the_stream_that_uses_it(
     monkeypatch: pytest.MonkeyPatch, stage: torch.distributed.ProcessGroup
 ) -> None:
     """A schedule may receive on another stream than it computes on."""
@@ -104,8 +104,8 @@ def test_what_a_replay_receives_is_waited_for_on_the_stream_that_uses_it(
 
 @pytest.mark.parametrize('stages', [1, 2, 3, 4])
 @pytest.mark.parametrize('chunks', [1, 2, 3])
-def test_a_stage_receives_what_its_neighbours_send(stages: int, chunks: int) -> None:
-    """Model chunks are dealt to the stages in turn; each passes on all micro-batches, both ways."""
+def test_receive_counts_match_the_sends_of_the_neighbours(stages: int, chunks: int) -> None:
+    """Model chunks are assigned to stages in turn; each passes all micro-batches both ways."""
     parts = [part % stages for part in range(stages * chunks)]
     micro_batches = 5
     for stage in range(stages):

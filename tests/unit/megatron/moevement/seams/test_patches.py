@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream is wrapped only where it is what was checked, and left as it was."""
+"""Upstream is patched only if it matches the checked version, and restored afterwards."""
 
 import functools
 import importlib
@@ -28,7 +28,7 @@ PARTS = [*patches.UPSTREAM, *patches.TORCH]
 
 
 def place_of(part: str) -> tuple[Any, str]:
-    """Module or class, and the name in it."""
+    """Module or class, and the attribute name in it."""
     module, path = part.split(':')
     *outer, name = path.split('.')
     return functools.reduce(getattr, outer, importlib.import_module(module)), name
@@ -38,28 +38,28 @@ def found(part: str) -> Any:
     return getattr(*place_of(part))
 
 
-def test_what_is_installed_is_what_was_checked() -> None:
+def test_installed_version_passes_the_check() -> None:
     patches.check()
 
 
 @pytest.mark.parametrize('part', PARTS)
-def test_a_changed_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*place_of(part), lambda something_else: None)
     with pytest.raises(InstallationError, match='0.19.2') as refused:
         patches.check()
     assert str(refused.value).startswith(f'{part} has the parameters')
 
 
-def test_a_part_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(*place_of(LOADER))
     with pytest.raises(InstallationError, match='build_pretraining_data_loader is not there'):
         patches.check()
 
 
-def test_a_job_is_refused_before_its_ranks_meet(
+def test_changed_part_is_refused_before_the_rendezvous(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for a part that only a replay will wrap."""
+    """Also for a part that only a replay wraps."""
     monkeypatch.setattr(*place_of(GATING), lambda something_else: None)
     job = attach(
         SparseCheckpointConfig(dir=str(tmp_path)),
@@ -72,7 +72,7 @@ def test_a_job_is_refused_before_its_ranks_meet(
         pytest.fail('the job began')
 
 
-def test_what_a_version_of_torch_adds_at_the_end_is_no_change(
+def test_trailing_parameter_added_by_torch_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(*place_of(GATHER), lambda object_list, obj, group, new: None)
@@ -83,24 +83,24 @@ def test_what_a_version_of_torch_adds_at_the_end_is_no_change(
 
 
 @pytest.mark.parametrize('part', [LOADER, METHOD, GATHER])
-def test_a_wrapper_gets_the_original_and_what_it_was_called_with(
+def test_wrapper_gets_the_original_and_the_arguments(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = found(part)
-    monkeypatch.setattr(*place_of(part), original)  # put back at the end
+    monkeypatch.setattr(*place_of(part), original)  # restored at the end
     patches.wrap(part, lambda *args, **kwargs: (args, kwargs))
     assert found(part)(1, two=2) == ((original, 1), {'two': 2})
-    patches.check()  # and the signature is that of the original
+    patches.check()  # the signature is that of the original
 
 
 @pytest.mark.parametrize('part', [LOADER, METHOD, GATHER])
-def test_a_wrapper_for_a_while_is_taken_off_whatever_happens(part: str) -> None:
+def test_temporary_wrapper_is_removed_after_an_error(part: str) -> None:
     original = found(part)
     with pytest.raises(ZeroDivisionError), patches.wrapped(part, lambda *args: 1 / 0):
         found(part)()
     assert found(part) is original
 
 
-def test_what_is_in_no_table_is_not_wrapped() -> None:
+def test_unlisted_part_is_not_wrapped() -> None:
     with pytest.raises(KeyError, match='cyclic_iter'):
         patches.wrap('megatron.training.training:cyclic_iter', lambda *args: None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a failure all ranks do what upstream does after an iteration, if any had left it undone."""
+"""After a failure, all ranks run the post-step actions that any rank had left undone."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from tests.unit.each import each
 
 ITERATION = 6
 OTHER = 4
-"""An interval that does not divide it."""
+"""An interval that does not divide `ITERATION`."""
 BEFORE = 40
 """Validation samples consumed before that iteration."""
 EVALUATED = 16
@@ -48,7 +48,7 @@ ALL_DUE = dataclasses.replace(FACTS, eval_interval=3, save_interval=2)
 
 
 class Position:
-    """Of the data; validation only."""
+    """Data position; only validation data may be moved."""
 
     def __init__(self, calls: list[tuple[Any, ...]]) -> None:
         self._calls = calls
@@ -61,7 +61,7 @@ class Position:
 
 
 class Rank:
-    """One rank, and what it is made to do again."""
+    """One rank, and the actions that it repeats."""
 
     def __init__(self, facts: JobFacts, consumed: int = BEFORE, do_valid: int = 1) -> None:
         self.counters = Namespace(consumed_valid_samples=consumed, do_valid=do_valid)
@@ -74,17 +74,17 @@ class Rank:
         )
 
     def commit(self, iteration: int = ITERATION) -> PostStepProgress:
-        """Nothing of what follows is done."""
+        """Begin an iteration; none of its post-step actions is done."""
         self.post_step.begin(iteration)
         return self.post_step.progress()
 
     def evaluate(self) -> PostStepProgress:
-        """As upstream does, to the end."""
+        """Evaluate to the end, as upstream does."""
         self.post_step._evaluating(self._evaluation)
         return self.post_step.progress()
 
     def save(self) -> PostStepProgress:
-        """As upstream does, to the end."""
+        """Save to the end, as upstream does."""
         self.post_step._saving(lambda: None)
         return self.post_step.progress()
 
@@ -92,12 +92,12 @@ class Rank:
         self.counters.consumed_valid_samples += EVALUATED
 
     def catch_up(self, survivors: Sequence[PostStepProgress], grows: bool = False) -> None:
-        """After a failure that came after `ITERATION`."""
+        """Catch up after a failure that followed `ITERATION`."""
         self.post_step.catch_up(ITERATION, survivors, Position(self.calls), grows)
 
 
 def survivor(facts: JobFacts, evaluated: bool, saved: bool) -> PostStepProgress:
-    """A rank that was told of the failure when it had done that much."""
+    """Progress of a rank at the time of the failure."""
     rank = Rank(facts)
     progress = rank.commit()
     if evaluated:
@@ -130,10 +130,10 @@ SAVE = [('save', ITERATION, False)]
         ([BOTH, BOTH], EVALUATED_BY_ALL),
     ],
 )
-def test_all_do_together_what_any_had_left_undone(
+def test_all_ranks_repeat_actions_that_any_rank_left_undone(
     survivors: list[PostStepProgress], expected: list[tuple[Any, ...]]
 ) -> None:
-    """Also a new process, which has no progress of its own."""
+    """A new process, which has no progress, does the same."""
     survived, new = Rank(ALL_DUE), Rank(ALL_DUE, consumed=0)
     survived.commit()
     for rank in (survived, new):
@@ -142,8 +142,8 @@ def test_all_do_together_what_any_had_left_undone(
         assert rank.counters.consumed_valid_samples == expected[0][1]
 
 
-def test_what_was_caught_up_with_is_done() -> None:
-    """The next failure may come before the next iteration is committed."""
+def test_repeated_actions_count_as_done() -> None:
+    """The next failure may precede the commit of the next iteration."""
     rank = Rank(ALL_DUE)
     rank.commit()
     rank.catch_up([NOTHING])
@@ -154,8 +154,8 @@ def test_what_was_caught_up_with_is_done() -> None:
     assert [what for what, *_ in rank.calls] == ['validation']
 
 
-def test_a_second_failure_finds_what_was_evaluated_before_the_first() -> None:
-    """The recovery from the first has moved all ranks back, to a state before the evaluation."""
+def test_second_failure_keeps_evaluation_progress_of_the_first() -> None:
+    """Recovery from the first failure has moved all ranks back to before the evaluation."""
     ranks = [Rank(ALL_DUE), Rank(ALL_DUE)]
     for rank in ranks:
         rank.commit()
@@ -174,10 +174,10 @@ def test_a_second_failure_finds_what_was_evaluated_before_the_first() -> None:
     ('survivors', 'expected'),
     [([BOTH, EVALUATION], EVALUATED_BY_ALL + SAVE), ([BOTH, NOTHING], EVALUATE + SAVE)],
 )
-def test_a_new_process_knows_enough_if_all_others_are_lost_before_the_recovery_ends(
+def test_new_process_keeps_the_progress_of_lost_survivors(
     survivors: list[PostStepProgress], expected: list[tuple[Any, ...]]
 ) -> None:
-    """The state that it has loaded meanwhile may be of several evaluations ago."""
+    """The state that it has loaded may be several evaluations old."""
     new = Rank(ALL_DUE, consumed=0)
     new.post_step.take_over(survivors)
     new.counters.consumed_valid_samples = BEFORE - 2 * EVALUATED
@@ -187,7 +187,7 @@ def test_a_new_process_knows_enough_if_all_others_are_lost_before_the_recovery_e
 
 @each('interval, start', list(itertools.product([None, 3, OTHER], [None, 6, 7])))
 @each('do_valid', [0, 1])
-def test_evaluations_are_due_where_upstream_has_them(
+def test_evaluations_are_due_as_upstream_schedules_them(
     interval: int | None, start: int | None, do_valid: int
 ) -> None:
     facts = dataclasses.replace(FACTS, eval_interval=interval, start_eval_at_iter=start)
@@ -201,7 +201,7 @@ INTERVALS = [None, 2, OTHER]
 
 
 def upstreams_saves(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], bool]:
-    """What upstream saves after `ITERATION`, and whether it trains no further."""
+    """Checkpoints that upstream saves after `ITERATION`, and whether it exits."""
     saves: list[tuple[Any, ...]] = []
 
     def save(iteration: int, *_: object, non_persistent_ckpt: bool = False, **__: object) -> None:
@@ -223,7 +223,7 @@ def upstreams_saves(facts: JobFacts, monkeypatch: pytest.MonkeyPatch) -> tuple[l
 
 @each('save', [None, 'checkpoints'])
 @each('interval, not_kept, ends', list(itertools.product(INTERVALS, INTERVALS, INTERVALS)))
-def test_a_save_that_was_cut_off_is_the_one_that_upstream_had_begun(
+def test_interrupted_save_is_repeated_as_upstream_saves_it(
     save: str | None,
     interval: int | None,
     not_kept: int | None,
@@ -254,10 +254,10 @@ def test_a_save_that_was_cut_off_is_the_one_that_upstream_had_begun(
     ],
 )
 @each('passed, ends', [(-1, True), (5, True), (6, False), (7, False)])
-def test_an_exit_that_an_earlier_launch_has_made_is_not_made_again(
+def test_exit_of_an_earlier_launch_is_not_repeated(
     dense: dict[str, Any], kept: bool, passed: int, ends: bool
 ) -> None:
-    """Unless there would be a dense checkpoint then, which nobody has written."""
+    """Unless a dense checkpoint was due then that was not written."""
     facts = dataclasses.replace(FACTS, **dense, exit_interval=2)
     survived, new = Rank(facts), Rank(facts)
     survived.post_step.pass_exits(passed)
@@ -271,8 +271,8 @@ def test_an_exit_that_an_earlier_launch_has_made_is_not_made_again(
     'due', [{}, {'save_interval': 2}, {'non_persistent_save_interval': 2}, {'exit_interval': 2}]
 )
 @pytest.mark.parametrize('done', [False, True])
-def test_before_batches_grow_a_checkpoint_is_kept(due: dict[str, int], done: bool) -> None:
-    """Upstream saves at the entry of the next iteration, which no survivor may have reached."""
+def test_checkpoint_before_a_larger_batch_is_saved(due: dict[str, int], done: bool) -> None:
+    """Upstream saves on entry of the next iteration, which no survivor may have reached."""
     facts = dataclasses.replace(FACTS, **due)
     rank = Rank(facts)
     rank.commit()
@@ -280,7 +280,7 @@ def test_before_batches_grow_a_checkpoint_is_kept(due: dict[str, int], done: boo
     assert rank.calls[1:] == SAVE
 
 
-def test_batches_that_grow_save_nothing_where_nothing_is_to_be_saved() -> None:
+def test_larger_batch_saves_nothing_without_a_save_folder() -> None:
     rank = Rank(dataclasses.replace(FACTS, save=None))
     rank.catch_up([rank.commit()], grows=True)
     assert rank.calls == [('validation', BEFORE)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A broken installation is explained in one sentence; each case runs in a process of its own."""
+"""A broken installation is explained in one sentence; each case runs in its own process."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_other_version_of_megatron_core_is_named(tmp_path: Path, version: str) -
     assert f'megatron-core {version}' in found.stderr and 'pip install' in found.stderr
 
 
-def test_the_program_ends_with_one_line(tmp_path: Path) -> None:
+def test_program_ends_with_one_line(tmp_path: Path) -> None:
     metadata = tmp_path / 'megatron_core-0.18.1.dist-info'
     metadata.mkdir()
     (metadata / 'METADATA').write_text(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left out of the log, what is not, and how all of it is to be seen."""
+"""Lines left out of the log, lines kept, and the switch that shows all."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ WITHOUT, OVER = 'from here on without protection', 'that was all'
 
 
 def start_all() -> None:
-    """Each in a fork of this process, which has torch, but not yet upstream."""
+    """Each start in a fork of this process, which has imported torch but not upstream."""
     for environment in STARTS.values():
         if not (pid := os.fork()):
             os.environ.update(environment, RANK='0')
@@ -37,7 +37,7 @@ def start_all() -> None:
 
 
 def start() -> None:
-    """What upstream says until it trains; first with protection, and then without."""
+    """Upstream's output until training; first with protection, then without."""
     cpu_device.install()
     from megatron.core.tensor_parallel import random
     from megatron.training import arguments
@@ -56,7 +56,7 @@ def start() -> None:
 
 @pytest.fixture(scope='module')
 def said() -> Said:
-    """By each start: in all with protection, and with the arguments without."""
+    """Output of each start: with protection, and the arguments without it."""
     program = f'from {__name__} import start_all; start_all()'
     result = subprocess.run(
         [sys.executable, '-c', program], cwd=ROOT, text=True, check=True,
@@ -66,7 +66,7 @@ def said() -> Said:
     return {name: found[number].split(WITHOUT) for number, name in enumerate(STARTS)}
 
 
-def test_the_first_process_says_once_what_is_missing_and_all_it_was_started_with(
+def test_first_start_prints_missing_packages_once_and_all_arguments(
     said: Said,
 ) -> None:
     found = said['first'][0]
@@ -75,17 +75,17 @@ def test_the_first_process_says_once_what_is_missing_and_all_it_was_started_with
     assert '  lr ...' in found
 
 
-def test_a_worker_that_is_started_again_says_neither(said: Said) -> None:
+def test_restarted_worker_prints_neither(said: Said) -> None:
     found = said['again'][0]
     assert 'not installed' not in found and 'lr ...' not in found
     assert 'arguments: as at the first start, where they were printed' in found
 
 
-def test_without_protection_upstream_prints_its_arguments_at_every_start(said: Said) -> None:
+def test_arguments_are_printed_at_every_start_without_protection(said: Said) -> None:
     assert '  lr ...' in said['again'][1]
 
 
-def test_all_of_it_can_be_seen(said: Said) -> None:
+def test_variable_enables_the_full_log(said: Said) -> None:
     found = said['all of it'][0]
     assert found.count('not installed') > 2 and 'CPU RNG state changed' in found
     assert '  lr ...' in found
@@ -96,7 +96,7 @@ def test_all_of_it_can_be_seen(said: Said) -> None:
     ['', '--lr 1', '--distributed-backend nccl', '--distributed-backend=nccl']
     + ['--distributed-backend gloo --distributed-backend nccl'],
 )
-def test_a_gpu_that_is_not_there_is_said_in_a_line_with_what_helps(flags: str) -> None:
+def test_missing_gpu_is_refused_with_the_remedy(flags: str) -> None:
     with pytest.raises(UserError, match='no GPU is visible.* add --distributed-backend gloo --tr'):
         quiet.refuse_without_gpu(flags.split())
 
@@ -106,11 +106,11 @@ def test_a_gpu_that_is_not_there_is_said_in_a_line_with_what_helps(flags: str) -
     ['--distributed-backend gloo', '--distributed-backend=gloo', '--distributed-b gloo', '--help']
     + ['-h', '--yaml-cfg x.yaml', '--distributed-backend nccl --distributed-backend gloo'],
 )
-def test_what_a_cpu_can_do_is_not_refused(flags: str) -> None:
+def test_cpu_flags_are_accepted_without_a_gpu(flags: str) -> None:
     quiet.refuse_without_gpu(flags.split())
 
 
-def test_the_trainer_ends_at_once_and_in_one_line() -> None:
+def test_trainer_without_a_gpu_ends_with_one_line() -> None:
     result = subprocess.run(
         [sys.executable, 'pretrain_gpt.py', '--num-layers', '4', '--sparse-ckpt'], cwd=ROOT,
         env={**os.environ, **WITHOUT_GPU}, capture_output=True, text=True, check=False,
@@ -120,6 +120,6 @@ def test_the_trainer_ends_at_once_and_in_one_line() -> None:
     assert line.startswith('pretrain_gpt.py: error: no GPU is visible here')
 
 
-def test_the_flags_of_a_cpu_are_those_of_the_tutorial() -> None:
+def test_tutorial_lists_the_cpu_flags() -> None:
     tutorial = ' '.join((ROOT / 'docs/tutorial.md').read_text().split())
     assert all(flag in tutorial for flag in without_gpu.FLAGS.split())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dense restart with torch's Adam goes on with steps that are counted apart, on any device."""
+"""A dense restart with torch's Adam has one step counter per parameter, on any device."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ run_with_sparse_checkpointing(train, args)
 
 
 @pytest.mark.parametrize('gpu', [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_steps_are_counted_apart_after_a_dense_restart(gpu: bool) -> None:
+def test_step_counters_are_separate_after_a_dense_restart(gpu: bool) -> None:
     code = RESTART.format(gpu=gpu)
     done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter asks of upstream's trainer."""
+"""Queries of the adapter to upstream's trainer."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -23,10 +23,10 @@ from megatron.moevement.seams import upstream  # noqa: E402
 @pytest.mark.parametrize(
     ('layers', 'detached', 'own'), [(None, False, False), (2, False, False), (2, True, True)]
 )
-def test_every_rank_knows_of_norms_of_their_own(
+def test_every_rank_registers_the_separate_gradient_norm(
     layers: int | None, detached: bool, own: bool
 ) -> None:
-    """Also one that has no such parameters: all compute every norm together."""
+    """Even a rank without such parameters: all ranks compute every norm together."""
     optimizer = ChainedOptimizer([])
     config = SimpleNamespace(mtp_num_layers=layers, mtp_detach_heads=detached)
     upstream.fill_first_step_caches(optimizer, config)
@@ -35,7 +35,7 @@ def test_every_rank_knows_of_norms_of_their_own(
 
 @pytest.mark.parametrize('iteration', [0, 3, 5, 6, 7, 9, 11])
 @pytest.mark.parametrize('transitions', [None, [], [6], [3, 9]])
-def test_data_of_a_phase_go_on_where_upstream_opens_them(
+def test_consumed_samples_of_a_phase_match_upstream(
     iteration: int, transitions: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream does twice, or late, is done once and early, and comes to the same."""
+"""Upstream's repeated or late work is done once and early, with the same result."""
 
 import argparse
 import ast
@@ -19,7 +19,7 @@ from megatron.moevement.seams import warming  # noqa: E402
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """With upstream as it was afterwards."""
+    """Restore upstream afterwards."""
     factory = argument_utils.ArgumentGroupFactory
     monkeypatch.setattr(factory, '_get_field_docstrings', factory._get_field_docstrings)
     monkeypatch.setattr(ft_integration, 'setup', ft_integration.setup)
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
-def test_sources_are_read_once_and_the_flags_are_those_of_upstream(
+def test_sources_are_parsed_once_and_flags_equal_upstreams(
     installed: pytest.MonkeyPatch,
 ) -> None:
     plain = parser()
@@ -55,13 +55,13 @@ def test_sources_are_read_once_and_the_flags_are_those_of_upstream(
     assert without_addresses[0] == without_addresses[1]
 
 
-def test_what_set_up_would_import_is_there(installed: pytest.MonkeyPatch) -> None:
+def test_warm_up_imports_the_late_modules(installed: pytest.MonkeyPatch) -> None:
     warming.warm_up()
     assert set(warming._IMPORTED_LATE) <= sys.modules.keys()
 
 
 @pytest.mark.parametrize('asked', [False, True])
-def test_flags_are_not_parsed_again_for_one_of_them(
+def test_fault_tolerance_setup_runs_only_if_enabled(
     asked: bool, installed: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine without a GPU switches off is in one place, and is no more than that."""
+"""The settings of a machine without a GPU are in one place and no larger than needed."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ PROGRAMS = 'moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'deploy'
 HERE = Path(without_gpu.__file__).relative_to(ROOT)
 
 
-def test_no_other_program_names_a_flag_of_it() -> None:
+def test_cpu_flags_are_named_in_one_file_only() -> None:
     flags = [flag for flag in without_gpu.FLAGS.split() if flag.startswith('--no-')]
     assert len(flags) > 5
     paths = [path for name in PROGRAMS for path in (ROOT / name).rglob('*.*')]
@@ -24,7 +24,7 @@ def test_no_other_program_names_a_flag_of_it() -> None:
     assert found == {HERE}
 
 
-def test_an_export_switches_off_the_same() -> None:
+def test_export_uses_the_same_cpu_settings() -> None:
     defaults, without = run_flags.without_gpu_settings(parser()), without_gpu.FLAGS.split()
     changing = {
         action.dest for action in parser()._actions if {*action.option_strings} & {*without}
@@ -34,7 +34,7 @@ def test_an_export_switches_off_the_same() -> None:
 
 
 @pytest.mark.parametrize('users', [None, '0'])
-def test_a_value_of_the_user_goes_before(
+def test_environment_value_of_the_user_takes_precedence(
     users: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in without_gpu.VARIABLES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration accumulates into, put back when it is cut off."""
+"""State that an interrupted iteration accumulates into is rolled back."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from megatron.moevement.state.model_operators import Operator  # noqa: E402
 
 @pytest.fixture
 def losses() -> Iterator[torch.Tensor]:
-    """What upstream has accumulated of a loss, by layer."""
+    """The loss that upstream has accumulated, by layer."""
     tracker = get_moe_metrics_tracker()
     tracker.metrics.clear()
     tracker.record('load_balancing_loss', torch.tensor(3.0), layer_number=1, num_layers=2)
@@ -26,7 +26,7 @@ def losses() -> Iterator[torch.Tensor]:
     tracker.metrics.clear()
 
 
-def test_buffers_of_all_types_and_metrics_are_roll_back(losses: torch.Tensor) -> None:
+def test_buffers_of_all_dtypes_and_metrics_are_rolled_back(losses: torch.Tensor) -> None:
     buffers = {
         'bias': torch.tensor([0.5, -0.0]),
         'counts': torch.tensor([7, 8, 9]),

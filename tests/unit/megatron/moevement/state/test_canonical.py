@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor has the same name whatever rank, chunk or expert shard it is captured from."""
+"""A tensor has the same name for every rank, chunk or expert shard that captures it."""
 
 import pytest
 
@@ -29,11 +29,13 @@ EXPERT = 'decoder.layers.2.mlp.experts'
         ('head', 'chunk1.output_layer.weight', 'output_layer.weight'),
     ],
 )  # fmt: skip
-def test_numbers_are_those_of_the_whole_model(operator: str, tensor: str, name: str) -> None:
+def test_canonical_name_has_numbers_of_the_whole_model(
+    operator: str, tensor: str, name: str
+) -> None:
     assert canonical_name(operator, tensor, shared=False) == name
 
 
-def test_a_shared_output_layer_is_the_embedding() -> None:
+def test_shared_output_layer_is_named_as_the_embedding() -> None:
     names = {
         canonical_name('head', 'chunk1.output_layer.weight', shared=True),
         canonical_name('embedding', 'chunk0.embedding.word_embeddings.weight', shared=True),

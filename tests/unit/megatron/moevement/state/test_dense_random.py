@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dense checkpoint gives every generator of a rank back, and no other rank's, nor another's."""
+"""A dense checkpoint restores all generators of a rank, and only from its own file."""
 
 import dataclasses
 import logging
@@ -30,7 +30,7 @@ EXPERTS = 'expert-parallel-rng'
 
 @pytest.fixture(autouse=True)
 def generators(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Those of a rank that has made its model; it is no first one."""
+    """Generators of a rank that has built its model and is not a first rank."""
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     tracker.add(EXPERTS, 7)
@@ -59,7 +59,7 @@ def upstream_saves(directory: Path, content: str = 'settings') -> Callable[..., 
 
 
 def upstream_loads(*args: Any, **kwargs: Any) -> tuple[int, float]:
-    """What it leaves is not this rank's."""
+    """Load as upstream does: the generators are not those of this rank."""
     draw()
     tracker = get_cuda_rng_tracker()
     tracker.reset()
@@ -80,7 +80,7 @@ def state() -> bytes:
 
 
 @pytest.mark.parametrize('not_kept', [False, True])
-def test_every_generator_comes_back(not_kept: bool, tmp_path: Path) -> None:
+def test_every_generator_is_restored(not_kept: bool, tmp_path: Path) -> None:
     draw()
     wanted = state()
     for rank in (0, 1):
@@ -102,7 +102,7 @@ def _of_another_layout(directory: Path) -> DenseRandom:
 
 
 def _saved_over(directory: Path) -> DenseRandom:
-    """By plain Megatron, in the same folder."""
+    """Plain Megatron has overwritten the checkpoint in the same folder."""
     upstream_saves(directory, 'other settings')(6, non_persistent_ckpt=False)
     return on_rank(1, directory)
 
@@ -123,7 +123,7 @@ def _lost(directory: Path) -> DenseRandom:
 @pytest.mark.parametrize(
     'how', [_of_another_rank, _of_another_layout, _saved_over, _damaged, _lost]
 )
-def test_what_is_not_of_this_rank_and_checkpoint_is_left_and_said(
+def test_foreign_or_damaged_file_is_ignored_with_a_warning(
     how: Callable[[Path], DenseRandom], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = get_cuda_rng_tracker().get_states()[EXPERTS].clone()
@@ -138,7 +138,7 @@ def test_what_is_not_of_this_rank_and_checkpoint_is_left_and_said(
     assert torch.equal(tracker.get_states()[EXPERTS], made), 'as when the model was made'
 
 
-def test_the_first_rank_has_from_upstream_what_is_its_own(
+def test_first_rank_takes_its_generators_from_upstream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dense_random, '_shares_experts_with_the_first', lambda: True)
@@ -148,7 +148,7 @@ def test_the_first_rank_has_from_upstream_what_is_its_own(
 
 
 @pytest.mark.parametrize('flag', ['finetune', 'no_load_rng'])
-def test_who_wants_no_random_numbers_gets_none(flag: str, tmp_path: Path) -> None:
+def test_flags_without_random_state_skip_the_restore(flag: str, tmp_path: Path) -> None:
     on_rank(1, tmp_path).save(upstream_saves(tmp_path), 6)
     wanted = state()
     on_rank(1, tmp_path, **{flag: True}).load(lambda: (6, 0.0))
@@ -159,14 +159,16 @@ def test_who_wants_no_random_numbers_gets_none(flag: str, tmp_path: Path) -> Non
     'flags',
     [{'no_save_rng': True}, {'non_persistent_ckpt_type': 'local'}, {'save': 'msc://bucket'}],
 )
-def test_nothing_is_written_where_it_does_not_belong(flags: dict, tmp_path: Path) -> None:
+def test_nothing_is_written_for_unsupported_targets(flags: dict, tmp_path: Path) -> None:
     rank = on_rank(1, tmp_path, **flags)
     not_kept = 'non_persistent_ckpt_type' in flags
     rank.save(upstream_saves(tmp_path), 6, non_persistent_ckpt=not_kept)
     assert not list(tmp_path.rglob('moevement')) and not Path('msc:').exists()
 
 
-def test_a_full_disk_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_write_causes_only_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def save(*args: Any, **kwargs: Any) -> str:
         upstream_saves(tmp_path)(*args, **kwargs)
         (tmp_path / 'iter_0000006' / 'moevement').write_text('no folder')

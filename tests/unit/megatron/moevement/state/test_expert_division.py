@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards of experts' weights lie where upstream's layers divide them."""
+"""Shards of expert weights cover the ranges into which upstream's layers divide them."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ FC2 = 'chunk0.decoder.layers.0.mlp.experts.linear_fc2.'
 
 
 def whole(name: str, halves: int) -> torch.Tensor:
-    """The elements of a tensor of an expert, numbered."""
+    """The numbered elements of a tensor of an expert."""
     shapes = {
         f'{FC1}weight': [halves * UNITS, HIDDEN],
         f'{FC1}bias': [halves * UNITS],
@@ -29,7 +29,7 @@ NAMES = [f'{FC1}weight', f'{FC1}bias', f'{FC2}weight0', f'{FC2}bias0']
 
 
 def shard_of(name: str, halves: int, shards: int, shard: int) -> torch.Tensor:
-    """What a rank has of it, as upstream divides it."""
+    """The shard of a rank, as upstream divides the tensor."""
     tensor = whole(name, halves)
     if name.startswith(FC1):
         return torch.cat([half.chunk(shards)[shard] for half in tensor.chunk(halves)])
@@ -37,7 +37,7 @@ def shard_of(name: str, halves: int, shards: int, shard: int) -> torch.Tensor:
 
 
 def division(halves: int) -> ExpertDivision:
-    """Of a rank that is one of four shards."""
+    """Division of a rank that is one of four shards."""
     parameters = {
         name: torch.nn.Parameter(shard_of(name, halves, SHARDS, 0).float()) for name in NAMES
     }
@@ -48,8 +48,8 @@ def division(halves: int) -> ExpertDivision:
 @pytest.mark.parametrize('halves', [1, 2], ids=['plain', 'gated'])
 @pytest.mark.parametrize('shards', [1, 2, 4, 8])
 @pytest.mark.parametrize('name', NAMES)
-def test_each_element_of_a_shard_has_its_place(name: str, shards: int, halves: int) -> None:
-    """Also in layouts with other numbers of shards than this one's, and from any element on."""
+def test_ranges_of_a_shard_match_upstreams_division(name: str, shards: int, halves: int) -> None:
+    """Also for other numbers of shards, and from any element on."""
     for shard in range(shards):
         elements = shard_of(name, halves, shards, shard).flatten().tolist()
         found = division(halves).of('layer1.expert0', 'exp_avg', name, shards, shard)
@@ -58,12 +58,12 @@ def test_each_element_of_a_shard_has_its_place(name: str, shards: int, halves: i
             assert [at for begin, end in ranges for at in range(begin, end)] == elements[start:]
 
 
-def test_what_is_one_number_is_not_divided() -> None:
+def test_scalar_state_is_not_divided() -> None:
     found = division(2).of('layer1.expert0', 'step', f'{FC1}weight', 2, 1)
     assert [*found.ranges(0, 1)] == [(0, 1)]
 
 
-def test_a_tensor_of_no_operator_of_this_rank_stays_whole() -> None:
+def test_tensor_of_another_rank_stays_undivided() -> None:
     """No rank asks for it: another layer, a router."""
     for operator in ('layer2.expert0', 'layer1.router'):
         found = division(1).of(operator, 'master', f'{FC1}weight', 2, 1)
@@ -71,6 +71,6 @@ def test_a_tensor_of_no_operator_of_this_rank_stays_whole() -> None:
 
 
 @pytest.mark.parametrize('part', ['scale_exp_avg', 'weight_scale', 'scaling'])
-def test_a_scale_of_a_shard_is_refused(part: str) -> None:
+def test_scale_of_a_shard_is_refused(part: str) -> None:
     with pytest.raises(RefusedWindow, match='start with the --expert-tensor-parallel-size of'):
         division(1).of('layer1.expert0', part, f'{FC1}weight', 2, 1)

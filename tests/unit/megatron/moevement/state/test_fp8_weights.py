@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in fp8 are captured as bytes and scales, weights or in full, and come back so."""
+"""Weights in fp8 are captured and restored as bytes and scales, light or in full."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from tests.stand_ins import fp8_weights  # noqa: E402
 
 START, END = 64, 512
 SCALES = {'tensorwise': 1, 'blockwise': 4}
-"""Of a matrix of shape [32, 32]."""
+"""Number of scales of a [32, 32] matrix, by recipe."""
 
 
 class Rank(NamedTuple):
@@ -62,7 +62,7 @@ def sizes(parts: tuple[TensorSlice, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize('recipe', SCALES)
-def test_a_byte_for_each_element_beside_master_and_moments(recipe: str) -> None:
+def test_fp8_weight_takes_one_byte_per_element(recipe: str) -> None:
     count = END - START
     weights = {'weight': count, 'weight_scale': 4 * SCALES[recipe]}
     assert sizes(rank(recipe, 1).slices.weights) == weights
@@ -80,7 +80,7 @@ def test_rank_without_a_shard_has_the_scales(recipe: str) -> None:
 
 @pytest.mark.parametrize('recipe', SCALES)
 @pytest.mark.parametrize('slot', [0, 1], ids=['weights', 'full'])
-def test_bytes_and_scales_come_back_whatever_the_masters_are(recipe: str, slot: int) -> None:
+def test_bytes_and_scales_are_restored_independently_of_masters(recipe: str, slot: int) -> None:
     trained, fresh = rank(recipe, 3), rank(recipe, 1)
     layout = SlotLayout(WindowPlan(((), ('rest',))), slot, {'rest': trained.slices})
     parts = trained.slices.full if slot else trained.slices.weights

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters ask for a gradient while operators are frozen."""
+"""Parameters that require a gradient while operators are frozen."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ def experts(*names: str) -> dict[str, Operator]:
 
 
 def active(operators: dict[str, Operator], *frozen: str) -> list[bool]:
-    """Which experts ask for a gradient."""
+    """Whether each expert requires a gradient."""
     FrozenOperators(operators, {}, [], None).freeze(frozen)
     return [
         parameter.requires_grad
@@ -61,7 +61,7 @@ def active(operators: dict[str, Operator], *frozen: str) -> list[bool]:
 
 
 def test_experts_of_a_grouped_layer_thaw_together() -> None:
-    """The layer looks at its first weight alone, and computes all gradients or none."""
+    """The layer checks its first weight only, and computes all gradients or none."""
     grouped = experts(f'{EXPERTS}.linear_fc1.weight0', f'{EXPERTS}.linear_fc1.weight1')
     assert active(grouped, 'layer1.expert0') == [True, True]
     assert active(grouped, 'layer1.expert1') == [True, True]
@@ -69,7 +69,7 @@ def test_experts_of_a_grouped_layer_thaw_together() -> None:
     assert active(grouped) == [True, True]
 
 
-def test_an_active_expert_of_a_grouped_layer_has_its_gradient() -> None:
+def test_active_expert_of_a_grouped_layer_has_its_gradient() -> None:
     layer = GroupedLinear(3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32)
     whole = rules.gradients_of_grouped(layer, [True] * 3)
     layer.zero_grad()
@@ -85,7 +85,7 @@ def test_an_active_expert_of_a_grouped_layer_has_its_gradient() -> None:
     assert torch.equal(of_active, whole[3])
 
 
-def test_experts_with_layers_of_their_own_are_frozen_one_by_one() -> None:
+def test_experts_with_separate_layers_are_frozen_individually() -> None:
     single = experts(
         f'{EXPERTS}.local_experts.0.linear_fc1.weight',
         f'{EXPERTS}.local_experts.1.linear_fc1.weight',
@@ -94,7 +94,7 @@ def test_experts_with_layers_of_their_own_are_frozen_one_by_one() -> None:
     assert active(single) == [True, True]
 
 
-def test_a_frozen_layer_is_not_asked_for_delayed_gradients() -> None:
+def test_frozen_layer_computes_no_delayed_gradients() -> None:
     layer = GroupedLinear(
         3,
         16,
@@ -117,8 +117,8 @@ def test_a_frozen_layer_is_not_asked_for_delayed_gradients() -> None:
         layer.backward_dw()
 
 
-def test_what_is_frozen_has_no_gradient_when_the_update_comes() -> None:
-    """Neither the usual one nor that which upstream gives beside a weight of 16 bits."""
+def test_frozen_operators_have_no_gradient_at_the_update() -> None:
+    """Neither `grad` nor the decoupled gradient of a 16-bit weight."""
     weights = {name: torch.nn.Parameter(torch.ones(2)) for name in ('rest', 'expert')}
     states = {
         weight: ParameterState(name, weight, weight, None, 0, range(2), None)
@@ -143,7 +143,7 @@ def test_what_is_frozen_has_no_gradient_when_the_update_comes() -> None:
 
 
 @pytest.mark.parametrize('kind', ['grad', 'decoupled_grad'])
-def test_nothing_is_clipped_where_all_of_an_optimizer_is_frozen(
+def test_clipping_skips_a_fully_frozen_optimizer(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels of Transformer Engine and Apex fail on an empty list."""
@@ -177,7 +177,7 @@ def test_nothing_is_clipped_where_all_of_an_optimizer_is_frozen(
 
 @pytest.fixture
 def initialized() -> Iterator[None]:
-    """Upstream takes no group before `torch.distributed` has a world; this one has one rank."""
+    """Model parallelism with one rank; upstream needs a process group for its groups."""
     torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
@@ -186,8 +186,8 @@ def initialized() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures('initialized')
-def test_a_loop_whose_parameters_are_gathered_meanwhile_is_replayed() -> None:
-    """Upstream's trainer has no such hooks in its first iteration, which a replay belongs to."""
+def test_loop_with_overlapped_parameter_gather_is_replayed() -> None:
+    """Upstream's trainer has no such hooks in its first iteration, which includes a replay."""
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
     layer = torch.nn.Linear(8, 8)
@@ -212,7 +212,7 @@ NORMS = {'layer1.rest': 700, 'layer2.rest': 900}
 
 
 def summed_by_upstream(config: TransformerConfig, chunks: list[torch.nn.Module]) -> None:
-    """The sums over tensor-parallel ranks, each a thread that has one of the chunks."""
+    """Sums over tensor-parallel ranks; each rank is a thread with one of the chunks."""
     store = HashStore()
 
     def reduce(rank: int) -> None:
@@ -224,7 +224,7 @@ def summed_by_upstream(config: TransformerConfig, chunks: list[torch.nn.Module])
 
 
 def gradients_of_norms(*frozen: str) -> dict[str, torch.Tensor]:
-    """What upstream makes of those of four tensor-parallel ranks, while some are frozen."""
+    """Reduced gradients of norms on four tensor-parallel ranks, with some frozen."""
     config = TransformerConfig(
         num_layers=2, hidden_size=8, num_attention_heads=4, sequence_parallel=True,
         tensor_model_parallel_size=TENSOR_PARALLEL,
@@ -261,8 +261,8 @@ def gradients_of_norms(*frozen: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures('initialized')
-def test_ranks_add_up_gradients_in_the_order_of_training_whatever_is_frozen() -> None:
-    """Upstream packs those of norms, and where one lies decides in which order it is added up."""
+def test_frozen_operators_do_not_change_the_order_of_gradient_sums() -> None:
+    """Upstream packs the gradients of norms; their offset decides the order of summation."""
     trained, replayed = gradients_of_norms(), gradients_of_norms('layer1.rest')
     for name, gradient in trained.items():
         if name.endswith('layer2.rest'):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overflow flags, loss scales and gradient norms belong to one of several optimizers each."""
+"""Overflow flags, loss scales and gradient norms of several optimizers."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -35,8 +35,8 @@ def scaler(hysteresis: int = 2, lowest: float = 256.0) -> DynamicGradScaler:
     return DynamicGradScaler(1024.0, lowest, 2.0, 0.5, 3, hysteresis)
 
 
-def test_each_optimizer_skips_by_its_own_flag_again() -> None:
-    """Upstream steps if neither overflowed, but moves each scale by its own flag."""
+def test_replay_uses_the_overflow_flag_of_each_optimizer() -> None:
+    """Upstream steps only if neither overflowed, but updates each scale by its own flag."""
     recorder = ScalarRecorder()
     computed = {'dense': True, 'experts': False}
     flags = [recorder._overflow(computed.__getitem__, name) for name in computed]
@@ -48,8 +48,8 @@ def test_each_optimizer_skips_by_its_own_flag_again() -> None:
     assert recorder.take().overflows == flags, 'for the ledger of the stage that replays'
 
 
-def test_the_iterations_of_a_conversion_are_recorded_one_by_one() -> None:
-    """Nobody takes what they record, and each slot puts back what its iteration recorded."""
+def test_conversion_records_its_iterations_one_by_one() -> None:
+    """The records are not taken, and each slot rolls back to the records of its iteration."""
     trainer = MegatronTrainer.__new__(MegatronTrainer)
     trainer._recorder = recorder = ScalarRecorder()
     for norm in (1.0, 2.0, 3.0):
@@ -64,10 +64,10 @@ def test_the_iterations_of_a_conversion_are_recorded_one_by_one() -> None:
         recorder.roll_back(scalars)
 
 
-def test_tokens_of_a_recorded_iteration_are_read_where_its_graph_leaves_them(
+def test_token_count_of_a_cuda_graph_is_read_from_its_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When a CUDA graph runs nothing of ours is called, and per-token loss divides all the same."""
+    """A CUDA graph calls no Python, but the per-token loss still divides by the count."""
     recorder, tokens = ScalarRecorder(), torch.tensor(0)
     config = SimpleNamespace(finalize_model_grads_func=lambda model, num_tokens: None)
     recorder.wrap_reduction(config)
@@ -82,7 +82,7 @@ def test_tokens_of_a_recorded_iteration_are_read_where_its_graph_leaves_them(
 
 
 @pytest.mark.parametrize('overflows', [[True], [False, False], [True, False], [True] * 5])
-def test_scales_of_two_optimizers_that_drifted_apart_come_back(overflows: list[bool]) -> None:
+def test_different_scales_of_two_optimizers_are_restored(overflows: list[bool]) -> None:
     trained, fresh = [scaler(), scaler()], [scaler(), scaler()]
     for overflow in overflows:
         trained[0].update(overflow)
@@ -100,7 +100,7 @@ def test_scales_of_two_optimizers_that_drifted_apart_come_back(overflows: list[b
     assert all(one.scale.item() >= 256.0 for one in fresh)
 
 
-def test_a_fixed_scale_has_no_trackers() -> None:
+def test_constant_scale_has_no_trackers() -> None:
     fixed = ConstantGradScaler(1024.0)
     state = iteration_state._scaler_state(fixed)
     assert (state.scale, state.growth_tracker, state.hysteresis_tracker) == (1024.0, 0, 0)
@@ -108,11 +108,11 @@ def test_a_fixed_scale_has_no_trackers() -> None:
     assert fixed.scale.item() == 1024.0
 
 
-# ---- what a step reduces has room in the ledger
+# ---- capacity of the ledger for reduced numbers
 
 
 def chain(optimizers: int, stubs: int = 0) -> ChainedOptimizer:
-    """Each reduces its gradient norm over a group of its own; stubs have no parameters here."""
+    """Chained optimizers, each with its own norm group; stubs have no parameters here."""
     config = OptimizerConfig(lr=0.1)
     made = []
     for number in range(optimizers):
@@ -127,7 +127,7 @@ def chain(optimizers: int, stubs: int = 0) -> ChainedOptimizer:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """Upstream says on which rank an optimizer has no parameters."""
+    """A process group, which upstream needs to find ranks without parameters."""
     torch.distributed.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -138,10 +138,10 @@ def model_config(detached: bool) -> Any:
 
 
 @pytest.mark.parametrize('detached', [False, True])
-def test_room_is_seen_to_for_all_norms_of_a_step_of_upstreams(
+def test_check_counts_all_norms_of_an_upstream_step(
     detached: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Optimizers without parameters on this rank reduce with the others."""
+    """Optimizers without parameters on this rank take part in the reduction."""
     recorder = ScalarRecorder()
     monkeypatch.setattr(
         upstreams,
@@ -159,9 +159,7 @@ def test_room_is_seen_to_for_all_norms_of_a_step_of_upstreams(
 
 
 @pytest.mark.parametrize(('detached', 'named'), [(False, '^17 chained opt'), (True, 'detach-head')])
-def test_more_optimizers_than_can_be_recorded_are_refused_at_set_up(
-    detached: bool, named: str
-) -> None:
+def test_too_many_optimizers_are_refused_at_set_up(detached: bool, named: str) -> None:
     model = [torch.nn.Linear(2, 2)]
     model[0].config = model_config(detached)
     engine = SimpleNamespace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an iteration starts from but tensors comes back: random numbers, counters, schedule."""
+"""Auxiliary state of an iteration is restored: random numbers, counters, schedule."""
 
 import random
 from argparse import Namespace
@@ -27,7 +27,7 @@ from megatron.moevement.state.global_scalars import GlobalScalars  # noqa: E402
 from tests.stand_ins.random_states import GeneratorsTracker  # noqa: E402
 
 SAMPLES = 24
-"""In which the batch grows from 4 to 8 and 12, of micro-batches of 4."""
+"""Samples in which the batch grows from 4 to 8 and 12, in micro-batches of 4."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def growing_batches() -> Iterator[None]:
 
 @pytest.fixture(params=[CudaRNGStatesTracker, GeneratorsTracker])
 def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random numbers besides the default ones, as model parallelism has them.
+    """The generators of model parallelism besides the default ones.
 
     Their state is a tensor, or a generator as in Transformer Engine.
     """
@@ -52,7 +52,7 @@ def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Loop:
-    """What a training loop counts with."""
+    """Counters and schedule of a training loop."""
 
     def __init__(self) -> None:
         self.counters = Namespace(
@@ -82,7 +82,7 @@ class Loop:
         )
 
     def train(self, samples: int) -> None:
-        """An iteration of that many, as far as it is counted."""
+        """Count an iteration of this many samples."""
         counters = self.counters
         counters.iteration += 1
         counters.curr_iteration = counters.iteration
@@ -118,7 +118,7 @@ class Loop:
 
 
 def drawn() -> list[object]:
-    """The next numbers of all generators; one of them keeps every second one it makes."""
+    """The next numbers of all generators; `gauss` and `randn` buffer every second one."""
     with get_cuda_rng_tracker().fork('experts'):
         of_experts = torch.rand(3).tolist()
     return [
@@ -131,8 +131,8 @@ def drawn() -> list[object]:
     ]
 
 
-def test_every_generator_draws_the_same_again(tracker: None) -> None:
-    random.gauss(), np.random.randn()  # each has another one ready now
+def test_every_generator_repeats_its_draws_after_a_restore(tracker: None) -> None:
+    random.gauss(), np.random.randn()  # each has buffered another number now
     state = iteration_state.capture_rng()
     state.cuda = iteration_state.state_bytes(torch.Generator().manual_seed(9).get_state())
     expected = drawn()
@@ -141,7 +141,7 @@ def test_every_generator_draws_the_same_again(tracker: None) -> None:
     assert drawn() == expected
 
 
-def test_another_loop_goes_on_where_one_was_captured(tracker: None) -> None:
+def test_new_loop_continues_from_a_captured_one(tracker: None) -> None:
     trained, fresh = Loop(), Loop()
     for samples in (4, 4, 8, 8):
         trained.train(samples)
@@ -164,13 +164,13 @@ def test_another_loop_goes_on_where_one_was_captured(tracker: None) -> None:
     assert fresh.captured() == state, 'also by all that was not looked at'
 
 
-def test_constants_of_a_dense_checkpoint_are_those_of_a_loop_that_has_not_loaded_it() -> None:
-    """Upstream takes them from there, by a flag or without; a new process has only flags."""
+def test_new_process_restores_constants_of_a_dense_checkpoint() -> None:
+    """Upstream reads them from there, by a flag or without; a new process has flags only."""
     saved, trained, fresh = Loop(), Loop(), Loop()
     saved.scheduler.lr_decay_steps, saved.scheduler.lr_decay_style = 32, 'linear'
     saved.inner.param_groups[0].update(betas=(0.5, 0.75), eps=0.125)
     trained.inner.load_state_dict(saved.inner.state_dict())
-    trained.optimizer.param_groups = trained.inner.param_groups  # as upstream's property has it
+    trained.optimizer.param_groups = trained.inner.param_groups  # as upstream's property returns it
     trained.scheduler.use_checkpoint_opt_param_scheduler = True
     trained.scheduler.load_state_dict(saved.scheduler.state_dict())
     trained.train(12)
@@ -188,7 +188,7 @@ def test_constants_of_a_dense_checkpoint_are_those_of_a_loop_that_has_not_loaded
     assert one.item() == other.item() != 0.0
 
 
-def test_a_loop_counts_on_from_what_is_told() -> None:
+def test_move_to_sets_the_counters() -> None:
     loop = Loop()
     iteration_state.move_to(5, SAMPLES, loop.counters)
     assert (loop.counters.iteration, loop.counters.curr_iteration) == (5, 5)
@@ -197,7 +197,7 @@ def test_a_loop_counts_on_from_what_is_told() -> None:
     assert get_rerun_state_machine().current_iteration == 5
 
 
-def test_samples_that_do_not_fit_into_a_batch_are_counted_on() -> None:
+def test_skipped_samples_of_a_decreased_batch_are_counted() -> None:
     num_microbatches_calculator.reconfigure_num_microbatches_calculator(
         0, None, 7, 4, 1, decrease_batch_size_if_needed=True
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are owed tokens drop fewer of them, until they have had as many more."""
+"""Experts that are owed tokens drop fewer tokens until the debt is made up."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CAPACITY, MORE = 20, 22
 
 
 class Router(torch.nn.Module):
-    """All tokens want all experts, those of low number most."""
+    """All tokens select all experts, with decreasing probability."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Router(torch.nn.Module):
 
 @pytest.fixture
 def routers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Router]:
-    """Upstream's function is put back."""
+    """Routers; upstream's function is restored afterwards."""
     dropping = 'apply_router_token_dropping'
     monkeypatch.setattr(upstream, dropping, getattr(upstream, dropping))
     return [Router(**getattr(request, 'param', {})) for _ in range(LAYERS)]
@@ -50,11 +50,11 @@ def more(routers: list[Router], owed: list[list[float]]) -> MoreCapacity:
     return capacity
 
 
-def test_it_ends_once_all_is_made_up(routers: list[Router]) -> None:
+def test_extra_capacity_ends_when_the_debt_is_made_up(routers: list[Router]) -> None:
     assert taken(routers[0]) == [CAPACITY, CAPACITY]
     capacity = more(routers, [[0, 3], [0, 0]])
-    for owed in (True, True, False):  # 3, 1, -1 are left
-        for _ in range(2):  # forward, and computed again
+    for owed in (True, True, False):  # 3, 1, -1 tokens are owed
+        for _ in range(2):  # forward, and recomputation
             with torch.set_grad_enabled(False):
                 assert taken(routers[0]) == [CAPACITY, MORE if owed else CAPACITY]
         assert taken(routers[0]) == [CAPACITY, MORE if owed else CAPACITY]
@@ -62,14 +62,14 @@ def test_it_ends_once_all_is_made_up(routers: list[Router]) -> None:
         capacity.settle(committed=True)
 
 
-def test_what_a_cut_off_iteration_gained_does_not_count(routers: list[Router]) -> None:
+def test_interrupted_iteration_does_not_reduce_the_debt(routers: list[Router]) -> None:
     capacity = more(routers, [[1, 0], [0, 0]])
     for _ in range(3):
         assert taken(routers[0]) == [MORE, CAPACITY]
         capacity.settle(committed=False)
 
 
-def test_an_evaluation_drops_as_ever(routers: list[Router]) -> None:
+def test_evaluation_has_no_extra_capacity(routers: list[Router]) -> None:
     more(routers, [[9, 9], [9, 9]])
     routers[1].eval()
     assert taken(routers[1]) == [CAPACITY, CAPACITY]
@@ -77,11 +77,11 @@ def test_an_evaluation_drops_as_ever(routers: list[Router]) -> None:
 
 
 @pytest.mark.parametrize('routers', [{'pad_to_capacity': True}], indirect=True)
-def test_batches_of_a_fixed_size_stay_so(routers: list[Router]) -> None:
+def test_padding_to_capacity_disables_extra_capacity(routers: list[Router]) -> None:
     more(routers, [[9, 9], [9, 9]])
     assert taken(routers[0]) == [CAPACITY, CAPACITY]
 
 
-def test_tokens_come_by_the_names_of_operators() -> None:
+def test_tokens_are_read_by_operator_name() -> None:
     tokens = {'layer0.expert1': 5.0, 'layer2.expert0': 7.0, 'elsewhere.expert0': 9.0}
     assert by_layer(['layer0', 'layer2'], 2, tokens) == [[0.0, 5.0], [7.0, 0.0]]

@@ -4,7 +4,7 @@
 from megatron.moevement.state.operation_count import CountedOperations, OperationCount
 
 
-def test_the_count_goes_on_from_what_is_known() -> None:
+def test_count_continues_from_the_base() -> None:
     asked: list[float] = []
 
     def per_sample() -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State is made where the optimizer of Transformer Engine makes it, by its interface."""
+"""State is created through the interface of Transformer Engine's optimizer."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def _upstream_optimizer(inner: torch.optim.Optimizer) -> SimpleNamespace:
     return SimpleNamespace(optimizer=inner, config=config, param_groups=inner.param_groups)
 
 
-def test_low_precision_state_is_made_with_remainders_of_bf16_parameters_only() -> None:
+def test_remainders_are_created_for_bf16_parameters_only() -> None:
     parameters = [
         torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)
     ]
@@ -30,19 +30,19 @@ def test_low_precision_state_is_made_with_remainders_of_bf16_parameters_only() -
     assert all('step' not in state for state in inner.state.values())
 
 
-def test_step_of_a_group_is_captured_where_the_optimizer_counts_it() -> None:
+def test_group_step_is_captured_if_the_optimizer_counts_it() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     fused, torchs = FusedAdam([parameter]), torch.optim.AdamW([parameter])
     steps = []
     for inner in (fused, torchs):
-        inner.param_groups[0]['step'] = 8.0  # a dense checkpoint leaves it so
+        inner.param_groups[0]['step'] = 8.0  # as a dense checkpoint leaves it
         steps += iteration_state._group_steps(_upstream_optimizer(inner))
     assert steps == [8, None]
 
 
 @pytest.mark.parametrize('kind', [FusedAdam, OlderFusedAdam])
 @pytest.mark.parametrize('taken', [0, 2], ids=['before the first step', 'after two'])
-def test_steps_go_on_from_where_they_were_captured(kind: type[FusedAdam], taken: int) -> None:
+def test_steps_continue_from_the_captured_count(kind: type[FusedAdam], taken: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     inner = kind([{'params': [parameter]}, {'params': []}])
     optimizer = _upstream_optimizer(inner)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that joins builds optimizers for all kinds of parameters in the job, held or not."""
+"""A joining process builds optimizers for all kinds of parameters in the job."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ def alone() -> Iterator[None]:
 
 
 def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
-    """Whether experts', weight decay's factor and number of parameters, by group."""
+    """For each group: expert flag, weight decay factor and number of parameters."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
     if experts:
         model[1].weight.allreduce = False
@@ -39,7 +39,7 @@ def _kinds(exchange: Exchange, experts: bool) -> list[tuple[bool, float, int]]:
     )
 
 
-def test_groups_of_the_others_are_there_and_empty() -> None:
+def test_groups_of_other_ranks_exist_and_are_empty() -> None:
     archive = HashStore()
     assert _kinds(Exchange(archive), experts=True) == [
         (False, 0.0, 1),

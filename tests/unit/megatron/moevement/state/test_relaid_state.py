@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters, streams of random numbers and parameter groups in another layout."""
+"""Counters, random number streams and parameter groups in another layout."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ def state(mark: str, **changes: Any) -> IterationState:
 NEW = state('new', iteration=0, consumed_train_samples=0, groups=[], group_steps=[])
 
 
-def test_counters_and_positions_are_those_of_before() -> None:
+def test_counters_and_positions_are_kept() -> None:
     found = relaid({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, 1)
     assert (found.iteration, found.consumed_train_samples, found.scheduler_steps) == (8, 32, 32)
 
@@ -56,13 +56,13 @@ def test_owners_at_different_samples_are_refused() -> None:
         relaid(states, Streams(0, 0), EXPERTS, NEW, 1)
 
 
-def test_each_stream_goes_on_from_its_own_owner() -> None:
+def test_each_stream_continues_from_its_owner() -> None:
     found = relaid({0: state('a'), 3: state('b')}, Streams(0, 3), EXPERTS, NEW, 1).rng
     assert found.torch == b'a'
     assert found.tracker == {EXPERTS: b'experts of b', 'model': b'model of a'}
 
 
-def test_a_stream_that_none_had_begins_anew() -> None:
+def test_stream_without_an_owner_is_seeded() -> None:
     found = relaid({0: state('a')}, Streams(None, 0), EXPERTS, NEW, 1).rng
     assert (found.torch, found.tracker[EXPERTS]) == (b'new', b'experts of a')
     found = relaid({0: state('a')}, Streams(0, None), EXPERTS, NEW, 1).rng
@@ -91,11 +91,11 @@ def test_streams_belong_to_stages_and_to_shards_of_experts(own: Seat, streams: S
     assert streams_of(own, SEATS, each_data_rank=False) == streams
 
 
-def test_data_parallel_ranks_may_have_streams_of_their_own() -> None:
+def test_data_parallel_ranks_may_have_separate_streams() -> None:
     assert streams_of(Seat(data=2), SEATS, each_data_rank=True) == Streams(None, 0)
 
 
-def test_the_log_says_what_begins_anew() -> None:
+def test_log_names_the_seeded_streams() -> None:
     was = Layout(4, pipeline=2, expert=1)
     assert told_streams(was, Layout(2)) == 'random numbers: all streams go on'
     assert 'stages 2 to 3, expert shards 1 to 1 are seeded' in told_streams(
@@ -103,7 +103,7 @@ def test_the_log_says_what_begins_anew() -> None:
     )
 
 
-def test_groups_are_matched_by_what_distinguishes_them() -> None:
+def test_groups_are_matched_by_their_distinguishing_settings() -> None:
     groups = [{'wd_mult': 1.0, 'lr_mult': 1.0, 'is_expert_parallel': True, 'max_lr': 9.0}]
     one = msgspec.structs.replace(NEW, groups=groups, group_steps=[None])
     found = relaid({0: state('a')}, Streams(0, 0), EXPERTS, one, 1)
@@ -115,7 +115,7 @@ def test_groups_are_matched_by_what_distinguishes_them() -> None:
     assert (found.groups, found.group_steps) == (other, [5])
 
 
-def test_the_norm_of_all_is_the_same_by_other_optimizers() -> None:
+def test_total_norm_is_kept_with_another_number_of_optimizers() -> None:
     three = relaid({0: state('a')}, Streams(0, 0), EXPERTS, NEW, 3).scalars
     assert three == GlobalScalars([5.0, 0.0, 0.0], [True] * 3, 7)
     assert math.hypot(*three.grad_norms) == 5.0

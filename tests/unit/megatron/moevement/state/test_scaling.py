@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of delayed scaling is found before the first pass, and belongs to an operator."""
+"""The state of delayed scaling exists before the first pass and belongs to an operator."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_utils, 'get_fp8_context', made)
 
 
-def test_it_is_created_for_all_modules_that_have_it() -> None:
+def test_scaling_is_created_for_all_modules_that_have_it() -> None:
     chunk = model('hybrid', 'delayed')
     assert dict(scaling.scaling_of(chunk)) == {}
     scaling.create([chunk])
@@ -44,7 +44,7 @@ def test_it_is_created_for_all_modules_that_have_it() -> None:
 
 
 @pytest.mark.parametrize(('fp8', 'recipe'), [(None, 'delayed'), ('hybrid', 'tensorwise')])
-def test_nothing_is_created_where_nothing_is_kept(fp8: str | None, recipe: str) -> None:
+def test_scaling_is_created_for_delayed_recipes_only(fp8: str | None, recipe: str) -> None:
     chunk = model(fp8, recipe)
     scaling.create([chunk])
     assert dict(scaling.scaling_of(chunk)) == {}
@@ -58,7 +58,7 @@ def test_nothing_is_created_where_nothing_is_kept(fp8: str | None, recipe: str) 
         ('mlp.experts.linear_fc1', 'layer2.rest'),
     ],
 )
-def test_state_that_experts_share_is_that_of_the_rest(path: str, owner: str) -> None:
+def test_scaling_shared_by_experts_belongs_to_the_rest(path: str, owner: str) -> None:
     mlp = SimpleNamespace(local_expert_indices=[4, 5])
     layers = {'decoder.layers.1.': model_operators._Layer('layer2', SimpleNamespace(mlp=mlp))}
     name = f'decoder.layers.1.{path}.scaling_fwd.scale'

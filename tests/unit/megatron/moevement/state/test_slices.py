@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slot of another model is refused with the name of a parameter, before anything is loaded."""
+"""A slot of another model is refused by parameter name before any load."""
 
 import msgspec
 import pytest
@@ -62,7 +62,7 @@ def _loader(model: Model) -> SlotLoader:
 
 
 @pytest.mark.parametrize('index', [0, 1])
-def test_slot_of_the_same_model_is_taken(index: int) -> None:
+def test_slot_of_the_same_model_is_accepted(index: int) -> None:
     _loader(_model()).check(_slot(_model(), index))
 
 
@@ -84,7 +84,7 @@ def test_slot_of_another_model_is_refused_by_parameter(captured: Model, named: s
 
 @pytest.mark.parametrize('index', [0, 1])
 def test_slot_without_the_scaling_of_any_operator_is_refused(index: int) -> None:
-    """Also of one that an earlier slot of the window has in full."""
+    """Including an operator that an earlier slot of the window has in full."""
     model = _model(expert0=_scaled('expert0'))
     _loader(model).check(_slot(model, index))
     with pytest.raises(RefusedWindow, match='no expert0.amax_history'):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of 16 and 8 bits is captured, and comes back, as it is stored."""
+"""State of 16 and 8 bits is captured and restored as stored."""
 
 from types import SimpleNamespace
 
@@ -30,23 +30,23 @@ from tests.stand_ins.rules import (  # noqa: E402
 
 
 @pytest.mark.parametrize('name', FORMATS)
-def test_every_format_comes_back_as_it_was(name: str) -> None:
+def test_every_format_is_restored(name: str) -> None:
     check_restored(FusedAdam, FORMATS[name])
 
 
 @pytest.mark.parametrize('name', FORMATS_OF_FP8_WEIGHTS)
-def test_weights_in_fp8_come_back_beside_masters_that_adam_keeps(name: str) -> None:
+def test_fp8_weights_are_restored_beside_masters_of_adam(name: str) -> None:
     check_restored(FusedAdam, FORMATS_OF_FP8_WEIGHTS[name], in_fp8=delayed_weight)
 
 
 @pytest.mark.parametrize('weight', [BF16, FP8])
-def test_masters_in_fp8_come_back_as_they_were(weight: torch.dtype) -> None:
+def test_fp8_masters_are_restored(weight: torch.dtype) -> None:
     in_fp8 = delayed_weight if weight == FP8 else None
     check_restored(keeping(FusedAdam), Formats(weight, FP8, FP8, FP16), in_fp8=in_fp8)
 
 
 @pytest.mark.parametrize(('name', 'a_parameter'), [('c3', 1 + 2 + 4 + 4), ('c4', 1 + 2 + 1 + 2)])
-def test_bytes_of_weights_in_fp8_beside_their_masters(name: str, a_parameter: int) -> None:
+def test_fp8_weights_and_masters_have_the_documented_size(name: str, a_parameter: int) -> None:
     formats = FORMATS_OF_FP8_WEIGHTS[name]
     captured = OneRank(FusedAdam, formats, in_fp8=delayed_weight).captured()
     assert captured['weight'].dtype == FP8 and captured['master_param'].dtype == FP16
@@ -55,7 +55,7 @@ def test_bytes_of_weights_in_fp8_beside_their_masters(name: str, a_parameter: in
     assert 'weight_scale' in captured and 'scale/master_param' in captured
 
 
-def test_a_weight_in_fp8_is_not_a_function_of_its_master() -> None:
+def test_fp8_weight_is_not_a_function_of_its_master() -> None:
     one = OneRank(FusedAdam, FORMATS_OF_FP8_WEIGHTS['c3'], in_fp8=delayed_weight)
     others = 0
     for _ in range(40):
@@ -98,8 +98,8 @@ def test_masters_that_megatron_holds_are_captured_without_the_weight() -> None:
     assert parts == {'master': FP32, 'exp_avg': FP8, 'exp_avg_sq': FP32, 'scale_inv/exp_avg': FP32}
 
 
-def test_a_state_that_went_through_fp32_may_be_another() -> None:
-    """So windows hold bits and scales, not what `get_unscaled_state` gives."""
+def test_round_trip_through_fp32_changes_state() -> None:
+    """Hence windows hold bits and scales, not the result of `get_unscaled_state`."""
     random = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.zeros(64))
     adam = FusedAdam([weight], exp_avg_dtype=FP8)
@@ -113,7 +113,7 @@ def test_a_state_that_went_through_fp32_may_be_another() -> None:
     assert changed
 
 
-def test_state_is_made_once() -> None:
+def test_state_is_created_once() -> None:
     one = OneRank(FusedAdam, FORMATS['fp8-and-fp16-moments'], steps=1)
     before = one.captured()
     config = SimpleNamespace(use_precision_aware_optimizer=True)
@@ -121,7 +121,7 @@ def test_state_is_made_once() -> None:
     assert_same(one.captured(), before)
 
 
-def test_parameter_without_its_gradients_is_left_alone() -> None:
+def test_parameter_without_gradients_is_unchanged() -> None:
     one = OneRank(FusedAdam, FORMATS['fp8-and-fp16-moments'], steps=2)
     before = one.captured()
     one.main.decoupled_grad = rules.gradient_of(2, 'cpu')
@@ -130,7 +130,7 @@ def test_parameter_without_its_gradients_is_left_alone() -> None:
     assert_same(one.captured(), before)
 
 
-def test_optimizers_without_scales_have_none() -> None:
+def test_torch_optimizer_has_no_scales() -> None:
     weight = torch.nn.Parameter(torch.zeros(4))
     adam = torch.optim.AdamW([weight])
     weight.grad = torch.ones(4)
