@@ -49,7 +49,7 @@ def accepted(lives: Sequence[Cluster]) -> dict[int, Counter[int]]:
 
 @pytest.mark.parametrize('window', [ONE, THREE], ids=['window 1', 'window 3'])
 @pytest.mark.parametrize('loader', with_quick(LOADERS))
-def test_every_sample_counts_once(
+def test_every_sample_is_trained_on_once(
     loader: str, window: list[str], cluster: Callable[..., Cluster]
 ) -> None:
     """The two orders of ranks differ: four deal a batch otherwise than three."""
@@ -67,7 +67,7 @@ def test_every_sample_counts_once(
     assert set(sum(found.values(), Counter()).values()) == {1}
 
 
-def test_samples_that_ranks_have_of_their_own_are_refused(
+def test_per_rank_shuffling_of_samples_is_refused(
     cluster: Callable[..., Cluster],
 ) -> None:
     """Each rank shuffles its own part of the data, which depends on their number."""
