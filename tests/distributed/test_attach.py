@@ -39,7 +39,7 @@ def expected(own_loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> d
         ('0:9:optimizer,1:11:norm', {'0', '1'}, [10]),
     ],
 )
-def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
+def test_own_loop_recovers_with_the_bits_of_a_fault_free_run(
     fail_at: str,
     replayed: set[str],
     logged: list[int],
@@ -58,7 +58,7 @@ def test_own_loop_goes_on_with_the_bits_of_an_undisturbed_run(
 
 
 @pytest.mark.thorough
-def test_what_an_own_loop_draws_between_steps_leaves_its_bits_alone(
+def test_random_draws_between_steps_do_not_change_the_bits(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     """A replay repeats steps only."""
@@ -70,7 +70,9 @@ def test_what_an_own_loop_draws_between_steps_leaves_its_bits_alone(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expected: dict) -> None:
+def test_data_not_moved_back_changes_the_bits(
+    own_loop: Callable[[], Cluster], expected: dict
+) -> None:
     job = own_loop()
     job.survive(fail_at='0:11:p2p', mutation='mutations.localized:own_data_not_moved_back')
     assert differences(expected, read_digest(job)) != []
@@ -78,7 +80,7 @@ def test_data_that_is_not_moved_back_shows(own_loop: Callable[[], Cluster], expe
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('formats', ['c1', 'c2', 'c3', 'c4', 'c5'])
-def test_narrow_state_of_an_own_loop_comes_back(
+def test_narrow_state_of_an_own_loop_is_recovered(
     formats: str, own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     narrow = f'mutations.own_loop:{formats}'
@@ -96,7 +98,7 @@ def test_narrow_state_of_an_own_loop_comes_back(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_scales_of_an_own_loop_that_are_not_restored_show(own_loop: Callable[[], Cluster]) -> None:
+def test_scales_not_restored_change_the_bits(own_loop: Callable[[], Cluster]) -> None:
     plain, broken = own_loop(), own_loop()
     assert plain.survive(mutation='mutations.own_loop:c5') == {}
     broken.survive(fail_at='1:11:p2p', mutation='mutations.own_loop:scales_not_restored')
@@ -104,7 +106,7 @@ def test_scales_of_an_own_loop_that_are_not_restored_show(own_loop: Callable[[],
 
 
 @pytest.mark.thorough
-def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
+def test_own_loop_recovers_the_whole_job_from_host_memory(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     job = own_loop()
@@ -117,7 +119,7 @@ def test_whole_job_of_an_own_loop_comes_back_from_host_memory(
 
 
 @pytest.mark.thorough
-def test_death_after_the_last_iteration_of_an_own_loop_starts_the_whole_job_again(
+def test_death_after_the_last_iteration_restarts_the_whole_job(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     """The survivors have left the loop, and fail in what they do together after it."""
@@ -141,7 +143,7 @@ def test_death_after_the_last_iteration_of_an_own_loop_starts_the_whole_job_agai
         ),
     ],
 )
-def test_loop_that_steps_otherwise_is_refused(
+def test_loop_with_unsupported_steps_is_refused(
     mutation: str, message: str, own_loop: Callable[[], Cluster]
 ) -> None:
     job = own_loop()

@@ -25,7 +25,7 @@ def went_on(job: Cluster, rank: int, target: int) -> list[int]:
     return [event.went_on for event in events]
 
 
-def test_failures_that_come_faster_than_a_replay(
+def test_replay_survives_failures_faster_than_its_length(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(PP4)
@@ -40,7 +40,7 @@ def test_failures_that_come_faster_than_a_replay(
     assert went_on(job, 3, 7) == [0]
 
 
-def test_stages_of_several_ranks_go_on_together(
+def test_stage_of_several_ranks_continues_its_replay_together(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Then one of two is lost while the other one waits for it, with whom it began."""

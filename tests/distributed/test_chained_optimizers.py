@@ -45,7 +45,7 @@ def skipped(job: Cluster) -> set[int]:
 
 
 @pytest.mark.thorough
-def test_each_optimizer_of_a_chain_comes_back_with_its_own_flags_and_scale(
+def test_chained_optimizers_recover_their_own_overflow_flags_and_scales(
     cluster: Callable[..., Cluster], undisturbed: dict
 ) -> None:
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3')
@@ -57,7 +57,7 @@ def test_each_optimizer_of_a_chain_comes_back_with_its_own_flags_and_scale(
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['flag_of_any_for_all', 'scale_of_the_second_not_restored'])
-def test_taking_one_optimizer_for_all_is_noticed(
+def test_treating_chained_optimizers_as_one_changes_the_bits(
     mutation: str, cluster: Callable[..., Cluster], undisturbed: dict
 ) -> None:
     broken = cluster(*FLAGS, '--sparse-ckpt-window', '3')

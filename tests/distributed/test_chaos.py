@@ -20,7 +20,7 @@ NARROW = 1688
 
 @pytest.mark.thorough
 @pytest.mark.timeout(560)
-def test_faults_of_a_drawn_seed(tmp_path: Path) -> None:
+def test_faults_of_a_random_seed_are_survived(tmp_path: Path) -> None:
     """Others in each run; the command that repeats them is printed."""
     seed = secrets.randbelow(2**31)
     last_line = struck(tmp_path, f'--fork --faults {FAULTS} --faults-per-job {FAULTS}', seed)
@@ -35,7 +35,7 @@ def test_faults_of_a_drawn_seed(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(560)
-def test_random_faults_with_state_of_16_and_8_bits(tmp_path: Path) -> None:
+def test_random_faults_with_narrow_state_are_survived(tmp_path: Path) -> None:
     """On stand-ins for Transformer Engine."""
     last_line = struck(
         tmp_path,
@@ -48,7 +48,7 @@ def test_random_faults_with_state_of_16_and_8_bits(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(560)
-def test_faults_aimed_at_a_recovery_with_everything_on(tmp_path: Path) -> None:
+def test_faults_during_recovery_are_survived_with_all_features_on(tmp_path: Path) -> None:
     """Evaluation, dense checkpoints, dropout, loader workers, recomputation; twice at once."""
     last_line = struck(
         tmp_path,

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 _ROWS = ('none', 'torch-dist-sync', 'whole-job', 'localized', 'copy')
 
 
-def test_rows_of_each_kind_get_through_the_same_failures(tmp_path: Path) -> None:
+def test_rows_of_each_kind_survive_the_same_failures(tmp_path: Path) -> None:
     target = tmp_path / 'compare.json'
     flags = [
         '--quick',

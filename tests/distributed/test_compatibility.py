@@ -135,7 +135,7 @@ CASES = {
 
 
 @pytest.mark.parametrize('case', with_quick(CASES))
-def test_flags_that_are_recovered_locally(
+def test_localized_recovery_works_with_flags(
     case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     fail_at, setup = CASES[case]
@@ -149,7 +149,7 @@ def test_flags_that_are_recovered_locally(
 
 
 @pytest.mark.thorough
-def test_shared_experts_that_overlap_are_recovered_locally(
+def test_localized_recovery_works_with_overlapping_shared_experts(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Rank 0 waits for tokens of rank 1, with its shared experts half done."""
@@ -171,7 +171,7 @@ HELD_BACK = [
 
 
 @pytest.mark.thorough
-def test_what_held_back_reductions_does_not_end_in_a_later_iteration(
+def test_no_sync_context_of_a_cut_off_iteration_ends_with_it(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*HELD_BACK, '--sparse-ckpt-window', '3')
@@ -183,7 +183,7 @@ def test_what_held_back_reductions_does_not_end_in_a_later_iteration(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_what_held_back_reductions_is_noticed_if_it_ends_in_a_later_iteration(
+def test_no_sync_context_left_to_the_collector_matters_over_gloo_only(
     backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Over NCCL calls return when a peer is lost: the schedule ends, and leaves nothing behind."""
@@ -195,7 +195,7 @@ def test_what_held_back_reductions_is_noticed_if_it_ends_in_a_later_iteration(
 
 
 @pytest.mark.thorough
-def test_sequences_of_different_lengths_are_recovered_locally(
+def test_localized_recovery_works_with_variable_sequence_lengths(
     cluster: Callable[..., Cluster],
 ) -> None:
     """Their shapes come from the log, like the tensors."""
@@ -210,7 +210,7 @@ def test_sequences_of_different_lengths_are_recovered_locally(
 
 
 @pytest.mark.thorough
-def test_a_job_with_muon_is_recovered_locally(
+def test_localized_recovery_works_with_muon(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     pytest.importorskip('emerging_optimizers')
@@ -223,7 +223,7 @@ def test_a_job_with_muon_is_recovered_locally(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_a_wrong_norm_of_detached_heads_is_noticed(
+def test_wrong_norm_of_detached_heads_changes_the_bits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = [*CASES['more-tokens'][1].split(), '--train-iters', '12']

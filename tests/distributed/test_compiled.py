@@ -58,7 +58,7 @@ def compared(trials: Trials, folder: Path, kill: Kill) -> Trained:
 
 
 @pytest.mark.parametrize('others', [False, True])
-def test_a_replay_computes_the_bits_of_compiled_functions(others: bool, tmp_path: Path) -> None:
+def test_replay_matches_the_bits_of_compiled_functions(others: bool, tmp_path: Path) -> None:
     """A new process has compiled them for other inputs, and in another order."""
     with tmpfs_directory() as memory:
         flags = one_rank._flags(Settings(tmp_path, memory, gpu=False))
@@ -69,7 +69,7 @@ def test_a_replay_computes_the_bits_of_compiled_functions(others: bool, tmp_path
     assert killed.recovery is not None and killed.recovery.tier is Tier.WHOLE_JOB
 
 
-def test_a_stage_that_replays_alone_computes_them_too(tmp_path: Path) -> None:
+def test_localized_replay_matches_the_bits_of_compiled_functions(tmp_path: Path) -> None:
     """One process of the stage is new and compiles as it replays; its peer has compiled before."""
     data = models.prepare_text(tmp_path / 'data', megabytes=1)
     flags = training_flags(data, four_rank.ITERATIONS)

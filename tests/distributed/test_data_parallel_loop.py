@@ -24,7 +24,7 @@ def expected(loop: Callable[[], Cluster], undisturbed: dict[str, dict]) -> dict:
 
 
 @pytest.mark.parametrize('fail_at', ['1:9:norm,0:12:after-step'])
-def test_the_state_of_a_lost_rank_is_copied_and_the_bits_are_equal(
+def test_lost_rank_copies_its_state_from_a_peer_bit_for_bit(
     fail_at: str, loop: Callable[[], Cluster], expected: dict
 ) -> None:
     job = loop()
@@ -33,9 +33,7 @@ def test_the_state_of_a_lost_rank_is_copied_and_the_bits_are_equal(
     assert [event.copied for event in job.events_of(Recovered, 2)] == [[1], [0]]
 
 
-def test_all_ranks_together_come_back_from_windows(
-    loop: Callable[[], Cluster], expected: dict
-) -> None:
+def test_whole_job_recovers_from_windows(loop: Callable[[], Cluster], expected: dict) -> None:
     job = loop()
     assert job.run(fail_at='1:11:seal') != [0] * 3
     job.finish()
@@ -46,7 +44,7 @@ def test_all_ranks_together_come_back_from_windows(
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['schedule_not_restored', 'settings_of_groups_not_restored'])
-def test_a_schedule_that_is_not_restored_shows(
+def test_schedule_not_restored_changes_the_bits(
     mutation: str, loop: Callable[[], Cluster], expected: dict
 ) -> None:
     job = loop()

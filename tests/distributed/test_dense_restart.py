@@ -48,7 +48,7 @@ def _flip_byte_of_every_window(job: Cluster, owner: int) -> None:
         ('damaged', 'fp32-distributed'),
     ],
 )
-def test_windows_captured_after_a_dense_restart_give_the_same_bits(
+def test_windows_captured_after_a_dense_restart_restore_the_same_bits(
     windows: str, setup: str, cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     flags = SETUPS[setup].split()
@@ -61,7 +61,9 @@ def test_windows_captured_after_a_dense_restart_give_the_same_bits(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_windows_of_what_a_late_load_replaced_are_noticed(cluster: Make, tmp_path: Path) -> None:
+def test_windows_of_tensors_replaced_by_a_late_load_are_detected(
+    cluster: Make, tmp_path: Path
+) -> None:
     """The recovery itself says so; upstream's last dense checkpoint then refuses such a state."""
     flags = SETUPS['bf16-plain'].split()
     mutation = 'dense_load_without_renewal'
@@ -94,7 +96,7 @@ def restarted(
 
 
 @pytest.mark.thorough
-def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path: Path) -> None:
+def test_training_phase_resumes_with_its_own_samples(cluster: Make, tmp_path: Path) -> None:
     """Upstream counts those of a phase from its beginning, where it has ended a launch."""
     flags = (
         '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights '
@@ -113,7 +115,7 @@ def test_phase_of_training_goes_on_with_its_own_samples(cluster: Make, tmp_path:
 
 
 @pytest.mark.thorough
-def test_flags_of_a_checkpoint_are_those_that_windows_were_captured_with(
+def test_windows_match_flags_read_from_a_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     """The first launch finds none to read, the second a checkpoint that is older than windows."""
@@ -142,7 +144,7 @@ def routed_at_random(cluster: Make, checkpoints: Path) -> Cluster:
     return job
 
 
-def test_random_routing_goes_on_from_a_dense_checkpoint(
+def test_random_routing_resumes_from_a_dense_checkpoint(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     """Each rank draws from a generator of its own, and upstream keeps that of the first alone."""
@@ -165,7 +167,7 @@ def test_random_routing_goes_on_from_a_dense_checkpoint(
 
 
 @pytest.mark.thorough
-def test_leaving_out_random_numbers_of_a_dense_checkpoint_is_noticed(
+def test_omitting_generators_of_a_dense_checkpoint_changes_the_bits(
     cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     job = routed_at_random(cluster, tmp_path / 'dense')

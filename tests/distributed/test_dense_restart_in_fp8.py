@@ -23,7 +23,7 @@ CASES = {name: f'{precisions.FLAGS[name]} {LAYOUT}' for name in ('c2', 'c4', 'c5
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', CASES)
-def test_windows_after_a_dense_restart_have_the_bits_of_that_restart(
+def test_windows_after_a_dense_restart_match_that_restart_bit_for_bit(
     case: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     flags = [*CASES[case].split(), '--train-iters', '12']

@@ -38,7 +38,7 @@ def check(job: Cluster, start: int, target: int) -> None:
 
 
 @pytest.mark.thorough
-def test_gemini(cluster: Make, reference: Callable[..., dict]) -> None:
+def test_gemini_recovers_from_its_checkpoint(cluster: Make, reference: Callable[..., dict]) -> None:
     job = cluster(*flags_of(BASE), *GEMINI, '4')
     assert job.survive(fail_at='1:8:forward') == {1: 1}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
@@ -46,7 +46,9 @@ def test_gemini(cluster: Make, reference: Callable[..., dict]) -> None:
     assert {event.replicas for event in job.events_of(Protected, 0)} == {1}
 
 
-def test_checkfreq(cluster: Make, reference: Callable[..., dict], disk: list[str]) -> None:
+def test_checkfreq_recovers_from_its_checkpoint(
+    cluster: Make, reference: Callable[..., dict], disk: list[str]
+) -> None:
     job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk)
     assert job.survive(fail_at='1:9:forward', mutation=WAITS) == {1: 1}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []

@@ -57,7 +57,7 @@ def sources(job: Cluster) -> list[tuple[str, int]]:
 
 
 @pytest.mark.thorough
-def test_job_whose_memory_is_all_lost_comes_back_from_disk(
+def test_job_recovers_from_disk_after_all_host_memory_is_lost(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
     job = dead_job(cluster, disk)
@@ -70,7 +70,7 @@ def test_job_whose_memory_is_all_lost_comes_back_from_disk(
     assert list(disk.iterdir()) == [], 'at a clean end disks are given back, too'
 
 
-def test_a_disk_that_is_not_mounted_yet_stops_the_start_and_costs_nothing(
+def test_unmounted_disk_stops_the_start_and_loses_nothing(
     cluster: Make, reference: Callable[..., dict], disk: Path, tmp_path: Path
 ) -> None:
     job = dead_job(cluster, disk)
@@ -91,7 +91,7 @@ def test_a_disk_that_is_not_mounted_yet_stops_the_start_and_costs_nothing(
 
 
 @pytest.mark.thorough
-def test_what_is_to_be_forgotten_stays_until_the_job_has_come_past_it(
+def test_discarded_windows_stay_until_the_job_has_passed_them(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
     job = dead_job(cluster, disk)
@@ -105,7 +105,7 @@ def test_what_is_to_be_forgotten_stays_until_the_job_has_come_past_it(
     assert differences(reference(*BASE), read_digest(job)) == []
 
 
-def test_a_stage_that_is_lost_right_after_comes_back_alone(
+def test_stage_lost_right_after_a_disk_recovery_recovers_alone(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
     """What its replay needs of iterations before was lost with the memory, too."""
@@ -118,7 +118,7 @@ def test_a_stage_that_is_lost_right_after_comes_back_alone(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_a_window_from_disk_that_is_not_verified_shows(
+def test_unverified_window_from_disk_changes_the_bits(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
     job = dead_job(cluster, disk)
@@ -131,7 +131,7 @@ def test_a_window_from_disk_that_is_not_verified_shows(
 
 
 @pytest.mark.thorough
-def test_damaged_window_on_one_disk_has_all_take_the_one_before(
+def test_damaged_window_on_one_disk_makes_all_ranks_use_the_previous_one(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
     job = dead_job(cluster, disk)
@@ -145,7 +145,7 @@ def test_damaged_window_on_one_disk_has_all_take_the_one_before(
 
 
 @pytest.mark.thorough
-def test_memory_of_some_and_disk_of_others_make_a_window(
+def test_window_combines_memory_of_some_ranks_and_disk_of_others(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
     """A node is lost that has no replicas elsewhere; the others have the same window in memory."""
@@ -158,7 +158,9 @@ def test_memory_of_some_and_disk_of_others_make_a_window(
 
 
 @pytest.mark.thorough
-def test_memory_goes_before_disk(cluster: Make, reference: Callable[..., dict], disk: Path) -> None:
+def test_memory_is_preferred_to_disk(
+    cluster: Make, reference: Callable[..., dict], disk: Path
+) -> None:
     job = dead_job(cluster, disk)
     job.finish()
     assert differences(reference(*BASE), read_digest(job)) == []
@@ -166,7 +168,7 @@ def test_memory_goes_before_disk(cluster: Make, reference: Callable[..., dict], 
 
 
 @pytest.mark.thorough
-def test_lost_stage_comes_back_while_windows_go_to_disk(
+def test_lost_stage_recovers_while_windows_are_copied_to_disk(
     cluster: Make, reference: Callable[..., dict], disk: Path
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '2')

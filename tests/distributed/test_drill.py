@@ -15,7 +15,7 @@ AT = '--nodes 2 --first 8 --second 16 --iterations 22'
 
 
 @pytest.mark.thorough
-def test_a_worker_and_a_node_are_lost(cluster: Callable[..., Cluster]) -> None:
+def test_drill_passes_with_a_lost_worker_and_a_lost_node(cluster: Callable[..., Cluster]) -> None:
     flags = [*PP2.split(), '--sparse-ckpt-window', '2', '--train-iters', '1000']
     job = cluster(*flags, '--save', '/nowhere/at/all', ranks=2)
     folder = job.directory / 'drill'

@@ -143,7 +143,7 @@ def left_over(job: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize('case', with_quick(CASES, 'EP 4 to EP 2'))
-def test_another_layout_has_the_bits_that_it_has_from_a_checkpoint(
+def test_new_layout_matches_a_resume_from_a_dense_checkpoint(
     case: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """The memory of one of two nodes is gone; replicas are fetched from the other."""
@@ -176,7 +176,7 @@ def test_another_layout_has_the_bits_that_it_has_from_a_checkpoint(
 
 
 @pytest.mark.parametrize('case', with_quick(THERE_AND_BACK))
-def test_the_state_is_the_same_after_a_way_through_another_layout(
+def test_state_survives_a_round_trip_through_another_layout(
     case: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """The job is struck while it puts the window together, and again before its first update."""
@@ -196,7 +196,7 @@ def test_the_state_is_the_same_after_a_way_through_another_layout(
 
 
 @pytest.mark.thorough
-def test_a_longer_window_is_converted_in_the_new_layout(
+def test_longer_window_is_converted_in_the_new_layout(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     was, now = CASES['EP 4 to EP 2']
@@ -214,7 +214,9 @@ def test_a_longer_window_is_converted_in_the_new_layout(
 
 
 @pytest.mark.thorough
-def test_windows_on_disk_are_picked_up(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+def test_new_layout_resumes_from_windows_on_disk(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
     was, now = CASES['EP 4 to EP 2']
     disk = tmp_path / 'disk'
     disk.mkdir()
@@ -231,7 +233,7 @@ def test_windows_on_disk_are_picked_up(cluster: Callable[..., Cluster], tmp_path
 
 
 @pytest.mark.thorough
-def test_a_job_does_not_start_over_while_parts_are_missing(
+def test_job_refuses_to_start_over_while_parts_are_missing(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     was, now = CASES['EP 4 to EP 2']
@@ -248,7 +250,7 @@ def test_a_job_does_not_start_over_while_parts_are_missing(
 
 
 @pytest.mark.thorough
-def test_what_is_left_of_a_layout_that_was_replaced_does_not_matter(
+def test_leftovers_of_a_replaced_layout_are_ignored(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """All processes die when some nodes have freed its windows already, and others not yet."""
@@ -268,7 +270,7 @@ def test_what_is_left_of_a_layout_that_was_replaced_does_not_matter(
 @pytest.mark.thorough
 @pytest.mark.mutation
 @pytest.mark.parametrize('case', MUTATIONS)
-def test_a_broken_way_into_another_layout_is_noticed(
+def test_broken_relayout_changes_the_bits(
     case: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     was, now = CASES[case]
@@ -292,7 +294,7 @@ def test_a_broken_way_into_another_layout_is_noticed(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('on_disk', [False, True], ids=['in memory', 'on disk'])
-def test_a_planned_end_leaves_all_of_the_state_in_one_slot(
+def test_planned_exit_leaves_the_whole_state_in_one_slot(
     on_disk: bool, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """With windows of three iterations; nothing is computed again, and the bits are exact."""
@@ -319,7 +321,7 @@ def test_a_planned_end_leaves_all_of_the_state_in_one_slot(
 
 
 @pytest.mark.thorough
-def test_memory_is_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> None:
+def test_memory_stays_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> None:
     layouts = [Layout(1), Layout(1, sharded=True)]
     longer = [*ONE, '--train-iters', '26']
     job = cluster(*MODEL, *layouts[0].flags(), *RESTART, *longer, ranks=1)
@@ -337,7 +339,7 @@ def test_memory_is_flat_over_many_restarts(cluster: Callable[..., Cluster]) -> N
 
 
 @pytest.mark.thorough
-def test_a_worker_that_dies_in_the_new_layout_is_replaced(
+def test_worker_that_dies_in_the_new_layout_is_replaced(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """The launcher's store outlives it: it comes back from windows of the new layout."""

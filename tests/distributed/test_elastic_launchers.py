@@ -78,7 +78,7 @@ def prepared(cluster: Callable[..., Cluster], *flags: str) -> Cluster:
     return made
 
 
-def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
+def test_torchrun_continues_on_fewer_nodes_and_grows_again(
     job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """The node that is lost comes back while two ranks train."""
@@ -106,7 +106,7 @@ def test_torchrun_goes_on_with_fewer_nodes_and_grows_again(
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
 
 
-def test_an_exact_job_waits_for_the_node_that_it_has_lost(
+def test_exact_job_waits_for_its_lost_node(
     exact: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     launch = elastic_launch()
@@ -153,7 +153,7 @@ def assert_as_never_interrupted(job: Cluster, cluster: Callable[..., Cluster]) -
     assert differing(read_digest(job), read_digest(fault_free)) == set()
 
 
-def test_an_exact_job_goes_back_to_the_queue_until_it_has_the_nodes_of_before(
+def test_exact_job_is_requeued_until_it_has_as_many_nodes_as_before(
     exact: Cluster, cluster: Callable[..., Cluster], slurm: Path, tmp_path: Path
 ) -> None:
     stall = tmp_path / 'stall'
@@ -181,7 +181,7 @@ def slurm(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_requeued_job_continues_on_fewer_nodes_and_on_more(
+def test_requeued_job_continues_on_fewer_nodes_and_on_more(
     job: Cluster, cluster: Callable[..., Cluster], slurm: Path, tmp_path: Path
 ) -> None:
     """One of two nodes is lost, and returns."""
@@ -208,7 +208,7 @@ def test_a_requeued_job_continues_on_fewer_nodes_and_on_more(
     assert_equal(read_digest(job), through_small(cluster, tmp_path, shrunk, grown))
 
 
-def test_the_launcher_on_one_machine_goes_on_with_fewer_nodes_and_with_more(
+def test_local_launcher_continues_on_fewer_nodes_and_on_more(
     job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """Nodes of one worker: of three, for which there is no layout, two train."""

@@ -49,7 +49,7 @@ def accepted(lives: Sequence[Cluster]) -> dict[int, Counter[int]]:
 
 @pytest.mark.parametrize('window', [ONE, THREE], ids=['window 1', 'window 3'])
 @pytest.mark.parametrize('loader', with_quick(LOADERS))
-def test_every_sample_counts_once(
+def test_every_sample_is_trained_on_once(
     loader: str, window: list[str], cluster: Callable[..., Cluster]
 ) -> None:
     """Four ranks deal a batch otherwise than three."""
@@ -79,7 +79,7 @@ def test_a_wrong_position_of_the_data_is_counted(cluster: Callable[..., Cluster]
     assert set(counted.values()) == {1, 2}
 
 
-def test_samples_that_ranks_have_of_their_own_are_refused(
+def test_per_rank_shuffling_of_samples_is_refused(
     cluster: Callable[..., Cluster],
 ) -> None:
     """Each rank shuffles its own part of the data, which depends on their number."""

@@ -38,7 +38,7 @@ IDLES = 'rank 2 does not train: the layout has no place for it'
 
 
 @pytest.mark.parametrize('struck', [False, True], ids=['sound', 'struck'])
-def test_a_rank_without_a_place_serves_the_windows_of_its_node(
+def test_surplus_rank_serves_the_windows_of_its_node(
     struck: bool, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """Its node alone has the parts of two ranks. The launcher replaces a surplus worker, too."""
@@ -55,9 +55,7 @@ def test_a_rank_without_a_place_serves_the_windows_of_its_node(
     assert_equal(read_digest(after), expected)
 
 
-def test_a_job_that_is_killed_again_grows_again(
-    cluster: Callable[..., Cluster], tmp_path: Path
-) -> None:
+def test_job_killed_again_grows_again(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """Without a launcher's store: rank 0 has the store, and ends with what it says last."""
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS)
     shrunk = again(job, cluster, THREE_RANKS, *ONE, *LAYOUTS)
@@ -76,7 +74,7 @@ def test_a_job_that_is_killed_again_grows_again(
     assert_equal(read_digest(grown), expected)
 
 
-def test_without_a_secret_what_a_surplus_rank_holds_is_missing(
+def test_without_a_secret_windows_of_a_surplus_rank_are_missing(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)
@@ -92,7 +90,7 @@ def test_without_a_secret_what_a_surplus_rank_holds_is_missing(
 
 
 @pytest.mark.mutation
-def test_records_of_another_owner_are_noticed(
+def test_records_of_another_owner_change_the_bits(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     job = killed(cluster, LARGE, tmp_path / 'dense', *ONE, *LAYOUTS, *ALONE)

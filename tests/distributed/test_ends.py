@@ -43,7 +43,7 @@ def end_as_planned(job: Cluster, flags: list[str], mutation: str | None) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('end', with_quick(PLANNED, 'exit signal'))
-def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
+def test_final_dense_checkpoint_frees_host_memory(
     end: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     dense = str(tmp_path / 'dense')
@@ -55,7 +55,7 @@ def test_nothing_is_left_in_memory_where_a_dense_checkpoint_has_it_all(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('phase', with_quick(['save', 'saved'], 'saved'))
-def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
+def test_exit_request_survives_a_death_in_the_save_before_it(
     phase: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     dense = tmp_path / 'dense'
@@ -70,7 +70,7 @@ def test_exit_is_not_lost_when_a_worker_dies_in_the_save_before_it(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('saves', with_quick(['', '--save-interval 100'], ''))
-def test_death_in_a_planned_exit_starts_the_whole_job_again(
+def test_death_during_a_planned_exit_restarts_the_whole_job(
     saves: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """The others have left the loop, and wait for the lost worker in what they do last."""
@@ -83,7 +83,7 @@ def test_death_in_a_planned_exit_starts_the_whole_job_again(
 
 
 @pytest.mark.thorough
-def test_an_evaluation_that_is_done_again_may_find_that_time_is_up(
+def test_repeated_evaluation_may_hit_the_time_limit(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Upstream leaves it in the middle, with the model as it is in evaluations, and then exits."""
@@ -101,7 +101,7 @@ def test_an_evaluation_that_is_done_again_may_find_that_time_is_up(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('end', with_quick(PLANNED, 'exit interval', 'exit duration'))
-def test_windows_are_kept_where_nothing_else_has_the_state(
+def test_windows_are_kept_without_a_final_dense_checkpoint(
     end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*FLAGS, *WINDOW)
@@ -116,7 +116,7 @@ def test_windows_are_kept_where_nothing_else_has_the_state(
 
 
 @pytest.mark.thorough
-def test_job_that_ran_an_iteration_twice_recovers_as_a_whole(
+def test_job_that_ran_an_iteration_twice_recovers_the_whole_job(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Upstream repeats an iteration of large gradients; a stage replaying alone could not."""
@@ -139,7 +139,7 @@ TWO_STAGES = (
 
 
 @pytest.mark.thorough
-def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
+def test_plain_program_with_a_wrong_flag_exits_at_once_with_the_reason(
     cluster: Callable[..., Cluster],
 ) -> None:
     job = cluster('--no-such-flag', sparse=False, ranks=2)
@@ -152,7 +152,7 @@ def test_plain_program_with_a_wrong_flag_ends_at_once_with_the_reason(
 
 
 @pytest.mark.thorough
-def test_plain_program_starts_again_as_a_whole(
+def test_plain_program_restarts_as_a_whole(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*TWO_STAGES, sparse=False, ranks=2)
@@ -173,7 +173,7 @@ ENDS = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('end', with_quick(ENDS, 'windows alone', 'death after it'))
-def test_job_that_ends_every_few_iterations_gets_on_from_launch_to_launch(
+def test_job_that_exits_every_few_iterations_makes_progress(
     end: str, cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Also if the process that takes a lost worker's place has not seen the end before."""
@@ -191,7 +191,7 @@ def test_job_that_ends_every_few_iterations_gets_on_from_launch_to_launch(
 
 
 @pytest.mark.thorough
-def test_exit_of_the_rerun_machine_keeps_the_windows(
+def test_rerun_machine_exit_keeps_the_windows(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """It asks for the job to be started elsewhere, by an exit status that is passed on."""
@@ -209,7 +209,7 @@ def test_exit_of_the_rerun_machine_keeps_the_windows(
 
 
 @pytest.mark.thorough
-def test_what_the_rerun_machine_found_out_is_gone_on_from(
+def test_rerun_machine_state_is_resumed_from_the_dense_checkpoint(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """It is in the dense checkpoint alone: windows of the same iteration would be taken first."""

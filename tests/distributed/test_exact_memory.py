@@ -35,13 +35,17 @@ def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('lost', SURVIVED)
-def test_localized(lost: str, job: Cluster, reference: Callable[..., dict]) -> None:
+def test_localized_recovery_fits_the_planned_memory(
+    lost: str, job: Cluster, reference: Callable[..., dict]
+) -> None:
     fail_at, wiped = SURVIVED[lost]
     assert job.survive(fail_at=fail_at, wipe=wiped)
     check(job, reference)
 
 
-def test_whole_job_twice(job: Cluster, reference: Callable[..., dict]) -> None:
+def test_two_whole_job_recoveries_fit_the_planned_memory(
+    job: Cluster, reference: Callable[..., dict]
+) -> None:
     assert -9 in job.run(fail_at='1:8:forward')
     assert -9 in job.run(fail_at='2:10:backward')
     job.finish()

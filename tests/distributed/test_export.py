@@ -37,7 +37,7 @@ def loss_after(iteration: int, output: str) -> float:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('tier', ['memory', pytest.param('disk', marks=pytest.mark.thorough)])
-def test_any_layout_goes_on_from_an_export(
+def test_any_layout_resumes_from_an_export(
     tier: str,
     cluster: Callable[..., Cluster],
     reference: Callable[..., dict],

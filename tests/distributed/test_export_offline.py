@@ -98,7 +98,7 @@ def digest_of(make: Make, flags: list[str], ranks: int, load: Path) -> dict:
     return read_digest(job)
 
 
-def test_a_job_of_the_same_layout_goes_on_from_it_with_equal_bits(
+def test_same_layout_resumes_from_the_export_bit_for_bit(
     cluster: Make, reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     job = lost(cluster, STAGES, 2)
@@ -110,7 +110,7 @@ def test_a_job_of_the_same_layout_goes_on_from_it_with_equal_bits(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('layout', LAYOUTS)
-def test_it_is_what_the_job_itself_would_have_saved(
+def test_export_equals_a_checkpoint_saved_by_the_job(
     layout: str, cluster: Make, tmp_path: Path
 ) -> None:
     flags, ranks = LAYOUTS[layout]
@@ -125,7 +125,7 @@ def test_it_is_what_the_job_itself_would_have_saved(
     [(STAGES_OF_EXPERTS, 4), ([*SHARDED, '--expert-model-parallel-size', '2'], 2)],
     ids=['same', 'other'],
 )
-def test_a_layout_goes_on_as_from_what_the_job_would_have_saved(
+def test_other_layouts_resume_as_from_a_checkpoint_saved_by_the_job(
     flags: list[str], ranks: int, cluster: Make, tmp_path: Path
 ) -> None:
     """Also with the random numbers that upstream gives each rank."""
@@ -137,7 +137,7 @@ def test_a_layout_goes_on_as_from_what_the_job_would_have_saved(
 
 
 @pytest.mark.thorough
-def test_a_job_without_parallel_experts_goes_on_where_the_flags_say_so(
+def test_job_without_expert_parallelism_resumes_if_flags_allow(
     cluster: Make, tmp_path: Path
 ) -> None:
     """Upstream does not load what a job with parallel experts saves in one without."""
@@ -160,7 +160,7 @@ def test_a_job_without_parallel_experts_goes_on_where_the_flags_say_so(
         ('halves_not_interleaved', 'tensor-parallel'),
     ],
 )
-def test_a_wrong_export_is_noticed(
+def test_wrong_export_changes_the_bits(
     mutation: str, layout: str, cluster: Make, tmp_path: Path
 ) -> None:
     flags, ranks = LAYOUTS[layout]
@@ -173,7 +173,7 @@ def test_a_wrong_export_is_noticed(
 
 
 @pytest.mark.thorough
-def test_a_damaged_record_is_read_from_a_replica_or_named(cluster: Make, tmp_path: Path) -> None:
+def test_damaged_record_is_read_from_a_replica_or_named(cluster: Make, tmp_path: Path) -> None:
     job = lost(cluster, STAGES, 2)
     iteration = iteration_of(exported(cluster, job, tmp_path / 'whole'))
     names = f'window-{iteration}-*.window'

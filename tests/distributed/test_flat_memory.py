@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
 
 @pytest.mark.thorough
-def test_nothing_grows_in_a_long_run(cluster: Callable[..., Cluster]) -> None:
+def test_resources_stay_flat_in_a_long_run(cluster: Callable[..., Cluster]) -> None:
     plain = cluster(*FLAGS, sparse=False, ranks=2)
     allowed = RSS_GROWTH_BYTES + max(after.rss - before.rss for before, after in trends(plain))
     job = cluster(*FLAGS, *WINDOW, ranks=2, nodes=2)

@@ -65,7 +65,7 @@ def undisturbed(reference: Callable[..., dict]) -> Callable[[str], dict]:
 
 
 @pytest.mark.parametrize('case', with_quick(CASES))
-def test_computation_in_fp8_is_recovered(
+def test_fp8_computation_is_recovered(
     case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     """By the lost stage alone."""
@@ -79,7 +79,7 @@ def test_computation_in_fp8_is_recovered(
 
 
 @pytest.mark.thorough
-def test_scales_that_evaluations_leave_are_recovered(
+def test_scales_changed_by_evaluations_are_recovered(
     cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     """All workers die; every iteration of the window was followed by an evaluation."""
@@ -92,7 +92,7 @@ def test_scales_that_evaluations_leave_are_recovered(
 
 
 @pytest.mark.thorough
-def test_a_lost_node_gets_its_scales_from_replicas(
+def test_lost_node_gets_its_scales_from_replicas(
     cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     job = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
@@ -117,7 +117,7 @@ def test_scales_are_copied_from_a_data_parallel_replica(
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['scaling_not_restored', 'scaling_captured_once'])
-def test_leaving_out_what_delayed_scaling_needs_is_noticed(
+def test_omitting_a_step_for_delayed_scaling_changes_the_bits(
     mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     broken = cluster(*flags_of(WITH_EVALUATIONS), '--sparse-ckpt-window', '3', ranks=2)
@@ -130,7 +130,7 @@ def test_leaving_out_what_delayed_scaling_needs_is_noticed(
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['weight_scales_not_restored', 'weights_from_masters'])
-def test_leaving_out_what_weights_in_fp8_need_is_noticed(
+def test_omitting_a_step_for_fp8_weights_changes_the_bits(
     mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     case = CASES['weights-tensorwise']
@@ -141,7 +141,7 @@ def test_leaving_out_what_weights_in_fp8_need_is_noticed(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_survivors_that_keep_what_a_cut_off_iteration_left_in_scales_are_noticed(
+def test_scales_not_rolled_back_on_survivors_change_the_bits(
     cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     case = CASES['delayed']

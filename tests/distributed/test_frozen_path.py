@@ -50,14 +50,16 @@ def by_operator(iteration: dict[str, Any], counts: str) -> Counter[str]:
 
 
 @pytest.mark.thorough
-def test_no_weight_gradient_is_computed_for_frozen_operators(
+def test_frozen_operators_compute_no_weight_gradient(
     cluster: Callable[..., Cluster],
 ) -> None:
     replayed = replayed_iterations(cluster, 'count_weight_gradients')
     assert kinds_without_gradient(replayed) == {'expert', 'router', 'rest', 'head'}
 
 
-def test_nor_where_only_the_lost_stage_replays(cluster: Callable[..., Cluster]) -> None:
+def test_frozen_operators_compute_none_in_a_localized_replay(
+    cluster: Callable[..., Cluster],
+) -> None:
     assert kinds_without_gradient(replayed_by_lost_stage(cluster)) == {'expert', 'router', 'rest'}
 
 
@@ -82,7 +84,7 @@ def kinds_without_gradient(replayed: list[dict[str, Any]]) -> set[str]:
     return kinds
 
 
-def test_all_weight_gradients_are_computed_where_that_is_asked_for(
+def test_skipping_of_frozen_gradients_can_be_switched_off(
     cluster: Callable[..., Cluster],
 ) -> None:
     flags = ['--sparse-ckpt-freeze', 'off']
@@ -91,7 +93,7 @@ def test_all_weight_gradients_are_computed_where_that_is_asked_for(
         assert iteration['products'] == {n: 2 * c for n, c in iteration['calls'].items()}
 
 
-def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -> None:
+def test_counts_show_when_nothing_is_frozen(cluster: Callable[..., Cluster]) -> None:
     for iteration in replayed_iterations(cluster, 'count_weight_gradients_without_freezing'):
         calls, products = iteration['calls'], iteration['products']
         assert products == {name: 2 * count for name, count in calls.items()}
@@ -107,7 +109,9 @@ def test_counts_notice_that_nothing_is_frozen(cluster: Callable[..., Cluster]) -
     ],
     ids=['fp32-tied', 'bf16', 'bf16-distributed-tied-shared-expert'],
 )
-def test_input_gradients_have_the_same_bits(flags: str, cluster: Callable[..., Cluster]) -> None:
+def test_input_gradients_do_not_depend_on_what_is_frozen(
+    flags: str, cluster: Callable[..., Cluster]
+) -> None:
     """Between all layers (where stages are cut) and at the embedding, whatever is frozen."""
     job = cluster(*flags.split(), '--train-iters', '1', ranks=1, nodes=1)
     job.finish(mutation='probes.gradients:compare_input_gradients')

@@ -19,7 +19,7 @@ HAS_PASSED = StageResult(True, 1.0, {'kept': True}, [])
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)
-def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_completes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All but the stage of four ranks, whose jobs are those of the demo."""
     kept = {'four-rank': HAS_PASSED, 'tests': HAS_PASSED}
     save(tmp_path, Report(Hardware.here(gpu=False), True, kept))
@@ -38,7 +38,7 @@ def test_dry_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('name', ['c1', 'c2', 'c3', 'c4', 'c5'])
-def test_stage_of_a_configuration_on_stand_ins(name: str, tmp_path: Path) -> None:
+def test_configuration_stage_runs_on_stand_ins(name: str, tmp_path: Path) -> None:
     found = together(one_rank.run_precision(name, Settings(tmp_path, Path('/dev/shm'), gpu=False)))
     assert found.problems == []
     assert (found.figures['came_back'], found.figures['replayed'] > 0) == ('whole_job', True)

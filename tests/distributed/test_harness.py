@@ -46,7 +46,7 @@ def test_is_not_set_up(half_made):
 """
 
 
-def test_a_test_that_fails_shows_what_its_jobs_said(pytester: pytest.Pytester) -> None:
+def test_failing_test_shows_the_output_of_its_jobs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(FAILS)
     result = pytester.inline_run('-p', 'no:cacheprovider', plugins=[conftest])
     failed = [report for report in result.getreports() if getattr(report, 'failed', False)]
@@ -57,7 +57,7 @@ def test_a_test_that_fails_shows_what_its_jobs_said(pytester: pytest.Pytester) -
         assert 'next_tier' in shown
 
 
-def test_how_logs_end_is_that_of_the_attempt_that_runs(tmp_path: Path) -> None:
+def test_log_tail_is_that_of_the_running_attempt(tmp_path: Path) -> None:
     """When a second attempt does not end, `attempts` is still that of the first."""
     job = Cluster([], tmp_path)
     job.log(rank=0).write_text('first')
@@ -79,14 +79,14 @@ def main() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_who_dies_when_others_have_finished_is_not_replaced(tmp_path: Path) -> None:
+def test_worker_that_dies_after_others_finished_is_not_replaced(tmp_path: Path) -> None:
     """Or the job would not end, and nothing would say that a fault came too late."""
     job = Cluster([], tmp_path, ranks=2, program=__name__)
     with pytest.raises(RuntimeError, match=r'rank 1 died when ranks \[0\] had finished'):
         job.survive()
 
 
-def test_a_free_port_is_given_to_nobody_who_takes_any() -> None:
+def test_free_port_is_outside_the_ephemeral_range() -> None:
     """Not while a job makes hundreds of connections before it takes that port itself."""
     port = free_port()
     taken = [socket.create_server(('127.0.0.1', 0)) for _ in range(3)]
@@ -98,7 +98,7 @@ def test_a_free_port_is_given_to_nobody_who_takes_any() -> None:
         one.close()
 
 
-def test_a_program_that_does_not_end_shows_what_it_printed(tmp_path: Path) -> None:
+def test_program_that_does_not_end_shows_its_output(tmp_path: Path) -> None:
     never = tmp_path / 'never'
     os.mkfifo(never)
     says_why = f'echo out; echo err >&2; read line < {never}'

@@ -93,17 +93,17 @@ def whole_job(events: list[dict], digest: dict) -> None:
         (whole_job, ['rank 0 at 0: recovered with the whole job']),
     ],
 )
-def test_what_is_wrong_is_found(spoil: Break | None, said: list[str], tmp_path: Path) -> None:
+def test_wrong_results_are_found(spoil: Break | None, said: list[str], tmp_path: Path) -> None:
     assert struck(Recorded(tmp_path, spoil), [FIRST, SECOND], DIGEST) == said
 
 
-def test_lives_are_counted_over_all_faults() -> None:
+def test_attempts_are_counted_over_all_faults() -> None:
     assert fail_at([FIRST, SECOND]) == '0:8:step:0,1:12:p2p:0,0:12:load:1'
     lost = Fault('with one that goes by itself', '1:2:step', also=(0,))
     assert fail_at([lost, FIRST]) == '1:2:step:0,0:8:step:1'
 
 
-def test_faults_are_made_one_by_one_when_something_is_wrong(tmp_path: Path) -> None:
+def test_faults_are_repeated_one_by_one_after_a_failure(tmp_path: Path) -> None:
     made: list[Recorded] = []
 
     def make() -> Recorded:
@@ -121,7 +121,7 @@ def test_faults_are_made_one_by_one_when_something_is_wrong(tmp_path: Path) -> N
     ]
 
 
-def test_steps_go_on_when_their_conditions_are_fulfilled() -> None:
+def test_steps_resume_when_their_conditions_hold() -> None:
     seen: list[str] = []
 
     def steps(workers: list, start: Callable) -> Any:
@@ -141,13 +141,13 @@ def test_steps_go_on_when_their_conditions_are_fulfilled() -> None:
 # ---- references
 
 
-def test_flags_in_another_order_have_the_same_reference() -> None:
+def test_flag_order_does_not_change_the_reference() -> None:
     one = settings('--lr 2 --bf16 --spread 1 2 --save=there --lr 3'.split())
     assert one == settings('--save there --lr 3 --spread 1 2 --bf16'.split())
     assert one != settings('--save there --lr 3 --spread 2 1 --bf16'.split())
 
 
-def test_a_reference_is_kept_and_one_of_them_computed_again(
+def test_references_are_cached_and_one_is_recomputed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, kept = tmp_path / 'text.bin', tmp_path / 'kept'

@@ -53,7 +53,7 @@ def kind(path: Path) -> str:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('layout', [BASE, INSTANCES], ids=['stages', 'instances'])
-def test_plan_says_to_the_byte_what_a_job_reserves(
+def test_plan_matches_reserved_memory_to_the_byte(
     layout: list[str],
     cluster: Callable[..., Cluster],
     tmp_path: Path,
@@ -96,7 +96,7 @@ def planned_bytes(
 
 
 @pytest.mark.thorough
-def test_a_job_takes_what_the_windows_in_force_need(
+def test_job_allocates_memory_for_the_windows_in_force(
     cluster: Callable[..., Cluster],
     reference: Callable[..., dict],
     tmp_path: Path,
@@ -122,7 +122,7 @@ def test_a_job_takes_what_the_windows_in_force_need(
     assert differences(reference(*flags, ranks=1), read_digest(job)) == []
 
 
-def test_slow_replicas_and_a_failed_capture_hold_windows_up_but_not_for_ever(
+def test_slow_replicas_and_a_failed_capture_delay_windows_for_a_bounded_time(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Training waits, skips windows and goes on; the log, given room, still serves a replay."""

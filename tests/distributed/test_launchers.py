@@ -14,7 +14,7 @@ from tests.distributed.harness.commands import run_to_end
 pytestmark = [pytest.mark.launcher, pytest.mark.timeout(600)]
 
 
-def test_the_demo_loses_a_node_and_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_demo_survives_a_lost_node_with_the_same_bits(tmp_path: Path) -> None:
     flags = f'--iterations 12 --kill-after 8 --window 3 --output {tmp_path}'
     done = run_to_end([sys.executable, '-m', 'tools.demo', *flags.split()], timeout_s=540)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]

@@ -62,7 +62,7 @@ def check(job: Cluster, expected: dict) -> None:
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_worker_whose_loader_blocks_replaces_itself(
+def test_worker_with_a_blocked_loader_exits_and_is_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """It has a heartbeat, and all others wait for it; none of them counts as stuck."""
@@ -82,7 +82,7 @@ def test_worker_whose_loader_blocks_replaces_itself(
 
 
 @pytest.mark.thorough
-def test_a_save_longer_than_a_thread_may_stand_still_is_not_stuck(
+def test_save_longer_than_the_stuck_timeout_is_not_stuck(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     flags = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 6'.split()
@@ -106,7 +106,7 @@ def test_a_save_longer_than_a_thread_may_stand_still_is_not_stuck(
     ],
     ids=['stopped', 'stuck'],
 )
-def test_a_hang_is_noticed_where_a_failure_restarts_the_whole_job(
+def test_hang_is_detected_in_whole_job_mode(
     fault: list[str],
     mutation: str | None,
     said: str,
@@ -130,7 +130,7 @@ def test_a_hang_is_noticed_where_a_failure_restarts_the_whole_job(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('recovery', ['localized', 'whole-job'])
-def test_worker_whose_device_is_lost_replaces_itself(
+def test_worker_with_a_lost_device_exits_and_is_replaced(
     recovery: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Long before anybody counts it as hung or stuck."""
@@ -150,7 +150,7 @@ def test_worker_whose_device_is_lost_replaces_itself(
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_death_while_all_connect(
+def test_death_while_all_ranks_connect_is_survived(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """It has published its address; whoever connects to it would wait for half a minute."""
@@ -162,7 +162,7 @@ def test_death_while_all_connect(
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
+def test_survivor_stopped_while_it_waits_for_a_new_worker_is_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """It has joined, and gives no heartbeats any more."""
@@ -184,7 +184,7 @@ def test_survivor_that_is_stopped_while_it_waits_for_a_new_worker_is_replaced(
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
+def test_sole_survivor_stopped_before_the_rendezvous_is_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Nobody but the new worker can notice."""
@@ -207,7 +207,7 @@ def test_the_only_survivor_is_stopped_before_it_comes_to_the_meeting(
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_what_all_bring_to_a_rendezvous_is_shared_by_the_ranks_of_a_node(
+def test_reports_of_a_rendezvous_are_shared_within_a_node(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = PP4.split()
@@ -226,7 +226,7 @@ def test_what_all_bring_to_a_rendezvous_is_shared_by_the_ranks_of_a_node(
 
 @pytest.mark.thorough
 @ON_BOTH_BACKENDS
-def test_new_worker_that_sets_up_when_another_dies_is_kept(
+def test_new_worker_in_set_up_survives_another_death(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """For longer than the time after which a worker counts as hung."""

@@ -97,7 +97,7 @@ def test_recoveries_with_loader_workers_have_the_same_bits(
 
 
 @pytest.mark.thorough
-def test_whole_job_comes_back_with_loader_workers(
+def test_whole_job_recovers_with_loader_workers(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     iterations = ['--train-iters', '12']

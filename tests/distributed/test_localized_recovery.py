@@ -134,7 +134,7 @@ def check_localized(job: Cluster) -> None:
 
 
 @pytest.mark.parametrize('name', with_quick(LAYOUTS))
-def test_lost_stage_comes_back_with_the_bits_of_a_fault_free_run(
+def test_lost_stage_recovers_with_the_bits_of_a_fault_free_run(
     name: str, backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     setup, window, fail_at = LAYOUTS[name]
@@ -160,7 +160,7 @@ def test_death_in_any_phase_of_an_iteration(
 
 
 @pytest.mark.parametrize('trouble', with_quick(MORE_FAILURES))
-def test_more_failures(
+def test_further_failures_are_survived(
     trouble: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(PP4)
@@ -178,7 +178,7 @@ def test_more_failures(
         ('0:9:forward,2:9:backward', None, [[0], [2]]),
     ],
 )
-def test_state_that_a_peer_holds_is_copied_not_replayed(
+def test_state_held_by_a_peer_is_copied_not_replayed(
     fail_at: str,
     mutation: str | None,
     copied: list,
@@ -195,7 +195,7 @@ def test_state_that_a_peer_holds_is_copied_not_replayed(
 
 
 @pytest.mark.thorough
-def test_data_parallel_peer_dies_in_the_next_iteration(
+def test_data_parallel_peer_may_die_in_the_next_iteration(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(BASE)
@@ -206,7 +206,7 @@ def test_data_parallel_peer_dies_in_the_next_iteration(
 
 
 @pytest.mark.thorough
-def test_all_ranks_of_a_stage_and_the_memory_of_their_node_are_lost(
+def test_stage_recovers_after_its_node_loses_its_memory(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(BASE)
@@ -218,7 +218,7 @@ def test_all_ranks_of_a_stage_and_the_memory_of_their_node_are_lost(
 
 
 @pytest.mark.thorough
-def test_survivors_notice_by_themselves(
+def test_survivors_detect_a_death_without_the_launcher(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(BASE)
@@ -228,7 +228,7 @@ def test_survivors_notice_by_themselves(
     check_localized(job)
 
 
-def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]) -> None:
+def test_unaffected_stages_do_not_recompute(cluster: Callable[..., Cluster]) -> None:
     """Forward passes are counted: the cut-off iteration is the only one that is run twice."""
     job = cluster(*flags_of(PP4), '--sparse-ckpt-window', '3', nodes=4)
     job.survive(fail_at='1:9:forward', mutation='probes.training:count_forward_passes')
@@ -245,7 +245,7 @@ def test_unaffected_stages_compute_nothing_again(cluster: Callable[..., Cluster]
 
 
 @pytest.mark.parametrize('phase', with_quick(EVALUATION_AND_SAVE))
-def test_death_in_evaluation_and_dense_checkpoint(
+def test_death_in_evaluation_or_dense_save_is_survived(
     phase: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(f'{BASE} --eval-interval 4 --eval-iters 2 --hidden-dropout 0.1')
@@ -264,7 +264,7 @@ def test_death_in_evaluation_and_dense_checkpoint(
 
 
 @pytest.mark.thorough
-def test_deaths_in_evaluations_and_again_while_they_are_done_again(
+def test_repeated_deaths_in_evaluations_are_survived(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(f'{BASE} --eval-interval 2 --eval-iters 4 --hidden-dropout 0.1')
@@ -279,7 +279,7 @@ AFTER_A_COPY = '1:6:forward,2:11:backward,3:11:backward'
 
 
 @pytest.mark.thorough
-def test_after_a_copy_the_next_failure_finds_a_window_soon(
+def test_copied_rank_soon_has_a_persisted_window(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """A rank that was copied has nothing of the windows that were under way, nor a log."""
@@ -293,7 +293,7 @@ def test_after_a_copy_the_next_failure_finds_a_window_soon(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_after_a_copy_no_window_is_persisted_if_those_under_way_are_waited_for(
+def test_waiting_for_windows_of_a_copied_rank_prevents_persistence(
     cluster: Callable[..., Cluster],
 ) -> None:
     flags = flags_of(f'--bf16 --pipeline-model-parallel-size 2 {UNTIED}')
@@ -304,7 +304,7 @@ def test_after_a_copy_no_window_is_persisted_if_those_under_way_are_waited_for(
 
 
 @pytest.mark.thorough
-def test_failure_while_all_stages_convert(
+def test_failure_while_all_stages_convert_is_survived(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """All are lost; when all convert the window together, one dies: nobody's state is whole yet."""
@@ -316,7 +316,7 @@ def test_failure_while_all_stages_convert(
 
 
 @pytest.mark.thorough
-def test_stopped_worker_is_found_and_replaced(
+def test_stopped_worker_is_detected_and_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = [*flags_of(BASE), *LONG]
@@ -336,7 +336,7 @@ def test_stopped_worker_is_found_and_replaced(
 
 
 @pytest.mark.thorough
-def test_new_worker_that_takes_long_to_set_up_does_not_count_as_hung(
+def test_slow_set_up_of_a_new_worker_is_not_a_hang(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(BASE)
@@ -347,7 +347,7 @@ def test_new_worker_that_takes_long_to_set_up_does_not_count_as_hung(
 
 
 @pytest.mark.thorough
-def test_stopped_worker_that_wakes_up_is_welcome(
+def test_stopped_worker_that_resumes_is_kept(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Nobody took its place, so nothing was lost and nobody replays."""
@@ -371,7 +371,7 @@ def test_stopped_worker_that_wakes_up_is_welcome(
 
 
 @pytest.mark.thorough
-def test_stopped_worker_that_was_replaced_is_fenced_out(
+def test_replaced_worker_that_resumes_is_fenced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = [*flags_of(BASE), *LONG]
@@ -403,7 +403,7 @@ def test_stopped_worker_that_was_replaced_is_fenced_out(
         ('1:12:after-step', 'iteration 12 was the last one'),
     ],
 )
-def test_next_tier_is_taken_and_its_reason_named(
+def test_fallback_tier_is_used_and_its_reason_named(
     fail_at: str, reason: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(BASE)
@@ -417,7 +417,7 @@ def test_next_tier_is_taken_and_its_reason_named(
 
 
 @pytest.mark.thorough
-def test_a_recovery_verifies_itself(
+def test_recovery_verifies_itself(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Stage 1 replays 4 to 7; the states after 6 and 7 were captured before the failure."""
@@ -434,7 +434,7 @@ def test_a_recovery_verifies_itself(
 
 
 @pytest.mark.mutation
-def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
+def test_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
     job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
     job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
     (recovered,) = job.events_of(Recovered, rank=3)
@@ -445,7 +445,7 @@ def test_a_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) ->
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
+def test_training_never_continues_from_a_refused_replay(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Neither the stage nor the whole job comes back by a replay; the start is left."""
@@ -458,7 +458,7 @@ def test_a_replay_with_a_wrong_bit_is_not_gone_on_from_where_that_is_forbidden(
 
 
 @pytest.mark.thorough
-def test_a_wrong_bit_behind_the_newest_capture_shows_in_the_next_loss(
+def test_wrong_bit_after_the_newest_capture_shows_in_the_next_loss(
     cluster: Callable[..., Cluster],
 ) -> None:
     """The state after 6 is captured, that after 7 is not yet; its loss is recorded."""
@@ -481,7 +481,7 @@ MUTATIONS = {
 
 @pytest.mark.mutation
 @pytest.mark.parametrize('mutation', with_quick(MUTATIONS, 'log_of_neighbour_changed'))
-def test_leaving_out_a_step_of_localized_recovery_is_noticed(
+def test_omitting_a_step_of_localized_recovery_changes_the_bits(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = flags_of(MUTATIONS[mutation])

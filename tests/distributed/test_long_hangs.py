@@ -103,7 +103,9 @@ class Hangs:
         return sum(event.phase == 'meet' for event in events)
 
 
-def test_hangs(cluster: Callable[..., Cluster], reference: Callable[..., dict]) -> None:
+def test_hangs_in_a_long_job_are_recovered(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
     expected = reference(*FLAGS)
     timeouts = f'--sparse-ckpt-hang-timeout {HANG_S} --sparse-ckpt-stuck-timeout 10'.split()
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED, *timeouts)

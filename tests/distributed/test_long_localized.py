@@ -137,7 +137,9 @@ def everything_on(cluster: Callable[..., Cluster]) -> Cluster:
     return job
 
 
-def test_everything_on(cluster: Callable[..., Cluster], reference: Callable[..., dict]) -> None:
+def test_localized_recovery_with_all_features_on(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
     """The launcher announces no death: survivors notice by themselves."""
     looks: list[LastIteration] = []
 
@@ -196,7 +198,7 @@ WENT_ON = {(0, 73): 1, (0, 79): 2, (3, 85): 1, (0, 91): 0}
 """Through how many failures, by rank and iteration to which it replayed; see `probes.cascading`."""
 
 
-def test_more_failures_in_recoveries(
+def test_further_failures_during_recoveries(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = fault_all(
@@ -225,7 +227,7 @@ TOGETHER = (
 
 
 @ON_BOTH_BACKENDS
-def test_all_stages_go_back_together(
+def test_all_stages_roll_back_together(
     backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """In the processes that live; nothing is logged."""
@@ -248,7 +250,9 @@ COPIES = (
 )
 
 
-def test_peers_and_nodes(cluster: Callable[..., Cluster], reference: Callable[..., dict]) -> None:
+def test_lost_peers_and_nodes(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
     """Without the distributed optimizer a data-parallel peer holds the same state."""
     # The log is full until the window after a copy is persisted: that is not worth a wait.
     soon = ['--sparse-ckpt-max-wait', '0.1']
@@ -284,7 +288,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize('name', LAYOUTS)
-def test_layouts(
+def test_localized_recovery_in_other_layouts(
     name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """All stages are lost together, and then either of them alone."""
@@ -310,7 +314,7 @@ WAITED_FOR = (
 )
 
 
-def test_collectives_that_fail_as_those_of_nccl(
+def test_collectives_that_fail_like_nccl(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = fault_all(

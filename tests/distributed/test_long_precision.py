@@ -18,7 +18,7 @@ FLAGS = f'{C4} {TWO_REPLICAS} --train-iters 20'.split()
 FAULTS = Fault('a stage', '1:12:backward'), Fault('the other one', '2:18:step')
 
 
-def test_narrow_masters_and_weights_in_fp8(
+def test_narrow_masters_with_fp8_weights(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     expected = reference(*FLAGS, stand_in=STAND_INS, check=check_numbers)

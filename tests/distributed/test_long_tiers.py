@@ -58,7 +58,7 @@ class Job:
         return [event.iteration for event in found]
 
 
-def test_tiers_and_ends(
+def test_all_tiers_and_exits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     job = Job(cluster(*FLAGS, '--sparse-ckpt-window', '3', ranks=2), tmp_path / 'dense')

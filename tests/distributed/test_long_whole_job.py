@@ -80,7 +80,7 @@ def exchange_nodes(job: Cluster) -> None:
     (job.memory / 'other').rename(second)
 
 
-def test_whole_job_again_and_again(
+def test_repeated_whole_job_recoveries(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED, *OTHERWISE)

@@ -84,7 +84,7 @@ def recounted(job: Cluster, rank: int, event: TokensLost) -> float:
     )
 
 
-def test_experts_are_of_the_versions_that_are_named(
+def test_experts_have_the_versions_in_the_header(
     cluster: Make, reference: Callable[..., dict]
 ) -> None:
     job = cluster(*flags_of(BASE), *MOC, '1')
@@ -99,14 +99,14 @@ def test_experts_are_of_the_versions_that_are_named(
     assert any('gradient norm' in name for event in recovered for name in event.differing)
 
 
-def test_forgotten_step_counts_are_noticed(cluster: Make) -> None:
+def test_wrong_step_counts_are_detected(cluster: Make) -> None:
     job = cluster(*flags_of(BASE), *MOC, '1')
     lost = survived(job, 'mutations.experts:step_is_forgotten')
     with pytest.raises(AssertionError):
         check_versions(job, lost)
 
 
-def test_experts_with_most_to_lose_are_saved_in_every_iteration(cluster: Make) -> None:
+def test_experts_with_the_largest_loss_are_saved_each_iteration(cluster: Make) -> None:
     """The budgets of this machine carry all experts after some iterations, and one before."""
     job = cluster(*flags_of(BASE), '--sparse-ckpt-strategy', 'moetion')
     noted = 'mutations.experts:states_are_noted'

@@ -76,7 +76,7 @@ def check_kinds(case: str, digest: dict) -> None:
 
 
 @pytest.mark.parametrize('case', with_quick(CASES))
-def test_weights_in_fp8_with_narrow_masters_are_recovered(
+def test_fp8_weights_with_narrow_masters_are_recovered(
     case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     check_kinds(case, undisturbed(case))
@@ -93,7 +93,7 @@ def test_weights_in_fp8_with_narrow_masters_are_recovered(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', WITH_EVALUATIONS)
-def test_what_evaluations_leave_is_recovered(
+def test_state_changed_by_evaluations_is_recovered(
     case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     """All workers die; every iteration of the window was followed by an evaluation."""
@@ -106,7 +106,7 @@ def test_what_evaluations_leave_is_recovered(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', ['c4', 'c5'])
-def test_a_lost_node_comes_back_from_replicas(
+def test_lost_node_is_recovered_from_its_replicas(
     case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     job = cluster(*flags_of(case), '--sparse-ckpt-window', '3')
@@ -121,7 +121,7 @@ def test_a_lost_node_comes_back_from_replicas(
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', MUTATIONS)
-def test_leaving_out_what_narrow_masters_need_is_noticed(
+def test_omitting_a_step_for_narrow_masters_changes_the_bits(
     mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     case = MUTATIONS[mutation]

@@ -46,7 +46,7 @@ def check_death(job: Cluster, expected: dict, fail_at: str, mutation: str) -> No
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('death', DEATHS)
-def test_survivors_whose_collectives_return_with_garbage(
+def test_garbage_from_aborted_collectives_is_discarded(
     death: str, make: Make, reference: Callable[..., dict]
 ) -> None:
     setup, fail_at = DEATHS[death]
@@ -55,7 +55,9 @@ def test_survivors_whose_collectives_return_with_garbage(
 
 
 @pytest.mark.thorough
-def test_death_while_communicators_are_made(make: Make, reference: Callable[..., dict]) -> None:
+def test_death_while_communicators_are_created_is_survived(
+    make: Make, reference: Callable[..., dict]
+) -> None:
     job = make(BASE)
     assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
@@ -63,7 +65,7 @@ def test_death_while_communicators_are_made(make: Make, reference: Callable[...,
 
 
 @pytest.mark.thorough
-def test_hang_without_a_death_costs_nobody(make: Make, reference: Callable[..., dict]) -> None:
+def test_hang_without_a_death_replaces_no_rank(make: Make, reference: Callable[..., dict]) -> None:
     """All wait, and give heartbeats; what hangs ends when communicators are made anew."""
     job = make(BASE)
     assert job.survive(mutation='mutations.nccl_like:rank_2_hangs_in_a_collective') == {}
@@ -74,7 +76,7 @@ def test_hang_without_a_death_costs_nobody(make: Make, reference: Callable[..., 
 
 
 @pytest.mark.thorough
-def test_survivor_whose_gpu_is_lost_is_replaced(make: Make, reference: Callable[..., dict]) -> None:
+def test_survivor_with_a_lost_gpu_is_replaced(make: Make, reference: Callable[..., dict]) -> None:
     job = make(BASE)
     mutation = 'mutations.nccl_like:gpu_of_rank_3_is_lost'
     assert job.survive(fail_at='1:8:forward', mutation=mutation) == {1: 1, 3: 1}
@@ -85,9 +87,7 @@ def test_survivor_whose_gpu_is_lost_is_replaced(make: Make, reference: Callable[
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_garbage_that_is_not_looked_for_gives_wrong_bits(
-    make: Make, reference: Callable[..., dict]
-) -> None:
+def test_undetected_garbage_gives_wrong_bits(make: Make, reference: Callable[..., dict]) -> None:
     setup, fail_at = DEATHS['others wait in the norm']
     job = make(setup)
     job.survive(fail_at=fail_at, mutation='mutations.nccl_like:garbage_is_not_looked_for')
@@ -97,7 +97,7 @@ def test_garbage_that_is_not_looked_for_gives_wrong_bits(
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['groups_of_calls_stay_open', 'aborts_one_after_the_other'])
-def test_leaving_out_what_nccl_needs_is_noticed(
+def test_omitting_a_step_for_nccl_breaks_recovery(
     mutation: str, make: Make, reference: Callable[..., dict]
 ) -> None:
     """By ranks that fail or hang, or by all that start again."""

@@ -41,7 +41,7 @@ def check(*flags: str, come: int = 2, **env: str) -> tuple[list[int], list[str]]
 
 
 @pytest.mark.thorough
-def test_two_sound_nodes() -> None:
+def test_two_sound_nodes_pass() -> None:
     codes, printed = check('--', *PLAN)
     assert codes == [0, 0], printed
     assert '2 nodes, 2 ranks: 0 problems' in printed[0]
@@ -51,7 +51,7 @@ def test_two_sound_nodes() -> None:
 
 
 @pytest.mark.thorough
-def test_what_was_measured_is_shown_where_the_flags_cannot_be_planned(tmp_path: Path) -> None:
+def test_measurements_are_shown_when_flags_cannot_be_planned(tmp_path: Path) -> None:
     """The check of memory is left out and says so; the directory is that of the flags."""
     flags = ['--num-layers', '4', '--hidden-size', '64', '--sparse-ckpt-dir', str(tmp_path / 'w')]
     codes, printed = check('--', *flags)
@@ -64,14 +64,14 @@ def test_what_was_measured_is_shown_where_the_flags_cannot_be_planned(tmp_path: 
 
 
 @pytest.mark.thorough
-def test_a_variable_that_may_decide_bits_is_compared() -> None:
+def test_variables_that_affect_bits_are_compared() -> None:
     codes, printed = check(NVTE_FUSED_ATTN='{rank}')
     assert codes == [1, 1], printed
     assert 'node1: NVTE_FUSED_ATTN is 1, elsewhere 0' in printed[0]
 
 
 @pytest.mark.thorough
-def test_too_little_memory() -> None:
+def test_too_little_memory_is_reported() -> None:
     codes, printed = check('--need-gib', '1e6')
     assert codes == [1, 1], printed
     for node in range(2):
@@ -79,7 +79,7 @@ def test_too_little_memory() -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_that_does_not_come() -> None:
+def test_missing_rank_is_reported() -> None:
     codes, printed = check('--timeout', '3', come=1)
     assert codes == [2]
     assert 'ranks [1] of 2 did not come within 3 s' in printed[0]

@@ -36,7 +36,7 @@ LAUNCH = (
         ('--sparse-ckpt-recovery', 'localized', 'whole-job'),
     ],
 )
-def test_a_node_that_is_protected_otherwise_is_named_before_training(
+def test_node_with_other_protection_flags_is_named_before_training(
     flag: str, of_the_others: str, other: str, cluster: Callable[..., Cluster]
 ) -> None:
     """No window would count, or ranks would wait for each other in a recovery, for ever."""
@@ -59,7 +59,7 @@ def test_a_node_that_is_protected_otherwise_is_named_before_training(
 
 @pytest.mark.launcher
 @pytest.mark.thorough
-def test_a_replacement_with_other_flags_is_refused_by_name_before_it_copies_state(
+def test_replacement_with_other_flags_is_refused_before_it_copies_state(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = prepared(cluster, FLAGS, ranks=2)

@@ -9,7 +9,7 @@ from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_whole_job_recovery import BASE
 
 
-def test_a_replacement_does_without_what_its_node_lacks(
+def test_replacement_works_without_optional_resources_of_its_node(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Caches of data, dense checkpoints to load, windows on disk, a folder for events."""

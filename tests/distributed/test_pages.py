@@ -96,7 +96,7 @@ def run(command: str, checkout: Path) -> str:
         ('examples/pipeline_loop.py', r'recovered at iteration: \d+ \| replayed iterations: [1-9]'),
     ],
 )
-def test_commands_of_api_lose_a_worker_and_go_on(program: str, said: str, checkout: Path) -> None:
+def test_commands_of_api_survive_a_lost_worker(program: str, said: str, checkout: Path) -> None:
     commands = re.findall(r'^\.venv/(?:.*\\\n)*.*$', '\n'.join(blocks(API, 'bash')), re.M)
     assert len(commands) == 3
     (command,) = (found for found in commands if re.search(rf'\s{program}', found))
@@ -106,7 +106,7 @@ def test_commands_of_api_lose_a_worker_and_go_on(program: str, said: str, checko
 
 
 @pytest.mark.thorough
-def test_the_program_of_api_ends_with_the_same_bits_after_a_loss(checkout: Path) -> None:
+def test_program_of_api_has_the_same_bits_after_a_loss(checkout: Path) -> None:
     """By the digest tool: also generators that the program does not use are seeded."""
     trains = '        job.train(loop, batches)\n'
     program = blocks(API, 'python')[0]
@@ -123,6 +123,6 @@ def test_the_program_of_api_ends_with_the_same_bits_after_a_loss(checkout: Path)
 
 
 @pytest.mark.thorough
-def test_the_loop_of_readme_trains(checkout: Path) -> None:
+def test_loop_of_readme_trains(checkout: Path) -> None:
     command = '.venv/bin/python scripts/local_cluster.py --nodes 2 -- readme.py'
     assert run(command, checkout).count(f'trained {ITERATIONS}\n') == 2

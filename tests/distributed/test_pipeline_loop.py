@@ -35,7 +35,7 @@ def expected(pipeline_loop: Callable[[], Cluster], undisturbed: dict[str, dict])
         ('0:9:seal,1:11:seal,1:11:catch-up:1', {0, 1}),  # two in turn, one again in its recovery
     ],
 )
-def test_a_loop_on_plain_torch_goes_on_with_the_same_bits(
+def test_plain_torch_loop_recovers_with_the_same_bits(
     fail_at: str, replayed: set[int], pipeline_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     job = pipeline_loop()
@@ -45,7 +45,7 @@ def test_a_loop_on_plain_torch_goes_on_with_the_same_bits(
     assert stages == replayed
 
 
-def test_a_whole_job_on_plain_torch_comes_back(
+def test_plain_torch_loop_recovers_the_whole_job(
     pipeline_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     job = pipeline_loop()
@@ -65,7 +65,7 @@ def test_a_whole_job_on_plain_torch_comes_back(
         'frozen_weights_not_loaded',
     ],
 )
-def test_without_a_step_of_recovery_the_bits_differ(
+def test_omitting_a_step_of_recovery_changes_the_bits(
     mutation: str, pipeline_loop: Callable[[], Cluster], expected: dict
 ) -> None:
     job = pipeline_loop()

@@ -101,7 +101,7 @@ def skipped(job: Cluster) -> set[int]:
 
 
 @pytest.mark.thorough
-def test_low_precision_state_of_a_lost_node_comes_from_replicas(
+def test_low_precision_state_of_a_lost_node_is_fetched_from_replicas(
     cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     (case,) = LOST_NODE
@@ -116,7 +116,7 @@ def test_low_precision_state_of_a_lost_node_comes_from_replicas(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', DENSE)
-def test_windows_captured_after_a_dense_restart(
+def test_low_precision_windows_after_a_dense_restart_are_recovered(
     case: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict], tmp_path: Path
 ) -> None:
     """A dense checkpoint holds what the state stands for; of fp8, that may be rounded once more."""
@@ -135,7 +135,7 @@ def test_windows_captured_after_a_dense_restart(
 @pytest.mark.mutation
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', MUTATIONS)
-def test_leaving_out_what_low_precision_needs_is_noticed(
+def test_omitting_a_step_for_low_precision_changes_the_bits(
     mutation: str, cluster: Callable[..., Cluster], undisturbed: Callable[[str], dict]
 ) -> None:
     case = MUTATIONS[mutation]

@@ -215,7 +215,7 @@ def flags(checkout: Path) -> str:
 @pytest.mark.parametrize(
     'command', sorted({one.removeprefix('.venv/bin/'): one for one in COMMANDS_THAT_RUN}.values())
 )
-def test_a_command_does_what_it_should(command: str, checkout: Path, flags: str) -> None:
+def test_printed_command_does_what_its_page_says(command: str, checkout: Path, flags: str) -> None:
     (expected,) = [last for row, last in RUNS.items() if re.match(row, command)]
     path = f'{ROOT / ".venv" / "bin"}{os.pathsep}{Path(sys.executable).parent}'
     done = subprocess.run(

@@ -36,14 +36,14 @@ def recorded_after(
 
 
 @pytest.mark.thorough
-def test_layers_are_recorded_between_iterations_of_the_loop(
+def test_layers_are_recorded_between_iterations(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     recorded_after(cluster, reference, 1, 'layers_are_recorded')
 
 
 @pytest.mark.thorough
-def test_a_whole_iteration_is_recorded_in_the_one_after_the_warm_up(
+def test_whole_iteration_is_recorded_after_the_warm_up(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     recorded_after(cluster, reference, 2, 'whole_iterations_are_recorded')

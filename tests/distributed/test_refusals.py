@@ -56,7 +56,7 @@ def _flip_byte(path: Path, offset: int) -> None:
 
 
 @pytest.mark.thorough
-def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Callable) -> None:
+def test_corrupt_byte_is_named_and_a_replica_is_used(cluster: Make, reference: Callable) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
     job.run(fail_at='1:9:forward')
     own = _windows(job, node=0, holder=1, owner=1)[0]
@@ -69,7 +69,7 @@ def test_corrupt_byte_is_named_and_a_replica_used(cluster: Make, reference: Call
 
 
 @pytest.mark.thorough
-def test_when_all_copies_are_corrupt_an_older_window_is_used(
+def test_older_window_is_used_when_all_copies_are_corrupt(
     cluster: Make, reference: Callable
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
@@ -148,7 +148,7 @@ def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str
     assert {0, 3, 6} <= persisted, 'the refused windows do not stand in the way of new ones'
 
 
-def test_a_blend_that_changed_under_its_path_is_refused(cluster: Make, tmp_path: Path) -> None:
+def test_data_blend_changed_in_place_is_refused(cluster: Make, tmp_path: Path) -> None:
     """Its iterations would be replayed on other samples than they were trained on."""
     blend = tmp_path / 'blend.txt'
     training = '--sparse-ckpt-window 3 --split 100,0,0 --eval-iters 0'.split()
@@ -196,7 +196,7 @@ def test_too_small_budget_is_refused_before_training(cluster: Make) -> None:
     assert not list(job.memory.rglob('*.window'))
 
 
-def test_full_memory_directory_trains_on_unprotected_and_says_so(
+def test_full_memory_directory_disables_protection_with_a_message(
     cluster: Make, reference: Callable, small_tmpfs: Path
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
@@ -241,7 +241,7 @@ def _take_all_but(directory: Path, spare: int) -> Path:
 
 
 @pytest.mark.thorough
-def test_replacement_without_room_says_so_and_with_little_holds_no_replicas(
+def test_replacement_without_memory_reports_it_and_holds_no_replicas(
     cluster: Make, reference: Callable, limited_tmpfs: Path
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-max-wait', '0.1', nodes=4)
@@ -298,7 +298,7 @@ def test_full_memory_directory_stops_a_strict_run(cluster: Make, small_tmpfs: Pa
         ('--sparse-ckpt-topology /nowhere.json', '--sparse-ckpt-topology /nowhere.json'),
     ],
 )
-def test_wrong_flags_are_named_also_before_the_start(
+def test_wrong_flags_are_named_before_the_start(
     flags: str, message: str, cluster: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = cluster(*BASE, ranks=1, nodes=1)
@@ -319,7 +319,9 @@ def _foretold(job: Cluster, capsys: pytest.CaptureFixture[str]) -> str:
     return refused
 
 
-def test_unreadable_dense_checkpoint_is_no_job_that_is_done(cluster: Make, tmp_path: Path) -> None:
+def test_unreadable_dense_checkpoint_does_not_count_as_finished(
+    cluster: Make, tmp_path: Path
+) -> None:
     (tmp_path / 'latest_checkpointed_iteration.txt').write_text('ten')
     job = cluster(*BASE, '--load', str(tmp_path), ranks=1, nodes=1)
     job.flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
@@ -329,7 +331,7 @@ def test_unreadable_dense_checkpoint_is_no_job_that_is_done(cluster: Make, tmp_p
 
 
 @pytest.mark.parametrize('trouble', with_quick(UNREADABLE, 'an empty tracker file'))
-def test_what_cannot_be_read_of_the_dense_tier_ends_no_job_that_has_windows(
+def test_unreadable_dense_tier_does_not_end_a_job_with_windows(
     trouble: str, cluster: Make, reference: Callable, tmp_path: Path
 ) -> None:
     dense = tmp_path / 'dense'

@@ -31,7 +31,7 @@ def check(job: Cluster, expected: dict, attempt: int) -> None:
     assert 'are kept in this process only' not in job.output(attempt)
 
 
-def test_another_worker_dies_in_the_attempt_after_it(
+def test_another_death_after_a_refused_recovery_is_survived(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Host memory is as large as planned: what a recovery is judged by is in the plan."""
@@ -43,7 +43,7 @@ def test_another_worker_dies_in_the_attempt_after_it(
     assert job.events_of(Recovered)[-1].localized
 
 
-def test_all_start_again_from_disk(
+def test_whole_job_restarts_from_disk_after_a_refusal(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """An old window is all that is left on disk: on the way from it whole ones are captured."""

@@ -20,7 +20,7 @@ RESTLESS = '--sparse-ckpt-reorder-change 0 --sparse-ckpt-reorder-fraction 0.01'.
 
 
 @pytest.mark.parametrize('order', ORDERS)
-def test_recovery_from_a_window_of_any_order(
+def test_windows_of_any_order_are_recovered(
     order: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     capacity = '--moe-expert-capacity-factor 1.0'.split() if order == CAPACITY else []
@@ -56,7 +56,7 @@ def test_auto_window_is_measured(
 
 
 @pytest.mark.thorough
-def test_auto_window_follows_a_throttled_holder_and_comes_back(
+def test_auto_window_follows_a_throttled_holder_and_recovers(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """From 1 to what the rate demands, with a log that has room for it; exact, as ever."""

@@ -43,7 +43,7 @@ def saving(directory: Path) -> list[str]:
     ]
 
 
-def test_upstream_says_and_saves_what_it_does_without_us(
+def test_upstream_output_and_checkpoints_are_unchanged(
     cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     plain = cluster(*FLAGS, *saving(tmp_path / 'plain'), sparse=False, ranks=RANKS)
@@ -65,7 +65,7 @@ EVERY_ITERATION = [*FLAGS, '--log-interval', '1']  # the last of a flag counts
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('mutation', ['', 'metrics_of_a_replay_are_kept'])
-def test_log_lines_after_a_recovery_are_those_of_a_fault_free_run(
+def test_log_lines_after_a_recovery_match_a_fault_free_run(
     mutation: str, cluster: Callable[..., Cluster]
 ) -> None:
     """Losses of the router, which upstream sums up until it logs them, among them."""
@@ -83,7 +83,7 @@ TIMERS = '--timing-log-level 2 --timing-log-option all --logging-level 20'.split
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('fail_at', ['', '1:10:backward'])
-def test_the_simulator_reads_the_time_of_an_iteration_from_the_log_of_a_job(
+def test_simulator_reads_iteration_times_from_a_job_log(
     fail_at: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """No stage computes longer than the iteration lasts, however busy the machine is."""

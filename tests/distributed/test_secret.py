@@ -16,7 +16,7 @@ FLAGS = (
 
 
 @pytest.mark.parametrize('node_lost', [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_nodes_keep_the_one_that_was_drawn(
+def test_nodes_keep_the_drawn_secret(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], node_lost: bool
 ) -> None:
     """Who is replaced there knows it; who comes to another node makes all start again."""

@@ -87,7 +87,7 @@ def check_nothing_is_lost(job: Cluster) -> None:
 
 
 @pytest.mark.thorough
-def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
+def test_store_loss_loses_no_committed_iteration(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = job_in(store, cluster)
@@ -100,7 +100,7 @@ def test_when_the_store_dies_the_job_comes_back_with_all_that_was_committed(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_who_leaves_in_the_middle_of_a_window_loses_it(
+def test_exit_in_the_middle_of_a_window_loses_that_window(
     store: OutsideStore, cluster: Callable[..., Cluster]
 ) -> None:
     job = job_in(store, cluster)
@@ -148,7 +148,7 @@ class Nodes:
 
 
 @pytest.mark.launcher
-def test_job_goes_on_when_the_first_node_dies_with_its_agent(
+def test_job_survives_the_loss_of_the_first_node_and_its_agent(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = job_in(store, cluster)
@@ -169,7 +169,7 @@ def test_job_goes_on_when_the_first_node_dies_with_its_agent(
 
 
 @pytest.mark.thorough
-def test_agents_go_on_in_another_store(
+def test_torchrun_agents_continue_in_a_new_store(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = job_in(store, cluster)
@@ -189,7 +189,7 @@ def test_agents_go_on_in_another_store(
 
 
 @pytest.mark.thorough
-def test_the_launcher_goes_on_in_another_store(
+def test_launcher_continues_in_a_new_store(
     store: OutsideStore, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = job_in(store, cluster)

@@ -71,7 +71,7 @@ def test_two_agents_restart_their_own_workers(
 
 
 @pytest.mark.thorough
-def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
+def test_agent_restarts_its_worker_while_others_keep_their_state(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """One worker per node, static rendezvous: only the node that lost its worker starts one."""
@@ -99,7 +99,7 @@ def test_an_agent_restarts_its_worker_and_the_others_keep_their_state(
 
 
 @pytest.mark.thorough
-def test_a_job_that_is_terminated_says_where_its_windows_are(
+def test_terminated_job_prints_where_its_windows_are(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """As a scheduler does it when the time is up; no signal handler of upstream's is asked for."""
@@ -118,7 +118,7 @@ def test_a_job_that_is_terminated_says_where_its_windows_are(
 
 
 @pytest.mark.thorough
-def test_a_stopped_worker_is_killed_and_replaced(
+def test_stopped_worker_is_killed_and_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Its agent sees nothing of it; there is no other worker on its node."""
@@ -217,7 +217,7 @@ def test_help_shows_the_flags_in_a_group(cluster: Callable[..., Cluster]) -> Non
         ),
     ],
 )
-def test_upstream_is_left_alone_without_the_flag(
+def test_upstream_is_unmodified_without_the_flag(
     sparse: bool, expected: set[str], cluster: Callable[..., Cluster]
 ) -> None:
     job = cluster('--bf16', '--train-iters', '1', sparse=sparse, ranks=1)

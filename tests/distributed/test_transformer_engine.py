@@ -31,7 +31,7 @@ AT_FULL_RATE = ('--lr-warmup-iters', '0')
 
 
 @pytest.mark.thorough
-def test_whole_job_and_localized_recovery(
+def test_whole_job_and_localized_recovery_match_a_fault_free_run(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     expected = reference(*PLAIN, stand_in=TRANSFORMER_ENGINE)
@@ -47,7 +47,7 @@ def test_whole_job_and_localized_recovery(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('variant', ['transformer_engine'])
-def test_survivor_counts_steps_anew_when_it_replays_from_the_start(
+def test_survivor_resets_step_counts_for_a_replay_from_the_start(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], variant: str
 ) -> None:
     expected = reference(*PLAIN, *AT_FULL_RATE, stand_in=f'{VARIANTS}:{variant}')
@@ -63,7 +63,7 @@ GENERATORS = f'{VARIANTS}:generators_tracked'
 
 
 @pytest.mark.thorough
-def test_random_numbers_of_generators_that_live_on(
+def test_tracked_generators_are_restored_in_place(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """With `--te-rng-tracker` states are no tensors."""
@@ -79,7 +79,7 @@ def test_random_numbers_of_generators_that_live_on(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_generators_that_are_not_restored_show(
+def test_generators_not_restored_change_the_bits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     expected = reference(*PLAIN, *DRAWS, stand_in=GENERATORS)
@@ -89,7 +89,7 @@ def test_generators_that_are_not_restored_show(
 
 
 @pytest.mark.thorough
-def test_first_expert_of_a_group_may_thaw_after_others(
+def test_first_expert_of_a_group_may_thaw_last(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """The group asks it whether gradients are wanted."""
@@ -101,7 +101,7 @@ def test_first_expert_of_a_group_may_thaw_after_others(
 
 
 @pytest.mark.thorough
-def test_weight_gradients_that_are_computed_later(
+def test_delayed_weight_gradients_are_recovered(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """Those of frozen experts are not: nothing was put aside for them."""
@@ -114,7 +114,7 @@ def test_weight_gradients_that_are_computed_later(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_asking_frozen_layers_for_delayed_gradients_is_noticed(
+def test_delayed_gradients_of_frozen_layers_raise(
     cluster: Callable[..., Cluster],
 ) -> None:
     broken = cluster(*FLAGS, *IN_TURNS)
@@ -136,7 +136,7 @@ def test_asking_frozen_layers_for_delayed_gradients_is_noticed(
         ('experts_frozen_one_by_one', '1:8:backward', ()),
     ],
 )
-def test_leaving_out_what_transformer_engine_needs_is_noticed(
+def test_omitting_a_step_for_transformer_engine_changes_the_bits(
     cluster: Callable[..., Cluster],
     reference: Callable[..., dict],
     mutation: str,
@@ -151,7 +151,7 @@ def test_leaving_out_what_transformer_engine_needs_is_noticed(
 
 
 @pytest.mark.thorough
-def test_windows_captured_after_a_dense_restart(
+def test_windows_capture_tensors_replaced_by_a_dense_load(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
     """Loading a dense checkpoint replaces the tensors of the optimizer."""

@@ -35,7 +35,7 @@ def lose_a_node(job: Cluster, mutation: str = '') -> Cluster:
 
 
 @pytest.mark.thorough
-def test_a_peer_is_the_only_source(
+def test_twin_is_the_only_source_of_a_window(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = lose_a_node(cluster(*FLAGS, *PROTECTED))
@@ -49,7 +49,7 @@ def test_a_peer_is_the_only_source(
 
 @pytest.mark.mutation
 @pytest.mark.thorough
-def test_what_is_a_peers_own_is_not_taken_for_that_of_the_lost_rank(
+def test_using_the_own_part_of_a_twin_changes_the_bits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """With its random numbers the bits are others."""
@@ -58,7 +58,7 @@ def test_what_is_a_peers_own_is_not_taken_for_that_of_the_lost_rank(
 
 
 @pytest.mark.thorough
-def test_a_stage_comes_back_from_a_peer(
+def test_stage_recovers_from_a_twin(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """One worker dies with the memory of its node; its stage replays, with its peer's copy."""

@@ -29,7 +29,7 @@ CASES = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('case', with_quick(CASES, 'stage without experts'))
-def test_replacement_has_the_parameter_groups_of_the_lost_worker(
+def test_replacement_has_the_lost_workers_parameter_groups(
     case: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     setup, fail_at = CASES[case]

@@ -119,7 +119,7 @@ def test_recovered_run_has_the_bits_of_a_fault_free_run(
 
 
 @pytest.mark.thorough
-def test_windows_of_one_iteration_go_on_after_a_recovery(
+def test_one_iteration_windows_continue_after_a_recovery(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """The new plan's first window would begin with the one that the job came back from."""
@@ -133,7 +133,7 @@ def test_windows_of_one_iteration_go_on_after_a_recovery(
 
 
 @pytest.mark.thorough
-def test_nodes_that_change_places_keep_nothing_for_the_ranks_they_had(
+def test_swapped_nodes_drop_windows_of_their_former_ranks(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """As in a job that goes back to the queue, and gets its nodes in another order."""
@@ -175,7 +175,7 @@ def test_lost_node_is_recovered_from_replicas(
 
 
 @pytest.mark.thorough
-def test_death_during_recovery_and_again_right_after_it(
+def test_deaths_during_and_right_after_a_recovery_are_survived(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '5')
@@ -200,7 +200,7 @@ def test_death_before_the_first_window_starts_over(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize('delay_s', [0.05, 0.21])
-def test_everything_killed_at_an_arbitrary_moment(
+def test_job_killed_at_an_arbitrary_moment_recovers(
     delay_s: float, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
@@ -225,7 +225,9 @@ def test_skipped_steps_are_replayed_as_skips(cluster: Callable[..., Cluster]) ->
 
 
 @pytest.mark.thorough
-def test_steps_on_both_sides_of_a_failure_are_skipped(cluster: Callable[..., Cluster]) -> None:
+def test_skipped_steps_on_both_sides_of_a_failure_are_restored(
+    cluster: Callable[..., Cluster],
+) -> None:
     job = cluster(*_flags(FP16_HYSTERESIS), sparse=False)
     job.finish()
     assert {5, 6} <= skipped_in(job)
@@ -249,7 +251,7 @@ MUTATIONS = {
 
 @pytest.mark.mutation
 @pytest.mark.parametrize('mutation', with_quick(MUTATIONS))
-def test_leaving_out_a_step_of_recovery_is_noticed(
+def test_omitting_a_step_of_whole_job_recovery_changes_the_bits(
     mutation: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     flags = MUTATIONS[mutation]
@@ -261,7 +263,7 @@ def test_leaving_out_a_step_of_recovery_is_noticed(
 
 
 @pytest.mark.thorough
-def test_a_wrong_bit_behind_the_newest_capture_shows_in_loss_and_norm(
+def test_wrong_bit_after_the_newest_capture_shows_in_loss_and_norm(
     cluster: Callable[..., Cluster],
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3')
@@ -273,7 +275,7 @@ def test_a_wrong_bit_behind_the_newest_capture_shows_in_loss_and_norm(
 
 
 @pytest.mark.thorough
-def test_whole_job_on_request(
+def test_whole_job_recovery_can_be_requested(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     job = cluster(*BASE, '--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'whole-job')
