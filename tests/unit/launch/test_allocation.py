@@ -106,7 +106,7 @@ def test_failed_requeue_leaves_the_job_unchanged(
     monkeypatch.setenv('SLURM_JOB_ID', '42')
     history = History()
     history.note(NodeLost('b', 0, 'x'))
-    go_back(history)
+    go_back(history, lambda ranks: ranks)
     assert 'update' not in (programs / 'scontrol.asked').read_text()
     assert 'scontrol requeue 42 failed. Submit the job again' in ''.join(capfd.readouterr())
 
