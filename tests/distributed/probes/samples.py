@@ -24,8 +24,8 @@ def record() -> None:
     began = time.time_ns()
     iteration: list[int] = []
 
-    def with_index(self: Any, index: Any) -> Any:
-        return {**item(self, index), _INDEX: torch.tensor(-1 if index is None else int(index))}
+    def with_index(self: Any, idx: Any) -> Any:
+        return {**item(self, idx), _INDEX: torch.tensor(-1 if idx is None else int(idx))}
 
     def stepped(self: Any, train_step: Any, committed: int) -> Any:
         def noting(**keywords: Any) -> Any:
