@@ -14,14 +14,14 @@ def training_waits_for_the_disk() -> None:
     """Iteration 6 begins when some window is on all disks, iteration 9 when window 6 is."""
     begin = SparseCheckpointer.begin
 
-    def waiting(self, iteration, state):
+    def waiting(self, iteration, *given):
         wanted = {5: 0, 8: 6}.get(iteration, -1)
         deadline = time.monotonic() + _DEADLINE_S
         while _newest(self) < wanted:
             if time.monotonic() > deadline:
                 raise TimeoutError(f'window {wanted} is not on all disks')
             time.sleep(0.01)
-        begin(self, iteration, state)
+        begin(self, iteration, *given)
 
     SparseCheckpointer.begin = waiting
 

@@ -22,12 +22,12 @@ def states_are_noted() -> None:
     begin, load, forward = SparseCheckpointer.begin, TrainingState.load, TopKRouter.forward
     routed: dict[int, torch.Tensor] = {}
 
-    def capturing(self, iteration, state):
+    def capturing(self, iteration, *given):
         tokens = [routed[layer].tolist() for layer in sorted(routed)]
         _note(self._identity.rank, {'routed': iteration, 'tokens': tokens})
         routed.clear()
         _note(self._identity.rank, {'captures': iteration, 'states': _states(self._operators)})
-        begin(self, iteration, state)
+        begin(self, iteration, *given)
 
     def loading(self, header, payload, context):
         load(self, header, payload, context)

@@ -49,10 +49,10 @@ _iteration = -1
 def _note_iterations() -> None:
     begin = SparseCheckpointer.begin
 
-    def noting(self, iteration, state):
+    def noting(self, iteration, *given):
         global _iteration
         _iteration = iteration
-        begin(self, iteration, state)
+        begin(self, iteration, *given)
 
     SparseCheckpointer.begin = noting
 
@@ -92,9 +92,9 @@ def holders_of_rank_1_are_slow_for_a_while() -> None:
     begun = deque([time.perf_counter()], maxlen=10)
     largest = 0
 
-    def noting(self, iteration, state):
+    def noting(self, iteration, *given):
         begun.append(time.perf_counter())
-        begin(self, iteration, state)
+        begin(self, iteration, *given)
 
     def slow(self, owner, file, slot, *args):
         nonlocal largest
