@@ -33,11 +33,11 @@ def late_replicas_of_rank_1_and_a_failed_capture_on_rank_2() -> None:
     if os.environ['RANK'] == '2':
         capture = SparseCheckpointer._capture
 
-        def failing(self, window, slot, iteration, state):
+        def failing(self, window, slot, iteration, *given):
             if iteration >= _FAILED_CAPTURE and not failing.done:
                 failing.done = True
                 raise ValueError('a capture that fails')
-            capture(self, window, slot, iteration, state)
+            capture(self, window, slot, iteration, *given)
 
         failing.done = False
         SparseCheckpointer._capture = failing
