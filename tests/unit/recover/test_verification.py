@@ -118,6 +118,17 @@ def test_what_an_evaluation_leaves_is_no_difference(
     verification.check(6)
     assert verification.result()[:2] == (2, 6) and verification.result().differing == ()
 
+    def loaded(folder: str) -> tuple[str, ...]:
+        """Differences of a recovery from a window that a cut-off recovery has captured again."""
+        (tmp_path / folder).mkdir()
+        verification = Verification(headers, slices())
+        verification.loaded(captured(tmp_path / folder, slices(), 0))
+        return verification.result().differing
+
+    assert loaded('same') == ()
+    state['expert.0.master'].view(torch.uint8)[5] ^= 1
+    assert loaded('other') == ('expert.0 from iteration 6',)
+
 
 def test_without_a_newer_capture_nothing_is_claimed(state: dict[str, torch.Tensor]) -> None:
     verification = Verification((), slices_of(state))
