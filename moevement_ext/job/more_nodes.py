@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a job does that cannot go on with the nodes it has: it waits, or asks to be started again.
+"""Waits for nodes, or asks for another start, if the job cannot continue with the nodes it has.
 
 `torchrun --nnodes MIN:MAX` restarts all workers when a node joins, so they only have to be there.
 Launchers of this package, and Slurm, start a job with a fixed number of nodes: they are told how

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real launchers restart a job with another number of ranks, and it resumes in another layout.
 
-What it comes to is compared with plain Megatron, which goes through the same layouts from one dense
-checkpoint to the next.
+The final state is compared with that of plain Megatron, which goes through the same layouts from
+one dense checkpoint to the next.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -82,17 +82,8 @@ def test_torchrun_continues_on_fewer_nodes_and_grows_again(
     job: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
     """The node that is lost comes back while two ranks train."""
-    launch = elastic_launch()
-    logs = [job.directory / f'agent{number}.log' for number in range(3)]
     stall = tmp_path / 'stall'
-    env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
-    with ExitStack() as stack:
-        first, second, third = (
-            lambda number=number, node=node: stack.enter_context(
-                agent(launch, job.flags, logs[number], MOEVEMENT_NODE=node, **env)
-            )
-            for number, node in enumerate(('node0', 'node1', 'node1'))
-        )
+    with agents_of(job, stall) as (logs, (first, second, third)):
         agents = [first(), second()]
         hold_at_window(3, job, 4, stall, logs)
         kill(agents.pop())
@@ -109,17 +100,8 @@ def test_torchrun_continues_on_fewer_nodes_and_grows_again(
 def test_exact_job_waits_for_its_lost_node(
     exact: Cluster, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
-    launch = elastic_launch()
-    logs = [exact.directory / f'agent{number}.log' for number in range(3)]
     stall = tmp_path / 'stall'
-    env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
-    with ExitStack() as stack:
-        first, second, third = (
-            lambda number=number, node=node: stack.enter_context(
-                agent(launch, exact.flags, logs[number], MOEVEMENT_NODE=node, **env)
-            )
-            for number, node in enumerate(('node0', 'node1', 'node1'))
-        )
+    with agents_of(exact, stall) as (logs, (first, second, third)):
         agents = [first(), second()]
         hold_at_window(3, exact, 4, stall, logs)
         kill(agents.pop())
@@ -129,6 +111,24 @@ def test_exact_job_waits_for_its_lost_node(
         for process in agents:
             assert process.wait(START_S) == 0, tails(logs)
     assert_as_never_interrupted(exact, cluster)
+
+
+@contextmanager
+def agents_of(job: Cluster, stall: Path) -> Iterator[tuple[list[Path], list[Callable]]]:
+    """Logs and start functions of three agents: one on the first node, two on the second."""
+    launch = elastic_launch()
+    logs = [job.directory / f'agent{number}.log' for number in range(3)]
+    env = {'MOEVEMENT_STALL_FILE': str(stall), 'TORCH_DISABLE_SHARE_RDZV_TCP_STORE': '1'}
+    with ExitStack() as stack:
+        yield (
+            logs,
+            [
+                lambda log=log, node=node: stack.enter_context(
+                    agent(launch, job.flags, log, MOEVEMENT_NODE=node, **env)
+                )
+                for log, node in zip(logs, ('node0', 'node1', 'node1'), strict=True)
+            ],
+        )
 
 
 def elastic_launch() -> list[str]:
