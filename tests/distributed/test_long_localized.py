@@ -244,7 +244,8 @@ def test_all_stages_roll_back_together(
 PEERS = f'--bf16 --pipeline-model-parallel-size 2 {UNTIED} --train-iters 26'.split()
 COPIES = (
     Fault('copied from its peer', '1:8:forward', verified=False),
-    Fault('the peer that was copied from', '0:12:step', verified=False),
+    # Not in a step: the other peer may still be waiting for the norms then, and replays, too.
+    Fault('the peer that was copied from', '0:12:forward', verified=False),
     Fault('both peers', '0:17:forward,1:17:forward'),
     Fault('all of a stage, and the memory of its node', '2:23:forward,3:23:forward', False),
 )
@@ -265,7 +266,7 @@ def test_lost_peers_and_nodes(
     recovered = job.events_of(Recovered, rank=1)[-2:]
     assert [event.stages for event in recovered] == [[0], [1]]
     copies = [event.copied for event in job.events_of(Recovered, rank=1) if event.copied]
-    assert copies == [[1], [0]]
+    assert copies[:2] == [[1], [0]]  # rank 3 copies, too, if rank 2 dies later
 
 
 # Flags; faults.
