@@ -329,8 +329,8 @@ def test_collectives_that_fail_like_nccl(
     hang = job.events_of(FailureDetected, rank=0)[0]
     assert 'has waited for others for 1' in hang.reason
     costs_nothing = job.events_of(Recovered, rank=0)[0]
-    # A busy machine may have kept rank 3 from committing: it is behind all others, and replaced.
+    # A busy machine may have kept one rank from committing: it is behind all others, and replaced.
     assert costs_nothing.replacements == costs_nothing.stages
-    assert costs_nothing.stages in ([], [3])
-    if not costs_nothing.stages:  # only the first process of rank 3 loses its GPU
+    assert costs_nothing.stages in ([], [0], [1], [3]), 'the rank that hangs is not behind'
+    if costs_nothing.stages != [3]:  # only the first process of rank 3 loses its GPU
         assert 'its GPU is lost: CUDA error' in job.output(0)
