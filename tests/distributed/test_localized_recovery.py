@@ -240,8 +240,10 @@ def test_unaffected_stages_do_not_recompute(cluster: Callable[..., Cluster]) -> 
     ]
     for rank in (0, 2, 3):
         assert 12 * per_iteration <= counts[rank][0] <= 13 * per_iteration
-    # Iterations 7 and 8 once more, with the window of 6 to 8; then 9 to 12.
-    assert counts[1] == [6 * per_iteration]
+    # 7 and 8 once more, with the window of 6 to 8; on a slow machine 4 to 8, with that of 3 to 5.
+    [recovered] = job.events_of(Recovered, 1)
+    assert (recovered.target, recovered.replayed) in {(8, 2), (8, 5)}
+    assert counts[1] == [(recovered.replayed + 4) * per_iteration]
 
 
 @pytest.mark.parametrize('phase', with_quick(EVALUATION_AND_SAVE))
