@@ -23,20 +23,23 @@ _TRAINING = (
 ).split()
 
 
-def training_flags(data: Path, ranks: int, iterations: int, precision: str = 'bf16') -> list[str]:
+def training_flags(
+    data: Path, ranks: int, iterations: int, precision: str | None = None
+) -> list[str]:
     """Flags of plain Megatron.
 
     Args:
         data: prefix of the text.
         ranks: one of `RANKS`.
         iterations: number of iterations to train.
-        precision: one of `precisions.FLAGS`.
+        precision: a key of `precisions.FLAGS` or `NATIVE`; None: `models.native_precision`.
     """
+    kind = (precisions.FLAGS | precisions.NATIVE)[precision or models.native_precision()]
     return [
         *_MODEL.flags(),
         *models.TRAINING,
         *_TRAINING,
-        *precisions.FLAGS[precision].split(),
+        *kind.split(),
         *models.TEXT,
         *models.NO_EVALUATION,
         *('--pipeline-model-parallel-size', str(ranks // NODES)),

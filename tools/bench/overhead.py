@@ -41,7 +41,7 @@ from tools.bench.overhead_report import (
     OverheadReport,
     Run,
 )
-from tools.lab import precisions
+from tools.lab import models, precisions
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.cpu_clock import CpuClock
@@ -72,9 +72,9 @@ class Bench(NamedTuple):
     against: Path | None = None
     """Another checkout of this project."""
     precision: str = BF16
-    """One of `FORMATS`."""
+    """One of `FORMATS`, or of `precisions.NATIVE`."""
     stand_ins: bool | None = None
-    """False: all ranks use the first GPU and Transformer Engine. None: only bf16 is measured."""
+    """False: all ranks use the first GPU and Transformer Engine. None: native precision alone."""
 
     @property
     def variants(self) -> list[str]:
@@ -100,7 +100,7 @@ class Bench(NamedTuple):
                 flags += ['--sparse-ckpt-events', str(folder / 'events')]
             found = train(self._launch(variant, folder, flags), sample, Launcher.TORCHRUN)
         log = found.log
-        if len(log.iterations) != self.iterations and self.precision == BF16:
+        if len(log.iterations) != self.iterations and self.stand_ins is None:
             raise LabError(f'{variant}: {len(log.iterations)} of {self.iterations} iterations')
         on_disk = len({window.start for window in kind_of(found.events, WindowOnDisk)})
         if variant == DISK and not on_disk:
@@ -229,7 +229,8 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
         data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against,
         stand_ins=stand_ins,
     )  # fmt: skip
-    rounds: dict[str, list[list[Run]]] = {name: [] for name in args.precision or [BF16]}
+    measured = args.precision or [models.native_precision()]
+    rounds: dict[str, list[list[Run]]] = {name: [] for name in measured}
     for number in range(1, args.rounds + 1):
         for name, done in rounds.items():
             (folder := output / name.replace(', ', '-')).mkdir(parents=True, exist_ok=True)

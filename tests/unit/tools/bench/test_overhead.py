@@ -22,7 +22,7 @@ from tools.bench.overhead_report import (
     OverheadReport,
     Run,
 )
-from tools.lab import precisions
+from tools.lab import models, precisions
 from tools.lab.figures import Spread
 from tools.lab.launch import PROGRAM, ROOT, Launch
 from tools.lab.run_log import RunLog, parse_log
@@ -166,6 +166,12 @@ def test_the_losses_of_the_last_tenth_are_averaged() -> None:
     assert overhead_report.final_loss(log_of(*falling), 20) == 1.5
     assert overhead_report.final_loss(log_of(*falling[:5]), 5) == 16
     assert overhead_report.final_loss(log_of(*falling[:19], float('nan')), 20) is None
+
+
+def test_a_cpu_that_emulates_bf16_trains_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    for precision, given in {'bf16': True, 'fp32': False}.items():
+        monkeypatch.setattr(models, 'native_precision', lambda found=precision: found)
+        assert ('--bf16' in model.training_flags(Path('text'), 2, 12)) is given
 
 
 def test_all_configurations_of_the_paper_are_trained() -> None:
