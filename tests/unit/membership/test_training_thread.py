@@ -361,7 +361,8 @@ def test_busy_but_healthy_survivor_is_not_replaced(
     busy_s: float, replaced: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels that it had queued still run when its collectives have been aborted."""
-    queue, ended = Queue(600, 0), []
+    queue = Queue(600, 0)
+    ended: list[float] = []
     put_on_gpu(queue, monkeypatch)
     monkeypatch.setattr(standstill, 'time', clock)
     monkeypatch.setattr(standstill, 'replace_this_process', lambda *_: ended.append(clock.now))
