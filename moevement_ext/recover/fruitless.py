@@ -5,9 +5,10 @@ An error that looks like a lost peer may be this rank's own: a data server that 
 reader of stdout, a call that NCCL or gloo rejects. All ranks count such recoveries alike, until an
 iteration is committed or another window is tried. The launchers count recoveries from a death.
 
-After `MOST` recoveries the rank whose own error came first ends with this error and is replaced;
-the other ranks only received the news. If this does not help, the whole job restarts, and the rank
-ends with its error again, until the launcher gives up the job.
+After `MOST` recoveries (`MOST_WITHOUT_MEMORY` if its GPU is full) the rank whose own error came
+first ends with this error and is replaced; the other ranks only received the news. If this does not
+help, the whole job restarts, and the rank ends with its error again, until the launcher gives up
+the job.
 """
 
 import logging
@@ -17,12 +18,16 @@ from collections.abc import Callable, Sequence
 
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
+from moevement_ext.recover.lost_peer import in_words, lacks_gpu_memory
 from moevement_ext.recover.verdict import Verdict, WholeJob
 
 logger = logging.getLogger(__name__)
 
 MOST = 4
 """One more than the tries before an older window (see `sources.TRIES`)."""
+
+MOST_WITHOUT_MEMORY = 2
+"""Unused GPU memory is freed before each recovery: only a new process can free more."""
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 4.0
 _POLL_S = 0.02
@@ -59,16 +64,20 @@ class Fruitless:
         Raises this rank's own error if the rank must end.
         """
         error, self._error = self._error, None
-        survivors = [report.fruitless for report in reports if report.survivor]
-        self.count = min(survivors, default=0)
+        survivors = [report for report in reports if report.survivor]
+        # A replay that goes on counts nothing, and may wait for the failing rank at its end.
+        left = (report.fruitless for report in survivors if report.under_way is None)
+        self.count = min(left, default=0)
         if len(survivors) < len(reports):  # a lost process is the reason
             self.count = max(self.count - 1, 0)
             return verdict
         blamed = any(report.own_error for report in reports)
         if self.count >= (2 * MOST if blamed else MOST):
             verdict = WholeJob(f'{self.count} recoveries in a row have brought nothing')
-        if error is not None and (isinstance(verdict, WholeJob) or self.count == MOST):
-            logger.error('sparse checkpointing: this rank ends with its own error: %r', error)
+        full = error is not None and lacks_gpu_memory(error) and self.count >= MOST_WITHOUT_MEMORY
+        if error is not None and (isinstance(verdict, WholeJob) or self.count == MOST or full):
+            said = in_words(error) if full else repr(error)
+            logger.error('sparse checkpointing: this rank ends with its own error: %s', said)
             raise error
         return verdict
 

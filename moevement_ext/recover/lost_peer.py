@@ -14,15 +14,19 @@ _PLACE_IN_GLOO = re.compile(r'^\[[^\]]*\.(?:cc|h):\d+\]\s*')
 _ADVICE_OF_GLOO = re.compile(
     r'\s*This (?:is probably due|may be|could be)\b.*|\s*GLHF!.*', re.DOTALL
 )
+# The line of NCCL's last error that torch quotes: CUDA's words, or NCCL's own after them.
+_NO_MEMORY = re.compile('.*(?:out of memory|Failed to CUDA [cm]alloc).*')
 _LONGEST = 300
 
 
 def in_words(error: BaseException) -> str:
     """Format an exception for the log; a lost connection is no defect of the program.
 
-    Gloo's source locations and advice are removed.
+    Gloo's source locations and advice are removed, and all that NCCL adds to a lack of memory.
     """
     lines = str(error).splitlines() or ['no reason given']
+    if full := _no_gpu_memory(error):
+        lines = [f'no GPU memory for a communicator: {full}']
     text = _ADVICE_OF_GLOO.sub('', _PLACE_IN_GLOO.sub('', lines[0]))
     text = ''.join(letter for letter in text if letter.isprintable() and ord(letter) < 0xE000)
     text = text.strip()[:_LONGEST]
@@ -41,3 +45,13 @@ def lost_peer(error: BaseException) -> bool:
     if isinstance(error, known):
         return True
     return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()
+
+
+def lacks_gpu_memory(error: BaseException) -> bool:
+    """Return True if NCCL had no memory for a communicator, in `renew` or an operation."""
+    return bool(_no_gpu_memory(error))
+
+
+def _no_gpu_memory(error: BaseException) -> str:
+    found = isinstance(error, RegroupError | DistError) and _NO_MEMORY.search(str(error))
+    return found[0] if found else ''

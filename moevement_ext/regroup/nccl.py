@@ -107,8 +107,14 @@ class Nccl:
         Communicators allocate outside torch's allocator, which has grown since they were
         first created: a full GPU has no room for new communicators.
         """
+        kept = torch.cuda.memory_reserved()
         gc.collect()
         torch.cuda.empty_cache()
+        if freed := kept - torch.cuda.memory_reserved():
+            logger.warning(
+                'sparse checkpointing: freed %d MiB of unused GPU memory for new communicators',
+                freed // 2**20,
+            )
 
     def forget(self, store: Store, rank: int) -> None:
         """Do nothing: NCCL's few keys have unique names and stay in the store."""

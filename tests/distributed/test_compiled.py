@@ -2,7 +2,10 @@
 """Jobs as a user runs them: what upstream compiles is compiled and fused, with dropout in it."""
 
 import os
+import time
+from collections.abc import Collection
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 
@@ -13,16 +16,18 @@ from tools.gpu_check import four_rank, one_rank
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.training import Kill, Trials, compare
 from tools.lab import models
-from tools.lab.evidence import Tier, kind_of
+from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
+from tools.lab.evidence import Recovery, Tier, kind_of, recovery
 from tools.lab.four_ranks import WORLD_SIZE, training_flags
-from tools.lab.launch import ROOT
+from tools.lab.job import Job
+from tools.lab.launch import ROOT, Launch
 from tools.lab.trained import Trained
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1800)]
 
 SOON = """
 import sys
-if 'pretrain_gpt.py' in ' '.join(sys.orig_argv):
+if any(program in ' '.join(sys.orig_argv) for program in ('pretrain_gpt.py', 'fused_loop.py')):
     import torch._dynamo.config
     torch._dynamo.config.recompile_limit = 2
 """
@@ -32,20 +37,34 @@ OTHERS = """--num-layers 2 --moe-layer-freq [0,1] --ffn-hidden-size 96 --squared
  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
  --rampup-batch-size 8 8 64""".split()
 """Other compiled functions: a dense layer, shared experts, batches that grow, and recomputation."""
+LOOP = """
+import torch
+torch.use_deterministic_algorithms(True)
+from examples.own_loop import main
+from tests.distributed.mutations.own_loop import fused
+fused()
+if __name__ == '__main__':
+    main()
+"""
+"""The example of a loop with `attach`, deterministic and fused."""
 FLAGS = '--attention-dropout 0.1 --hidden-dropout 0.1 --deterministic-mode'.split()
 
 
-def as_users_run(folder: Path, memory: Path, flags: list[str], nodes: int, window: int) -> Trials:
-    """Jobs with dynamo on and the fusions that run on a CPU at their defaults."""
+def compiling(folder: Path) -> dict[str, str]:
+    """Variables of jobs with dynamo on."""
     (folder / 'sitecustomize.py').write_text(SOON)
-    compiled = {
+    return {
         'PYTHONPATH': os.pathsep.join([str(folder), str(ROOT)]),
         'TORCHDYNAMO_DISABLE': '0',
         'TORCHINDUCTOR_CACHE_DIR': str(folder / 'cache'),
     }
+
+
+def as_users_run(folder: Path, memory: Path, flags: list[str], nodes: int, window: int) -> Trials:
+    """Jobs with dynamo on and the fusions that run on a CPU at their defaults."""
     fused = [flag for flag in flags if flag not in COMPILED]
     settings = Settings(folder, memory, gpu=False)
-    return Trials(settings, folder, [*fused, *FLAGS], nodes, window, variables=compiled)
+    return Trials(settings, folder, [*fused, *FLAGS], nodes, window, variables=compiling(folder))
 
 
 def compared(trials: Trials, folder: Path, kill: Kill) -> Trained:
@@ -80,3 +99,49 @@ def test_localized_replay_matches_the_bits_of_compiled_functions(tmp_path: Path)
     found = [event for event in kind_of(killed.events, Recovered) if event.replayed]
     assert sum(event.verified for event in found) and not any(event.differing for event in found)
     assert any(event.iterations for event in found), 'no loss was compared'
+
+
+@pytest.mark.parametrize(
+    ('victims', 'tier'),
+    [([1], Tier.LOCALIZED), ([0, 1, 2], Tier.WHOLE_JOB)],
+    ids=['one stage', 'all'],
+)
+def test_own_loop_matches_the_bits_of_compiled_functions(
+    victims: list[int], tier: Tier, tmp_path: Path
+) -> None:
+    data = models.prepare_text(tmp_path / 'data', megabytes=1)
+    (tmp_path / 'fused_loop.py').write_text(LOOP)
+    undisturbed, _ = run_own_loop(tmp_path / 'undisturbed', data)
+    assert list((tmp_path / 'cache').rglob('*.so')), 'nothing was compiled'
+    killed, found = run_own_loop(tmp_path / 'killed', data, victims)
+    assert kinds_of_difference(undisturbed, killed) == []
+    assert found is not None and found.tier is tier and found.replayed
+
+
+def run_own_loop(
+    folder: Path, data: Path, victims: Collection[int] = ()
+) -> tuple[StateDigest, Recovery | None]:
+    """Final state of a job of three stages that loses `victims`, and its recovery."""
+    digest = folder / 'digest.json'
+    with tmpfs_directory() as memory:
+        launch = Launch(
+            folder,
+            [
+                *('--data', str(data), '--iterations', '20', '--digest', str(digest)),
+                *('--dir', str(memory), '--run-id', 'fused', '--events', str(folder / 'events')),
+            ],
+            nodes=3,
+            workers_per_node=1,
+            max_restarts=len(victims),
+            fork=True,
+            variables=compiling(folder.parent),
+            program_file=str(folder.parent / 'fused_loop.py'),
+        )
+        with Job(launch) as job:
+            hurt_at = None
+            while job.running():
+                if hurt_at is None and victims and 'iteration 11/' in job.text():
+                    hurt_at = job.send(victims, SIGKILL)
+                time.sleep(0.1)
+            found = hurt_at and recovery(job.events(), job.pids(), hurt_at, [])
+    return read_digest(digest), found or None

@@ -206,15 +206,18 @@ def test_data_parallel_peer_may_die_in_the_next_iteration(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize('clip', ['0.5', '0'])
 def test_stage_recovers_after_its_node_loses_its_memory(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+    clip: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    flags = flags_of(BASE)
+    """The replicas of the last stage's windows have the losses, even if no norm is computed."""
+    flags = flags_of(f'{BASE} --clip-grad {clip}')
     job = cluster(*flags, '--sparse-ckpt-window', '3')
     lost = '2:8:forward,3:8:forward'
     assert job.survive(fail_at=lost, wipe=[1]) == victims(lost)
     assert differences(reference(*flags), read_digest(job)) == []
     check_localized(job)
+    assert job.events_of(Recovered, rank=3)[0].iterations
 
 
 @pytest.mark.thorough

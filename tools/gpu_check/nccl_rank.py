@@ -30,6 +30,9 @@ _BLOCKED_S = 1.0
 # Time within which NCCL notices a closed connection.
 _NOTICED_S = 5.0
 _POLL_S = 0.05
+# Time within which threads of replaced groups end; watchdogs look every 0.1 s.
+_SETTLED_S = 2.0
+_UNCHANGED_S = 0.3
 _ELEMENTS = 1 << 20
 _MIB = 1 << 20
 
@@ -137,7 +140,7 @@ class Rank:
             left_open=left_open,
             unblock_s=unblock_s,
             renew_s=self._renew(cycle),
-            resources=self._resources(),
+            resources=self._settled_resources(),
         )
         self._store.set(f'measured/{cycle}/{self._trial.rank}', _encoded(measured))
         self._store.set(f'renewed/{cycle}/{self._trial.rank}', '')
@@ -230,6 +233,18 @@ class Rank:
     def _synchronize(self) -> None:
         if self._gpu:
             torch.cuda.synchronize()
+
+    def _settled_resources(self) -> dict[str, float]:
+        """Resources once the replaced groups have released theirs, or after a while."""
+        self._process_groups.await_destruction()
+        deadline = time.monotonic() + _SETTLED_S
+        before: dict[str, float] = {}
+        while (now := self._resources())['threads'] != before.get('threads'):
+            if time.monotonic() > deadline:
+                break
+            before = now
+            time.sleep(_UNCHANGED_S)
+        return now
 
     def _resources(self) -> dict[str, float]:
         process = psutil.Process()

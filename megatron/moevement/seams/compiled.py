@@ -50,9 +50,10 @@ def make_repeatable(deterministic: bool, warns: bool) -> None:
     compiles = os.environ.get('TORCHDYNAMO_DISABLE') != '1'
     if warns and not deterministic and (compiles or torch.cuda.is_available()):
         logger.warning(
-            'sparse checkpointing: without --deterministic-mode a recovery may end in other bits '
-            'than training without the failure: kernels may add in another order or be selected '
-            'again, and compiled functions draw other random numbers.'
+            'sparse checkpointing: without --deterministic-mode (in a loop of your own: '
+            'torch.use_deterministic_algorithms) a recovery may end in other bits than training '
+            'without the failure: kernels may add in another order or be selected again, and '
+            'compiled functions draw other random numbers.'
         )
     if not compiles:
         return

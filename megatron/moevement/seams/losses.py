@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies the loss of each iteration on this rank to the host, without a wait of training.
+"""Copies the loss of each iteration on this rank to the host.
 
 Wraps the schedules that `get_forward_backward_func` chooses from; on the last stage they return the
-result of the loss function for each micro-batch. The copy runs after the backward pass, and is
-complete long before the update has waited for the gradient norm.
+result of the loss function for each micro-batch. The copy runs after the backward pass. A reader
+waits for it, which costs nothing: it reads when the update is queued, and upstream's `train_step`
+then waits for the update itself.
 Checked against megatron-core 0.19.2.
 """
 
@@ -37,11 +38,13 @@ class Losses:
     def newest(self) -> float | None:
         """Mean of the iteration's first kind of loss over the micro-batches of this rank.
 
-        None on all stages but the last, in an iteration whose passes are recorded as one graph,
-        and if the copy is not complete yet.
+        None on all stages but the last, and in an iteration whose passes are recorded as one
+        graph. Waits for the backward pass.
         """
-        if not self._micro_batches or (self._arrived and not self._arrived.query()):
+        if not self._micro_batches:
             return None
+        if self._arrived:  # without clipping nothing has waited for the device yet
+            self._arrived.synchronize()
         values = self._host.view(self._micro_batches, -1).tolist()
         over = fsum(value[1] for value in values) if len(values[0]) == 2 else len(values)
         return fsum(value[0] for value in values) / over if over else None
@@ -64,7 +67,7 @@ class Losses:
         self._host.copy_(found, non_blocking=True)
         self._micro_batches = len(values)
         if found.is_cuda:
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record()
 
 

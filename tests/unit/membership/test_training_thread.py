@@ -19,11 +19,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore, Work
+from torch.distributed import HashStore, TCPStore, Work
 
 from moevement_ext import faults
-from moevement_ext.membership import training_thread
+from moevement_ext.membership import standstill, training_thread
 from moevement_ext.membership.rendezvous import Rendezvous
+from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.memory import cuda_driver
 from moevement_ext.regroup import waits
@@ -290,15 +291,9 @@ class Queue:
         return self.status
 
 
-@pytest.mark.parametrize(
-    ('status', 'waits'), [(0, False), (600, True), (719, True)], ids=['idle', 'busy', 'lost']
-)
-@pytest.mark.parametrize('handle', [0, 2**40])
-def test_stream_of_the_training_thread_is_queried(
-    handle: int, status: int, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue, main = Queue(status, handle), threading.get_ident()
-    queues = {main: Queue(0, 1)}
+def put_on_gpu(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is that of all threads but this one."""
+    queues = {threading.get_ident(): Queue(0, 1)}
     monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
     monkeypatch.setattr(
         torch.cuda, 'current_stream', lambda: queues.get(threading.get_ident(), queue)
@@ -306,6 +301,17 @@ def test_stream_of_the_training_thread_is_queried(
     monkeypatch.setattr(torch.cuda, 'default_stream', torch.cuda.current_stream)
     monkeypatch.setattr(torch.cuda, 'set_device', queue.bind)
     monkeypatch.setattr(training_thread, 'driver', lambda: queue)
+
+
+@pytest.mark.parametrize(
+    ('status', 'waits'), [(0, False), (600, True), (719, True)], ids=['idle', 'busy', 'lost']
+)
+@pytest.mark.parametrize('handle', [0, 2**40])
+def test_stream_of_the_training_thread_is_queried(
+    handle: int, status: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(status, handle)
+    put_on_gpu(queue, monkeypatch)
     release = threading.Event()
     with running(release.wait) as thread:
         thread.look()  # the thread may not have blocked yet
@@ -346,3 +352,28 @@ def test_thread_in_a_cuda_call_waits_for_others(
         found = looks_until_still(clock, thread)
     release.set()
     assert all(look.waits_for_others for look in found)
+
+
+@pytest.mark.parametrize(
+    ('busy_s', 'replaced'), [(20.0, False), (40.0, True)], ids=['busy', 'stuck']
+)
+def test_busy_but_healthy_survivor_is_not_replaced(
+    busy_s: float, replaced: bool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that it had queued still run when its collectives have been aborted."""
+    queue = Queue(600, 0)
+    ended: list[float] = []
+    put_on_gpu(queue, monkeypatch)
+    monkeypatch.setattr(standstill, 'time', clock)
+    monkeypatch.setattr(standstill, 'replace_this_process', lambda *_: ended.append(clock.now))
+    synchronized = threading.Event()
+    with running(synchronized.wait) as thread:
+        watching = Standstill(rank=0, timeout_s=600.0, stuck_timeout_s=600.0)
+        watching.thread = thread
+        present = Present(0, [1], False, 7, at_barrier=False, unblocked_at=clock.now)
+        while clock.now < busy_s and not ended:
+            clock.now += STEP_S
+            watching.look(HashStore(), present)
+        synchronized.set()
+    assert bool(ended) is replaced
+    assert not ended or ended[0] > standstill._OUT_OF_QUEUE_SECONDS

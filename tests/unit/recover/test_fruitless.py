@@ -4,21 +4,26 @@
 Processes are threads, as in `test_recovery.py`; the middle stage of the pipeline raises.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import pytest
-from torch.distributed import DistBackendError
+from torch.distributed import DistBackendError, Store
 
+from moevement_ext.faults import Phase
 from moevement_ext.membership.rendezvous import RoundEnded
-from moevement_ext.membership.report import Report
+from moevement_ext.membership.report import Report, UnderWay
+from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.recover import fruitless
-from moevement_ext.recover.fruitless import MOST, Fruitless
+from moevement_ext.recover.fruitless import MOST, MOST_WITHOUT_MEMORY, Fruitless
 from moevement_ext.recover.verdict import Localized, WholeJob
+from moevement_ext.regroup.process_groups import RegroupError
 from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.recover.fake_groups import FakeGroups
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.threaded_job import (
     STAGES,
     Expected,
+    Fault,
     Process,
     ThreadedJob,
     _present,
@@ -84,9 +89,9 @@ class Faulty:
         monkeypatch.setattr(FakeTrainer, method, fail)
 
 
-def run(expected: Expected, most_errors: int = 0) -> ThreadedJob:
+def run(expected: Expected, most_errors: int = 0, schedule: Sequence[Fault] = ()) -> ThreadedJob:
     with tmpfs_directory() as directory:
-        job = ThreadedJob(directory, ITERATIONS, (), expected, most_errors)
+        job = ThreadedJob(directory, ITERATIONS, schedule, expected, most_errors)
         job.run()
     assert {rank for rank, iteration in job.states if iteration == ITERATIONS} == set(range(STAGES))
     return job
@@ -130,6 +135,31 @@ def test_else_the_whole_job_starts_again(
     assert len(faulty.raised) == 2 * MOST
 
 
+@pytest.mark.parametrize('failures', [1, MOST_WITHOUT_MEMORY])
+def test_a_gpu_without_memory_for_communicators_is_tried_once_more(
+    failures: int, fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then its process is replaced: what the new one has allocated is less."""
+    renew, failed = FakeGroups.renew, []
+
+    def fail(
+        groups: FakeGroups, store: Store, members: Collection[int] | None, *args: object
+    ) -> None:
+        process = _present()
+        assert process is not None
+        first = process if not failed else failed[0]
+        if process.rank == 1 and members != () and process is first and len(failed) < failures:
+            failed.append(process)
+            raise RegroupError("could not be connected: Cuda failure 2 'out of memory'")
+        renew(groups, store, members, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FakeGroups, 'renew', fail)
+    job = run(fault_free, most_errors=1, schedule=[Fault(2, Phase.FORWARD, FAILS_AT)])
+    assert len(failed) == failures
+    assert [rank for rank, _ in job.errors] == [1] * (failures == MOST_WITHOUT_MEMORY)
+    assert job.restarts == 0
+
+
 def test_errors_between_which_training_gets_on_are_not_counted(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +191,13 @@ GO_ON = Localized(7, frozenset(), frozenset(), frozenset(), None)
 NO_WINDOW = WholeJob('no window')
 
 
-def report(fruitless: int = 0, own_error: bool = False, survivor: bool = True) -> Report:
-    return Report(survivor, 'node', 1, [], fruitless=fruitless, own_error=own_error)
+def report(
+    fruitless: int = 0, own_error: bool = False, survivor: bool = True, replays: bool = False
+) -> Report:
+    under_way = UnderWay(Window(WindowName(3, 'plan'), 3), 7) if replays else None
+    return Report(
+        survivor, 'node', 1, [], fruitless=fruitless, own_error=own_error, under_way=under_way
+    )
 
 
 def failed(times: int, error: Exception | None = None) -> Fruitless:
@@ -186,6 +221,15 @@ def test_the_first_to_fail_is_to_blame_and_nobody_else() -> None:
     assert other.met(reports, GO_ON) == GO_ON
     with pytest.raises(ConnectionResetError):
         blamed.met(reports, GO_ON)
+
+
+def test_a_replay_that_goes_on_does_not_hide_that_others_fail() -> None:
+    """It leaves no round, and waits at its end for the rank that fails."""
+    reports = [report(MOST, own_error=True), report(replays=True)]
+    with pytest.raises(ConnectionResetError):
+        failed(MOST, ConnectionResetError('x')).met(reports, GO_ON)
+    waiting = failed(0)
+    assert waiting.met(reports, GO_ON) == GO_ON and waiting.count == MOST
 
 
 def test_an_error_that_leaves_nothing_ends_its_rank_at_once() -> None:

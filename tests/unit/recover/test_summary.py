@@ -4,12 +4,16 @@
 import time
 
 import pytest
+import torch
+from torch.distributed import DistBackendError
 
 from moevement_ext.launch.launcher_events import JobEnded, JobRecovered
 from moevement_ext.recover.lost_peer import in_words
 from moevement_ext.recover.summary import Gone, Summary, deaths, together
 from moevement_ext.recover.verification import Verified
+from moevement_ext.regroup.process_groups import RegroupError
 
+NO_MEMORY = "NCCL error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of memory'"
 NOW = time.mktime((2026, 1, 31, 4, 32, 52, 0, 0, -1))
 SECONDS = {'noticing it': 0.12, 'starting processes': 7.9, 'connecting': 0.0}
 
@@ -99,9 +103,22 @@ def test_what_ranks_verified_is_one() -> None:
         ),
         (ConnectionError(), 'ConnectionError: no reason given'),
         (RuntimeError('mine\nmore'), 'RuntimeError: mine'),
+        (
+            RegroupError(f'The process group of ranks 0, 1 could not be connected: {NO_MEMORY}'),
+            "RegroupError: no GPU memory for a communicator: Cuda failure 2 'out of memory'",
+        ),
+        (
+            DistBackendError('NCCL error\nLast error:\nFailed to CUDA calloc async 4194304 bytes'),
+            'DistBackendError: no GPU memory for a communicator: Failed to CUDA calloc async '
+            '4194304 bytes',
+        ),
+        (
+            torch.OutOfMemoryError('CUDA out of memory.\nTried to allocate'),
+            'OutOfMemoryError: CUDA out of memory.',
+        ),
     ],
 )
-def test_the_words_of_gloo_are_no_headline(error: Exception, said: str) -> None:
+def test_the_words_of_libraries_are_no_headline(error: Exception, said: str) -> None:
     assert in_words(error) == said
 
 

@@ -14,9 +14,11 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.localized import LocalizedRecovery
+from moevement_ext.recover.lost_peer import in_words
 from moevement_ext.regroup import process_groups
+from moevement_ext.regroup.nccl import Nccl
 from moevement_ext.regroup.nccl_calls import _NOT_IN_A_GROUP, OpenCalls
-from moevement_ext.regroup.process_groups import ProcessGroups
+from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
 
@@ -198,6 +200,51 @@ def noted(order: list[str], name: str, call: Any) -> Any:
         return call(*given)
 
     return noting
+
+
+def test_memory_that_was_given_back_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserved = iter([3 * 2**30, 2**30, 2**30, 2**30])
+    monkeypatch.setattr(torch.cuda, 'memory_reserved', lambda: next(reserved))
+    monkeypatch.setattr(torch.cuda, 'empty_cache', lambda: None)
+    for _ in range(2):
+        Nccl().make_room()
+    assert [record.message for record in caplog.records] == [
+        'sparse checkpointing: freed 2048 MiB of unused GPU memory for new communicators'
+    ]
+
+
+def test_communicator_without_memory_fails_in_words_and_can_be_made_later() -> None:
+    with cluster(2, 'nccl') as job:
+        job.all(ranks.unblock)
+        prefix = job.fresh_prefix()
+        job.ranks[0].start(renew_without_memory, prefix)
+        job.ranks[1].start(renew_on_own_connection, prefix, 1.0)
+        assert job.ranks[0].result() == (
+            "RegroupError: no GPU memory for a communicator: Cuda failure 2 'out of memory'"
+        )
+        with pytest.raises(Failed, match='RegroupError'):
+            job.ranks[1].result()
+        job.renew()
+        job.all(ranks.collectives)
+
+
+def renew_without_memory(job: Job, prefix: str) -> str:
+    """What the log says of it; the next is made."""
+    backend: Any = dist.ProcessGroupNCCL
+    create = backend.eager_connect_single_device
+
+    def fail(*args: Any) -> None:
+        backend.eager_connect_single_device = create
+        raise dist.DistBackendError(
+            "unhandled cuda error, NCCL version 2.28.9\nLast error:\nCuda failure 2 'out of memory'"
+        )
+
+    backend.eager_connect_single_device = fail
+    with pytest.raises(RegroupError) as raised:
+        ranks.renew(job, prefix)
+    return in_words(raised.value)
 
 
 def test_only_communicators_that_a_member_has_used_are_made_again() -> None:
