@@ -26,6 +26,7 @@ from moevement_ext.launch.statements import tell_memory, tell_needed
 from moevement_ext.membership import arrivals
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import present_round, why_broken
+from moevement_ext.memory.node_store import NodeStore
 from tests.unit.launch.conftest import Job, dies
 from tests.unit.membership.counted_store import CountedStore, Tally
 
@@ -268,17 +269,35 @@ def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: b
     assert ended(job) == {0: [0 if finished_first else -9], 1: [-9]}
 
 
-@pytest.mark.parametrize('kept', [True, False])
-def test_kept_memory_is_reported(job: Job, kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize('file', ['window-4-plan.window', 'free-0.window', None])
+def test_windows_that_stay_are_reported(job: Job, file: str | None, tmp_path: Path) -> None:
+    """A job without a complete window has nothing to go on from."""
     memory = tmp_path / 'memory' / 'run'
-    if kept:
-        memory.mkdir(parents=True)
+    if file is not None:
+        (memory / 'node0' / '0' / '0').mkdir(parents=True)
+        (memory / 'node0' / '0' / '0' / file).touch()
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
     tell_memory(job.said, memory)
     assert launcher.run() == 143
     said = [event for event in job.events if isinstance(event, MemoryKept)]
-    assert said == ([MemoryKept(str(memory))] if kept else [])
+    assert said == ([MemoryKept(str(memory))] if file == 'window-4-plan.window' else [])
+
+
+def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
+    job: Job, tmp_path: Path
+) -> None:
+    """The advice to remove them would end that job."""
+    store = NodeStore(tmp_path, 'run', 'node0')
+    store.lock(0)
+    store.owner_path(0, 0).mkdir()
+    (store.owner_path(0, 0) / 'window-4-plan.window').touch()
+    job.on_event = lambda event: job.running.stop(143) if job.started() else None
+    launcher = job.supervisor()
+    tell_memory(job.said, store.path.parent)
+    assert launcher.run() == 143
+    assert not any(isinstance(event, MemoryKept) for event in job.events)
+    store.close()
 
 
 def test_number_of_needed_ranks_is_reported(job: Job) -> None:
