@@ -451,5 +451,6 @@ class Supervisor:
                 self._report(FaultStaged(str(fault)))
 
     def _kill_node(self, fault: StagedFault) -> None:
-        deleted = self._starter.lose_node(fault.target, self._faults.memory_of)
+        memory = partial(self._faults.memory_of, told_memory(self._said))
+        deleted = self._starter.lose_node(fault.target, memory)
         self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))
