@@ -84,6 +84,12 @@ class NodeStore:
             private.make_directories(self.root, path)
             self._locks[holder] = taken(path / 'lock')
 
+    def wait_for_predecessor(self, holder: int) -> None:
+        """Wait for an earlier process of `holder` that is still ending; errors as `lock`."""
+        path = self.holder_path(holder) / 'lock'
+        if path.exists():
+            taken(path).release()
+
     def scan(self) -> list[StoredWindow]:
         """List the committed windows of all holders on this node, newest first.
 
