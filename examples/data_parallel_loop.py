@@ -25,6 +25,8 @@ _CONTEXT, _SAMPLES, _CLIP = 8, 4, 0.5
 class Trainer(TorchTrainer):
     """One rank of the loop."""
 
+    copies_from_peers = True  # dropout draws as many numbers on all ranks, whatever their data
+
     def __init__(self, job: Job, text: torch.Tensor, last_iteration: int) -> None:
         for seed in (random.seed, np.random.seed, torch.manual_seed):  # alike on all ranks
             seed(1234)

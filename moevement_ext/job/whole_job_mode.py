@@ -286,14 +286,15 @@ class WholeJobMode:
         }
 
         def summary(cause: str, since: float | None, spares: str) -> Summary:
-            starting = time.time() - (began if since is None else since) - sum(here.values())
+            # The clock may have been set back.
+            away_s = max(time.time() - (began if since is None else since), 0.0)
             return Summary(
                 iteration=self._catch_up_to,
                 cause=f'the whole job: {cause}',
                 lost=None if committed < 0 else 0,  # committed iterations are recomputed
                 replayed=replayed,
-                away_s=None if since is None else time.time() - since,
-                seconds={'starting processes': starting, **here},
+                away_s=None if since is None else away_s,
+                seconds={'starting processes': max(away_s - sum(here.values()), 0.0), **here},
                 source=f'window {restart.conversion.window.start} from {restart.source}',
                 verified=verified,
                 spares=spares,

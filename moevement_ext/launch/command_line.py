@@ -146,8 +146,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         (
             StagedAction.KILL_NODE,
             'NODE',
-            'SIGKILL the workers of a node and delete its memory below --sparse-ckpt-dir, which '
-            'needs --sparse-ckpt-run-id.',
+            'SIGKILL the workers of a node and delete its memory of this run.',
         ),
         (StagedAction.STOP, 'RANK', 'SIGSTOP a worker: it hangs.'),
     ):

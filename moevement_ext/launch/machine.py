@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -29,6 +30,10 @@ from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.shelf import directories_of
 
 _NOT_STARTED = 1
+# Errors of a fork that another attempt may not have.
+_NO_ROOM = errno.EAGAIN, errno.ENOMEM
+_FOR_ROOM_S = 10.0
+_PAUSE_S = 0.1
 _STDERR = 2
 NODE = 'MOEVEMENT_NODE'
 """Environment variable of a worker: the name of its node."""
@@ -108,11 +113,11 @@ class Machine:
             self._pages.remove()
 
     def _start(self, order: messages.StartWorker) -> None:
-        """Start a worker; an OS error of its log or of the fork counts as the worker's end."""
+        """Start a worker; an OS error of its log, or a lasting one, counts as the worker's end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
         try:
-            child, was_spare = self._new_worker(order.variables, log)
+            child, was_spare = self._new_worker_once_there_is_room(order.variables, log)
         except OSError as error:
             why = f'cannot be started on {node}: {error}'
             self._tell(messages.Ended(order.key, _NOT_STARTED, [why]))
@@ -126,6 +131,22 @@ class Machine:
         self._running[order.key] = _Running(child, node, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
         self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
+
+    def _new_worker_once_there_is_room(
+        self, variables: Mapping[str, str], log: Path | None
+    ) -> tuple[OwnChild, bool]:
+        """Call `_new_worker` until the limit of processes, or memory, has room for one.
+
+        The processes of the dead worker count until they have ended.
+        """
+        deadline = time.monotonic() + _FOR_ROOM_S
+        while True:
+            try:
+                return self._new_worker(variables, log)
+            except OSError as error:
+                if error.errno not in _NO_ROOM or time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE_S)
 
     def _new_worker(self, variables: Mapping[str, str], log: Path | None) -> tuple[OwnChild, bool]:
         """Start a worker; the flag is True if a hot spare forked the worker or became it."""

@@ -106,7 +106,11 @@ def last_lines(log: Path) -> list[str]:
 
 
 class LogTail:
-    """Reads the lines that are appended to a log, which need not exist yet, from now on."""
+    """Reads the lines that are appended to a log, which need not exist yet, from now on.
+
+    A log that cannot be read at the moment, such as one on a network file system that has lost its
+    server, is read later.
+    """
 
     def __init__(self, path: Path, on_line: Callable[[str], None]) -> None:
         self._path = path
@@ -115,9 +119,8 @@ class LogTail:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def pump(self) -> None:
-        if not self._path.exists():
-            return
-        with self._path.open('rb') as log:
+        chunk = b''
+        with suppress(OSError), self._path.open('rb') as log:
             log.seek(self._offset)
             chunk = log.read()
         self._offset += len(chunk)

@@ -8,7 +8,8 @@ program's `warm_up(flags)`, if defined. Then it reports on the socket (the numbe
 whether it can fork workers: not if the imports have started threads or used a GPU, as neither works
 in a fork. Requests and answers are lines of JSON:
 
-    {"fork": order}    forks a worker with the passed descriptor as output; answers its process id
+    {"fork": order}    forks a worker with the passed descriptor as output; answers its process id,
+                       or the negative number of an error
     {"status": pid}    waits for a worker's death; answers as `subprocess.Popen.returncode`
     {"reap": pid}      the same, and releases the process id
     {"become": order}  becomes a worker itself, with the passed descriptor as output
@@ -19,6 +20,7 @@ the program. If the connection ends, the spare ends. This file runs without the 
 """
 
 import ctypes
+import errno
 import gc
 import importlib.util
 import json
@@ -102,7 +104,11 @@ def _serve(launcher: socket.socket, module: ModuleType) -> bool:
 def _fork(launcher: socket.socket, module: ModuleType, order: dict[str, Any], output: int) -> int:
     template = os.getpid()
     sys.stdout.flush()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # no room for a process; the workers forked before depend on this one
+        os.close(output)
+        return -(error.errno or errno.EAGAIN)
     if pid == 0:
         launcher.close()
         _run(module, order, output, template)

@@ -46,7 +46,8 @@ class SparePool:
     def take(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild | None:
         """Start a worker from a ready spare; None if there is none.
 
-        `environment` is complete; `log` receives the worker's output (None: a pipe).
+        `environment` is complete; `log` receives the worker's output (None: a pipe). Raises
+        `OSError` if there is no room for another process.
         """
         command = [self._config.program, *self._config.flags]
         for spare in self._ready:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.memory.node_store import NodeStore
 
 _ITERATION = re.compile(r'\biteration +(\d+)/')
 
 
 class StagedFaults:
-    """Pending staged failures. `ConfigurationError`: unknown host memory of a node to kill."""
+    """Pending staged failures. `ConfigurationError`: bad flags of the program's host memory."""
 
     def __init__(self, config: LaunchConfig) -> None:
         self.pending = list(config.faults)
@@ -28,9 +29,18 @@ class StagedFaults:
         self.pending = [fault for fault in self.pending if fault not in found]
         return found
 
-    def memory_of(self, name: str) -> NodeStore:
-        assert self._run is not None  # the constructor sets it for KILL_NODE
-        return NodeStore(*self._run, name)
+    def memory_of(self, told: Path | None, name: str) -> NodeStore:
+        """Host memory of a node; `told`: the directory of the run that the workers reported.
+
+        Raises `LaunchError` if neither they nor the program's flags name one.
+        """
+        run = self._run or (told and (told.parent, told.name))
+        if not run:
+            raise LaunchError(
+                f'{StagedAction.KILL_NODE} deletes the memory of the node, but the program has '
+                'reported none.'
+            )
+        return NodeStore(*run, name)
 
 
 def logged_iteration(line: str) -> int | None:
@@ -38,7 +48,8 @@ def logged_iteration(line: str) -> int | None:
     return None if logged is None else int(logged[1])
 
 
-def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]:
+def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str] | None:
+    """Directory and name of the run, with all its layouts; None if the flags do not name it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument('--sparse-ckpt-dir', default=SparseCheckpointConfig.dir)
     parser.add_argument('--sparse-ckpt-run-id')
@@ -47,10 +58,7 @@ def _run_in_memory(config: LaunchConfig, fault: StagedFault) -> tuple[Path, str]
     except argparse.ArgumentError as error:
         raise ConfigurationError(f'{config.program}: {error}.') from error
     if given.sparse_ckpt_run_id is None:
-        raise ConfigurationError(
-            f'{fault} deletes the memory of the node, of this run only: '
-            f'give {config.program} a --sparse-ckpt-run-id.'
-        )
+        return None
     settings = SparseCheckpointConfig(dir=given.sparse_ckpt_dir, run_id=given.sparse_ckpt_run_id)
     checked = NodeStore(Path(settings.dir), given.sparse_ckpt_run_id, f'node{fault.target}')
     return checked.root, checked.run_id

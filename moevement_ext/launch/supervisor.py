@@ -55,6 +55,7 @@ from moevement_ext.membership.eviction import evictions, take_eviction
 from moevement_ext.membership.launch import of_launch
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.memory.early import sizes_in
+from moevement_ext.memory.node_store import holds_windows, is_in_use
 from moevement_ext.store import flag, outside
 from moevement_ext.store.answers import AnswerWatch
 from moevement_ext.system.exit_signal import listened_for
@@ -354,14 +355,14 @@ class Supervisor:
         self._loop.close()
 
     def _report_what_is_told(self) -> None:
-        """Report the host memory that an unfinished job left behind, and how it goes on."""
+        """Report the windows that an unfinished job left behind, and how it goes on."""
         try:
             memory, needed = told_memory(self._said), told_needed(self._said)
         except DistError:
             return
         if needed is not None:
             self._report(RanksNeeded(needed))
-        if memory is not None and memory.exists():
+        if memory is not None and holds_windows(memory) and not is_in_use(memory):
             self._report(MemoryKept(str(memory)))
 
     def _living(self) -> list[Worker]:
@@ -450,5 +451,6 @@ class Supervisor:
                 self._report(FaultStaged(str(fault)))
 
     def _kill_node(self, fault: StagedFault) -> None:
-        deleted = self._starter.lose_node(fault.target, self._faults.memory_of)
+        memory = partial(self._faults.memory_of, told_memory(self._said))
+        deleted = self._starter.lose_node(fault.target, memory)
         self._report(FaultStaged(str(fault), None if deleted is None else str(deleted)))

@@ -74,7 +74,8 @@ class Template:
         """Start a worker with this complete environment; waits until the program is imported.
 
         Its output goes to `log`; None: the pipe `OwnChild.output`. Raises `TemplateLost` if
-        the process is dead, or cannot start another worker.
+        the process is dead, or cannot start another worker, and `OSError` if there is no room
+        for one.
         """
         if not self.hear():
             raise TemplateLost('the template of all workers is gone')
@@ -92,7 +93,10 @@ class Template:
 
     def _start(self, order: dict[str, Any], printed: int, output: int | None) -> OwnChild:
         if self.forks:
-            return ForkedChild(self, self.ask('fork', order, [printed]), output)
+            pid = self.ask('fork', order, [printed])
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+            return ForkedChild(self, pid, output)
         self._send('become', order, [printed])
         self._socket.close()
         self.process.output = output

@@ -18,7 +18,7 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
-from moevement_ext.memory.window.file_names import committed_in
+from moevement_ext.memory.window.file_names import COMMITTED, committed_in
 from moevement_ext.memory.window.name import StoredWindow
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,12 @@ class NodeStore:
             path = self.holder_path(holder)
             private.make_directories(self.root, path)
             self._locks[holder] = taken(path / 'lock')
+
+    def wait_for_predecessor(self, holder: int) -> None:
+        """Wait for an earlier process of `holder` that is still ending; errors as `lock`."""
+        path = self.holder_path(holder) / 'lock'
+        if path.exists():
+            taken(path).release()
 
     def scan(self) -> list[StoredWindow]:
         """List the committed windows of all holders on this node, newest first.
@@ -177,6 +183,23 @@ class NodeStore:
                 continue  # another rank was faster
             except OSError:
                 return  # not empty: other ranks still have files
+
+
+def holds_windows(run: Path) -> bool:
+    """True if `<root>/<run id>` has a committed window, of any node, holder and owner."""
+    return any(run.glob(f'*/*/*/{COMMITTED}'))
+
+
+def is_in_use(run: Path) -> bool:
+    """True if a live process, perhaps of another job, keeps windows in `<root>/<run id>`."""
+    for path in run.glob('*/*/lock'):
+        try:
+            HolderLock(path).release()
+        except StoreInUseError:
+            return True
+        except (HostMemoryError, OSError):  # not this user's own, or removed meanwhile
+            continue
+    return False
 
 
 def require_directory_name(flag: str, part: str) -> None:

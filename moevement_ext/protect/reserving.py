@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -91,10 +92,14 @@ def reserve(
 
     A process that joins a running job, perhaps on another node, holds no replicas for other
     ranks if there is no room: the job needs the process more than the replicas. Raises
-    `HostMemoryError` if this or another rank cannot reserve its memory.
+    `HostMemoryError` if this or another rank cannot reserve its memory, and `StoreInUseError` if
+    another live job has the same run id.
     """
     exchange = rank.exchange
     node = NodeStore(Path(rank.config.dir), rank.run_id, node_name())
+    if not exchange.joining:  # another job of this name keeps its secret here
+        with suppress(HostMemoryError, OSError):  # `attempt` meets it again
+            node.wait_for_predecessor(rank.number)
     secret = agree(exchange, node)
 
     def attempt(share: Share) -> HostMemory:

@@ -5,11 +5,12 @@
 
 Heartbeats are bytes on stdin. The watchdog runs as a file, without any package, and ends with the
 watched process. It records the death of that process in the directory of the run, for the next
-start of the job (see `memory/deaths.py`). With `say` 1 it also prints that the windows there stay,
-as a process that is terminated in the middle of a step cannot do this itself.
+start of the job (see `memory/deaths.py`). With `say` 1 it also prints that the windows there, if
+any, stay, as a process that is terminated in the middle of a step cannot do this itself.
 """
 
 import contextlib
+import glob
 import json
 import os
 import select
@@ -83,7 +84,8 @@ def _note_death(pid: int, rank: str, directory: str, says: bool) -> None:
             os.write(file, line.encode())
         finally:
             os.close(file)
-    if says:  # one rank prints this, not necessarily the first to die
+    windows = os.path.join(glob.escape(directory), '*', '*', 'window-*.window')
+    if says and glob.glob(windows):  # one rank prints this, not necessarily the first to die
         _say(
             f'this run was cut off; windows of this run stay in {directory}: it goes on from them '
             'when torchrun starts it again, or when the same job is launched again'

@@ -58,6 +58,16 @@ def test_own_loop_recovers_with_the_bits_of_a_fault_free_run(
 
 
 @pytest.mark.thorough
+def test_lost_node_of_an_own_loop_is_recovered_from_replicas(
+    own_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    job = own_loop()
+    assert job.survive(fail_at='1:10:p2p', wipe=[1]) == {1: 1}
+    assert differences(expected, read_digest(job)) == []
+    assert [event.stages for event in job.events_of(Recovered)] == [[1]]
+
+
+@pytest.mark.thorough
 def test_random_draws_between_steps_do_not_change_the_bits(
     own_loop: Callable[[], Cluster], expected: dict
 ) -> None:

@@ -33,6 +33,19 @@ def test_lost_rank_copies_its_state_from_a_peer_bit_for_bit(
     assert [event.copied for event in job.events_of(Recovered, 2)] == [[1], [0]]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize('mutation', ['none', pytest.param('copies', marks=pytest.mark.mutation)])
+def test_ranks_that_draw_by_their_data_replay(mutation: str, loop: Callable[[], Cluster]) -> None:
+    """Their generators are equal at the start only."""
+    draws = 'mutations.data_parallel_loop:draws_by_data'
+    plain, job = loop(), loop()
+    assert plain.survive(mutation=draws) == {}
+    copies = mutation == 'copies'
+    assert job.survive(fail_at='1:9:norm', mutation=draws + copies * '_and_copies') == {1: 1}
+    assert job.events_of(Recovered, 2)[0].copied == ([1] if copies else [])
+    assert (differences(read_digest(plain), read_digest(job)) != []) is copies
+
+
 def test_whole_job_recovers_from_windows(loop: Callable[[], Cluster], expected: dict) -> None:
     job = loop()
     assert job.run(fail_at='1:11:seal') != [0] * 3

@@ -88,6 +88,15 @@ MUTATIONS = {
     'ETP 1 to ETP 2': ('experts_are_cut_elsewhere',),
 }
 
+ENDS = {
+    'signal': ('--exit-signal-handler', 'terminated_in_iteration_6'),
+    'notice of a preemption': (
+        '--exit-signal-handler --exit-signal SIGUSR1',
+        'notified_in_iteration_6',
+    ),
+    'time limit': ('--exit-duration-in-mins 60', 'an_hour_passes_in_iteration_6'),
+}
+
 
 def killed(cluster: Callable[..., Cluster], layout: Layout, dense: Path, *flags: str) -> Cluster:
     """A protected job of which all workers are killed in iteration 9; it saves each iteration."""
@@ -318,6 +327,22 @@ def test_planned_exit_leaves_the_whole_state_in_one_slot(
     assert left_over(job) == [*(tmp_path / 'disk').iterdir()] == []
     found = differing(read_digest(after), plain(cluster, now, dense, 7))
     assert found <= {('1', 'rng/expert-parallel-rng')}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize('end', ENDS)
+def test_any_planned_end_leaves_the_whole_state_in_one_slot(
+    end: str, cluster: Callable[..., Cluster]
+) -> None:
+    flags, mutation = ENDS[end]
+    was, now = CASES['DP to PP']
+    job = cluster(*MODEL, *was.flags(), *RESTART, *THREE, *flags.split(), ranks=was.ranks)
+    job.finish(timeout_s=300.0, mutation=f'mutations.ending:{mutation}')
+    assert 'exit at iteration: 6 | windows: kept in' in job.output(0)
+    after = again(job, cluster, now, *THREE)
+    after.finish(timeout_s=300.0)
+    assert (relaid(after).start, relaid(after).dense_at) == (6, 6)
+    assert left_over(job) == []
 
 
 @pytest.mark.thorough

@@ -191,6 +191,15 @@ def test_job_that_exits_every_few_iterations_makes_progress(
 
 
 @pytest.mark.thorough
+def test_exit_before_the_first_window_is_complete_claims_none(
+    cluster: Callable[..., Cluster],
+) -> None:
+    job = cluster(*TWO_STAGES, '--sparse-ckpt-window', '6', '--exit-interval', '2', ranks=2)
+    assert job.survive() == {}
+    assert 'exit at iteration: 2 | windows: none is complete |' in said(job)
+
+
+@pytest.mark.thorough
 def test_rerun_machine_exit_keeps_the_windows(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -45,6 +45,17 @@ def test_plain_torch_loop_recovers_with_the_same_bits(
     assert stages == replayed
 
 
+@pytest.mark.thorough
+def test_lost_node_of_a_plain_torch_loop_is_recovered_from_replicas(
+    pipeline_loop: Callable[[], Cluster], expected: dict
+) -> None:
+    """Then a second node is lost, which holds the replicas of the first."""
+    job = pipeline_loop()
+    assert job.survive(fail_at='1:8:seal,2:12:capture', wipe=[1, 2]) == {1: 1, 2: 1}
+    assert differences(expected, read_digest(job)) == []
+    assert [event.stages for event in job.events_of(Recovered)] == [[1], [2]]
+
+
 def test_plain_torch_loop_recovers_the_whole_job(
     pipeline_loop: Callable[[], Cluster], expected: dict
 ) -> None:

@@ -50,10 +50,11 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     if not remove:
         session.job.part()
     announce(facts.rank, int(code), freed=remove)
+    session.job.close(remove)
     if session.job.kept_in is not None and facts.rank == facts.world_size - 1:
         directory = facts.save if remove else session.job.kept_in.parent
+        assert directory is not None  # of the dense checkpoint that was saved
         print(protection_lines.exit_line(session.job.committed, remove, directory), flush=True)
-    session.job.close(remove)
     leave(int(code))
 
 

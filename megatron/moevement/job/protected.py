@@ -80,7 +80,7 @@ def protected_job(
     session.begin()
     with session.job:
         yield session
-        session.say_what_stays()
+    session.say_what_stays()  # no thread captures any more
 
 
 def serve_instead(settings: Settings, config: SparseCheckpointConfig, timeout: timedelta) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.training import print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from moevement_ext.memory.node_store import holds_windows
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.statistics import CaptureStatistics
 
@@ -59,9 +60,15 @@ def _line(
     return ' sparse ckpt | ' + ' | '.join(f'{key}: {value}' for key, value in fields.items()) + ' |'
 
 
-def exit_line(iteration: int, removed: bool, directory: Path | str | None) -> str:
-    """The line at a planned exit, with the source for the next launch of the job."""
+def exit_line(iteration: int, removed: bool, directory: Path | str) -> str:
+    """The line at a planned exit, with the source for the next launch of the job.
+
+    No thread captures any more. `directory`: of the dense checkpoint if the windows are `removed`,
+    else of the windows of the run, on all nodes.
+    """
     windows, hint = f'kept in {directory}', 'launch the job again, or remove the directory'
     if removed:
         windows, hint = 'removed', f'--load {directory}'
+    elif not holds_windows(Path(directory)):
+        windows, hint = 'none is complete', 'launch the job again, from --load or the start'
     return f' sparse ckpt | exit at iteration: {iteration} | windows: {windows} | go on: {hint} |'

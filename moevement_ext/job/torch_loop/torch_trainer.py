@@ -68,6 +68,11 @@ class TorchTrainer:
     """Upper bound of the result of `state_dict` in bytes, in a subclass whose state may more than
     double, such as that of a data loader. The same on all ranks."""
 
+    copies_from_peers = False
+    """True in a subclass whose ranks of a stage draw the same random numbers, and have the same
+    `state_dict`, after every iteration, whatever their data: a lost rank copies the state of
+    another one. Otherwise its stage replays."""
+
     def __init__(
         self,
         job: Job,
@@ -159,9 +164,10 @@ class TorchTrainer:
         group = groups[self.stage]
         assert isinstance(group, dist.ProcessGroup)
         self.operators.group = group
-        # A copy from another rank is exact only if the auxiliary state is equal and there are no
-        # buffers, as each rank may accumulate statistics of its own data in buffers.
-        own = b'' if self._buffers else digest_of_bytes(self.auxiliary_state.now()).encode()
+        # A copy from another rank is exact only if the auxiliary state stays equal, and there are
+        # no buffers, as each rank may accumulate statistics of its own data in buffers.
+        copies = self.copies_from_peers and not self._buffers
+        own = digest_of_bytes(self.auxiliary_state.now()).encode() if copies else b''
         states = self._job.rank.exchange('auxiliary state', own)
         alike = bool(own) and all(states[member] == own for member in members)
         others = [member for member in members if member != self._job.rank.number]

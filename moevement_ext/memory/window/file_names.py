@@ -17,6 +17,9 @@ from pathlib import Path
 
 from moevement_ext.memory.window.name import StoredWindow, WindowName
 
+COMMITTED = 'window-*.window'
+"""Pattern of the names of committed windows."""
+
 _PLAN = re.compile(r'[A-Za-z0-9_]{1,100}')
 _COMMITTED = re.compile(r'window-(\d{1,18})-([A-Za-z0-9_]{1,100})\.window')
 

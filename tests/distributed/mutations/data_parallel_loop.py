@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to break the recovery of the data-parallel loop. Every one must turn the bits red."""
+"""Ways to break the recovery of the data-parallel loop. Every one must turn the bits red.
+
+`draws_by_data` is another loop instead, whose ranks must not copy state.
+"""
+
+import torch
 
 from examples.data_parallel_loop import Trainer
 from moevement_ext.job.torch_loop.torch_trainer import TorchTrainer
@@ -8,6 +13,23 @@ from moevement_ext.job.torch_loop.torch_trainer import TorchTrainer
 def schedule_not_restored() -> None:
     """A schedule goes on from where a fresh process has it."""
     Trainer.load_state_dict = lambda self, state: None
+
+
+def draws_by_data() -> None:
+    """Each rank draws more random numbers, as many as its loss demands."""
+    compute = Trainer.compute
+
+    def drawing(self, iteration):
+        loss = compute(self, iteration)
+        torch.rand(1 + int(loss * 1e4) % 7)
+        return loss
+
+    Trainer.compute, Trainer.copies_from_peers = drawing, False
+
+
+def draws_by_data_and_copies() -> None:
+    draws_by_data()
+    Trainer.copies_from_peers = True
 
 
 def settings_of_groups_not_restored() -> None:

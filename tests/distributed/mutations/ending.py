@@ -34,13 +34,21 @@ def an_hour_passes_until_a_new_worker_evaluates() -> None:
 
 
 def terminated_in_iteration_6() -> None:
-    """Rank 2 gets SIGTERM from outside, as from a batch system."""
+    """Rank 1 gets SIGTERM from outside, as from a batch system."""
+    _signalled_in_iteration_6(signal.SIGTERM)
 
-    def terminate() -> None:
-        if os.environ['RANK'] == '2':
-            os.kill(os.getpid(), signal.SIGTERM)
 
-    _in_iteration_6(terminate)
+def notified_in_iteration_6() -> None:
+    """Rank 1 gets SIGUSR1, with which a batch system announces a preemption."""
+    _signalled_in_iteration_6(signal.SIGUSR1)
+
+
+def _signalled_in_iteration_6(number: signal.Signals) -> None:
+    def act() -> None:
+        if os.environ['RANK'] == '1':
+            os.kill(os.getpid(), number)
+
+    _in_iteration_6(act)
 
 
 def _in_iteration_6(act: Callable[[], None]) -> None:

@@ -15,7 +15,12 @@ from torch.distributed import Store
 
 from moevement_ext.events import Event
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launcher_events import SpareReady, WorkerLaunched
+from moevement_ext.launch.launcher_events import (
+    JobFailed,
+    SpareReady,
+    WorkerEnded,
+    WorkerLaunched,
+)
 from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.membership.launch import of_launch
@@ -162,6 +167,20 @@ class Job:
         self.on_event(event)
         if self.finish_when():
             self.finish()
+
+
+def failure(job: Job) -> str:
+    (event,) = (event for event in job.events if isinstance(event, JobFailed))
+    return event.reason
+
+
+def ended(job: Job) -> dict[int, list[int]]:
+    """Exit codes of each rank's attempts."""
+    codes: dict[int, list[int]] = {}
+    for event in job.events:
+        if isinstance(event, WorkerEnded):
+            codes.setdefault(event.rank, []).append(event.code)
+    return codes
 
 
 @pytest.fixture

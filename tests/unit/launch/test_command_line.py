@@ -90,7 +90,6 @@ def test_importable_program_has_a_main_guard(text: str, spares: int, tmp_path: P
             '--stop 4@8: there is no rank 4; --nodes 2 --workers-per-node 2 has ranks 0 to 3',
         ),
         ('--nodes 2 --kill-node 2@8 -- PROGRAM', 'there is no node 2; --nodes 2'),
-        ('--nodes 2 --kill-node 1@8 -- PROGRAM', 'give PROGRAM a --sparse-ckpt-run-id'),
         (
             '--nodes 2 --kill-node 1@8 -- PROGRAM --sparse-ckpt-run-id',
             'PROGRAM: argument --sparse-ckpt-run-id: expected one argument',

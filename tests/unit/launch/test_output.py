@@ -56,6 +56,23 @@ def test_tail_waits_for_its_file(tmp_path: Path) -> None:
     assert lines == ['one']
 
 
+def test_tail_goes_on_once_its_file_is_readable_again(tmp_path: Path) -> None:
+    path, away = tmp_path / 'log', tmp_path / 'away'
+    lines: list[str] = []
+    tail = LogTail(path, lines.append)
+    path.write_text('one\n')
+    tail.pump()
+    path.rename(away)
+    path.mkdir()  # opening it raises an error
+    tail.pump()
+    path.rmdir()
+    away.rename(path)
+    with path.open('a') as log:
+        log.write('two\n')
+    tail.pump()
+    assert lines == ['one', 'two']
+
+
 def test_last_lines_of_a_pipe_and_of_a_log(tmp_path: Path) -> None:
     """Only the end of a long log is read."""
     reader, writer = os.pipe()

@@ -23,6 +23,27 @@ from tests.unit.launch.conftest import Job, dies, starts_a_thread
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
+FULL = """
+import errno, os, pathlib, sys
+
+fork, full = os.fork, pathlib.Path(sys.argv[0]).parent / 'full'
+met = full.with_name('met')
+
+
+def fork_if_there_is_room():
+    if full.exists() and not met.exists():
+        met.touch()
+        raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
+    pid = fork()
+    if pid:
+        full.touch()
+    return pid
+
+
+os.fork = fork_if_there_is_room
+"""
+"""Beginning of a program whose second fork finds no room, while the third does."""
+
 
 def spares_ended(job: Job) -> list[SpareEnded]:
     return [event for event in job.events if isinstance(event, SpareEnded)]
@@ -86,6 +107,20 @@ def test_workers_forked_from_a_dead_spare_are_replaced(job: Job, tmp_path: Path)
     assert job.run('0.0=kill:ready', spares=1) == 0
     assert [event.code for event in spares_ended(job)] == [-9]
     assert dies(job.started(0)[1].pid)
+
+
+def test_spare_without_room_for_a_fork_forks_later(job: Job, tmp_path: Path) -> None:
+    """As with a full cgroup of processes; the worker that it forked before lives on."""
+    job.program.write_text(FULL + job.program.read_text())
+    job.on_event = lambda event: (
+        (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
+    )
+    job.finish_when = lambda: len(job.started(1)) == 2
+    assert job.run('0.0=kill:ready', '1.0=kill:full', nodes=2, spares=1) == 0
+    assert [event.restarts for event in job.started(0)] == [0, 1]
+    assert all(event.was_spare for event in job.started() if event.restarts)
+    assert spares_ended(job) == []
+    assert (tmp_path / 'met').exists()
 
 
 def test_unresponsive_spare_is_killed_and_the_worker_starts_without_it(

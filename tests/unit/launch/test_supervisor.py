@@ -6,14 +6,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     FaultStaged,
-    JobFailed,
     MemoryKept,
     RanksNeeded,
     WorkerEnded,
@@ -26,24 +24,11 @@ from moevement_ext.launch.statements import tell_memory, tell_needed
 from moevement_ext.membership import arrivals
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.rendezvous import present_round, why_broken
-from tests.unit.launch.conftest import Job, dies
+from moevement_ext.memory.node_store import NodeStore
+from tests.unit.launch.conftest import Job, dies, ended, failure
 from tests.unit.membership.counted_store import CountedStore, Tally
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
-
-
-def failure(job: Job) -> str:
-    (event,) = (event for event in job.events if isinstance(event, JobFailed))
-    return event.reason
-
-
-def ended(job: Job) -> dict[int, list[int]]:
-    """Exit codes of each rank's attempts."""
-    codes: dict[int, list[int]] = {}
-    for event in job.events:
-        if isinstance(event, WorkerEnded):
-            codes.setdefault(event.rank, []).append(event.code)
-    return codes
 
 
 # Replacement
@@ -268,17 +253,35 @@ def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: b
     assert ended(job) == {0: [0 if finished_first else -9], 1: [-9]}
 
 
-@pytest.mark.parametrize('kept', [True, False])
-def test_kept_memory_is_reported(job: Job, kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize('file', ['window-4-plan.window', 'free-0.window', None])
+def test_windows_that_stay_are_reported(job: Job, file: str | None, tmp_path: Path) -> None:
+    """A job without a complete window has nothing to go on from."""
     memory = tmp_path / 'memory' / 'run'
-    if kept:
-        memory.mkdir(parents=True)
+    if file is not None:
+        (memory / 'node0' / '0' / '0').mkdir(parents=True)
+        (memory / 'node0' / '0' / '0' / file).touch()
     job.on_event = lambda event: job.running.stop(143) if job.started() else None
     launcher = job.supervisor()
     tell_memory(job.said, memory)
     assert launcher.run() == 143
     said = [event for event in job.events if isinstance(event, MemoryKept)]
-    assert said == ([MemoryKept(str(memory))] if kept else [])
+    assert said == ([MemoryKept(str(memory))] if file == 'window-4-plan.window' else [])
+
+
+def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
+    job: Job, tmp_path: Path
+) -> None:
+    """The advice to remove them would end that job."""
+    store = NodeStore(tmp_path, 'run', 'node0')
+    store.lock(0)
+    store.owner_path(0, 0).mkdir()
+    (store.owner_path(0, 0) / 'window-4-plan.window').touch()
+    job.on_event = lambda event: job.running.stop(143) if job.started() else None
+    launcher = job.supervisor()
+    tell_memory(job.said, store.path.parent)
+    assert launcher.run() == 143
+    assert not any(isinstance(event, MemoryKept) for event in job.events)
+    store.close()
 
 
 def test_number_of_needed_ranks_is_reported(job: Job) -> None:
@@ -404,70 +407,3 @@ def test_hung_worker_is_reported_when_all_workers_restart(job: Job) -> None:
     assert job.run('0.0=exit:3:found', survive=False, nodes=2) == 0
     [evicted] = [event for event in job.events if isinstance(event, WorkerEvicted)]
     assert evicted == WorkerEvicted(1, job.started(1)[0].pid)
-
-
-# Staged faults
-
-
-@pytest.mark.parametrize('logged', [True, False])
-def test_staged_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> None:
-    log_dir = tmp_path if logged else None
-    job.finish_when = lambda: len(job.started(0)) == 2
-    flags = ('1.0=print: iteration        7/      12 |', '1.0=print: iteration        8/      12')
-    fault = StagedFault(StagedAction.KILL, 0, 8)
-    assert job.run(*flags, nodes=2, log_dir=log_dir, faults=(fault,)) == 0
-    assert ended(job) == {0: [-9, 0], 1: [0]}
-    assert FaultStaged(str(fault)) in job.events
-
-
-def test_staged_stop_keeps_the_worker_alive(job: Job) -> None:
-    states = []
-
-    def look(event: Event) -> None:
-        if isinstance(event, FaultStaged):
-            pid = job.running.workers[0].pid
-            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-            states.append(psutil.Process(pid).status())
-            os.kill(pid, signal.SIGCONT)
-
-    job.on_event = look
-    job.finish_when = lambda: bool(states)
-    faults = (StagedFault(StagedAction.STOP, 0, 3),)
-    assert job.run('1.0=print:iteration 3/', nodes=2, faults=faults) == 0
-    assert states == ['stopped']
-
-
-def test_staged_node_kill_removes_workers_and_memory(job: Job, tmp_path: Path) -> None:
-    for place in ('run/node0/0', 'run/node1/2', 'other/node1/2'):
-        (tmp_path / 'memory' / place).mkdir(parents=True)
-    left: list[list[str]] = []
-
-    def look(event: Event) -> None:
-        if isinstance(event, FaultStaged):
-            left.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob('memory/*/*')))
-
-    job.on_event = look
-    job.finish_when = lambda: len(job.started()) == 6
-    flags = (
-        f'--sparse-ckpt-dir={tmp_path / "memory"}',
-        '--sparse-ckpt-run-id',
-        'run',
-        '3.0=print:iteration 2/',
-    )
-    fault = StagedFault(StagedAction.KILL_NODE, 1, 2)
-    assert job.run(*flags, nodes=2, workers_per_node=2, faults=(fault,)) == 0
-    assert ended(job) == {0: [0], 1: [0], 2: [-9, 0], 3: [-9, 0]}
-    assert left == [['memory/other/node1', 'memory/run/node0']]
-
-
-@pytest.mark.parametrize(
-    ('flags', 'message'),
-    [
-        ((), '--kill-node 0@2 deletes .* give .*program.py a --sparse-ckpt-run-id'),
-        (('--sparse-ckpt-run-id', '..'), "--sparse-ckpt-run-id '..' is used as a directory name"),
-        (('--sparse-ckpt-run-id', 'a', '--sparse-ckpt-dir', 'b'), 'must be an absolute path'),
-    ],
-)
-def test_staged_node_kill_needs_a_run_id(job: Job, flags: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        job.supervisor(*flags, faults=(StagedFault(StagedAction.KILL_NODE, 0, 2),))

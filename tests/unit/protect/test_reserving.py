@@ -8,11 +8,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.memory import holder_lock
 from moevement_ext.memory.budget import GIB
+from moevement_ext.memory.holder_lock import StoreInUseError
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
-from moevement_ext.protect.reserving import Room, Sizes, longest_window
+from moevement_ext.protect.reserving import Room, Sizes, longest_window, reserve
+from moevement_ext.replicate import secret
 from moevement_ext.replicate.copies import Copies
 from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
 from tests.unit.memory.samples import tmpfs_directory
@@ -103,6 +108,34 @@ def test_where_nothing_fits_it_is_refused_with_the_shortest(find: Callable[..., 
 
 def test_a_fixed_window_is_taken_as_it_is(find: Callable[..., int]) -> None:
     assert find(window=6, host_memory_gb=needed(1) / GIB) == 6
+
+
+def test_running_job_of_the_same_name_keeps_its_secret(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement in that job needs it."""
+    monkeypatch.setattr(holder_lock, 'LOCK_SECONDS', 0.0)
+    monkeypatch.delenv(secret.VARIABLE, raising=False)
+    running = NodeStore(shm, 'run1', node_name())
+    running.lock(0)
+    secret._keep(b'theirs', running)
+
+    class Alone:
+        joining = False
+
+        def __call__(self, name: str, own: bytes) -> list[bytes]:
+            return [own]
+
+        def from_first(self, own: bytes, ranks: object, group: object) -> bytes:
+            return own
+
+    config = SparseCheckpointConfig(dir=str(shm))
+    rank: Any = SimpleNamespace(config=config, exchange=Alone(), run_id='run1', number=0)
+    share: Any = None  # not needed before the refusal
+    with pytest.raises(StoreInUseError, match='another job runs with the same'):
+        reserve(rank, share, torch.device('cpu'), lambda reason: None)
+    assert (running.shared / 'secret').read_bytes() == b'theirs'
+    running.close()
 
 
 @pytest.mark.parametrize('longest', [1, 2, 8, 64, 65, 10_000])

@@ -207,6 +207,8 @@ def test_windows_of_a_dead_process_are_reported(
     how: signal.Signals, silent_s: float, tmp_path: Path
 ) -> None:
     before = time.time()
+    (tmp_path / '3' / '3').mkdir(parents=True)
+    (tmp_path / '3' / '3' / 'window-4-plan.window').touch()
     with watched('sleeps', tmp_path, silent_s=silent_s) as (process, _):
         process.send_signal(how)
         said = process.communicate(timeout=WAIT_S)[1].splitlines()[-1]
@@ -216,8 +218,12 @@ def test_windows_of_a_dead_process_are_reported(
         assert (death.rank, death.pid) == (3, process.pid) and before < death.time < time.time()
 
 
-def test_removed_windows_are_not_named(tmp_path: Path) -> None:
-    with watched('sleeps', tmp_path / 'removed') as (process, _):
+@pytest.mark.parametrize('file', ['free-0.window', None])
+def test_windows_that_do_not_exist_are_not_named(file: str | None, tmp_path: Path) -> None:
+    if file is not None:
+        (tmp_path / 'kept' / '3' / '3').mkdir(parents=True)
+        (tmp_path / 'kept' / '3' / '3' / file).touch()
+    with watched('sleeps', tmp_path / 'kept') as (process, _):
         process.terminate()
         assert process.communicate(timeout=WAIT_S)[1] == ''
 
