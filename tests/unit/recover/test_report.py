@@ -43,7 +43,6 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         SimpleNamespace(
             memory=memory, present=PlanParameters(VERSION, ORIGIN, 4, shares), unjudged=False
         ),
-        SimpleNamespace(),
         RankState(ORIGIN, Start(ORIGIN, b'state')),
     )
 
