@@ -51,7 +51,7 @@ _CLOSING_S = 10.0
 _HERE = '127.0.0.1'
 
 
-class NoNodeLeft(LaunchError):
+class _NoNodeLeft(LaunchError):
     """A seat is empty and no host is available."""
 
     exit_code = EXIT_WHOLE_JOB
@@ -283,7 +283,7 @@ class SlurmStarter:
             return
         reasons = ', '.join(f'{node.host}: {node.why}' for node in absent)
         message = f'node {seat} of the job has no host, and no spare node is left ({reasons})'
-        raise NoNodeLeft(message) if self._met else LaunchError(message)
+        raise _NoNodeLeft(message) if self._met else LaunchError(message)
 
     def _start_waiting(self) -> None:
         seated = {node.seat: node for node in self._nodes.values()}

@@ -92,7 +92,7 @@ class Template:
 
     def _start(self, order: dict[str, Any], printed: int, output: int | None) -> OwnChild:
         if self.forks:
-            return ForkedChild(self, self.ask('fork', order, [printed]), output)
+            return _ForkedChild(self, self.ask('fork', order, [printed]), output)
         self._send('become', order, [printed])
         self._socket.close()
         self.process.output = output
@@ -131,7 +131,7 @@ class Template:
         return code
 
 
-class ForkedChild(OwnChild):
+class _ForkedChild(OwnChild):
     """A forked worker; its parent, the template, reports its exit code."""
 
     def __init__(self, template: Template, pid: int, output: int | None) -> None:

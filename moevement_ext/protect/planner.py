@@ -49,7 +49,7 @@ class RankOperators(msgspec.Struct, frozen=True):
     """Bytes of other data in every slot."""
 
 
-class RankSummary(msgspec.Struct, frozen=True):
+class _RankSummary(msgspec.Struct, frozen=True):
     """Summary of one rank for the ranks of all stages: a few bytes for any model."""
 
     stage: int
@@ -93,7 +93,7 @@ class Planner:
         self._members: list[RankOperators] = []
         if self.is_first or rank.exchange.joining:
             self._members = [msgspec.msgpack.decode(item, type=RankOperators) for item in gathered]
-        summary = RankSummary(
+        summary = _RankSummary(
             stage=place.stage,
             operators=xxhash.xxh3_64_hexdigest(encoded),
             tied=bool(own.tied),
@@ -101,7 +101,7 @@ class Planner:
             names=sum(len(name) + 5 for name in self._all_names()),
         )
         self._ranks = [
-            msgspec.msgpack.decode(item, type=RankSummary)
+            msgspec.msgpack.decode(item, type=_RankSummary)
             for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
         ]
         # Needs of windows, by stage and length.

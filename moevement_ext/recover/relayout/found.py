@@ -95,7 +95,7 @@ class OtherLayout(UserError):
     """This layout must not, or cannot, continue from windows of another layout."""
 
 
-class OtherTraining(UserError):
+class _OtherTraining(UserError):
     """The windows of the run belong to another training."""
 
 
@@ -166,9 +166,9 @@ def require_exact(candidate: Candidate, started: int) -> None:
 
 
 def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
-    """Report windows of another training; raises `OtherTraining` with `--sparse-ckpt-strict`."""
+    """Report windows of another training; raises `_OtherTraining` with `--sparse-ckpt-strict`."""
     if refused and rank.config.strict:
-        raise OtherTraining(
+        raise _OtherTraining(
             f'--sparse-ckpt-strict: windows of the run are of another training: {told(refused)}. '
             'Start it with the flags it had, or give it another --sparse-ckpt-run-id.'
         )
