@@ -12,7 +12,7 @@ import pytest
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.budget import GIB
 from moevement_ext.memory.sizing import Logged, window_lengths
-from moevement_ext.protect.reserving import Room, Sizes, longest_window
+from moevement_ext.protect.reserving import Sizes, _Room, longest_window
 from moevement_ext.replicate.copies import Copies
 from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
 from tests.unit.memory.samples import tmpfs_directory
@@ -51,7 +51,7 @@ def find(shm: Path) -> Callable[..., int]:
         def exchange(name: str, own: bytes) -> list[bytes]:
             if name == 'longest-window':
                 return [own, msgspec.msgpack.encode(window_lengths(MOST).index(elsewhere))]
-            room = msgspec.msgpack.decode(own, type=Room)
+            room = msgspec.msgpack.decode(own, type=_Room)
             other = msgspec.structs.replace(room.member, node='another')
             return [own, msgspec.msgpack.encode(msgspec.structs.replace(room, member=other))]
 

@@ -53,6 +53,6 @@ def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     with tmpfs_directory() as folder:
         report = recovery(folder, experts)._report.now([])
     (handover,) = handovers([report])
-    assert (handover.plan.version, handover.plan.origin) == (VERSION, ORIGIN)
+    assert (handover.version, handover.origin) == (VERSION, ORIGIN)
     assert len(report.details) < 100
     assert len(encode(report)) < 500
