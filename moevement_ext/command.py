@@ -19,7 +19,7 @@ ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 """Directory that contains `tools`, `scripts` and `pretrain_gpt.py`."""
 
 
-class Subcommand(NamedTuple):
+class _Subcommand(NamedTuple):
     """One program of the command."""
 
     module: str
@@ -29,48 +29,52 @@ class Subcommand(NamedTuple):
 
 
 PROGRAMS = {
-    'pretrain': Subcommand(
+    'pretrain': _Subcommand(
         'megatron.moevement.pretrain_gpt', 'train a GPT: one worker, as a launcher starts it'
     ),
-    'launch': Subcommand(
+    'launch': _Subcommand(
         'moevement_ext.launch.command_line',
         'run a job on emulated nodes of this machine',
         'scripts/local_cluster.py',
     ),
-    'slurm': Subcommand('moevement_ext.slurm', 'run a job in a batch script of Slurm'),
-    'store': Subcommand('moevement_ext.store', 'serve the store of a job outside its nodes'),
-    'torchrun': Subcommand(
+    'slurm': _Subcommand('moevement_ext.slurm', 'run a job in a batch script of Slurm'),
+    'store': _Subcommand('moevement_ext.store', 'serve the store of a job outside its nodes'),
+    'torchrun': _Subcommand(
         'moevement_ext.store.torchrun', 'torchrun with its rendezvous in that store'
     ),
-    'demo': Subcommand('tools.demo', 'see a lost node recovered, without a GPU', 'scripts/demo.sh'),
-    'prepare-data': Subcommand('tools.prepare_data', 'make data for the trainer from text'),
-    'check': Subcommand('tools.check', 'whether a job can be protected, and how it recovers'),
-    'node-check': Subcommand('tools.node_check', 'memory and links of the nodes of a job'),
-    'plan': Subcommand(
+    'demo': _Subcommand(
+        'tools.demo', 'see a lost node recovered, without a GPU', 'scripts/demo.sh'
+    ),
+    'prepare-data': _Subcommand('tools.prepare_data', 'make data for the trainer from text'),
+    'check': _Subcommand('tools.check', 'whether a job can be protected, and how it recovers'),
+    'node-check': _Subcommand('tools.node_check', 'memory and links of the nodes of a job'),
+    'plan': _Subcommand(
         'tools.plan', 'window, memory and times of a job, before there is a cluster'
     ),
-    'placement': Subcommand('tools.placement', 'where replicas and experts go'),
-    'simulate': Subcommand('tools.simulate', 'systems for fault tolerance compared'),
-    'status': Subcommand('tools.status', 'a running job in the terminal'),
-    'report': Subcommand('tools.report', 'one page about a run'),
-    'windows': Subcommand('tools.windows', 'list, verify, prune, export and try windows'),
-    'compare-digests': Subcommand('tools.compare_digests', 'compare two final states'),
-    'plot-run': Subcommand('tools.plot_run', 'plot losses and times of two logs'),
-    'drill': Subcommand('tools.drill', 'run your job for a minute with failures, compare the bits'),
-    'chaos': Subcommand('tools.chaos', 'random failures, bits compared'),
-    'local-slurm': Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
-    'compare': Subcommand('tools.compare', 'ways to survive failures side by side'),
-    'bench-overhead': Subcommand(
+    'placement': _Subcommand('tools.placement', 'where replicas and experts go'),
+    'simulate': _Subcommand('tools.simulate', 'systems for fault tolerance compared'),
+    'status': _Subcommand('tools.status', 'a running job in the terminal'),
+    'report': _Subcommand('tools.report', 'one page about a run'),
+    'windows': _Subcommand('tools.windows', 'list, verify, prune, export and try windows'),
+    'compare-digests': _Subcommand('tools.compare_digests', 'compare two final states'),
+    'plot-run': _Subcommand('tools.plot_run', 'plot losses and times of two logs'),
+    'drill': _Subcommand(
+        'tools.drill', 'run your job for a minute with failures, compare the bits'
+    ),
+    'chaos': _Subcommand('tools.chaos', 'random failures, bits compared'),
+    'local-slurm': _Subcommand('tools.local_slurm', 'a Slurm with several nodes on this machine'),
+    'compare': _Subcommand('tools.compare', 'ways to survive failures side by side'),
+    'bench-overhead': _Subcommand(
         'tools.bench.overhead', 'cost of protection per iteration, or of narrow formats'
     ),
-    'bench-host-memory': Subcommand(
+    'bench-host-memory': _Subcommand(
         'tools.bench.host_memory', 'host memory of protection, by kind'
     ),
-    'bench-recovery': Subcommand('tools.bench.recovery', 'duration of a recovery'),
-    'bench-spare-node': Subcommand(
+    'bench-recovery': _Subcommand('tools.bench.recovery', 'duration of a recovery'),
+    'bench-spare-node': _Subcommand(
         'tools.bench.spare_node', 'time until a job trains again after a lost node'
     ),
-    'bench-regroup': Subcommand('tools.bench.regroup', 'time to reconnect process groups'),
+    'bench-regroup': _Subcommand('tools.bench.regroup', 'time to reconnect process groups'),
 }
 _TRAINER = 'pretrain_gpt.py'
 _ITS_LAUNCHERS = ('launch', 'slurm', 'torchrun')

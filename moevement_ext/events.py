@@ -5,10 +5,10 @@ A line has the fields of `Event`, the event's name, and the fields of its class.
 their own events (`launch/launcher_events.py`) to a separate file.
 """
 
-import enum
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,33 +23,11 @@ from moevement_ext.event_file import EventFile
 logger = logging.getLogger(__name__)
 
 
-class EventName(enum.StrEnum):
-    """Values of `event` in a rank's lines."""
-
-    WORKER_STARTED = 'worker_started'
-    JOB_DESCRIBED = 'job_described'
-    PROTECTED = 'protected'
-    LOSS_LOGGED = 'loss_logged'
-    WINDOW_COMMITTED = 'window_committed'
-    WINDOW_PERSISTED = 'window_persisted'
-    WINDOW_ON_DISK = 'window_on_disk'
-    REPLANNED = 'replanned'
-    PROTECTION_REDUCED = 'protection_reduced'
-    FAILURE_DETECTED = 'failure_detected'
-    RECOVERY_PHASE = 'recovery_phase'
-    RECOVERY_STARTED = 'recovery_started'
-    RELAID = 'relaid'
-    RECOVERED = 'recovered'
-    TOKENS_LOST = 'tokens_lost'
-    NEXT_TIER = 'next_tier'
-    DEVICE_PROBLEM = 'device_problem'
-    FINISHED = 'finished'
-
-
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every line. `EventLog.emit` fills them in a rank."""
 
     name: ClassVar[str]
+    """The class name in snake case, as files have it: a renamed class is another event."""
 
     time: float = 0.0
     """Seconds since the epoch."""
@@ -58,6 +36,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = -1
     iteration: int = 0
     """Newest iteration committed on this rank."""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub('(?<!^)(?=[A-Z])', '_', cls.__name__).lower()
 
     def own_fields(self) -> dict[str, Any]:
         """The set fields of this event class, without the fields of every line."""
@@ -69,16 +50,12 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerStarted(Event, frozen=True, kw_only=True):
     """A process of this rank started."""
 
-    name = EventName.WORKER_STARTED
-
     start_up_s: float = 0.0
     """Seconds since the process was created, including a hot spare's wait."""
 
 
 class JobDescribed(Event, frozen=True, kw_only=True):
     """Description of the job: model, flags, hardware. Each process of rank 0 emits it."""
-
-    name = EventName.JOB_DESCRIBED
 
     train_iterations: int | None
     """Iteration at which training ends; None if unknown at the start."""
@@ -94,16 +71,12 @@ class JobDescribed(Event, frozen=True, kw_only=True):
 class LossLogged(Event, frozen=True, kw_only=True):
     """The trainer logged the loss, on the logging rank; the last rank in a custom loop."""
 
-    name = EventName.LOSS_LOGGED
-
     loss: float
     """Mean over the log interval, as in the log."""
 
 
 class Protected(Event, frozen=True, kw_only=True):
     """This process begins to capture; describes its place in the job and its memory."""
-
-    name = EventName.PROTECTED
 
     node: str
     stage: int
@@ -130,8 +103,6 @@ class Protected(Event, frozen=True, kw_only=True):
 class WindowCommitted(Event, frozen=True, kw_only=True):
     """All slots of a window are in this rank's own host memory."""
 
-    name = EventName.WINDOW_COMMITTED
-
     start: int
     """First iteration of the window."""
     plan: str
@@ -151,8 +122,6 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
 class WindowPersisted(Event, frozen=True, kw_only=True):
     """This rank learned that all ranks have a window, with its replicas."""
 
-    name = EventName.WINDOW_PERSISTED
-
     start: int
     """First iteration of the window."""
     plan: str
@@ -162,8 +131,6 @@ class WindowPersisted(Event, frozen=True, kw_only=True):
 class WindowOnDisk(Event, frozen=True, kw_only=True):
     """This rank learned that all ranks have a verified copy of a window on disk."""
 
-    name = EventName.WINDOW_ON_DISK
-
     start: int
     """First iteration of the window."""
     plan: str
@@ -172,8 +139,6 @@ class WindowOnDisk(Event, frozen=True, kw_only=True):
 
 class Replanned(Event, frozen=True, kw_only=True):
     """All ranks agreed on a new plan."""
-
-    name = EventName.REPLANNED
 
     origin: int
     """First iteration of the first window of the plan."""
@@ -190,15 +155,11 @@ class Replanned(Event, frozen=True, kw_only=True):
 class ProtectionReduced(Event, frozen=True, kw_only=True):
     """Training continues with less protection than requested."""
 
-    name = EventName.PROTECTION_REDUCED
-
     reason: str
 
 
 class FailureDetected(Event, frozen=True, kw_only=True):
     """A living rank aborts its iteration (`reason`), or a new job finds earlier windows."""
-
-    name = EventName.FAILURE_DETECTED
 
     reason: str | UnsetType = UNSET
     """The failure, on a living rank."""
@@ -211,15 +172,11 @@ class FailureDetected(Event, frozen=True, kw_only=True):
 class RecoveryPhase(Event, frozen=True, kw_only=True):
     """This rank enters a phase of a localized recovery."""
 
-    name = EventName.RECOVERY_PHASE
-
     phase: str
 
 
 class RecoveryStarted(Event, frozen=True, kw_only=True):
     """This rank rolls back and replays."""
-
-    name = EventName.RECOVERY_STARTED
 
     start: int
     """First iteration of the window from which it starts."""
@@ -232,8 +189,6 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
 
 class Relaid(Event, frozen=True, kw_only=True):
     """This rank assembled its part of a window from the windows of another layout."""
-
-    name = EventName.RELAID
 
     start: int
     """First iteration of the window."""
@@ -250,8 +205,6 @@ class Relaid(Event, frozen=True, kw_only=True):
 
 class Recovered(Event, frozen=True, kw_only=True):
     """This rank has finished a recovery, by a replay or by waiting for other ranks."""
-
-    name = EventName.RECOVERED
 
     scope: str | UnsetType = UNSET
     """`localized`, or `global` if all stages rolled back in living processes. This field and the
@@ -297,8 +250,6 @@ class TokensLost(Event, frozen=True, kw_only=True):
     sum over all ranks is the total of the job.
     """
 
-    name = EventName.TOKENS_LOST
-
     start: int
     """Iteration to which all ranks rolled back."""
     versions: dict[str, int]
@@ -314,8 +265,6 @@ class TokensLost(Event, frozen=True, kw_only=True):
 class NextTier(Event, frozen=True, kw_only=True):
     """A recovery abandons one source of windows and tries the next."""
 
-    name = EventName.NEXT_TIER
-
     reason: str
     tier: str
     """The source that is tried next."""
@@ -323,8 +272,6 @@ class NextTier(Event, frozen=True, kw_only=True):
 
 class DeviceProblem(Event, frozen=True, kw_only=True):
     """The GPU of this rank has a fault."""
-
-    name = EventName.DEVICE_PROBLEM
 
     device: str
     """UUID of the GPU."""
@@ -335,8 +282,6 @@ class DeviceProblem(Event, frozen=True, kw_only=True):
 
 class Finished(Event, frozen=True, kw_only=True):
     """Training has ended on this rank."""
-
-    name = EventName.FINISHED
 
     removed: bool
     """True if the host memory was freed."""

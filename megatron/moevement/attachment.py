@@ -148,7 +148,7 @@ def attach(
     Raises:
         ConfigurationError: a setting breaks a rule or is not supported; the message names the
             setting.
-        InstallationError: Megatron-Core is not the one this package was checked against.
+        UserError: Megatron-Core is not the one this package was checked against.
     """
     own_device.take()
     user_errors.explain_uncaught()

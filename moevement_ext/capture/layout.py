@@ -70,7 +70,7 @@ class OperatorSlices(NamedTuple):
         return sum(align_up(item.nbytes) for item in self.always)
 
 
-class Copy(NamedTuple):
+class _Copy(NamedTuple):
     """One copy into host memory."""
 
     target: torch.Tensor
@@ -85,23 +85,23 @@ class Piece(NamedTuple):
     nbytes: int
 
     @classmethod
-    def of(cls, copies: Sequence[Copy]) -> 'Piece':
+    def of(cls, copies: Sequence[_Copy]) -> 'Piece':
         nbytes = sum(copy.source.nbytes for copy in copies)
         return cls([copy.target for copy in copies], [copy.source for copy in copies], nbytes)
 
 
-def in_pieces(copies: Iterable[Copy], limit: int = PIECE_BYTES) -> list[Piece]:
+def in_pieces(copies: Iterable[_Copy], limit: int = PIECE_BYTES) -> list[Piece]:
     """Group copies of flat tensors in order into pieces of `limit` bytes, and split large ones."""
     parts = (part for copy in copies for part in _cut(copy, limit))
     batches = in_batches(parts, lambda part: part.source.nbytes, limit)
     return [Piece.of(batch) for batch in batches]
 
 
-def _cut(copy: Copy, limit: int) -> Iterable[Copy]:
+def _cut(copy: _Copy, limit: int) -> Iterable[_Copy]:
     if copy.source.nbytes <= limit:
         return (copy,)
     elements = limit // copy.source.itemsize
-    return map(Copy, copy.target.split(elements), copy.source.split(elements))
+    return map(_Copy, copy.target.split(elements), copy.source.split(elements))
 
 
 class SlotLayout:
@@ -173,12 +173,12 @@ class SlotLayout:
 
     def _views(
         self, payload: torch.Tensor, volatile: bool, left_out: Collection[int] = ()
-    ) -> Iterator[Copy]:
+    ) -> Iterator[_Copy]:
         pairs = zip(self.records, self._slices, strict=True)
         for index, (record, item) in enumerate(pairs):
             if item.volatile is volatile and item.nbytes and index not in left_out:
                 place = payload[record.offset : record.offset + record.nbytes]
-                yield Copy(place.view(item.source.dtype), item.source)
+                yield _Copy(place.view(item.source.dtype), item.source)
 
 
 def _record(item: TensorSlice, offset: int) -> Record:

@@ -368,7 +368,7 @@ class Job:
         store = own_store(self.membership, self.rank)
         self.protection.last_iteration = self.trainer.last_iteration
         if self.membership is not None and self.joining:
-            in_force = handovers(self.membership.reports)[0].plan
+            in_force = handovers(self.membership.reports)[0]
             self.protection.start(
                 self.protection.agreed_plan(in_force.version, in_force.origin, store), store
             )

@@ -46,7 +46,7 @@ from moevement_ext.system.watchdog import watch_set_up
 logger = logging.getLogger(__name__)
 
 
-class Joined(NamedTuple):
+class _Joined(NamedTuple):
     """Result of `join`."""
 
     rank: Rank
@@ -65,7 +65,7 @@ def join(
     config: SparseCheckpointConfig,
     timeout: timedelta,
     not_localized: str | None = None,
-) -> Joined:
+) -> _Joined:
     """Rendezvous with the other ranks. Called once per process.
 
     Args:
@@ -96,12 +96,12 @@ def join(
         exchange=Exchange(membership.archive if membership else None, joining, timeout),
     )
     faults.arm(rank.number)
-    return Joined(rank, membership, store)
+    return _Joined(rank, membership, store)
 
 
 def join_launched(
     config: SparseCheckpointConfig, settings: Mapping[str, object], backend: str, timeout: timedelta
-) -> Joined:
+) -> _Joined:
     """Join with the rank that the launcher has set in the environment of this process.
 
     `settings` has every setting that can change the bits of the result, by name; values are
@@ -185,7 +185,7 @@ def _take_part(
 def connect(rank: Rank, store: Store | None, joining: bool, timeout: timedelta) -> None:
     """Call `init_process_group`; see `Job.init_process_group`.
 
-    `store` as in `Joined`; `joining`: this process replaces a lost one; `timeout` of
+    `store` as in `_Joined`; `joining`: this process replaces a lost one; `timeout` of
     collectives.
     """
     if not joining:

@@ -48,7 +48,6 @@ class LocalizedMode(WholeJobMode):
             self._membership,
             self.trainer,
             self.protection,
-            self.protection.planner,
             self._position(),
         )
         # Not when joining: survivors wait for this process, which was forked from one that has

@@ -105,7 +105,7 @@ class OtherLayouts:
     ) -> whole_job.Source | None:
         """Assemble the newest window, if it is newer than those of this layout (`own`). Collective.
 
-        Raises `OtherLayout` if this layout cannot, or must not, continue from these
+        Raises `UserError` if this layout cannot, or must not, continue from these
         windows.
         """
         if self._shelf is None or not self.candidates or trainer.relaying is None:

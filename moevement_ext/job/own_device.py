@@ -58,7 +58,7 @@ def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
     return None if source is None else DeviceWatch(source, Judge(), partial(_act, events, lose))
 
 
-def _own() -> nvml.DeviceReadings | None:
+def _own() -> nvml.Nvml | None:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -8,14 +8,14 @@ import queue
 from moevement_ext.launch.messages import DevicesFail
 from moevement_ext.system.device_judging import Finding, Judge
 from moevement_ext.system.device_watch import DeviceWatch
-from moevement_ext.system.nvml import DeviceReadings
+from moevement_ext.system.nvml import Nvml
 from moevement_ext.system.xids import Harm
 
 
 class Devices:
     """Collects the findings of `source`; `fd` is readable when there are new ones."""
 
-    def __init__(self, source: DeviceReadings | None) -> None:
+    def __init__(self, source: Nvml | None) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._source = source
         self._judge = Judge()

@@ -51,12 +51,6 @@ _CLOSING_S = 10.0
 _HERE = '127.0.0.1'
 
 
-class NoNodeLeft(LaunchError):
-    """A seat is empty and no host is available."""
-
-    exit_code = EXIT_WHOLE_JOB
-
-
 class SlurmStarter:
     """`Starter` of workers on other nodes; the first `hosts` take the seats, in this order.
 
@@ -283,7 +277,7 @@ class SlurmStarter:
             return
         reasons = ', '.join(f'{node.host}: {node.why}' for node in absent)
         message = f'node {seat} of the job has no host, and no spare node is left ({reasons})'
-        raise NoNodeLeft(message) if self._met else LaunchError(message)
+        raise LaunchError(message, EXIT_WHOLE_JOB) if self._met else LaunchError(message)
 
     def _start_waiting(self) -> None:
         seated = {node.seat: node for node in self._nodes.values()}

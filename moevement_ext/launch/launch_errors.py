@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that end a job."""
+"""Error that ends a job."""
 
-from moevement_ext.errors import EXIT_USER_ERROR, SparseCheckpointError
+from moevement_ext.errors import SparseCheckpointError
 
 
 class LaunchError(SparseCheckpointError):
     """The job cannot continue; `exit_code` is the exit status of the launcher."""
 
-    exit_code = 1
-
-
-class UserMistake(LaunchError):
-    """A worker rejected its flags or its environment."""
-
-    exit_code = EXIT_USER_ERROR
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -26,7 +26,6 @@ def describe_exit(code: int) -> str:
 class WorkerLaunched(Event, frozen=True):
     """A worker process started, for the first time or again."""
 
-    name = 'worker_launched'
     rank: int
     pid: int
     restarts: int
@@ -41,7 +40,6 @@ class WorkerLaunched(Event, frozen=True):
 class WorkerEnded(Event, frozen=True):
     """A worker process ended."""
 
-    name = 'worker_ended'
     rank: int
     pid: int
     code: int
@@ -54,7 +52,6 @@ class WorkerEnded(Event, frozen=True):
 class WorkerStopped(Event, frozen=True):
     """The launcher killed a worker in order to restart all workers together."""
 
-    name = 'worker_stopped'
     rank: int
     pid: int
 
@@ -65,7 +62,6 @@ class WorkerStopped(Event, frozen=True):
 class WorkerLostAtExit(Event, frozen=True):
     """A signal killed a worker that had finished its work, before its process ended."""
 
-    name = 'worker_lost_at_exit'
     rank: int
     pid: int
     code: int
@@ -79,7 +75,6 @@ class WorkerLostAtExit(Event, frozen=True):
 class WorkerLate(Event, frozen=True):
     """The launcher killed a replacement that did not join the waiting workers in time."""
 
-    name = 'worker_late'
     rank: int
     pid: int
 
@@ -90,7 +85,6 @@ class WorkerLate(Event, frozen=True):
 class WorkerUnkillable(Event, frozen=True):
     """A killed worker does not die; the launcher ends without waiting for it."""
 
-    name = 'worker_unkillable'
     rank: int
     pid: int
 
@@ -101,7 +95,6 @@ class WorkerUnkillable(Event, frozen=True):
 class AllStartAgain(Event, frozen=True):
     """The launcher restarts all workers, as they cannot continue without the dead worker."""
 
-    name = 'all_start_again'
     reason: str
 
     def __str__(self) -> str:
@@ -111,7 +104,6 @@ class AllStartAgain(Event, frozen=True):
 class WorkerEvicted(Event, frozen=True):
     """The launcher killed a worker that the other ranks reported as hung."""
 
-    name = 'worker_evicted'
     rank: int
     pid: int
 
@@ -122,7 +114,6 @@ class WorkerEvicted(Event, frozen=True):
 class StoreGone(Event, frozen=True):
     """The store does not answer; dead workers are replaced once it is back."""
 
-    name = 'store_gone'
     address: str | None
     """Address of `--sparse-ckpt-store`; None: the launcher's own store."""
 
@@ -137,8 +128,6 @@ class StoreGone(Event, frozen=True):
 class StoreFound(Event, frozen=True):
     """A store answers again: the same store, or an empty one."""
 
-    name = 'store_found'
-
     def __str__(self) -> str:
         return 'the store is reached again'
 
@@ -146,7 +135,6 @@ class StoreFound(Event, frozen=True):
 class SpareReady(Event, frozen=True):
     """A hot spare has imported the program."""
 
-    name = 'spare_ready'
     pid: int
 
     def __str__(self) -> str:
@@ -156,7 +144,6 @@ class SpareReady(Event, frozen=True):
 class SpareEnded(Event, frozen=True):
     """A hot spare ended before use; a spare that was never ready is not replaced."""
 
-    name = 'spare_ended'
     pid: int
     code: int
     was_ready: bool
@@ -169,7 +156,6 @@ class SpareEnded(Event, frozen=True):
 class SpareMissing(Event, frozen=True):
     """A hot spare could not start; the job continues with one spare fewer."""
 
-    name = 'spare_missing'
     reason: str
 
     def __str__(self) -> str:
@@ -179,7 +165,6 @@ class SpareMissing(Event, frozen=True):
 class FaultStaged(Event, frozen=True):
     """A staged failure happened."""
 
-    name = 'fault_staged'
     fault: str
     """The failure as given on the command line."""
     deleted: str | None = None
@@ -193,7 +178,6 @@ class FaultStaged(Event, frozen=True):
 class NodeReady(Event, frozen=True):
     """A host is connected and can take a seat of the job."""
 
-    name = 'node_ready'
     host: str
 
     def __str__(self) -> str:
@@ -203,7 +187,6 @@ class NodeReady(Event, frozen=True):
 class NodeSeated(Event, frozen=True):
     """A host took a seat of the job."""
 
-    name = 'node_seated'
     host: str
     node: int
 
@@ -214,7 +197,6 @@ class NodeSeated(Event, frozen=True):
 class NodeLost(Event, frozen=True):
     """The launcher lost a host, with all processes there."""
 
-    name = 'node_lost'
     host: str
     node: int | None
     """The seat of the host, that is, its node number in the job; None: a spare."""
@@ -228,7 +210,6 @@ class NodeLost(Event, frozen=True):
 class NodeMissing(Event, frozen=True):
     """The agent of a host did not connect."""
 
-    name = 'node_missing'
     host: str
     reason: str
 
@@ -239,7 +220,6 @@ class NodeMissing(Event, frozen=True):
 class DevicesFailing(Event, frozen=True):
     """A device of a host is faulty."""
 
-    name = 'devices_failing'
     host: str
     trouble: str
     usable: bool
@@ -252,7 +232,6 @@ class DevicesFailing(Event, frozen=True):
 class JobRecovered(Event, frozen=True):
     """All workers have recovered from a failure; `line` is their report."""
 
-    name = 'job_recovered'
     line: str
     spares: str
     """Description of the remaining spares."""
@@ -273,7 +252,6 @@ class JobRecovered(Event, frozen=True):
 class JobEnded(Event, frozen=True):
     """All workers ended; only `RanksNeeded` and `MemoryKept` may follow this event."""
 
-    name = 'job_ended'
     code: int
     seconds: float
     failures: int
@@ -300,7 +278,6 @@ def in_words(seconds: float) -> str:
 class JobFailed(Event, frozen=True):
     """The launcher gave up the job and killed all its processes."""
 
-    name = 'job_failed'
     reason: str
 
     def __str__(self) -> str:
@@ -310,7 +287,6 @@ class JobFailed(Event, frozen=True):
 class RanksNeeded(Event, frozen=True):
     """All workers ended, as there are too few of them to go on exactly."""
 
-    name = 'ranks_needed'
     ranks: int
     """Number of ranks with which the job goes on."""
 
@@ -321,7 +297,6 @@ class RanksNeeded(Event, frozen=True):
 class MemoryKept(Event, frozen=True):
     """All workers ended; their windows in host memory remain."""
 
-    name = 'memory_kept'
     directory: str
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ _GREETING_S = 5.0
 _PAUSE_S = 1.0
 
 
-class Arrival(NamedTuple):
+class _Arrival(NamedTuple):
     """An authenticated agent."""
 
     here: Here
@@ -47,11 +47,11 @@ class Listener:
         self._closed = threading.Event()
         self._closing = threading.Lock()
         self._strangers = Strangers()
-        self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._listen, name='slurm-listener', daemon=True)
         self._thread.start()
 
-    def take(self) -> list[Arrival]:
+    def take(self) -> list[_Arrival]:
         """Take the agents that have arrived; `fd` is not readable afterwards."""
         os.eventfd_read(self.fd)
         return [self._arrived.get() for _ in range(self._arrived.qsize())]
@@ -110,5 +110,5 @@ class Listener:
             if self._closed.is_set():
                 link.close()
                 return
-            self._arrived.put(Arrival(here, link))
+            self._arrived.put(_Arrival(here, link))
             os.eventfd_write(self.fd, 1)

@@ -25,7 +25,7 @@ _LOST = -signal.SIGKILL
 _NOT_AN_END = signal.SIGSTOP, signal.SIGCONT
 
 
-class Commands(Protocol):
+class _Commands(Protocol):
     """Connection to the node of a worker."""
 
     def send(self, message: Signal | StartWorker) -> None:
@@ -66,14 +66,14 @@ class RemoteChild(Child):
         self.order = order
         self.restarts = restarts
         self.heard = heard
-        self.node: Commands | None = None
+        self.node: _Commands | None = None
         self._code: int | None = None
 
     @property
     def waits_for_node(self) -> bool:
         return self.node is None and self._code is None
 
-    def start_on(self, node: Commands) -> None:
+    def start_on(self, node: _Commands) -> None:
         self.node = node
         self._asked_for_at = time.monotonic()
         node.send(self.order)
@@ -162,7 +162,7 @@ class Children:
                 child.last_lines = last_lines
                 child.end(code)
 
-    def lose(self, node: Commands, host: str) -> None:
+    def lose(self, node: _Commands, host: str) -> None:
         for key, child in list(self._children.items()):
             if child.node is node:
                 del self._children[key]

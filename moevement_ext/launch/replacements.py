@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launch_errors import LaunchError, UserMistake
+from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.worker import BadEnd, Worker
 
 _MAX_ERRORS = 3
@@ -21,7 +21,7 @@ class Replacements:
         self._count = 0
 
     def refuse_mistakes(self, ends: Sequence[BadEnd]) -> None:
-        """Refuse to replace a worker after a user error, with a `UserMistake`.
+        """Refuse to replace a worker after a user error, with a `LaunchError`.
 
         A user error exists from the start, so a new worker would repeat it. After a
         replacement the same exit status may have another cause, such as too little memory
@@ -29,8 +29,9 @@ class Replacements:
         """
         for end in ends:
             if end.code == EXIT_USER_ERROR and self._count == 0:
-                raise UserMistake(
-                    f'{end.how}: it refuses what it was started with{end.worker.last_words()}'
+                raise LaunchError(
+                    f'{end.how}: it refuses what it was started with{end.worker.last_words()}',
+                    EXIT_USER_ERROR,
                 )
 
     def add(self, end: BadEnd, blamed: Sequence[Worker]) -> None:

@@ -36,7 +36,7 @@ _ENDED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
-class SlurmJob:
+class _SlurmJob:
     """A parsed command line in an allocation."""
 
     launch: LaunchConfig
@@ -49,7 +49,7 @@ class SlurmJob:
     """Command that runs Python on the nodes."""
 
 
-def parse(argv: Sequence[str]) -> SlurmJob:
+def parse(argv: Sequence[str]) -> _SlurmJob:
     """Parse the launcher's flags, `--`, program and its flags; ends the process on an error."""
     parser = _parser()
     args = parse_before_program(parser, argv)
@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> SlurmJob:
         parser.error(str(error))
     step_flags = tuple(shlex.split(args.step_flags))
     python = tuple(shlex.split(args.agent_python)) or (sys.executable,)
-    return SlurmJob(launch, hosts, args.requeue, args.before_end, step_flags, python)
+    return _SlurmJob(launch, hosts, args.requeue, args.before_end, step_flags, python)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

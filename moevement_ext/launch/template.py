@@ -96,7 +96,7 @@ class Template:
             pid = self.ask('fork', order, [printed])
             if pid < 0:
                 raise OSError(-pid, os.strerror(-pid))
-            return ForkedChild(self, pid, output)
+            return _ForkedChild(self, pid, output)
         self._send('become', order, [printed])
         self._socket.close()
         self.process.output = output
@@ -135,7 +135,7 @@ class Template:
         return code
 
 
-class ForkedChild(OwnChild):
+class _ForkedChild(OwnChild):
     """A forked worker; its parent, the template, reports its exit code."""
 
     def __init__(self, template: Template, pid: int, output: int | None) -> None:

@@ -107,7 +107,7 @@ class OutsideStore(RendezvousHandler):
         return True
 
 
-class RestartingAgent(LocalElasticAgent):
+class _RestartingAgent(LocalElasticAgent):
     """Torch's agent, except that a user error ends the job without a restart.
 
     On any signal to end, the agent sends its workers their exit signal.
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rendezvous_handler_registry.register(_BACKEND, OutsideStore.create)
         with closing(NodeProxy(*flag.split(args.rdzv_endpoint))) as proxy:
             os.environ |= proxy.variables
-            api.LocalElasticAgent = RestartingAgent  # type: ignore[attr-defined]
+            api.LocalElasticAgent = _RestartingAgent  # type: ignore[attr-defined]
             run(args)
 
 

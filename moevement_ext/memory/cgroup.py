@@ -14,7 +14,7 @@ from typing import NamedTuple
 THIS_PROCESS = Path('/proc/self')
 
 
-class MemoryLeft(NamedTuple):
+class _MemoryLeft(NamedTuple):
     """The tightest memory limit of this process."""
 
     nbytes: int
@@ -39,14 +39,14 @@ _V1 = _Version(
 )
 
 
-def memory_left(process: Path = THIS_PROCESS) -> MemoryLeft | None:
+def memory_left(process: Path = THIS_PROCESS) -> _MemoryLeft | None:
     """Memory left below the limits of this process's cgroup and of its parents.
 
     Limits that are invisible inside a container do not count. `process` is the directory in
     `/proc` with the groups and their mounts. Returns None if the limit is unknown or missing.
     """
     found = [
-        MemoryLeft(left, group)
+        _MemoryLeft(left, group)
         for version, lowest, highest in _hierarchies(process)
         for group in (lowest, *lowest.parents)
         if group.is_relative_to(highest) and (left := _left_in(group, version)) is not None

@@ -34,7 +34,7 @@ _OF_OWNER = re.compile(rf'({STUB})?[0-9]+|')
 _THREADS = 8
 
 
-class KeptFile(msgspec.Struct, frozen=True):
+class _KeptFile(msgspec.Struct, frozen=True):
     """A file that a rank keeps in host memory."""
 
     directory: str
@@ -44,14 +44,14 @@ class KeptFile(msgspec.Struct, frozen=True):
     """Bytes with pages, from the beginning."""
 
 
-def kept_by(store: NodeStore, holder: int) -> list[KeptFile]:
+def kept_by(store: NodeStore, holder: int) -> list[_KeptFile]:
     path = store.holder_path(holder)
     found = []
     for file in [*sorted(path.glob(f'*/{_WINDOWS}')), *path.glob(_LOG)]:
         status = file.stat()
         directory = str(file.parent.relative_to(path))
         found.append(
-            KeptFile(
+            _KeptFile(
                 directory if file.parent != path else '',
                 status.st_size,
                 min(status.st_blocks * 512, status.st_size),
@@ -60,14 +60,14 @@ def kept_by(store: NodeStore, holder: int) -> list[KeptFile]:
     return found
 
 
-def encode(files: Sequence[KeptFile]) -> bytes:
+def encode(files: Sequence[_KeptFile]) -> bytes:
     """Encode the list that a rank leaves for its replacement and for the launcher."""
     return msgspec.msgpack.encode(files)
 
 
-def decode(files: bytes) -> list[KeptFile]:
+def decode(files: bytes) -> list[_KeptFile]:
     """Inverse of `encode`. Raises `msgspec.MsgspecError` for other bytes."""
-    return msgspec.msgpack.decode(files, type=list[KeptFile])
+    return msgspec.msgpack.decode(files, type=list[_KeptFile])
 
 
 def sizes_in(files: bytes) -> list[int]:
@@ -84,11 +84,11 @@ class EarlyReservation:
     Nothing else may use `store` before `wait` returns.
     """
 
-    def __init__(self, store: NodeStore, holder: int, files: Sequence[KeptFile]) -> None:
+    def __init__(self, store: NodeStore, holder: int, files: Sequence[_KeptFile]) -> None:
         self._store = store
         self._path = store.holder_path(holder)
         self._pages = ReservedPages(store)
-        self._missing: queue.SimpleQueue[tuple[str, KeptFile | None]] = queue.SimpleQueue()
+        self._missing: queue.SimpleQueue[tuple[str, _KeptFile | None]] = queue.SimpleQueue()
         self._created: list[str] = []
         self._failed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -117,7 +117,7 @@ class EarlyReservation:
                 (self._path / name).unlink(missing_ok=True)
         self._store.close()
 
-    def _fits(self, files: Sequence[KeptFile]) -> bool:
+    def _fits(self, files: Sequence[_KeptFile]) -> bool:
         if not all(_OF_OWNER.fullmatch(file.directory) for file in files):
             return False
         needed = sum(file.reserved for file in files)
@@ -125,7 +125,7 @@ class EarlyReservation:
         needed -= self._pages.nbytes()
         return needed <= free_bytes(self._path) and (left is None or needed <= left.nbytes)
 
-    def _begin(self, files: Sequence[KeptFile]) -> None:
+    def _begin(self, files: Sequence[_KeptFile]) -> None:
         numbers: dict[str, int] = {}
         for file in files:
             number = numbers[file.directory] = numbers.get(file.directory, -1) + 1
@@ -156,7 +156,7 @@ class EarlyReservation:
                 logger.warning('host memory is not reserved early: %s', error)
                 self._failed.set()
 
-    def _reserve(self, name: str, file: KeptFile) -> None:
+    def _reserve(self, name: str, file: _KeptFile) -> None:
         path = self._path / name
         private.make_directories(self._store.root, path.parent)
         self._created.append(name)

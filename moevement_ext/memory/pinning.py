@@ -19,7 +19,7 @@ from moevement_ext.memory.mapped import in_pages
 logger = logging.getLogger(__name__)
 
 
-class MappedFile(Protocol):
+class _MappedFile(Protocol):
     """A file that stays mapped for the lifetime of the object: window file or upstream log."""
 
     path: Path
@@ -33,10 +33,10 @@ class _Registered(NamedTuple):
     """Ends the registration; without effect when called again."""
 
 
-_pinned: weakref.WeakKeyDictionary[MappedFile, _Registered] = weakref.WeakKeyDictionary()
+_pinned: weakref.WeakKeyDictionary[_MappedFile, _Registered] = weakref.WeakKeyDictionary()
 
 
-def pin(file: MappedFile, nbytes: int | None = None) -> None:
+def pin(file: _MappedFile, nbytes: int | None = None) -> None:
     """Register the first `nbytes` (None: all) of `file` with CUDA for the lifetime of the object.
 
     Those bytes must have pages, and the file not be registered yet. Any thread whose device is
@@ -60,7 +60,7 @@ def pin(file: MappedFile, nbytes: int | None = None) -> None:
 
 
 @contextmanager
-def pinned_as_far_as(file: MappedFile, nbytes: int) -> Iterator[None]:
+def pinned_as_far_as(file: _MappedFile, nbytes: int) -> Iterator[None]:
     """Register the first `nbytes` of a registered file instead; a failure only makes copies slower.
 
     The bytes must have pages, and no copy to the file may be in progress. Inside the context,
@@ -76,14 +76,14 @@ def pinned_as_far_as(file: MappedFile, nbytes: int) -> Iterator[None]:
     _pin_or_warn(file, nbytes)
 
 
-def pin_like(other: MappedFile, file: MappedFile) -> None:
+def pin_like(other: _MappedFile, file: _MappedFile) -> None:
     """Register a new file if `other` is, on a thread as `pin`; failures make copies slower."""
     if other not in _pinned:
         return
     _pin_or_warn(file, None)
 
 
-def _pin_or_warn(file: MappedFile, nbytes: int | None) -> None:
+def _pin_or_warn(file: _MappedFile, nbytes: int | None) -> None:
     try:
         pin(file, nbytes)
     except HostMemoryError as error:

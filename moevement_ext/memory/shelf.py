@@ -79,7 +79,7 @@ def left_by_elastic(store: NodeStore) -> list[str]:
     ]
 
 
-class ShelvedCopy(NamedTuple):
+class _ShelvedCopy(NamedTuple):
     """One copy of a part. Everything but its payload is verified."""
 
     path: Path
@@ -97,7 +97,7 @@ class Shelf:
         self._store = store
         self._node = store.path.name
         self._disk = disk
-        self._copies: dict[Part, list[ShelvedCopy]] = {}
+        self._copies: dict[Part, list[_ShelvedCopy]] = {}
         self._verified: set[tuple[Path, int, int]] = set()
         self._lock = threading.Lock()
 
@@ -143,7 +143,7 @@ class Shelf:
                 refusals.append(str(refusal))
         raise RefusedWindow('; '.join(refusals))
 
-    def _read(self, copy: ShelvedCopy, header: SlotHeader, record: Record) -> memoryview:
+    def _read(self, copy: _ShelvedCopy, header: SlotHeader, record: Record) -> memoryview:
         data = copy.read(header, record)
         known = copy.path, header.slot, record.offset
         if known not in self._verified:
@@ -163,13 +163,13 @@ class Shelf:
             if self._disk is not None:
                 shutil.rmtree(self._disk / run, ignore_errors=True)
 
-    def _opened(self, part: Part) -> list[ShelvedCopy]:
+    def _opened(self, part: Part) -> list[_ShelvedCopy]:
         with self._lock:
             if part not in self._copies:
                 self._copies[part] = self._open(part)
             return self._copies[part]
 
-    def _open(self, part: Part) -> list[ShelvedCopy]:
+    def _open(self, part: Part) -> list[_ShelvedCopy]:
         if part.run not in self.runs():
             raise RefusedWindow(f'{part.run} is no other layout of the run {self._store.run_id}')
         copies, refusals = [], []
@@ -188,7 +188,7 @@ class Shelf:
 
     def _stored(
         self, store: NodeStore, run: str
-    ) -> Iterator[tuple[StoredWindow, bool, Callable[[Path], ShelvedCopy]]]:
+    ) -> Iterator[tuple[StoredWindow, bool, Callable[[Path], _ShelvedCopy]]]:
         yield from ((stored, False, _mapped) for stored in store.scan())
         yield from ((stored, False, _twin) for stored in twin_windows(store.scan_stubs()))
         if self._disk is None or not (self._disk / run).is_dir():
@@ -200,16 +200,16 @@ class Shelf:
                 yield from ((stored, True, _on_disk) for stored in committed_in(path, owner, owner))
 
 
-def _mapped(path: Path) -> ShelvedCopy:
+def _mapped(path: Path) -> _ShelvedCopy:
     file = WindowFile.open(path)
 
     def read(header: SlotHeader, record: Record) -> memoryview:
         return memoryview(file.payload(header.slot))[record.offset : record.offset + record.nbytes]
 
-    return ShelvedCopy(path, file.verify_identity(Expected()), read)
+    return _ShelvedCopy(path, file.verify_identity(Expected()), read)
 
 
-def _twin(path: Path) -> ShelvedCopy:
+def _twin(path: Path) -> _ShelvedCopy:
     twin = TwinWindow.open(path)
 
     @lru_cache(maxsize=1)  # records are read slot by slot
@@ -219,10 +219,10 @@ def _twin(path: Path) -> ShelvedCopy:
     def read(header: SlotHeader, record: Record) -> memoryview:
         return payload(header.slot)[record.offset : record.offset + record.nbytes]
 
-    return ShelvedCopy(path, twin.verify_identity(Expected()), read)
+    return _ShelvedCopy(path, twin.verify_identity(Expected()), read)
 
 
-def _on_disk(path: Path) -> ShelvedCopy:
+def _on_disk(path: Path) -> _ShelvedCopy:
     with WindowReader(path) as reader:
         headers = reader.verify_identity(Expected())
 
@@ -230,7 +230,7 @@ def _on_disk(path: Path) -> ShelvedCopy:
         with WindowReader(path) as reader:
             return memoryview(reader.read_record(header.slot, record))
 
-    return ShelvedCopy(path, headers, read)
+    return _ShelvedCopy(path, headers, read)
 
 
 def _require_idle(locks: Iterable[Path]) -> None:

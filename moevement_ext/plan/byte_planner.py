@@ -38,14 +38,6 @@ The optimizer step must wait for the copy, as it overwrites the source.
 _UNLIMITED = 2**62
 
 
-class InvalidOperators(ValueError):
-    """Invalid sizes or names of operators."""
-
-
-class InvalidPlan(ValueError):
-    """A plan without slots, or with an operator captured in full more than once."""
-
-
 class InfeasiblePlan(ValueError):
     """One operator exceeds the budget, alone in its slot beside the compute weights of later ones.
 
@@ -69,7 +61,7 @@ class InfeasiblePlan(ValueError):
 class OperatorBytes(msgspec.Struct, frozen=True):
     """Size of one operator on each rank of the stage group (0 on ranks without it).
 
-    Raises `InvalidOperators` unless 0 <= weights <= full on each rank.
+    Raises `ValueError` unless 0 <= weights <= full on each rank.
     """
 
     name: str
@@ -80,17 +72,15 @@ class OperatorBytes(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if len(self.full) != len(self.weights):
-            raise InvalidOperators(
+            raise ValueError(
                 f'operator {self.name!r} has full sizes for {len(self.full)} ranks but weight '
-                'sizes '
-                f'for {len(self.weights)}; give one of each per rank of the stage group'
+                f'sizes for {len(self.weights)}; give one of each per rank of the stage group'
             )
         for rank, (full, weights) in enumerate(zip(self.full, self.weights, strict=True)):
             if not 0 <= weights <= full:
-                raise InvalidOperators(
+                raise ValueError(
                     f'operator {self.name!r} has {full} bytes in full and {weights} of weights on '
-                    'rank '
-                    f'{rank}; 0 <= weights <= full must hold'
+                    f'rank {rank}; 0 <= weights <= full must hold'
                 )
 
 
@@ -111,7 +101,7 @@ class OperatorTable:
     def of(cls, operators: Operators) -> 'OperatorTable':
         """Build a table from operators; returns a table unchanged.
 
-        Raises `InvalidOperators` for a duplicate operator, or different numbers of ranks.
+        Raises `ValueError` for a duplicate operator, or different numbers of ranks.
         """
         if isinstance(operators, OperatorTable):
             return operators
@@ -126,18 +116,18 @@ class OperatorTable:
 class WindowPlan(msgspec.Struct, frozen=True):
     """Names of the operators captured in full in each slot of a window.
 
-    Raises `InvalidPlan` if there is no slot, or an operator occurs twice.
+    Raises `ValueError` if there is no slot, or an operator occurs twice.
     """
 
     slots: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
         if not self.slots:
-            raise InvalidPlan('a window has at least one slot')
+            raise ValueError('a window has at least one slot')
         names = [name for slot in self.slots for name in slot]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise InvalidPlan(f'operators captured in full more than once in a window: {twice}')
+            raise ValueError(f'operators captured in full more than once in a window: {twice}')
 
     @property
     def window(self) -> int:
@@ -150,12 +140,12 @@ class WindowPlan(msgspec.Struct, frozen=True):
     def slot_bytes(self, operators: Operators) -> tuple[tuple[int, ...], ...]:
         """Bytes captured in each slot on each rank, shape (window, ranks).
 
-        Raises `InvalidOperators` if `operators` are not the operators of this plan.
+        Raises `ValueError` if `operators` are not the operators of this plan.
         """
         table = OperatorTable.of(operators)
         places = {name: place for place, name in enumerate(table.names)}
         if places.keys() != self.slot_of().keys():
-            raise InvalidOperators('slot_bytes needs exactly the operators the plan was made for')
+            raise ValueError('slot_bytes needs exactly the operators the plan was made for')
         order = [places[name] for slot in self.slots for name in slot]
         totals = _Totals(table.full[order], table.weights[order])
         ends = np.cumsum([0, *map(len, self.slots)])
@@ -352,10 +342,10 @@ def _rank_count(operators: Sequence[OperatorBytes]) -> int:
     names = [operator.name for operator in operators]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise InvalidOperators(f'operators listed more than once: {twice}')
+        raise ValueError(f'operators listed more than once: {twice}')
     counts = {len(operator.full) for operator in operators}
     if len(counts) > 1:
-        raise InvalidOperators(
+        raise ValueError(
             f'operators have sizes for {sorted(counts)} ranks; all need one per rank of the group'
         )
     return counts.pop() if counts else 0

@@ -5,7 +5,6 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -16,36 +15,23 @@ from moevement_ext.plan.ordering import changed_enough
 _WINDOWS_AHEAD = 3
 
 
-class TokenCounter(Protocol):
-    """Counts tokens by expert, for the order of the operators."""
+class TokenCounter:
+    """Counts tokens by expert, for the order of the operators; this one counts none."""
 
-    counting: bool
+    counting = False
     """The engine sets this during the counted iterations."""
-    soft: bool
+    soft = False
     """The engine sets this before training: count routers' weights instead of tokens."""
 
     def take(self) -> dict[str, float]:
         """Counts by expert operator since the last call; while counting, of a whole iteration."""
+        return {}
 
     def make_up(self, tokens: Mapping[str, float]) -> None:
         """Make experts drop fewer tokens to make up for lost ones, if capacity has a limit."""
 
     def take_capacity(self) -> float | None:
         """Capacity of an expert, in tokens since the last call; None without a limit."""
-
-
-class NoTokens:
-    """Counter of a model whose experts keep the given order."""
-
-    counting = False
-    soft = False
-
-    def take(self) -> dict[str, float]:
-        return {}
-
-    def make_up(self, tokens: Mapping[str, float]) -> None: ...
-
-    def take_capacity(self) -> float | None:
         return None
 
 

@@ -37,7 +37,7 @@ _STOP_SECONDS = 10.0
 _IDLE_SECONDS = 1.0
 
 
-class DiskSettings(NamedTuple):
+class _DiskSettings(NamedTuple):
     """Interval and rate of copies to disk."""
 
     every: int
@@ -69,7 +69,7 @@ class DiskTier:
         disk: DiskWindows,
         windows: OwnerWindows,
         identity: RankIdentity,
-        settings: DiskSettings,
+        settings: _DiskSettings,
         tracker: Callable[[Callable[[Agreed], None]], PersistenceTracker],
         statistics: CaptureStatistics,
     ) -> None:
@@ -330,7 +330,7 @@ def disk_tier(
         memory.disk,
         memory.windows,
         rank.identity,
-        DiskSettings(config.disk_every, config.disk_gb_per_s * GIGA, complete),
+        _DiskSettings(config.disk_every, config.disk_gb_per_s * GIGA, complete),
         partial(PersistenceTracker, counts, rank.number, rank.world_size),
         statistics,
     )

@@ -20,7 +20,6 @@ drops them.
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from moevement_ext import faults
 from moevement_ext.events import WindowCommitted, WindowPersisted
@@ -31,6 +30,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
+from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.client import ReplicaClient
@@ -38,22 +38,6 @@ from moevement_ext.replicate.replicator import Replicator
 
 # Seconds between checks whether the training thread waits in vain.
 _LOOK_S = 0.01
-
-
-class Tracker(Protocol):
-    """Publishes to all ranks which windows this rank and its replica holders have."""
-
-    def report(self, window: WindowName) -> None:
-        """Report that this rank and its holders have `window`. Replicator's thread."""
-
-    def withdraw_after(self, window: WindowName) -> None:
-        """Withdraw the reports of later windows."""
-
-    def give_up(self, starts: Iterable[int]) -> None:
-        """Report that this rank lacks the windows with these starts. Any thread."""
-
-    def stop(self) -> None:
-        """End the tracker's thread."""
 
 
 class WindowLifecycle:
@@ -74,7 +58,7 @@ class WindowLifecycle:
         owner: int,
         windows: OwnerWindows,
         peers: dict[int, ReplicaClient],
-        tracker: Callable[[Callable[[Agreed], None]], Tracker],
+        tracker: Callable[[Callable[[Agreed], None]], PersistenceTracker],
         on_persisted: Callable[[WindowName], None],
         statistics: CaptureStatistics,
         max_wait_s: float,

@@ -39,7 +39,7 @@ from moevement_ext.plan.windows import Budgets, Need, needs, shortest
 from moevement_ext.protect.stage_plan import StagePlan, hand_out, handed_out, published
 
 
-class RankOperators(msgspec.Struct, frozen=True):
+class _RankOperators(msgspec.Struct, frozen=True):
     """Bytes captured of each operator on one rank, in full and as compute weights."""
 
     sizes: dict[str, tuple[int, int]]
@@ -49,12 +49,12 @@ class RankOperators(msgspec.Struct, frozen=True):
     """Bytes of other data in every slot."""
 
 
-class RankSummary(msgspec.Struct, frozen=True):
+class _RankSummary(msgspec.Struct, frozen=True):
     """Summary of one rank for the ranks of all stages: a few bytes for any model."""
 
     stage: int
     operators: str
-    """Digest of its `RankOperators`."""
+    """Digest of its `_RankOperators`."""
     tied: bool
     """True if the rank holds weights shared with other stages."""
     family: int
@@ -71,7 +71,7 @@ class Planner:
     """
 
     def __init__(self, rank: Rank, operators: Operators, place: Place) -> None:
-        own = RankOperators(
+        own = _RankOperators(
             sizes={
                 name: (item.full_bytes, item.weight_bytes)
                 for name, item in operators.slices.items()
@@ -90,10 +90,10 @@ class Planner:
         self.is_first = rank.number == place.members[0]
         gathered = rank.exchange.among('operators', encoded, place.members, place.group)
         # Operators of the stage's ranks; empty if another rank plans the stage.
-        self._members: list[RankOperators] = []
+        self._members: list[_RankOperators] = []
         if self.is_first or rank.exchange.joining:
-            self._members = [msgspec.msgpack.decode(item, type=RankOperators) for item in gathered]
-        summary = RankSummary(
+            self._members = [msgspec.msgpack.decode(item, type=_RankOperators) for item in gathered]
+        summary = _RankSummary(
             stage=place.stage,
             operators=xxhash.xxh3_64_hexdigest(encoded),
             tied=bool(own.tied),
@@ -101,7 +101,7 @@ class Planner:
             names=sum(len(name) + 5 for name in self._all_names()),
         )
         self._ranks = [
-            msgspec.msgpack.decode(item, type=RankSummary)
+            msgspec.msgpack.decode(item, type=_RankSummary)
             for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
         ]
         # Needs of windows, by stage and length.
@@ -235,7 +235,7 @@ class Planner:
         return operator_table(names, [member.sizes for member in self._members])
 
     @staticmethod
-    def _ordered(members: Sequence[RankOperators], popularity: Mapping[str, float]) -> list[str]:
+    def _ordered(members: Sequence[_RankOperators], popularity: Mapping[str, float]) -> list[str]:
         """Tied operators first, then experts, then the rest.
 
         All ranks that share tied operators thaw them together. Experts are taken from the

@@ -26,7 +26,7 @@ from moevement_ext.replicate.share import Share
 logger = logging.getLogger(__name__)
 
 
-class Room(msgspec.Struct, frozen=True):
+class _Room(msgspec.Struct, frozen=True):
     """A rank's message to the others for the choice of the longest window."""
 
     member: Member
@@ -60,8 +60,8 @@ def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
     node = node_name()
     domain = own_domain(node, config.topology)
     member = Member(node, capacities[0], logged, '', b'', domain, sizes.family)
-    encoded = exchange('room', msgspec.msgpack.encode(Room(member, capacities, stubs)))
-    rooms = [msgspec.msgpack.decode(item, type=Room) for item in encoded]
+    encoded = exchange('room', msgspec.msgpack.encode(_Room(member, capacities, stubs)))
+    rooms = [msgspec.msgpack.decode(item, type=_Room) for item in encoded]
     copies = copies_of([room.member for room in rooms], config.topology, config.replicas)
 
     def fits(index: int) -> bool:

@@ -20,10 +20,6 @@ FLAG = '--sparse-ckpt-forget'
 _NAMED = 8
 
 
-class AbsentWindows(UserError):
-    """Some ranks have windows, others have none, and no window is complete."""
-
-
 class Traces(msgspec.Struct, frozen=True):
     """Traces of earlier windows on a rank."""
 
@@ -56,7 +52,7 @@ def refuse_to_forget(
         config: settings.
 
     Raises:
-        AbsentWindows: all ranks had a newer window, and some ranks have none now; or a newer
+        UserError: all ranks had a newer window, and some ranks have none now; or a newer
             window is of another release.
     """
     if not config.forget:
@@ -79,7 +75,7 @@ def refuse_to_forget(
         places += f' or --sparse-ckpt-disk {config.disk}'
     most = len(owners[nearest])
     starts = sorted({window.start for window in owners if len(owners[window]) == most})
-    raise AbsentWindows(
+    raise UserError(
         f'all ranks had window {known}, and none is complete now: nothing is in {places} of '
         f'{_named(absent, traces)}; {_named(sorted(owners[nearest]), traces)} have '
         f'windows {", ".join(map(str, starts))}. Mount what is not mounted there, or give all '
@@ -92,7 +88,7 @@ def _refuse_other_releases(traces: Sequence[Traces], dense_iteration: int) -> No
     for trace in traces:
         for reason, start in trace.unread.items():
             if start >= max(dense_iteration, 0):
-                raise AbsentWindows(
+                raise UserError(
                     f'the node {trace.node} has window {start} of this run, in another format '
                     f'({reason}): start the job with that release; {FLAG} goes on from '
                     f'{_tier(dense_iteration) or "the start"}, and deletes such windows.'
@@ -106,7 +102,7 @@ def _refuse_other_names(
     for trace in traces:
         for name, start in sorted(trace.renamed.items()):
             if name not in present and start >= max(dense_iteration, 0):
-                raise AbsentWindows(
+                raise UserError(
                     f'no rank finds a window, but on the node {trace.node} {config.dir} has window '
                     f'{start} of this run, from when the node was named {name}: launch with '
                     f'MOEVEMENT_NODE={name} there, and so on each node whose name has changed; '

@@ -14,7 +14,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader, decode_context
-from moevement_ext.recover.sources import SlotSource
+from moevement_ext.recover.sources import ArrivingWindow, VerifiedWindow
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verification import Verification
 
@@ -38,7 +38,7 @@ class Conversion:
     counted from 1; `load_s` and `replay_s` are the seconds of all loads, and of all replays.
     """
 
-    def __init__(self, source: SlotSource) -> None:
+    def __init__(self, source: VerifiedWindow | ArrivingWindow) -> None:
         self._source = source
         self.window = source.name
         self.replaying: int | None = None

@@ -8,19 +8,13 @@ import msgspec
 from moevement_ext.membership.report import Report
 
 
-class PlanInForce(msgspec.Struct, frozen=True):
-    """A plan by reference, as the shares of thousands of experts would dominate a report."""
-
-    version: int
-    origin: int
-    """Current origin of its windows: the plan's origin, or a later one after `begin_window`."""
-
-
 class Handover(msgspec.Struct, frozen=True):
     """A survivor's data for a new process, beyond its report."""
 
-    plan: PlanInForce
-    """The plan at the survivor's iteration."""
+    version: int
+    """The plan at the survivor's iteration, by reference: it may name thousands of experts."""
+    origin: int
+    """Current origin of its windows: the plan's origin, or a later one after `begin_window`."""
     trainer: bytes
     """Result of `Loop.hand_over` on the survivor."""
 

@@ -37,7 +37,7 @@ from moevement_ext.recover.reconnection import Reconnection
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.trainer import Start, Trainer
-from moevement_ext.recover.verdict import Localized, Stages, Verdict, WholeJob, decide_recovery
+from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 from moevement_ext.recover.verification import Verification, Verified
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ _POLL_SECONDS = 0.02
 class LocalizedRecovery:
     """Recovers this rank from failures of other ranks, or rebuilds a lost rank's state.
 
-    `stages` has the stage of every rank, and ranks with the same state; `position` is this
-    rank's part of the training state.
+    `position` is this rank's part of the training state.
     """
 
     def __init__(
@@ -59,14 +58,12 @@ class LocalizedRecovery:
         membership: Membership,
         trainer: Trainer,
         protection: Protection,
-        stages: Stages,
         position: RankState[Start],
     ) -> None:
         self._rank = rank
         self._membership = membership
         self._trainer = trainer
         self._protection = protection
-        self._stages = stages
         self._position = position
         self._replay = StageReplay(rank, trainer, protection, self._enters, self._raise_if_broken)
         self._refused: list[Window] = []
@@ -262,12 +259,13 @@ class LocalizedRecovery:
         return verdict
 
     def _follows_from(self, reports: Sequence[Report]) -> Verdict:
+        planner = self._protection.planner
         return decide_recovery(
             reports,
-            self._stages.stage_of,
-            self._stages.tied,
+            planner.stage_of,
+            planner.tied,
             self._trainer.last_iteration,
-            self._stages.replicas,
+            planner.replicas,
             interleaved=self._trainer.place.interleaved,
             together=self._rank.config.recovery == GLOBAL,
         )
@@ -276,7 +274,8 @@ class LocalizedRecovery:
         self._fruitless.pause(lambda: self._membership.broken)
         reports = self._membership.reports
         self._position.decided(verdict, self._rank.number)
-        self._replay.take_over_ledger(verdict.target, reports, self._stages.stage_of)
+        stage_of = self._protection.planner.stage_of
+        self._replay.take_over_ledger(verdict.target, reports, stage_of)
         entry = self._protection.memory.ledger.get(verdict.target)
         samples = None if entry is None else entry.consumed_samples
         self._trainer.auxiliary_state.count(verdict.target, samples)
@@ -396,7 +395,7 @@ class LocalizedRecovery:
                 assert self._position.kept is not None  # its state is complete
                 state = self._position.kept.state
                 store.set(f'state/{behind}', state)  # type: ignore[arg-type]
-        family = {rank, *self._stages.replicas[rank]}
+        family = {rank, *self._protection.planner.replicas[rank]}
         source = next((have for lack, have in verdict.copies.items() if lack in family), None)
         if source is None:
             return

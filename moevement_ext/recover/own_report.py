@@ -17,7 +17,7 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
-from moevement_ext.recover.handover import Handover, PlanInForce
+from moevement_ext.recover.handover import Handover
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start, Trainer
@@ -49,9 +49,7 @@ class OwnReport:
         memory, identity = self._protection.memory, self._rank.identity
         first_logged = memory.log.first_iteration if memory.log is not None else None
         present = self._protection.present
-        handover = Handover(
-            PlanInForce(present.version, present.origin), self._trainer.loop.hand_over()
-        )
+        handover = Handover(present.version, present.origin, self._trainer.loop.hand_over())
         return Report(
             survivor=True,
             node=node_name(),

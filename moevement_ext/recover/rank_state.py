@@ -23,7 +23,7 @@ from moevement_ext.membership.report import NOWHERE
 from moevement_ext.recover.verdict import Localized
 
 
-class IterationStateLike(Protocol):
+class _IterationStateLike(Protocol):
     """Interface of an iteration state, as far as the state machine uses it."""
 
     @property
@@ -35,14 +35,14 @@ class ForbiddenTransition(SparseCheckpointError):
 
 
 @dataclass(frozen=True)
-class Whole[S: IterationStateLike]:
+class Whole[S: _IterationStateLike]:
     """The state of an iteration is complete; the next one starts from it."""
 
     state: S
 
 
 @dataclass(frozen=True)
-class Running[S: IterationStateLike]:
+class Running[S: _IterationStateLike]:
     """The iteration after `state` accumulates gradients; `state` can be rolled back to."""
 
     state: S
@@ -54,17 +54,17 @@ class Torn:
 
 
 @dataclass(frozen=True)
-class Rebuilding[S: IterationStateLike]:
+class Rebuilding[S: _IterationStateLike]:
     """The state is being loaded, replayed or copied."""
 
     reached: S | None = None
     """Progress of a replay; not reliable until the replay is complete."""
 
 
-type Position[S: IterationStateLike] = Whole[S] | Running[S] | Torn | Rebuilding[S]
+type Position[S: _IterationStateLike] = Whole[S] | Running[S] | Torn | Rebuilding[S]
 
 
-class RankState[S: IterationStateLike]:
+class RankState[S: _IterationStateLike]:
     """The training state of one rank. Training thread only.
 
     Args:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moevement_ext.errors import HostMemoryError, SparseCheckpointError
 from moevement_ext.membership.report import NOWHERE
@@ -19,7 +19,7 @@ from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
+from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.inventory import holders
@@ -44,22 +44,6 @@ class HolderLost(RefusedWindow):
 
 class ArrivalStopped(SparseCheckpointError):
     """The wait for the window was stopped."""
-
-
-class SlotSource(Protocol):
-    """A window to convert."""
-
-    @property
-    def name(self) -> WindowName: ...
-
-    @property
-    def window(self) -> int: ...
-
-    def slot(self, index: int) -> tuple[SlotHeader, Bytes]:
-        """Wait for a slot; returns its verified header and payload."""
-
-    def file(self) -> WindowFile:
-        """The whole window, committed in this rank's memory."""
 
 
 class VerifiedWindow:

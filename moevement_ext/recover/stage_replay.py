@@ -36,11 +36,11 @@ from moevement_ext.replicate.client import PeerLost, PeerRefused
 from moevement_ext.replicate.log_reader import LogReader
 
 
-class WindowRefused(SparseCheckpointError):
+class _WindowRefused(SparseCheckpointError):
     """This rank cannot get the data for a replay of the window; another window is tried next."""
 
 
-class SourceLost(SparseCheckpointError):
+class _SourceLost(SparseCheckpointError):
     """The source of the window, or of a log, does not answer; all ranks search again."""
 
 
@@ -55,8 +55,8 @@ class StageReplay:
     earlier captures.
     """
 
-    Refused = WindowRefused
-    SourceLost = SourceLost
+    Refused = _WindowRefused
+    SourceLost = _SourceLost
 
     def __init__(
         self,
@@ -142,9 +142,9 @@ class StageReplay:
             with self._arriving(verdict.window, inventories) as source:
                 self._replay(Conversion(source), verdict, iterate, position)
         except (HolderLost, PeerLost) as error:
-            raise SourceLost(f'window {verdict.window.start}: {error}') from error
+            raise _SourceLost(f'window {verdict.window.start}: {error}') from error
         except _DAMAGES as error:
-            raise WindowRefused(f'window {verdict.window.start}: {error}') from error
+            raise _WindowRefused(f'window {verdict.window.start}: {error}') from error
 
     def _verification(self, start: int, target: int) -> Verification:
         """Verification of the replay after `start`, which takes gradient norms as given."""
@@ -183,7 +183,7 @@ class StageReplay:
             self._catch_up(conversion.last.iteration, target, iterate)
             if self.verification.forbids(self._rank.config.verify):
                 verified = self.verification.result()
-                raise WindowRefused(f'window {start}, replayed to iteration {target}: {verified}')
+                raise _WindowRefused(f'window {start}, replayed to iteration {target}: {verified}')
             if not self._protection.unjudged:  # else complete only if no rank refuses
                 position.rebuilt()
         self.replayed = target - start
@@ -204,7 +204,7 @@ class StageReplay:
     def _entry(self, iteration: int) -> LedgerEntry:
         entry = self._protection.memory.ledger.get(iteration)
         if entry is None:
-            raise WindowRefused(
+            raise _WindowRefused(
                 f'no rank has a record of iteration {iteration}, so it cannot be replayed'
             )
         return entry

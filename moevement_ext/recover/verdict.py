@@ -6,28 +6,13 @@ without another exchange (paper section 3.4; DESIGN: the newest committed iterat
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from moevement_ext.membership.report import NOWHERE, Report, UnderWay
 from moevement_ext.memory.window.name import Window
 from moevement_ext.recover.inventory import candidates
-
-
-class Stages(Protocol):
-    """The layout of the job, the same on all ranks."""
-
-    @property
-    def stage_of(self) -> Sequence[int]: ...
-
-    @property
-    def tied(self) -> Collection[int]:
-        """Stages that share weights."""
-
-    @property
-    def replicas(self) -> Sequence[Sequence[int]]:
-        """By rank, the other ranks that hold the same state."""
 
 
 class Localized(msgspec.Struct, frozen=True):

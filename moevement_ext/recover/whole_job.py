@@ -89,8 +89,8 @@ def find(
         elsewhere: iteration of a dense state in windows of another layout, or -1.
 
     Raises:
-        UserError: ranks were launched differently (see `launched_alike.check`).
-        AbsentWindows: no window is complete any more, and some ranks have none.
+        UserError: ranks were launched differently (see `launched_alike.check`); or no window is
+            complete any more, and some ranks have none.
     """
     stock = take_stock(store, disk, rank.identity, disk_only(rank.config))
     left = left_by_elastic(store) if rank.config.elastic == OFF else []

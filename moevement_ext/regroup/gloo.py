@@ -49,7 +49,7 @@ class Gloo:
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> ProcessGroupGloo:
-        """Connect a backend with all others that connect through `store`; see `BackendKind`.
+        """Connect a backend with all others that connect through `store`; see `_BackendKind`.
 
         `options` is the timeout of later operations, `timeout` that for the other members.
         `device` and `at_once` are unused: gloo always connects at once. Raises

@@ -73,7 +73,7 @@ class Nccl:
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> ProcessGroupNCCL:
-        """Connect a backend, with its communicator, with all other members; see `BackendKind`.
+        """Connect a backend, with its communicator, with all other members; see `_BackendKind`.
 
         torch creates communicators in the first operation, which would wait for a member
         lost meanwhile: a communicator cannot be aborted before it is complete. NCCL's

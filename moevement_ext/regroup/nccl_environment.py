@@ -40,15 +40,11 @@ SETTINGS = {
 }
 
 
-class UnsupportedNcclError(UserError):
-    """This version of NCCL may hang in survivors of a failure."""
-
-
 def prepare() -> None:
     """Set the variables that the user has not set, and warn about other values.
 
     Every rank of a job with localized recovery calls this before the first process group.
-    Raises `UnsupportedNcclError` if NCCL is too old.
+    Raises `UserError` if NCCL is too old.
     """
     _check_version()
     for name, (value, otherwise) in SETTINGS.items():
@@ -62,7 +58,7 @@ def _check_version() -> None:
         return  # torch itself reports the missing NCCL
     version = tuple(torch.cuda.nccl.version())[:3]
     if version < _OLDEST_NCCL:
-        raise UnsupportedNcclError(
+        raise UserError(
             f'NCCL {_dotted(version)} may hang when a rank is lost; a localized recovery needs '
             f'{_dotted(_OLDEST_NCCL)} or newer: install a torch that brings it, or set '
             '--sparse-ckpt-recovery whole-job.'

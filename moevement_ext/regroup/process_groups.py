@@ -44,7 +44,7 @@ class RegroupError(SparseCheckpointError):
     """Groups could not reconnect; those with a real backend raise until they do."""
 
 
-class BackendKind(Protocol):
+class _BackendKind(Protocol):
     """Operations on one kind of real backend: `Gloo` or `Nccl`."""
 
     waits_return: bool
@@ -153,7 +153,7 @@ class ProcessGroups:
         # that is a Python object.
         self._tried: Store | None = None
         self._used: list[Store] = []
-        self._addresses: list[tuple[BackendKind, Store, int]] = []
+        self._addresses: list[tuple[_BackendKind, Store, int]] = []
         self._destroying: threading.Thread | None = None
         with self._lock:
             self._take_up()
@@ -474,7 +474,7 @@ def stand_in_for(backend: str) -> None:
     capability[FAKE] = list(capability[backend])
 
 
-def _kind(name: str) -> BackendKind:
+def _kind(name: str) -> _BackendKind:
     if name == gloo.NAME:
         internals.check(gloo.PARTS)
         return gloo.Gloo()

@@ -33,7 +33,7 @@ _ended = threading.Event()
 _idle: list['_Waiter'] = []
 
 
-class WaitEnded(RuntimeError):
+class _WaitEnded(RuntimeError):
     """Another thread ended the wait for a gloo operation; tensors have undefined contents."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def show() -> None:
 
 
 def end() -> None:
-    """Make current waits, and later ones until `resume`, raise `WaitEnded`. Any thread.
+    """Make current waits, and later ones until `resume`, raise `_WaitEnded`. Any thread.
 
     Call this once all connections are closed, when no operation writes to tensors any more.
     """
@@ -80,7 +80,7 @@ def _wait(work: Work, timeout: timedelta | None = None) -> bool:
     if timeout is not None:
         return _torch_wait(work, timeout)
     if _ended.is_set():
-        raise WaitEnded
+        raise _WaitEnded
     kind: int = work._get_op_type()  # type: ignore[attr-defined]
     if kind in _WITHOUT_SLICES:
         return _wait_by_another(work)
@@ -95,7 +95,7 @@ def _wait_in_slices(work: Work) -> bool:
             if work.is_completed():
                 return _torch_wait(work)
         if _ended.is_set():
-            raise WaitEnded
+            raise _WaitEnded
 
 
 def _wait_by_another(work: Work) -> bool:
@@ -122,7 +122,7 @@ class _Waiter:
     def wait(self, work: Work) -> bool | Exception:
         """Wait for a work on the thread; returns the result or the exception.
 
-        Raises `WaitEnded` if the wait was ended; drop this thread.
+        Raises `_WaitEnded` if the wait was ended; drop this thread.
         """
         self._works.put(work)
         while True:
@@ -131,7 +131,7 @@ class _Waiter:
             except queue.Empty:
                 if _ended.is_set():
                     self._works.put(None)
-                    raise WaitEnded from None
+                    raise _WaitEnded from None
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None:

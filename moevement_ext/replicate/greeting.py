@@ -28,31 +28,31 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Proof = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class _Hello(msgspec.Struct, frozen=True, tag='Hello'):
     """First message of the client."""
 
     version: int
     nonce: Nonce
 
 
-class Challenge(msgspec.Struct, frozen=True, tag=True):
+class _Challenge(msgspec.Struct, frozen=True, tag='Challenge'):
     """Answer of the server, which proves its secret and requests the client's proof."""
 
     nonce: Nonce
     proof: Proof
 
 
-class Response(msgspec.Struct, frozen=True, tag=True):
+class _Response(msgspec.Struct, frozen=True, tag='Response'):
     """Answer of the client, which proves its secret."""
 
     proof: Proof
 
 
-_HELLO: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)
-_CHALLENGE: msgspec.msgpack.Decoder[Challenge | Refused] = msgspec.msgpack.Decoder(
-    Challenge | Refused
+_HELLO: msgspec.msgpack.Decoder[_Hello] = msgspec.msgpack.Decoder(_Hello)
+_CHALLENGE: msgspec.msgpack.Decoder[_Challenge | Refused] = msgspec.msgpack.Decoder(
+    _Challenge | Refused
 )
-_RESPONSE: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
+_RESPONSE: msgspec.msgpack.Decoder[_Response] = msgspec.msgpack.Decoder(_Response)
 _VERDICT: msgspec.msgpack.Decoder[Ack | Refused] = msgspec.msgpack.Decoder(Ack | Refused)
 
 
@@ -74,7 +74,7 @@ def admit(connection: Connection, secret: bytes) -> None:
         connection.send(Refused(reason))
         raise ProtocolError(reason)
     nonce = secrets.token_bytes(32)
-    connection.send(Challenge(nonce, _proof(secret, b'server', hello.nonce, nonce)))
+    connection.send(_Challenge(nonce, _proof(secret, b'server', hello.nonce, nonce)))
     response = connection.receive(_RESPONSE, MAX_GREETING_BYTES)
     if not hmac.compare_digest(response.proof, _proof(secret, b'client', hello.nonce, nonce)):
         connection.send(Refused('this holder belongs to another job'))
@@ -92,7 +92,7 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
         OSError: the connection is lost, or the server is too slow.
     """
     nonce = secrets.token_bytes(32)
-    connection.send(Hello(PROTOCOL_VERSION, nonce))
+    connection.send(_Hello(PROTOCOL_VERSION, nonce))
     challenge = connection.receive(_CHALLENGE, MAX_GREETING_BYTES)
     if isinstance(challenge, Refused):
         return challenge.reason
@@ -103,7 +103,7 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
             'one, '
             'listens there; check --sparse-ckpt-run-id'
         )
-    connection.send(Response(_proof(secret, b'client', nonce, challenge.nonce)))
+    connection.send(_Response(_proof(secret, b'client', nonce, challenge.nonce)))
     verdict = connection.receive(_VERDICT, MAX_GREETING_BYTES)
     return verdict.reason if isinstance(verdict, Refused) else None
 

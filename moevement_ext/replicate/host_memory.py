@@ -51,7 +51,7 @@ from moevement_ext.replicate.node_plan import (
     warn_of_same_names,
 )
 from moevement_ext.replicate.own_address import host_identity, local_host
-from moevement_ext.replicate.replica_server import Keeping, ReplicaServer, Stubs
+from moevement_ext.replicate.replica_server import Keeping, ReplicaServer
 from moevement_ext.replicate.secret import mark, of_attempt
 from moevement_ext.replicate.share import Share, TwinShare
 from moevement_ext.replicate.shelf_client import ShelfClient
@@ -198,7 +198,7 @@ class HostMemory:
         self.cores = cores_left() / hosts[own.host]
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
         stubs = file_sizes(self._stubs(rank), self._stubs(rank, present))
-        keeping = Keeping(Stubs(stubs, self.windows), config.verify_replicas)
+        keeping = Keeping(config.verify_replicas, stubs, self.windows)
         hosted = file_sizes(self._hosted(rank), self._hosted(rank, present))
         self.server = ReplicaServer(
             self.store, rank, hosted, self._secret, (host, 0), keeping=keeping

@@ -16,10 +16,6 @@ _VARIABLES = ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')
 _ELSEWHERE = {socket.AF_INET: '192.0.2.1', socket.AF_INET6: '2001:db8::1'}
 
 
-class NoAddressError(HostMemoryError):
-    """Ranks on other hosts could not reach this one; the message names the flag that helps."""
-
-
 def host_identity() -> str:
     """Name of the real host: the same for all emulated nodes, unique per machine."""
     try:
@@ -35,7 +31,7 @@ def local_host(interface: str | None = None, several_hosts: bool = False) -> str
 
     In order of preference: `interface` (`--sparse-ckpt-interface`), or that of gloo's and
     NCCL's variables; the interface towards the job's master (`MASTER_ADDR`); the default route;
-    the only interface. With `several_hosts` loopback is not usable. Raises `NoAddressError` if
+    the only interface. With `several_hosts` loopback is not usable. Raises `HostMemoryError` if
     the interface has no address, or none can be chosen.
     """
     addresses = _addresses()
@@ -103,7 +99,7 @@ def _of_interfaces(
         problem = 'is the loopback interface, which the other hosts of the job cannot reach'
     else:
         problem = 'no such interface is up with an address'
-    raise NoAddressError(
+    raise HostMemoryError(
         f'{setting}: {problem} on {socket.gethostname()}; there are '
         f'{", ".join(sorted(addresses)) or "none"}. Name one of them by {_FLAG}.'
     )
@@ -128,7 +124,7 @@ def _of_this_host(addresses: Mapping[str, list[str]], master: str) -> str:
     others = {name: ips for name, ips in addresses.items() if not _is_loopback(ips[0])}
     if len(others) == 1:
         return others.popitem()[1][0]
-    raise NoAddressError(
+    raise HostMemoryError(
         f'MASTER_ADDR {master} is the loopback interface on {socket.gethostname()}, which other '
         f'hosts cannot reach, and of {", ".join(sorted(others)) or "no interface"} none can be '
         f'preferred. Name the interface by {_FLAG} (or GLOO_SOCKET_IFNAME).'

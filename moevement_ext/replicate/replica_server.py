@@ -65,21 +65,15 @@ _MAX_CONNECTIONS = 512
 _LOG_WAIT_SECONDS = 0.5
 
 
-class Stubs(NamedTuple):
-    """A holder's stubs of owners that capture the same bytes."""
-
-    sizes: Mapping[int, FileSize | int]
-    """Sizes of stub files, by owner."""
-    bases: OwnerWindows
-    """The holder's own windows."""
-
-
 class Keeping(NamedTuple):
     """A holder's policy for received windows."""
 
-    stubs: Stubs | None = None
     verify_every: int = 1
     """Verify the checksums of every n-th window at its commit."""
+    stubs: Mapping[int, FileSize | int] = {}
+    """Sizes of stub files, by owner that captures the same bytes as the holder."""
+    bases: OwnerWindows | None = None
+    """The holder's own windows, which the stubs refer to."""
 
 
 _WHOLE = Keeping()
@@ -135,10 +129,9 @@ class ReplicaServer:
             owner: Inbox(OwnerWindows(store, rank, owner, size), self.cost, keeping.verify_every)
             for owner, size in sizes.items()
         }
-        if (stubs := keeping.stubs) is not None:
-            for owner, size in stubs.sizes.items():
-                kept = OwnerWindows(store, rank, owner, size, stubs=True)
-                self._inboxes[owner] = Inbox(kept, self.cost, keeping.verify_every, stubs.bases)
+        for owner, size in keeping.stubs.items():
+            kept = OwnerWindows(store, rank, owner, size, stubs=True)
+            self._inboxes[owner] = Inbox(kept, self.cost, keeping.verify_every, keeping.bases)
         self._log: UpstreamLog | None = None
         self._shelf: Shelf | None = None
         self._connections: dict[Connection, threading.Thread] = {}

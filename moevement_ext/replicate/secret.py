@@ -49,7 +49,7 @@ class _Marks(msgspec.Struct, frozen=True):
     """Mark of a generated secret; rank 0's counts if none is given."""
 
 
-class SecretExchange(Protocol):
+class _SecretExchange(Protocol):
     """Interface of `membership.exchange`."""
 
     joining: bool
@@ -72,7 +72,7 @@ def variables_of(secret: bytes) -> dict[str, str]:
     return {VARIABLE: hmac.digest(secret, b'workers', 'sha256').hex()}
 
 
-def agree(exchange: SecretExchange, node: NodeStore) -> bytes:
+def agree(exchange: _SecretExchange, node: NodeStore) -> bytes:
     """Agree on the secret of the job. Collective, except in a joining process.
 
     Raises:

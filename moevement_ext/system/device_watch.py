@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from moevement_ext.system.device_judging import Finding, Judge
-from moevement_ext.system.nvml import DeviceReadings
+from moevement_ext.system.nvml import Nvml
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,7 @@ class DeviceWatch:
     `found`.
     """
 
-    def __init__(
-        self, source: DeviceReadings, judge: Judge, found: Callable[[Finding], None]
-    ) -> None:
+    def __init__(self, source: Nvml, judge: Judge, found: Callable[[Finding], None]) -> None:
         self._source = source
         self._judge = judge
         self._found = found

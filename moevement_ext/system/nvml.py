@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from moevement_ext.system.device_judging import Action, Reading
 
@@ -27,18 +27,8 @@ _ACTIONS = (
 _OF_NO_USE = ('NVML_ERROR_GPU_IS_LOST', 'NVML_ERROR_RESET_REQUIRED')
 
 
-class DeviceReadings(Protocol):
-    """Source of readings. One thread uses it."""
-
-    def wait(self, timeout_s: float) -> Reading | None:
-        """Wait at most `timeout_s` for an error report of the driver; None if there was none."""
-
-    def read(self) -> list[Reading]:
-        """One reading of each device, without error reports."""
-
-
 class Nvml:
-    """Some devices of this node, by UUID; `library` is the initialised `pynvml`."""
+    """Some devices of this node, by UUID; `library` is the initialised `pynvml`. One thread."""
 
     def __init__(self, library: Any, handles: Mapping[str, Any]) -> None:
         self._nvml = library

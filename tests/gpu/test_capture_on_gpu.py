@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import PIECE_BYTES, Copy, in_pieces
+from moevement_ext.capture.layout import PIECE_BYTES, _Copy, in_pieces
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.pinning import pin
@@ -60,17 +60,17 @@ class Rig:
         torch.cuda.synchronize()
         self.copier.drain()
 
-    def copy(self, value: float, elements: int = ELEMENTS) -> Copy:
+    def copy(self, value: float, elements: int = ELEMENTS) -> _Copy:
         """From the device into a slot of the file."""
         view = self.file.reserve_slot(self._slots, 4 * elements)
         self._slots += 1
         target = torch.from_numpy(view).view(torch.float32)
-        return Copy(target, torch.full((elements,), value, device=self.device))
+        return _Copy(target, torch.full((elements,), value, device=self.device))
 
     def start(
         self,
-        stable: Sequence[Copy],
-        volatile: Sequence[Copy] = (),
+        stable: Sequence[_Copy],
+        volatile: Sequence[_Copy] = (),
         seal: Callable[[], object] = lambda: None,
     ) -> None:
         """Begin one capture."""

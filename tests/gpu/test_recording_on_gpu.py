@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import Copy, in_pieces
+from moevement_ext.capture.layout import _Copy, in_pieces
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def test_a_recording_outlives_the_copies_beside_it(copier: Copier) -> None:
 
     def stable() -> list:
         assert recording.wait(DEADLINE_S)  # on the copying thread: all of it happens meanwhile
-        return in_pieces([Copy(target, source)])
+        return in_pieces([_Copy(target, source)])
 
     copier.start([], stable, sealed.set, errors.append)
     side = torch.cuda.Stream()

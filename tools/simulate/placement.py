@@ -18,22 +18,19 @@ better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, wh
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import batched
+from itertools import batched, combinations
 
 import numpy as np
 
-from moevement_ext.replicate.placement import (
-    LinkCost,
-    copies_survival,
-    is_exact,
-    place_replicas,
-    survival_probability,
-)
+from moevement_ext.replicate.placement import LinkCost, place_replicas
 
 Placement = list[tuple[int, ...]]
 """Experts in the slots of each node."""
+
+ENUMERATION_LIMIT = 200_000
+_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,87 @@ def survival_report(
         mean = sum(distance(*link) for link in links) / len(links) if distance and links else None
         found.append(Placed(count, least, load, mean, survival))
     return found
+
+
+def survival_probability(
+    domains: Sequence[str],
+    holders: Sequence[Sequence[int]],
+    failed_domains: int,
+    *,
+    groups: Sequence[Sequence[int]] | None = None,
+    samples: int = 100_000,
+    seed: int = 0,
+) -> float:
+    """Probability that every rank's state survives a simultaneous loss of `failed_domains` domains.
+
+    A rank's state survives in the owner, in its holders, and in the ranks with the same state
+    and their holders. Every set of domains is equally likely. Exact up to `ENUMERATION_LIMIT`
+    sets, else from `samples` random sets.
+
+    Args:
+        domains: failure domain of each rank.
+        holders: ranks that hold copies of each rank's state, by owner.
+        failed_domains: number of domains lost.
+        groups: ranks with the same state.
+        samples: number of sampled sets.
+        seed: seed of the samples.
+    """
+    index = {name: position for position, name in enumerate(sorted(set(domains)))}
+    kept = np.zeros((len(domains), len(index)), dtype=bool)
+    for owner, held_by in enumerate(holders):
+        kept[owner, [index[domains[rank]] for rank in (owner, *held_by)]] = True
+    for members in groups or ():
+        kept[list(members)] = kept[list(members)].any(axis=0)
+    return copies_survival(kept, failed_domains, samples=samples, seed=seed)
+
+
+def copies_survival(
+    kept: np.ndarray, failed_domains: int, *, samples: int = 100_000, seed: int = 0
+) -> float:
+    """Probability that each item keeps a copy when `failed_domains` random domains are lost.
+
+    `kept` is bool, shape [items, domains]: whether a domain has a copy of an item. Exact, by
+    enumeration, where `is_exact`, else from `samples` random sets. Raises `ValueError` for
+    fewer than `failed_domains` domains.
+    """
+    domains = kept.shape[1]
+    if not 0 <= failed_domains <= domains:
+        raise ValueError(f'failed_domains is {failed_domains}, of {domains} domains')
+    kept = np.unique(kept, axis=0).astype(np.float32)
+    if is_exact(domains, failed_domains):
+        sets: Iterable[np.ndarray] = _all_sets(domains, failed_domains)
+    else:
+        sets = _random_sets(domains, failed_domains, samples, seed)
+    survived = tried = 0
+    for failed in sets:
+        lost = failed @ kept.T == kept.sum(axis=1)
+        survived += int((~lost.any(axis=1)).sum())
+        tried += len(failed)
+    return survived / tried
+
+
+def is_exact(domains: int, failed_domains: int) -> bool:
+    """True if a survival probability is found by enumeration, not by sampling."""
+    return math.comb(domains, failed_domains) <= ENUMERATION_LIMIT
+
+
+def _all_sets(count: int, failed: int) -> Iterator[np.ndarray]:
+    for chunk in batched(combinations(range(count), failed), _CHUNK):
+        yield _one_hot(np.array(chunk, dtype=np.int64).reshape(len(chunk), failed), count)
+
+
+def _random_sets(count: int, failed: int, samples: int, seed: int) -> Iterator[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    for start in range(0, samples, _CHUNK):
+        order = generator.random((min(_CHUNK, samples - start), count)).argpartition(failed, axis=1)
+        yield _one_hot(order[:, :failed], count)
+
+
+def _one_hot(chosen: np.ndarray, count: int) -> np.ndarray:
+    """float32 (sets, count), 1 at the indices of each row of `chosen` (sets, failed)."""
+    sets = np.zeros((len(chosen), count), dtype=np.float32)
+    np.put_along_axis(sets, chosen, 1, axis=1)
+    return sets
 
 
 def allocate_replicas(tokens: Sequence[float], nodes: int, slots: int, least: int = 1) -> list[int]:
@@ -177,7 +255,7 @@ def spread(replicas: Sequence[int], nodes: int, slots: int, seed: int = 0) -> Pl
 def recovery_probability(placement: Placement, failed_nodes: int) -> float:
     """Probability that `failed_nodes` random nodes leave a replica of each placed expert.
 
-    Exact by enumeration for small numbers (see `placement.is_exact`), else sampled.
+    Exact by enumeration for small numbers (see `is_exact`), else sampled.
     """
     experts = max((expert for node in placement for expert in node), default=-1) + 1
     kept = np.zeros((experts, len(placement)), dtype=bool)

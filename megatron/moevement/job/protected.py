@@ -54,7 +54,7 @@ def protected_job(
         operations: counts floating point operations.
 
     Raises:
-        InstallationError: upstream is not a version that this package was checked against.
+        UserError: upstream is not a version that this package was checked against.
         ConfigurationError: this node lacks a file that all ranks read.
     """
     patches.check()

@@ -43,7 +43,7 @@ def install(settings: Settings) -> None:
     """Make upstream build its optimizer with fp8 masters, if the settings ask for them.
 
     Raises:
-        InstallationError: upstream has no Adam of Transformer Engine.
+        UserError: upstream has no Adam of Transformer Engine.
     """
     if settings.get('main_params_dtype') == FP8:
         _install()

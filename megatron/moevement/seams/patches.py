@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.moevement.seams.preflight import InstallationError
+from moevement_ext.errors import UserError
 
 CHECKED_VERSION = 'megatron-core 0.19.2'
 
@@ -186,7 +186,7 @@ def check() -> None:
     """Compare all parts with the tables. Call before the adapter uses any of them.
 
     Raises:
-        InstallationError: a part differs; the message names the first one.
+        UserError: a part differs; the message names the first one.
     """
     for part in (*UPSTREAM, *TORCH):
         _find(part)
@@ -200,7 +200,7 @@ def wrap(part: str, wrapper: Wrapper) -> None:
         wrapper: runs on the thread that calls the part.
 
     Raises:
-        InstallationError: the part differs from the table.
+        UserError: the part differs from the table.
     """
     owner, name, original = _find(part)
     setattr(owner, name, _wrapping(original, wrapper))
@@ -247,8 +247,8 @@ def _find(part: str) -> tuple[Any, str, Callable[..., object]]:
     return owner, name, original
 
 
-def _changed(part: str, how: str) -> InstallationError:
-    return InstallationError(
+def _changed(part: str, how: str) -> UserError:
+    return UserError(
         f'{part} {how}: this is not the version that sparse checkpointing was checked against. '
         f'Install {CHECKED_VERSION}.'
     )

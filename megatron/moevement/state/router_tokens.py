@@ -14,12 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.moevement.built import Chunks
 from megatron.moevement.state.model_operators import num_experts, router_modules
+from moevement_ext.plan.replanning import TokenCounter
 
 if TYPE_CHECKING:  # jobs that lose no tokens do not import it
     from megatron.moevement.state.more_capacity import MoreCapacity
 
 
-class RouterTokenCounter:
+class RouterTokenCounter(TokenCounter):
     """Sums routing maps while `counting`; the counts stay on the device until `take`.
 
     Training thread only. The buffer is allocated once. A router in a recorded CUDA graph no longer

@@ -23,7 +23,7 @@ from moevement_ext.job.torch_loop.torch_pipeline import TorchPipeline
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.ledger import MAX_SCALARS, LedgerEntry
-from moevement_ext.plan.replanning import NoTokens
+from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.trainer import Committed, Loop, PlainLoop
 
 _EXPERT = re.compile(r'(.*\bexperts\.\d+)\.')
@@ -94,7 +94,7 @@ class TorchTrainer:
         self.last_iteration = last_iteration
         self.loss: float | None = None
         self.loop: Loop = PlainLoop()
-        self.tokens = NoTokens()
+        self.tokens = TokenCounter()
         self.relaying = None
         self.operators = ModuleOperators(model, optimizer, self._operator_of)
         self.auxiliary_state = LoopState(self._state, self._load_state, self.state_bytes)

@@ -5,20 +5,18 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from moevement_ext.memory.window.name import RankIdentity, WindowName
-from moevement_ext.memory.window.refused import ForeignRun, WrongTopology, WrongWindow
+from moevement_ext.memory.window.refused import OtherSettings, WrongWindow
 from moevement_ext.memory.window.settings import Differences, RunSettings, decode, differences, told
 from moevement_ext.memory.window.slot import SlotHeader
 
 IDENTITY = {
-    'run': ForeignRun,
-    'topology': WrongTopology,
+    'run': OtherSettings,
+    'topology': OtherSettings,
     'owner': WrongWindow,
     'start': WrongWindow,
     'plan': WrongWindow,
 }
 """Header fields that are equal in all slots of a window, with the error for other values."""
-
-_OF_SETTINGS = ('run', 'topology')
 
 
 class Expected(NamedTuple):
@@ -43,12 +41,12 @@ class Expected(NamedTuple):
         for (field, refusal), expected in zip(IDENTITY.items(), wanted, strict=True):
             found = getattr(header, field)
             if expected is not None and found != expected:
-                named = known if field in _OF_SETTINGS else []
+                named = known if refusal is OtherSettings else []
                 raise refusal(
                     f'{path}: ' + (told(named) or f'{field} is {found!r}, expected {expected!r}')
                 )
         if known:
-            raise ForeignRun(f'{path}: {told(known)}')
+            raise OtherSettings(f'{path}: {told(known)}')
 
     def differs(self, header: SlotHeader) -> Differences:
         """Differences of this job from the job that captured the slot; empty if unknown.

@@ -17,15 +17,7 @@ class CorruptWindow(RefusedWindow):
 
 
 class OtherSettings(RefusedWindow):
-    """A window of a job with other settings than this job."""
-
-
-class ForeignRun(OtherSettings):
-    """A window of another run."""
-
-
-class WrongTopology(OtherSettings):
-    """A window of another parallel layout."""
+    """A window of another run, layout or program version than this job's."""
 
 
 class WrongWindow(RefusedWindow):

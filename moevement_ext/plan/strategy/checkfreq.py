@@ -28,14 +28,10 @@ def shortest_interval(iteration_s: float, stall_s: float, persist_s: float, boun
     return max(1, hides, math.ceil(stall_s / (bound * iteration_s)))
 
 
-class CheckFreq(DenseCycles):
+def checkfreq(fixed: int | None, bound: float) -> DenseCycles:
     """Dense checkpoints on disk, every `fixed` iterations (None: tuned to the overhead `bound`)."""
 
-    def __init__(self, fixed: int | None, bound: float) -> None:
-        super().__init__(fixed)
-        self._bound = bound
-
-    def demanded(self, period: int, loads: Sequence[WindowLoad]) -> int | None:
+    def demanded(period: int, loads: Sequence[WindowLoad]) -> int | None:
         """A longer interval, if the present one breaks the bound or is too short for the disk.
 
         Stalls and disk times are those of the slowest rank, as the others wait for it. Only
@@ -47,4 +43,6 @@ class CheckFreq(DenseCycles):
             return None
         iteration_s = min(load.iteration_s for load in loads)
         stall_s = max(load.waited_s for load in loads)
-        return max(period, shortest_interval(iteration_s, stall_s, max(persisted), self._bound))
+        return max(period, shortest_interval(iteration_s, stall_s, max(persisted), bound))
+
+    return DenseCycles(fixed, demanded)

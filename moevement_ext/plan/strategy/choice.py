@@ -42,14 +42,14 @@ def strategy_of(
     """The strategy of a job with host memory for W = `longest`; `shortest` as of `AutoWindow`."""
     interval = config.interval
     if config.strategy == GEMINI:
-        from moevement_ext.plan.strategy.gemini import Gemini
+        from moevement_ext.plan.strategy.gemini import gemini
 
-        return Gemini(1 if interval == AUTO else interval, config.mtbf or math.inf)
+        return gemini(1 if interval == AUTO else interval, config.mtbf or math.inf)
     if config.strategy == CHECKFREQ:
-        from moevement_ext.plan.strategy.checkfreq import CheckFreq
+        from moevement_ext.plan.strategy.checkfreq import checkfreq
 
         fixed = None if isinstance(interval, str) else interval
-        return CheckFreq(fixed, config.overhead_bound)
+        return checkfreq(fixed, config.overhead_bound)
     if config.lossy:
         return lossy_strategy(config)
     auto = AutoWindow(shortest, longest) if config.window == AUTO else None

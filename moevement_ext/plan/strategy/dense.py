@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of the whole state, of one slot each, every k iterations."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 
@@ -10,25 +9,29 @@ CONFIRMED = 2
 """Cycles in a row that must demand another interval."""
 
 
-class DenseCycles(ABC):
+class DenseCycles:
     """An interval that is fixed, or follows measurements, after first cycles of one iteration.
 
     It changes once `CONFIRMED` cycles in a row demand a change, by the smallest demanded step,
     so an outlier in one cycle has no effect. All ranks change at the same iteration, as with
     any plan.
+
+    Args:
+        fixed: the interval in iterations; None: it follows measurements.
+        demanded: returns the interval that the measurements of all ranks demand, mostly the present
+            one, its first argument; None if measurements are missing.
     """
 
     counts_tokens = False
 
-    def __init__(self, fixed: int | None) -> None:
+    def __init__(
+        self, fixed: int | None, demanded: Callable[[int, Sequence[WindowLoad]], int | None]
+    ) -> None:
         self._fixed = fixed
+        self._demanded = demanded
         # Newest demands, from cycles of the present interval.
         self._seen: list[int] = []
         self._period = 0
-
-    @abstractmethod
-    def demanded(self, period: int, loads: Sequence[WindowLoad]) -> int | None:
-        """The demanded interval, mostly the present `period`; None if measurements are missing."""
 
     def first(self) -> PlanParameters:
         """The whole state in one slot."""
@@ -38,7 +41,7 @@ class DenseCycles(ABC):
         """The present plan with another interval; None if it does not change."""
         if self._fixed is not None:
             return None
-        demanded = self.demanded(present.period, loads)
+        demanded = self._demanded(present.period, loads)
         if demanded is None:
             return None
         if self._period != present.period:

@@ -62,20 +62,17 @@ def _log_cost(interval: int, iteration_s: float, stall_s: float, late: int, mtbf
     return lost + periods + math.log(-math.expm1(-periods)) - math.log(interval)
 
 
-class Gemini(DenseCycles):
+def gemini(interval: int | str, mtbf_s: float) -> DenseCycles:
     """Dense checkpoints in memory, at a fixed `interval` or by one of `config.INTERVAL_RULES`."""
 
-    def __init__(self, interval: int | str, mtbf_s: float) -> None:
-        super().__init__(None if isinstance(interval, str) else interval)
-        self._rule = str(interval)
-        self._mtbf_s = mtbf_s
-
-    def demanded(self, period: int, loads: Sequence[WindowLoad]) -> int | None:
+    def demanded(period: int, loads: Sequence[WindowLoad]) -> int | None:
         """The best interval for the slowest rank, unless the present one is nearly as good."""
         known = [load.checkpoint_s for load in loads if load.checkpoint_s is not None]
         if len(known) < len(loads):
             return None
         iteration_s = min(load.iteration_s for load in loads)
         slowest = max(own_s for own_s, _ in known), max(both_s for _, both_s in known)
-        best = best_interval(self._rule, iteration_s, slowest, self._mtbf_s)
+        best = best_interval(str(interval), iteration_s, slowest, mtbf_s)
         return period if period / MARGIN <= best <= period * MARGIN else best
+
+    return DenseCycles(None if isinstance(interval, str) else interval, demanded)

@@ -67,36 +67,14 @@ NOTHING = Elsewhere([], [])
 class NodesMissing(UserError):
     """More nodes than those of this start would let the job go on.
 
-    Attributes:
+    Args:
+        message: what is missing.
         ranks: of the layout that would go on; 0: their number alone is not what is missing.
     """
 
-    ranks = 0
-
-
-class PartsMissing(NodesMissing):
-    """Another layout has windows, but no rank can read the parts of some of its ranks."""
-
-
-class RanksMissing(NodesMissing):
-    """Only a layout with more ranks than were started goes on exactly.
-
-    Args:
-        message: what is missing.
-        ranks: of that layout.
-    """
-
-    def __init__(self, message: str, ranks: int) -> None:
+    def __init__(self, message: str, ranks: int = 0) -> None:
         super().__init__(message)
         self.ranks = ranks
-
-
-class OtherLayout(UserError):
-    """This layout must not, or cannot, continue from windows of another layout."""
-
-
-class OtherTraining(UserError):
-    """The windows of the run belong to another training."""
 
 
 def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | None) -> Elsewhere:
@@ -126,7 +104,7 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
 
 
 def require_parts(elsewhere: Elsewhere, own: int) -> None:
-    """Refuse to start over while parts of newer windows are missing, with `PartsMissing`.
+    """Refuse to start over while parts of newer windows are missing, with `NodesMissing`.
 
     `own` is the newest dense iteration in windows of this layout, -1 if there is none. If it is
     as new, incomplete windows are remains of a layout that this one has replaced: all processes
@@ -134,7 +112,7 @@ def require_parts(elsewhere: Elsewhere, own: int) -> None:
     """
     newer = [one for one in elsewhere.torn if one.window.dense_at > own]
     if newer:
-        raise PartsMissing(_missing(newer))
+        raise NodesMissing(_missing(newer))
 
 
 def require_exact(candidate: Candidate, started: int) -> None:
@@ -145,8 +123,8 @@ def require_exact(candidate: Candidate, started: int) -> None:
         started: ranks that the launcher has started.
 
     Raises:
-        RanksMissing: its layout has more ranks.
-        OtherLayout: it has not, so that more nodes would not help.
+        NodesMissing: its layout has more ranks.
+        UserError: it has not, so that more nodes would not help.
     """
     length, layout = candidate.window.length, candidate.layout
     if length == 1:
@@ -157,18 +135,18 @@ def require_exact(candidate: Candidate, started: int) -> None:
     )
     missing = layout.ranks - started
     if missing > 0:
-        raise RanksMissing(
+        raise NodesMissing(
             f'{what}{missing} of its ranks are missing. Without the flag the job goes on with '
             f'{started} ranks, equal up to rounding.',
             layout.ranks,
         )
-    raise OtherLayout(f'{what}start that layout again, or leave the flag out')
+    raise UserError(f'{what}start that layout again, or leave the flag out')
 
 
 def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
-    """Report windows of another training; raises `OtherTraining` with `--sparse-ckpt-strict`."""
+    """Report windows of another training; raises `UserError` with `--sparse-ckpt-strict`."""
     if refused and rank.config.strict:
-        raise OtherTraining(
+        raise UserError(
             f'--sparse-ckpt-strict: windows of the run are of another training: {told(refused)}. '
             'Start it with the flags it had, or give it another --sparse-ckpt-run-id.'
         )

@@ -6,7 +6,7 @@ import time
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.capture.relaying import Relaying
-from moevement_ext.errors import HostMemoryError
+from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.events import Relaid
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
@@ -19,7 +19,6 @@ from moevement_ext.recover.relayout.fetching import Fetcher
 from moevement_ext.recover.relayout.found import (
     Candidate,
     Elsewhere,
-    OtherLayout,
     require_exact,
 )
 from moevement_ext.recover.relayout.relaid import RelaidWindow
@@ -60,7 +59,7 @@ class PickingUp:
     def obtain(self, newer_than: int = -1) -> Source | None:
         """The newest window, dense after `newer_than`, that every rank could assemble. Collective.
 
-        None: recovery continues with the next tier. Raises `OtherLayout` if this layout
+        None: recovery continues with the next tier. Raises `UserError` if this layout
         cannot, or must not, continue from these windows.
         """
         self._memory.server.serve_shelf(self._shelf)
@@ -84,7 +83,7 @@ class PickingUp:
         try:
             self._relaying.refuse(candidate.layout)
         except RefusedWindow as refusal:
-            raise OtherLayout(f'--sparse-ckpt-elastic: {refusal}') from refusal
+            raise UserError(f'--sparse-ckpt-elastic: {refusal}') from refusal
         if self._rank.number == self._rank.world_size - 1:
             print(self._line(candidate), flush=True)
 

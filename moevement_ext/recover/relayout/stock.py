@@ -16,7 +16,7 @@ from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.replicate.own_address import host_identity
 
 
-class Seen(msgspec.Struct, frozen=True):
+class _Seen(msgspec.Struct, frozen=True):
     """A part that a rank can read, with fields of its first slot."""
 
     part: Part
@@ -28,7 +28,7 @@ class Seen(msgspec.Struct, frozen=True):
 class Stock(msgspec.Struct, frozen=True):
     """The parts of other layouts that a rank can read."""
 
-    seen: list[Seen]
+    seen: list[_Seen]
     runs: list[str]
     """Directories that contain only windows of this training."""
     refused: list[str] = []
@@ -79,7 +79,7 @@ def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
     return told(differences(was, now).decisive) or 'it is of another training'
 
 
-def _seen(part: Part, header: SlotHeader) -> Seen:
+def _seen(part: Part, header: SlotHeader) -> _Seen:
     assert isinstance(header.placed, Placed)
     operators = {record.operator for record in header.records}
-    return Seen(part, header.placed, sorted(operators))
+    return _Seen(part, header.placed, sorted(operators))

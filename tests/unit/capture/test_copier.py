@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import Copy, Piece, in_pieces
+from moevement_ext.capture.layout import Piece, _Copy, in_pieces
 
 DEADLINE_S = 30.0
 """Timeout of an event that is due at once."""
@@ -19,7 +19,7 @@ DEADLINE_S = 30.0
 class Gated(list[Piece]):
     """Copies that block the copying thread until the gate opens."""
 
-    def __init__(self, *copies: Copy) -> None:
+    def __init__(self, *copies: _Copy) -> None:
         super().__init__(in_pieces(copies))
         self.gate = threading.Event()
 
@@ -34,7 +34,7 @@ class Rig:
         self.sealed: queue.Queue[str] = queue.Queue()
         self.copier = Copier(torch.device('cpu'))
 
-    def capture(self, *copies: Copy, name: str = '') -> None:
+    def capture(self, *copies: _Copy, name: str = '') -> None:
         pieces = in_pieces(copies)
         self.copier.start([], lambda: pieces, lambda: self.sealed.put(name), self.errors.put)
 
@@ -46,8 +46,8 @@ def rig() -> Iterator[Rig]:
     rig.copier.stop()
 
 
-def copy_of(value: float, count: int = 1000) -> Copy:
-    return Copy(torch.zeros(count), torch.full((count,), value))
+def copy_of(value: float, count: int = 1000) -> _Copy:
+    return _Copy(torch.zeros(count), torch.full((count,), value))
 
 
 def test_wait_returns_after_the_copies(rig: Rig) -> None:
@@ -97,7 +97,7 @@ def test_wait_without_a_capture_takes_no_time(rig: Rig) -> None:
 
 
 def test_failed_copy_is_reported_and_not_sealed(rig: Rig) -> None:
-    rig.capture(Copy(torch.zeros(3), torch.zeros(4)), name='broken')
+    rig.capture(_Copy(torch.zeros(3), torch.zeros(4)), name='broken')
     rig.copier.wait()
     assert isinstance(rig.errors.get(timeout=DEADLINE_S), RuntimeError)
     rig.capture(copy_of(1), name='next')
@@ -110,7 +110,7 @@ def test_error_of_the_failure_callback_does_not_reach_training(rig: Rig) -> None
     def told(error: Exception) -> None:
         raise OSError('no space for the event') from error
 
-    pieces = in_pieces([Copy(torch.zeros(3), torch.zeros(4))])
+    pieces = in_pieces([_Copy(torch.zeros(3), torch.zeros(4))])
     rig.copier.start([], lambda: pieces, lambda: None, told)
     rig.copier.wait()
     rig.capture(copy_of(1), name='next')
@@ -127,7 +127,7 @@ def test_rate_counts_completed_copies_only(rig: Rig) -> None:
     rate = rig.copier.bytes_per_s()
     assert rate is not None
     assert rate > 3 * 2**22 / (time.perf_counter() - began)
-    rig.capture(copies[0], Copy(torch.zeros(3), torch.zeros(4)))
+    rig.capture(copies[0], _Copy(torch.zeros(3), torch.zeros(4)))
     rig.copier.wait()
     assert rig.copier.bytes_per_s() == rate, 'what has failed is not counted'
 

@@ -11,7 +11,7 @@ import torch
 
 from moevement_ext.capture import copier as module
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import Copy, Piece, in_pieces
+from moevement_ext.capture.layout import Piece, _Copy, in_pieces
 from moevement_ext.memory import device
 from tests.stand_ins.capture_mode import Driver
 
@@ -133,7 +133,7 @@ def capture(copier: Copier) -> float:
 
 def pieces_of(count: int) -> list[Piece]:
     tensors = [torch.zeros(8) for _ in range(count)]
-    return in_pieces((Copy(tensor, tensor) for tensor in tensors), limit=tensors[0].nbytes)
+    return in_pieces((_Copy(tensor, tensor) for tensor in tensors), limit=tensors[0].nbytes)
 
 
 def test_at_most_two_pieces_are_queued(copier: Copier, gpu: Gpu) -> None:

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_ext.capture.layout import (
-    Copy,
     OperatorSlices,
     SlotLayout,
     TensorSlice,
+    _Copy,
     in_pieces,
     operator_table,
 )
@@ -144,7 +144,7 @@ def test_views_are_cached_by_place_up_to_a_bound() -> None:
 def test_pieces_cover_all_copies_in_order(sizes: list[int], dtype: torch.dtype, limit: int) -> None:
     sources = [torch.arange(1, size + 1).to(dtype) for size in sizes]
     targets = [torch.zeros_like(source) for source in sources]
-    pieces = in_pieces(map(Copy, targets, sources), limit)
+    pieces = in_pieces(map(_Copy, targets, sources), limit)
     for piece in pieces:
         assert 0 < piece.nbytes == sum(source.nbytes for source in piece.sources) <= limit
         copy_all(piece.targets, piece.sources)

@@ -9,10 +9,10 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.job import more_nodes
-from moevement_ext.recover.relayout.found import NodesMissing, PartsMissing, RanksMissing
+from moevement_ext.recover.relayout.found import NodesMissing
 
-MISSING = RanksMissing('2 ranks are missing', 4)
-PARTS = PartsMissing('parts of rank 2 are missing')
+MISSING = NodesMissing('2 ranks are missing', 4)
+PARTS = NodesMissing('parts of rank 2 are missing')
 
 
 class Ended(Exception):

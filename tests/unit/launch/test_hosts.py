@@ -213,7 +213,7 @@ def test_spare_host_reserves_the_files_of_the_largest_seat(
         job.said.set('memory', str(root / 'run'))
         for rank, pages in enumerate(kept):
             sizes = [number * mmap.PAGESIZE for number in pages]
-            files = early.encode([early.KeptFile('0', size, size) for size in sizes])
+            files = early.encode([early._KeptFile('0', size, size) for size in sizes])
             job.said.set(f'files/{rank}', files)
         job.said.add('files', 4)
         waiting = threading.Thread(target=finish_when_reserved)

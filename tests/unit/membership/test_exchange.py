@@ -15,7 +15,7 @@ from megatron.moevement.seams import cpu_device
 cpu_device.install()
 
 from moevement_ext.membership.exchange import Exchange, leave  # noqa: E402
-from moevement_ext.protect.planner import RankOperators  # noqa: E402
+from moevement_ext.protect.planner import _RankOperators  # noqa: E402
 
 RANKS = 300
 LAYERS, LOCAL_EXPERTS = 16, 64
@@ -46,7 +46,7 @@ def _operators(rank: int) -> bytes:
     ]
     sizes = {name: (123_456_789 + index, 12_345_678) for index, name in enumerate(names)}
     kinds = dict.fromkeys(names, 'expert')
-    return msgspec.msgpack.encode(RankOperators(sizes, kinds, tied=[], always=0))
+    return msgspec.msgpack.encode(_RankOperators(sizes, kinds, tied=[], always=0))
 
 
 def test_joining_process_reads_operators_of_hundreds_of_ranks(store: PrefixStore) -> None:

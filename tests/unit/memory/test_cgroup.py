@@ -10,7 +10,7 @@ import pytest
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import hot_spares
 from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory
-from moevement_ext.memory.cgroup import MemoryLeft, cores_left, memory_left
+from moevement_ext.memory.cgroup import _MemoryLeft, cores_left, memory_left
 from tests.unit.memory.samples import tmpfs_directory
 
 UNLIMITED = 9223372036854771712
@@ -61,7 +61,7 @@ def test_page_cache_counts_as_free_and_tmpfs_does_not(machine: Machine) -> None:
     machine.be_in('/job')
     files = {'inactive_file': 20, 'active_file': 5, 'file': 55, 'shmem': 30, 'inactive_anon': 40}
     group = machine.group('job', 1000, 900, **files)
-    assert memory_left(machine.process) == MemoryLeft(125, group)
+    assert memory_left(machine.process) == _MemoryLeft(125, group)
 
 
 @pytest.mark.parametrize('tightest', ['', 'slurm', 'slurm/job', 'slurm/job/step'])
@@ -71,21 +71,21 @@ def test_tightest_ancestor_group_counts(machine: Machine, tightest: str) -> None
     for path in ('slurm', 'slurm/job', 'slurm/job/step'):
         machine.group(path, 'max', 10)
     group = machine.group(tightest, 50, 10)
-    assert memory_left(machine.process) == MemoryLeft(40, group)
+    assert memory_left(machine.process) == _MemoryLeft(40, group)
 
 
 def test_usage_above_the_limit_leaves_nothing(machine: Machine) -> None:
     machine.be_in('/job')
     group = machine.group('job', 50, 60)
-    assert memory_left(machine.process) == MemoryLeft(0, group)
+    assert memory_left(machine.process) == _MemoryLeft(0, group)
 
 
 def test_group_of_a_container_is_found(machine: Machine) -> None:
     machine.be_in('/')  # with its own namespace
     group = machine.group('', 100, 30)
-    assert memory_left(machine.process) == MemoryLeft(70, group)
+    assert memory_left(machine.process) == _MemoryLeft(70, group)
     machine.be_in('/docker/abc', root='/docker/abc')  # without a namespace
-    assert memory_left(machine.process) == MemoryLeft(70, group)
+    assert memory_left(machine.process) == _MemoryLeft(70, group)
 
 
 def test_memory_of_cgroups_version_1(machine: Machine) -> None:
@@ -94,7 +94,7 @@ def test_memory_of_cgroups_version_1(machine: Machine) -> None:
     machine.group_v1('docker', UNLIMITED, 7)
     figures = {'inactive_file': 1, 'total_inactive_file': 20, 'total_active_file': 3}
     group = machine.group_v1('docker/abc', 1000, 900, **figures)
-    assert memory_left(machine.process) == MemoryLeft(123, group)
+    assert memory_left(machine.process) == _MemoryLeft(123, group)
 
 
 def test_missing_limits_are_unknown(machine: Machine) -> None:

@@ -47,7 +47,7 @@ def test_copier_threads_use_the_device_of_the_rank(
 def test_log_thread_uses_the_device_of_the_rank(
     bound: dict[str, list[torch.device]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pinned: list[pinning.MappedFile] = []
+    pinned: list[pinning._MappedFile] = []
     monkeypatch.setattr(ring_map, 'pin', pinned.append)
     log = upstream_log.UpstreamLog(tmp_path / 'log', 4096, torch.device('cuda'), 0.0, print)
     log.close()

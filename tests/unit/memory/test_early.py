@@ -13,7 +13,7 @@ import torch
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import budget, early, mapped, reserved_pages
 from moevement_ext.memory.budget import HostMemoryPlan, RankMemory
-from moevement_ext.memory.early import EarlyReservation, KeptFile, kept_by
+from moevement_ext.memory.early import EarlyReservation, _KeptFile, kept_by
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
@@ -47,7 +47,7 @@ def set_up(store: NodeStore) -> None:
 
 
 @pytest.fixture
-def files(root: Path) -> list[KeptFile]:
+def files(root: Path) -> list[_KeptFile]:
     """Files of the lost process."""
     store = on(root, 'lost')
     set_up(store)
@@ -64,7 +64,7 @@ def whole(store: NodeStore) -> dict[str, int]:
     return {str(file.relative_to(path)): file.stat().st_ino for file in found}
 
 
-def test_set_up_finds_all_files_reserved(root: Path, files: list[KeptFile]) -> None:
+def test_set_up_finds_all_files_reserved(root: Path, files: list[_KeptFile]) -> None:
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     before = whole(on(root, 'spare'))
     assert len(before) == len(files) == 5
@@ -73,12 +73,12 @@ def test_set_up_finds_all_files_reserved(root: Path, files: list[KeptFile]) -> N
 
 
 def test_reservation_has_the_pages_of_the_lost_process(root: Path) -> None:
-    EarlyReservation(on(root, 'spare'), 2, [KeptFile('2', NBYTES, NBYTES // 4)]).wait()
+    EarlyReservation(on(root, 'spare'), 2, [_KeptFile('2', NBYTES, NBYTES // 4)]).wait()
     [file] = on(root, 'spare').owner_path(2, 2).iterdir()
     assert (file.stat().st_size, file.stat().st_blocks * 512) == (NBYTES, NBYTES // 4)
 
 
-def test_existing_windows_prevent_a_reservation(root: Path, files: list[KeptFile]) -> None:
+def test_existing_windows_prevent_a_reservation(root: Path, files: list[_KeptFile]) -> None:
     store = on(root, 'spare')
     OwnerWindows(store, 2, 2, NBYTES)
     store.close()
@@ -88,7 +88,7 @@ def test_existing_windows_prevent_a_reservation(root: Path, files: list[KeptFile
 
 
 def test_insufficient_space_prevents_a_reservation(
-    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+    root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, 'free_bytes', lambda path: 5 * NBYTES - 1)
     EarlyReservation(on(root, 'spare'), 2, files).wait()
@@ -116,7 +116,7 @@ def die(path: Path, nbytes: int, reserved: int | None = None) -> None:
 
 
 def test_failed_reservation_leaves_no_files(
-    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+    root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example, other ranks of the node take the space at the same time."""
     monkeypatch.setattr(early, 'prepare_map', full_at_the_second())
@@ -128,7 +128,7 @@ def test_failed_reservation_leaves_no_files(
 
 
 def test_successor_recovers_from_a_death_while_reserving(
-    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+    root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if (pid := os.fork()) == 0:
         early.prepare_map = die
@@ -144,7 +144,7 @@ def test_successor_recovers_from_a_death_while_reserving(
 
 @pytest.mark.parametrize('directory', ['..', '/tmp', '2/../../3', 'x2'])
 def test_file_list_with_a_foreign_path_is_ignored(root: Path, directory: str) -> None:
-    EarlyReservation(on(root, 'spare'), 2, [KeptFile(directory, NBYTES, NBYTES)]).wait()
+    EarlyReservation(on(root, 'spare'), 2, [_KeptFile(directory, NBYTES, NBYTES)]).wait()
     assert not any(file.suffix == '.window' for file in root.rglob('*'))
 
 
@@ -161,7 +161,7 @@ def maps_of(windows: OwnerWindows) -> set[int]:
     return {int(file.array.ctypes.data) for file in windows.files()}
 
 
-def test_set_up_takes_over_the_maps(root: Path, files: list[KeptFile]) -> None:
+def test_set_up_takes_over_the_maps(root: Path, files: list[_KeptFile]) -> None:
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     made = addresses()
     assert len(made) == 5
@@ -186,7 +186,7 @@ def test_existing_files_are_mapped_unchanged(root: Path) -> None:
     before.commit(file)
     pages = {path.stat().st_ino: path.stat().st_blocks for path in store.owner_path(2, 2).iterdir()}
     store.close()
-    EarlyReservation(on(root, 'same'), 2, [KeptFile('2', NBYTES, NBYTES)]).wait()
+    EarlyReservation(on(root, 'same'), 2, [_KeptFile('2', NBYTES, NBYTES)]).wait()
     made = addresses()
     now = [path.stat() for path in store.owner_path(2, 2).iterdir()]
     assert {status.st_ino: status.st_blocks for status in now} == pages
@@ -199,7 +199,7 @@ def test_existing_files_are_mapped_unchanged(root: Path) -> None:
 
 def test_map_of_another_size_is_not_used(root: Path) -> None:
     """The set-up decides sizes."""
-    EarlyReservation(on(root, 'spare'), 2, [KeptFile('2', NBYTES, NBYTES)]).wait()
+    EarlyReservation(on(root, 'spare'), 2, [_KeptFile('2', NBYTES, NBYTES)]).wait()
     made = addresses()
     windows = OwnerWindows(on(root, 'spare'), 2, 2, 2 * NBYTES)
     assert not maps_of(windows) & made
@@ -209,7 +209,7 @@ def test_map_of_another_size_is_not_used(root: Path) -> None:
 # ---- pages reserved by a spare node
 
 
-def test_pages_reserved_by_a_spare_node_are_used(root: Path, files: list[KeptFile]) -> None:
+def test_pages_reserved_by_a_spare_node_are_used(root: Path, files: list[_KeptFile]) -> None:
     spare = on(root, 'spare')
     pages = ReservedPages(spare)
     pages.reserve([file.reserved for file in files])
@@ -224,13 +224,13 @@ def test_reserved_files_of_other_sizes_are_resized(root: Path) -> None:
     spare = on(root, 'spare')
     pages = ReservedPages(spare)
     pages.reserve([NBYTES // 4, 2 * NBYTES])
-    wanted = [KeptFile('2', NBYTES, NBYTES) for _ in range(3)]
+    wanted = [_KeptFile('2', NBYTES, NBYTES) for _ in range(3)]
     EarlyReservation(on(root, 'spare'), 2, wanted).wait()
     assert len(whole(spare)) == 3
 
 
 def test_reserved_pages_count_as_free_space(
-    root: Path, files: list[KeptFile], monkeypatch: pytest.MonkeyPatch
+    root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spare = on(root, 'spare')
     ReservedPages(spare).reserve([file.reserved for file in files])
@@ -253,7 +253,7 @@ def test_spare_node_without_space_reserves_nothing(
 
 
 def test_set_up_recovers_from_a_spare_agent_killed_while_reserving(
-    root: Path, files: list[KeptFile]
+    root: Path, files: list[_KeptFile]
 ) -> None:
     if (pid := os.fork()) == 0:
         reserved_pages.map_anew = die

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
-    InvalidOperators,
-    InvalidPlan,
     OperatorBytes,
     WindowPlan,
     balanced,
@@ -243,27 +241,27 @@ def test_extremely_different_budgets_are_supported():
 
 
 def test_operator_sizes_are_checked():
-    with pytest.raises(InvalidOperators, match="'a'.*3 of weights on rank 1"):
+    with pytest.raises(ValueError, match="'a'.*3 of weights on rank 1"):
         OperatorBytes('a', (2, 2), (1, 3))
-    with pytest.raises(InvalidOperators, match='2 ranks but weight sizes for 1'):
+    with pytest.raises(ValueError, match='2 ranks but weight sizes for 1'):
         OperatorBytes('a', (2, 2), (1,))
-    with pytest.raises(InvalidOperators, match='0 <= weights'):
+    with pytest.raises(ValueError, match='0 <= weights'):
         OperatorBytes('a', (2,), (-1,))
     a, wide = OperatorBytes('a', (2,), (1,)), OperatorBytes('b', (2, 2), (1, 1))
-    with pytest.raises(InvalidOperators, match=r"listed more than once: \['a'\]"):
+    with pytest.raises(ValueError, match=r"listed more than once: \['a'\]"):
         balanced([a, a], 1)
-    with pytest.raises(InvalidOperators, match=r'\[1, 2\] ranks'):
+    with pytest.raises(ValueError, match=r'\[1, 2\] ranks'):
         balanced([a, wide], 1)
-    with pytest.raises(InvalidOperators, match='exactly the operators'):
+    with pytest.raises(ValueError, match='exactly the operators'):
         balanced([a], 1).slot_bytes([])
-    assert issubclass(InvalidOperators, ValueError) and issubclass(InfeasiblePlan, ValueError)
+    assert issubclass(InfeasiblePlan, ValueError)
 
 
 def test_plans_and_budgets_are_checked():
     a = OperatorBytes('a', (2,), (1,))
-    with pytest.raises(InvalidPlan, match='at least one slot'):
+    with pytest.raises(ValueError, match='at least one slot'):
         WindowPlan(())
-    with pytest.raises(InvalidPlan, match=r"more than once.*\['a'\]"):
+    with pytest.raises(ValueError, match=r"more than once.*\['a'\]"):
         WindowPlan((('a',), ('a',)))
     with pytest.raises(ValueError, match='window is 0'):
         balanced([a], 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moevement_ext.capture.copier import Copier
-from moevement_ext.capture.layout import Copy, in_pieces
+from moevement_ext.capture.layout import _Copy, in_pieces
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -80,11 +80,11 @@ def test_copies_and_seals_are_measured() -> None:
     copier = Copier(torch.device('cpu'))
     try:
         errors: queue.Queue[Exception] = queue.Queue()
-        broken = in_pieces([Copy(torch.zeros(3), torch.zeros(4))])
+        broken = in_pieces([_Copy(torch.zeros(3), torch.zeros(4))])
         copier.start([], lambda: broken, lambda: None, errors.put)
         copier.drain()
         assert copier.cost.s_per_byte() == 0, 'what failed does not count'
-        pieces = in_pieces([Copy(torch.zeros(2**20), torch.ones(2**20))])
+        pieces = in_pieces([_Copy(torch.zeros(2**20), torch.ones(2**20))])
         copier.start([], lambda: pieces, lambda: None, errors.put)
         copier.drain()
         assert 0 < copier.cost.s_per_byte()

@@ -20,7 +20,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, WindowName
-from moevement_ext.protect.disk_tier import DiskSettings, DiskTier
+from moevement_ext.protect.disk_tier import DiskTier, _DiskSettings
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.statistics import CaptureStatistics
 from tests.unit.memory.samples import (
@@ -74,7 +74,7 @@ class Rank:
         self.disk = Disk(job.root, 'run1', number)
         self.events = job.root / f'rank{number}.jsonl'
         self.statistics = CaptureStatistics(EventLog(str(job.root), number))
-        self.settings = DiskSettings(every=1, bytes_per_s=bytes_per_s)
+        self.settings = _DiskSettings(every=1, bytes_per_s=bytes_per_s)
         self.tier = self.start(job)
 
     def start(self, job: 'Job') -> DiskTier:

@@ -16,7 +16,7 @@ from moevement_ext.memory.budget import GIB
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
-from moevement_ext.protect.reserving import Room, Sizes, longest_window, reserve
+from moevement_ext.protect.reserving import Sizes, _Room, longest_window, reserve
 from moevement_ext.replicate import secret
 from moevement_ext.replicate.copies import Copies
 from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
@@ -56,7 +56,7 @@ def find(shm: Path) -> Callable[..., int]:
         def exchange(name: str, own: bytes) -> list[bytes]:
             if name == 'longest-window':
                 return [own, msgspec.msgpack.encode(window_lengths(MOST).index(elsewhere))]
-            room = msgspec.msgpack.decode(own, type=Room)
+            room = msgspec.msgpack.decode(own, type=_Room)
             other = msgspec.structs.replace(room.member, node='another')
             return [own, msgspec.msgpack.encode(msgspec.structs.replace(room, member=other))]
 

@@ -24,7 +24,7 @@ from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.upstream_log.ring import region_bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
-from moevement_ext.plan.replanning import NoTokens
+from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.trainer import Committed, Received
 
 MICRO_BATCHES = 2
@@ -267,7 +267,7 @@ class FakeTrainer:
         self.wire = wire or Alone()
         self.pipeline = FakePipeline(stage, stages, self.wire)
         self.loop = FakeLoop()
-        self.tokens = NoTokens()
+        self.tokens = TokenCounter()
         self.place = Place(stage, [stage], None, [], interleaved=False)
         self.last_iteration = 0
         self.update = Update(lambda: None, lambda: None, lambda skipped: None)

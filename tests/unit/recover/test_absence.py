@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.errors import UserError
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
-from moevement_ext.recover.absence import AbsentWindows, Traces, refuse_to_forget
+from moevement_ext.recover.absence import Traces, refuse_to_forget
 from moevement_ext.recover.inventory import take_stock
 from tests.unit.memory.samples import (
     RUN,
@@ -39,7 +40,7 @@ def traces(*known: int, files: tuple[int, ...] = ()) -> list[Traces]:
 
 
 def refusal(*arguments: object) -> str:
-    with pytest.raises(AbsentWindows) as refused:
+    with pytest.raises(UserError) as refused:
         refuse_to_forget(*arguments)  # type: ignore[arg-type]
     assert '\n' not in str(refused.value)
     return str(refused.value)

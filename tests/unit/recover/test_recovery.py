@@ -15,7 +15,7 @@ import pytest
 
 from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
-from moevement_ext.memory.early import EarlyReservation, KeptFile
+from moevement_ext.memory.early import EarlyReservation, _KeptFile
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.name import WindowName
@@ -285,7 +285,7 @@ def test_what_a_lost_node_had_is_reserved_while_the_model_is_built(
     order: list[str] = []
     begin, build, wait = EarlyReservation._begin, Process._build, EarlyReservation.wait
 
-    def begin_noted(early: EarlyReservation, files: Sequence[KeptFile]) -> None:
+    def begin_noted(early: EarlyReservation, files: Sequence[_KeptFile]) -> None:
         order.append(f'{len(files)} files')
         begin(early, files)
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from moevement_ext.faults import Phase
-from moevement_ext.recover.stage_replay import StageReplay, WindowRefused
+from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
@@ -163,7 +163,7 @@ def test_a_refused_replay_is_not_gone_on_from(
         def judged(self: StageReplay, *args: Any) -> None:
             try:
                 replay(self, *args)
-            except WindowRefused as refusal:
+            except StageReplay.Refused as refusal:
                 refusals.append(str(refusal))
                 if meanwhile is not None and len(refusals) == 1:
                     job.schedule.append(meanwhile)

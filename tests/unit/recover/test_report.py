@@ -43,7 +43,6 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         SimpleNamespace(
             memory=memory, present=PlanParameters(VERSION, ORIGIN, 4, shares), unjudged=False
         ),
-        SimpleNamespace(),
         RankState(ORIGIN, Start(ORIGIN, b'state')),
     )
 
@@ -54,6 +53,6 @@ def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     with tmpfs_directory() as folder:
         report = recovery(folder, experts)._report.now([])
     (handover,) = handovers([report])
-    assert (handover.plan.version, handover.plan.origin) == (VERSION, ORIGIN)
+    assert (handover.version, handover.origin) == (VERSION, ORIGIN)
     assert len(report.details) < 100
     assert len(encode(report)) < 500

@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
+from moevement_ext.errors import UserError
 from moevement_ext.regroup import nccl_environment
-from moevement_ext.regroup.nccl_environment import SETTINGS, UnsupportedNcclError, prepare
+from moevement_ext.regroup.nccl_environment import SETTINGS, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def test_nccl_that_hangs_is_refused(
     version: tuple[int, ...], environment: pytest.MonkeyPatch
 ) -> None:
     environment.setattr(torch.cuda.nccl, 'version', lambda: version)
-    with pytest.raises(UnsupportedNcclError, match=r'needs 2\.26\.2 or newer') as refused:
+    with pytest.raises(UserError, match=r'needs 2\.26\.2 or newer') as refused:
         prepare()
     assert '\n' not in str(refused.value) and nccl_environment.BACKEND == 'nccl'
 

@@ -19,7 +19,7 @@ from moevement_ext.replicate import greeting
 from moevement_ext.replicate import replica_server as server_module
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.connection import Connection, ProtocolError
-from moevement_ext.replicate.greeting import Challenge, Hello, Response
+from moevement_ext.replicate.greeting import _Challenge, _Hello, _Response
 from moevement_ext.replicate.protocol import PROTOCOL_VERSION, FetchHeaders, Refused
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET
@@ -28,7 +28,7 @@ from tests.unit.replicate.peers import DEADLINE_S, OWNER, ask, connected, servin
 pytestmark = pytest.mark.timed
 
 ANOTHER_SECRET = bytes(32)
-_CHALLENGE = msgspec.msgpack.Decoder(Challenge)
+_CHALLENGE = msgspec.msgpack.Decoder(_Challenge)
 _ANSWER = msgspec.msgpack.Decoder(Refused)
 
 
@@ -50,9 +50,9 @@ def test_a_client_of_another_job_sees_that_this_is_not_its_server(server: Replic
 
 def test_a_client_that_cannot_prove_itself_is_refused(server: ReplicaServer) -> None:
     connection = opened(server)
-    connection.send(Hello(PROTOCOL_VERSION, secrets.token_bytes(32)))
+    connection.send(_Hello(PROTOCOL_VERSION, secrets.token_bytes(32)))
     challenge = connection.receive(_CHALLENGE)
-    connection.send(Response(challenge.proof))  # what the server has proved itself with
+    connection.send(_Response(challenge.proof))  # what the server has proved itself with
     assert connection.receive(_ANSWER).reason == 'this holder belongs to another job'
     connection.send(FetchHeaders(OWNER, 0))
     with pytest.raises(OSError):
@@ -62,21 +62,21 @@ def test_a_client_that_cannot_prove_itself_is_refused(server: ReplicaServer) -> 
 def test_a_recorded_greeting_is_of_no_use(server: ReplicaServer) -> None:
     nonce = secrets.token_bytes(32)
     first = opened(server)
-    first.send(Hello(PROTOCOL_VERSION, nonce))
+    first.send(_Hello(PROTOCOL_VERSION, nonce))
     challenge = first.receive(_CHALLENGE)
     recorded = hmac.digest(SECRET, b'client' + nonce + challenge.nonce, 'sha256')
-    first.send(Response(recorded))
+    first.send(_Response(recorded))
     first.send(FetchHeaders(OWNER, 0))
     second = opened(server)
-    second.send(Hello(PROTOCOL_VERSION, nonce))
+    second.send(_Hello(PROTOCOL_VERSION, nonce))
     second.receive(_CHALLENGE)
-    second.send(Response(recorded))
+    second.send(_Response(recorded))
     assert second.receive(_ANSWER).reason
 
 
 def test_another_version_is_told_so(server: ReplicaServer) -> None:
     connection = opened(server)
-    connection.send(Hello(PROTOCOL_VERSION + 1, bytes(32)))
+    connection.send(_Hello(PROTOCOL_VERSION + 1, bytes(32)))
     assert connection.receive(_ANSWER).reason == (
         f'protocol version {PROTOCOL_VERSION + 1}, this holder speaks {PROTOCOL_VERSION}'
     )
@@ -105,9 +105,9 @@ def test_no_client_gives_a_stranger_anything_to_hold() -> None:
     heard: list[object] = []
 
     def answer(connection: Connection) -> None:
-        hello = connection.receive(msgspec.msgpack.Decoder(Hello))
+        hello = connection.receive(msgspec.msgpack.Decoder(_Hello))
         heard.append(hello)
-        connection.send(Challenge(bytes(32), hmac.digest(hello.nonce, b'', 'sha256')))
+        connection.send(_Challenge(bytes(32), hmac.digest(hello.nonce, b'', 'sha256')))
         heard.append(connection.receive_request())
 
     with stranger_serving(answer) as address:

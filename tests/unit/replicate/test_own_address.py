@@ -8,8 +8,9 @@ import socket
 import psutil
 import pytest
 
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.replicate import own_address
-from moevement_ext.replicate.own_address import NoAddressError, local_host
+from moevement_ext.replicate.own_address import local_host
 
 ROUTABLE = {
     name: [
@@ -56,7 +57,7 @@ def test_where_nothing_can_be_announced_the_flag_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(own_address, '_facing', lambda host: None)
     for found in ({}, {'eth0': ['10.0.0.1'], 'docker0': ['172.17.0.1']}):
         monkeypatch.setattr(own_address, '_addresses', lambda found=found: {'lo': ['::1'], **found})
-        with pytest.raises(NoAddressError, match='Name the interface by --sparse-ckpt-interface'):
+        with pytest.raises(HostMemoryError, match='Name the interface by --sparse-ckpt-interface'):
             local_host(several_hosts=True)
 
 
@@ -72,7 +73,7 @@ def test_the_only_interface_is_taken_where_there_is_no_route(
 def test_the_interface_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MASTER_ADDR', '192.0.2.7')
     assert local_host('lo') == '127.0.0.1'
-    with pytest.raises(NoAddressError, match='--sparse-ckpt-interface nosuch0.*there are .*lo'):
+    with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0.*there are .*lo'):
         local_host('nosuch0')
 
 
@@ -100,7 +101,7 @@ def test_as_gloo_and_nccl_are_told(
     monkeypatch.setattr(own_address, '_addresses', lambda: found)
     monkeypatch.setenv(variable, value)
     if expected is None:
-        with pytest.raises(NoAddressError, match=re.escape(f'{variable}={value}')):
+        with pytest.raises(HostMemoryError, match=re.escape(f'{variable}={value}')):
             local_host()
     else:
         assert local_host() == expected
@@ -117,7 +118,7 @@ def test_no_setting_gives_other_hosts_an_address_that_only_this_one_reaches(
         if flag is None:
             monkeypatch.setenv(setting, f'={chosen}' if setting.startswith('NCCL') else chosen)
         assert is_loopback(local_host(flag))
-        with pytest.raises(NoAddressError, match=f'{chosen}: is the loopback.*eth0.*interface'):
+        with pytest.raises(HostMemoryError, match=f'{chosen}: is the loopback.*eth0.*interface'):
             local_host(flag, several_hosts=True)
     if setting != 'interface':
         monkeypatch.setenv(setting, 'lo,eth0')

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.replicate import placement
-from moevement_ext.replicate.placement import place_replicas, survival_probability
+from moevement_ext.replicate.placement import place_replicas
+from tools.simulate import placement
+from tools.simulate.placement import survival_probability
 
 any_domains = st.lists(st.sampled_from('abcde'), min_size=1, max_size=14)
 equal_domains = st.integers(1, 6).flatmap(

@@ -21,11 +21,10 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.refused import (
     CorruptWindow,
-    ForeignRun,
+    OtherSettings,
     RefusedWindow,
     TruncatedWindow,
     UnknownVersion,
-    WrongTopology,
     WrongWindow,
 )
 from moevement_ext.memory.window.settings import RunSettings, encode
@@ -172,9 +171,9 @@ def test_window_with_a_missing_slot_is_refused(shm: Path) -> None:
 
 def test_foreign_identities_are_refused_by_type(shm: Path) -> None:
     file = make_file(shm / 'w', start=3)
-    with pytest.raises(ForeignRun, match='other-run'):
+    with pytest.raises(OtherSettings, match='other-run'):
         file.verify(Expected('other-run', TOPOLOGY))
-    with pytest.raises(WrongTopology):
+    with pytest.raises(OtherSettings, match='topology'):
         file.verify(Expected(RUN, 'other-topology'))
     with pytest.raises(WrongWindow, match='owner'):
         file.verify(Expected(RUN, TOPOLOGY, owner=1))
@@ -214,7 +213,7 @@ def test_window_of_other_settings_is_refused_by_name(
     if line is None:
         assert len(file.verify_identity(expected)) == WINDOW
         return
-    with pytest.raises(ForeignRun) as refused:
+    with pytest.raises(OtherSettings) as refused:
         file.verify_identity(expected)
     assert str(refused.value) == f'{shm / "w"}: {line}'
 

@@ -7,9 +7,9 @@ import pytest
 
 from moevement_ext.config import INTERVAL_RULES
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.plan.strategy.checkfreq import CheckFreq, shortest_interval
+from moevement_ext.plan.strategy.checkfreq import checkfreq, shortest_interval
 from moevement_ext.plan.strategy.dense import DenseCycles
-from moevement_ext.plan.strategy.gemini import Gemini, best_interval
+from moevement_ext.plan.strategy.gemini import best_interval, gemini
 from tools.simulate.closed_form import Dense
 from tools.simulate.profile import FORMAT, OperatorProfile, Profile
 from tools.simulate.systems import Options, build
@@ -38,7 +38,7 @@ def intervals(strategy: DenseCycles, loads: list[WindowLoad]) -> list[int]:
 
 
 def test_fixed_interval_never_changes() -> None:
-    for strategy in (CheckFreq(7, 0.03), Gemini(7, math.inf)):
+    for strategy in (checkfreq(7, 0.03), gemini(7, math.inf)):
         assert strategy.first() == PlanParameters(0, 0, 1, {}, idle=6)
         assert intervals(strategy, 5 * [load(9.0, 9.0, (9.0, 9.0))]) == 6 * [7]
 
@@ -56,13 +56,13 @@ def test_shortest_interval_bounds_stalls_and_fits_one_persist(
 def test_checkfreq_profiles_first_and_grows_on_a_broken_bound() -> None:
     slow, slower, hiccup = load(0.3), load(0.6), load(5.0)
     unknown = load(0.3, persist_s=None)
-    strategy = CheckFreq(None, 0.03)
+    strategy = checkfreq(None, 0.03)
     found = intervals(strategy, [unknown, slow, slow, slow, hiccup, slow, slower, slower, load()])
     assert found == [1, 1, 1, 10, 10, 10, 10, 10, 20, 20]
 
 
 def test_checkfreq_uses_the_slowest_rank() -> None:
-    strategy = CheckFreq(None, 0.03)
+    strategy = checkfreq(None, 0.03)
     loads = [load(0.0), load(0.3)]
     present = strategy.first()
     assert strategy.next(present, loads) is None
@@ -93,7 +93,7 @@ def test_gemini_amortizes_the_stall_of_its_copy() -> None:
 
 
 def test_gemini_follows_measurements_that_matter() -> None:
-    strategy = Gemini('oracle', 3600.0)
+    strategy = gemini('oracle', 3600.0)
     unknown, slow = load(), load(checkpoint_s=(0.5, 4.0))
     nearly = load(checkpoint_s=(0.5, 4.5))
     assert best_interval('oracle', 1.0, (0.5, 4.0), 3600.0) == 5

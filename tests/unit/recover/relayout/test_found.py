@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.errors import UserError
 from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover.relayout.found import (
     Candidate,
-    OtherLayout,
-    RanksMissing,
+    NodesMissing,
     require_exact,
 )
 from moevement_ext.recover.relayout.stock import take_stock
@@ -45,14 +45,14 @@ def test_a_window_of_one_iteration_is_exact_in_any_layout() -> None:
 
 
 def test_ranks_that_are_missing_are_counted() -> None:
-    with pytest.raises(RanksMissing, match='has 3 slots.*1 of its ranks are missing') as refused:
+    with pytest.raises(NodesMissing, match='has 3 slots.*1 of its ranks are missing') as refused:
         require_exact(candidate(3), 3)
     assert refused.value.ranks == 4
 
 
 @pytest.mark.parametrize('started', [4, 6])
 def test_more_nodes_are_not_waited_for_where_none_are_missing(started: int) -> None:
-    with pytest.raises(OtherLayout, match='start that layout again'):
+    with pytest.raises(UserError, match='start that layout again'):
         require_exact(candidate(3), started)
 
 

@@ -31,7 +31,7 @@ from moevement_ext.memory.window.slot import (
 from moevement_ext.recover.relayout.fetching import Fetcher
 from moevement_ext.recover.relayout.found import Candidate, merged
 from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
-from moevement_ext.recover.relayout.stock import Seen, Stock
+from moevement_ext.recover.relayout.stock import Stock, _Seen
 from moevement_ext.replicate.client import PeerRefused
 from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.shelf_client import ShelfClient
@@ -157,7 +157,7 @@ class Job:
 
 def stock(shelf: Shelf) -> Stock:
     seen = [
-        Seen(part, header.placed, sorted({record.operator for record in header.records}))
+        _Seen(part, header.placed, sorted({record.operator for record in header.records}))
         for run in shelf.runs()
         for part, header in shelf.look(run)
         if isinstance(header.placed, Placed)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.replicate import placement as engine
+from tools.simulate import placement as module
 from tools.simulate.placement import (
     Placement,
     allocate_replicas,
@@ -183,7 +183,7 @@ def test_report_has_a_ring_of_nodes_right() -> None:
 def test_sampled_probabilities_carry_their_error(monkeypatch: pytest.MonkeyPatch) -> None:
     domains = [f'node{rank}' for rank in range(12)]
     (exact,) = survival_report(domains, [3], replicas=[1])
-    monkeypatch.setattr(engine, 'ENUMERATION_LIMIT', 10)
+    monkeypatch.setattr(module, 'ENUMERATION_LIMIT', 10)
     (sampled,) = survival_report(domains, [3], replicas=[1], samples=5000)
     found = sampled.survival[0]
     assert 0 < found.standard_error < 0.01
@@ -191,7 +191,7 @@ def test_sampled_probabilities_carry_their_error(monkeypatch: pytest.MonkeyPatch
 
 
 def test_samples_that_lost_nothing_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, 'ENUMERATION_LIMIT', 10)
+    monkeypatch.setattr(module, 'ENUMERATION_LIMIT', 10)
     domains = [f'node{rank}' for rank in range(12)]
     (sampled,) = survival_report(domains, [2], replicas=[2], samples=5000)
     found = sampled.survival[0]

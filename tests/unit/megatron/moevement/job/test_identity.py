@@ -25,7 +25,7 @@ from moevement_ext.membership.report import Report
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Layout, Placed
-from moevement_ext.memory.window.refused import ForeignRun
+from moevement_ext.memory.window.refused import OtherSettings
 from moevement_ext.memory.window.settings import encode
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover import launched_alike
@@ -164,7 +164,7 @@ def test_new_upstream_flag_changes_the_run_and_is_named() -> None:
     )
     assert was.settings.flags['--moe-router-made-up-noise'] == '0.0'
     assert was.run != now.run and was.topology == now.topology
-    with pytest.raises(ForeignRun, match=r'--moe-router-made-up-noise: was 0\.0, is 0\.5$'):
+    with pytest.raises(OtherSettings, match=r'--moe-router-made-up-noise: was 0\.0, is 0\.5$'):
         Expected.of(now).check(_captured_by(was), Path('window'))
     store, survivor = HashStore(), Report(True, 'a', 1, [], launched=launch_of(was))
     launched_alike.leave(store, was)
@@ -189,7 +189,7 @@ def test_windows_of_another_strategy_are_refused() -> None:
     every_fifth = with_strategy(strategy='gemini', interval=5)
     assert gemini == every_fifth != moevement
     header = _captured_by(moevement)
-    with pytest.raises(ForeignRun, match='--sparse-ckpt-strategy: was absent, is gemini'):
+    with pytest.raises(OtherSettings, match='--sparse-ckpt-strategy: was absent, is gemini'):
         Expected.of(gemini).check(header, Path('window'))
     Expected.of(moevement).check(header, Path('window'))
 

@@ -14,8 +14,8 @@ cpu_device.install()
 from megatron.core import optimizer as upstream  # noqa: E402
 
 from megatron.moevement.seams import fp8_masters  # noqa: E402
-from megatron.moevement.seams.preflight import InstallationError  # noqa: E402
 from moevement_ext.config import ConfigurationError  # noqa: E402
+from moevement_ext.errors import UserError  # noqa: E402
 from tests.stand_ins import rules  # noqa: E402
 from tests.stand_ins.fused_adam import FusedAdam  # noqa: E402
 from tests.stand_ins.rules import FP8, FP16, Formats  # noqa: E402
@@ -81,7 +81,7 @@ def test_upstream_builds_an_adam_with_fp8_masters() -> None:
 def test_other_adam_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8_masters._install.cache_clear()
     monkeypatch.setattr(upstream, 'Adam', torch.optim.AdamW)
-    with pytest.raises(InstallationError, match='megatron.core.optimizer:Adam has the parameters'):
+    with pytest.raises(UserError, match='megatron.core.optimizer:Adam has the parameters'):
         fp8_masters.install(ASKED)
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach  # noqa: E402
 from megatron.moevement.seams import patches  # noqa: E402
-from megatron.moevement.seams.preflight import InstallationError  # noqa: E402
+from moevement_ext.errors import UserError  # noqa: E402
 
 LOADER = 'megatron.training.training:build_pretraining_data_loader'
 GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
@@ -45,14 +45,14 @@ def test_installed_version_passes_the_check() -> None:
 @pytest.mark.parametrize('part', PARTS)
 def test_changed_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*place_of(part), lambda something_else: None)
-    with pytest.raises(InstallationError, match='0.19.2') as refused:
+    with pytest.raises(UserError, match='0.19.2') as refused:
         patches.check()
     assert str(refused.value).startswith(f'{part} has the parameters')
 
 
 def test_missing_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(*place_of(LOADER))
-    with pytest.raises(InstallationError, match='build_pretraining_data_loader is not there'):
+    with pytest.raises(UserError, match='build_pretraining_data_loader is not there'):
         patches.check()
 
 
@@ -68,7 +68,7 @@ def test_changed_part_is_refused_before_the_rendezvous(
         DistributedDataParallelConfig(),
         TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4),
     )
-    with pytest.raises(InstallationError, match='router_gating_linear'), job:
+    with pytest.raises(UserError, match='router_gating_linear'), job:
         pytest.fail('the job began')
 
 
@@ -78,7 +78,7 @@ def test_trailing_parameter_added_by_torch_is_accepted(
     monkeypatch.setattr(*place_of(GATHER), lambda object_list, obj, group, new: None)
     patches.check()
     monkeypatch.setattr(*place_of(LOADER), lambda dataset, consumed_samples, new: None)
-    with pytest.raises(InstallationError, match='build_pretraining_data_loader'):
+    with pytest.raises(UserError, match='build_pretraining_data_loader'):
         patches.check()
 
 
