@@ -75,12 +75,15 @@ class Bench(NamedTuple):
     """One of `FORMATS`, or of `precisions.NATIVE`."""
     stand_ins: bool | None = None
     """False: all ranks use the first GPU and Transformer Engine. None: native precision alone."""
+    only: Sequence[str] = tuple(TITLES)
 
     @property
     def variants(self) -> list[str]:
+        """What takes turns, first plain Megatron."""
         if self.stand_ins is not None:
             return [PLAIN, SPARSE]
-        return [name for name in TITLES if self.against is not None or name != AGAINST]
+        beside = (name for name in self.only if self.against is not None or name != AGAINST)
+        return [PLAIN, *(name for name in beside if name != PLAIN)]
 
     def run(self, variant: str, round_number: int) -> Run:
         folder = self.output / f'{round_number}-{variant}'
@@ -183,6 +186,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--iterations', type=int, default=12, help='iterations per run (default: 12)')
     add('--warm-up', type=int, default=4, help='iterations to drop (default: 4)')
     add('--ranks', type=int, choices=model.RANKS, default=2)
+    add('--only', choices=TITLES, nargs='+', default=list(TITLES),
+        help='ways to protect a run, beside plain Megatron (default: all)')  # fmt: skip
     add('--window', default=AUTO, help='iterations, or auto (default: auto; 4 with --precision)')
     add_output_flags(parser)
     add('--against', type=Path, metavar='DIR', help='another checkout to compare')
@@ -227,7 +232,7 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
     output, data = prepare(args, 'overhead')
     bench = Bench(
         data, output, args.ranks, args.iterations, args.warm_up, args.window, args.against,
-        stand_ins=stand_ins,
+        stand_ins=stand_ins, only=args.only,
     )  # fmt: skip
     measured = args.precision or [models.native_precision()]
     rounds: dict[str, list[list[Run]]] = {name: [] for name in measured}

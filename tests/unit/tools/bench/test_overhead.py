@@ -168,6 +168,12 @@ def test_the_losses_of_the_last_tenth_are_averaged() -> None:
     assert overhead_report.final_loss(log_of(*falling[:19], float('nan')), 20) is None
 
 
+def test_chosen_variants_take_turns_with_plain_megatron() -> None:
+    assert BENCH._replace(only=[SPARSE, AGAINST]).variants == [PLAIN, SPARSE]
+    both = BENCH._replace(only=[PLAIN, AGAINST], against=Path('before'))
+    assert both.variants == [PLAIN, AGAINST]
+
+
 def test_a_cpu_that_emulates_bf16_trains_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     for precision, given in {'bf16': True, 'fp32': False}.items():
         monkeypatch.setattr(models, 'native_precision', lambda found=precision: found)
