@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -334,7 +335,9 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
 
 
 class EventLog:
-    """Writes the events of a rank. Thread-safe; no error ends training (invariant I6).
+    """Writes the events of a rank, in order of time. Thread-safe.
+
+    No error ends training (invariant I6).
 
     Args:
         directory: `--sparse-ckpt-events`; None: no events are written.
@@ -350,6 +353,7 @@ class EventLog:
 
     def __init__(self, directory: str | None, rank: int, required: bool = True) -> None:
         self._rank = rank
+        self._in_turn = threading.Lock()
         self._file: EventFile | None = None
         self.iteration = 0
         self.recoveries = 0
@@ -369,7 +373,8 @@ class EventLog:
     def emit(self, event: Event) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration."""
         if self._file is not None:
-            self._file.append(encode(event, self._rank, os.getpid(), self.iteration))
+            with self._in_turn:  # no later line comes between the clock and the file
+                self._file.append(encode(event, self._rank, os.getpid(), self.iteration))
         self.recoveries += isinstance(event, Recovered)
         for listener in self.listeners:
             listener(event)

@@ -12,8 +12,9 @@ from tests.distributed.conftest import (
     read_digest,
 )
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import STEPPED
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 ITERATIONS = 14
 
@@ -48,7 +49,7 @@ def test_own_loop_recovers_with_the_bits_of_a_fault_free_run(
 ) -> None:
     job = own_loop()
     victims = {int(place.split(':')[0]): 1 for place in fail_at.split(',')}
-    assert job.survive(fail_at=fail_at) == victims
+    assert job.survive(fail_at=fail_at, mutation=STEPPED) == victims
     assert differences(expected, read_digest(job)) == []
     for rank in range(3):
         recovered = [event.replayed for event in job.events_of(Recovered, rank)]

@@ -49,7 +49,7 @@ def test_gemini_recovers_from_its_checkpoint(cluster: Make, reference: Callable[
 def test_checkfreq_recovers_from_its_checkpoint(
     cluster: Make, reference: Callable[..., dict], disk: list[str]
 ) -> None:
-    job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk)
+    job = cluster(*flags_of(BASE), *CHECKFREQ, '3', *disk, '--sparse-ckpt-max-wait', '60')
     assert job.survive(fail_at='1:9:forward', mutation=WAITS) == {1: 1}
     assert differences(reference(*flags_of(BASE)), read_digest(job)) == []
     check(job, 6, 8)

@@ -12,6 +12,7 @@ import pytest
 from moevement_ext.events import ProtectionReduced, Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import SETTLED
 
 BASE = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
@@ -30,7 +31,7 @@ def job(cluster: Callable[..., Cluster], tmp_path: Path) -> Cluster:
     disk = tmp_path / 'disk'
     disk.mkdir()
     flags = ['--sparse-ckpt-disk', str(disk), '--sparse-ckpt-disk-every', '3']
-    return cluster(*BASE, '--sparse-ckpt-window', '3', *flags, exact_memory=True)
+    return cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED, *flags, exact_memory=True)
 
 
 @pytest.mark.thorough

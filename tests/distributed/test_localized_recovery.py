@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from moevement_ext.events import FailureDetected, NextTier, Recovered, WindowPersisted
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
+from tests.distributed.harness.faults import SEALED
 
 pytestmark = ON_BOTH_BACKENDS
 
@@ -441,7 +442,8 @@ def test_recovery_verifies_itself(
 @pytest.mark.mutation
 def test_wrong_bit_in_a_replay_is_reported(cluster: Callable[..., Cluster]) -> None:
     job = cluster(*flags_of(BASE), '--sparse-ckpt-window', '3')
-    job.survive(fail_at='3:8:backward', mutation='mutations.localized:one_bit_wrong_in_the_replay')
+    wrong_bit = 'mutations.localized:one_bit_wrong_in_the_replay'
+    job.survive(fail_at='3:8:backward', mutation=f'{wrong_bit},{SEALED}')
     (recovered,) = job.events_of(Recovered, rank=3)
     (wrong,) = set(re.findall(r'wrong bit in (\S+)', job.output(0)))
     assert recovered.differing, wrong

@@ -18,7 +18,7 @@ from tests.distributed.harness.faults import SETTLED, InTurn
 from tests.distributed.probes import holding
 from tests.distributed.test_localized_recovery import BASE
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 FLAGS = [*BASE.split(), '--train-iters', '23']
 HANG_S = 8
@@ -79,7 +79,7 @@ class Hangs:
 
     def held(self, iteration: int) -> Iterator[Callable[[], bool]]:
         """Until all have come to the iteration before which they wait."""
-        yield lambda: self.job._reached(iteration - 1)
+        yield lambda: holding.all_wait(self.job.directory, iteration, self.job.ranks)
 
     def stop(self, worker: object, held: int) -> None:
         os.kill(worker.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def test_hangs_in_a_long_job_are_recovered(
         assert all(event.localized for event in job.events_of(Recovered, rank))
         assert not any(event.differing for event in job.events_of(Recovered, rank))
     check_each(job)
-    hangs.zombies[0].join(30)
+    hangs.zombies[0].join(120)
     assert hangs.zombies[0].exitcode not in (None, 0), 'it is fenced out'
     assert 'was replaced by another process' in job.output(0)
 

@@ -12,7 +12,7 @@ from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.faults import SETTLED, Fault, fault_all
 from tests.distributed.test_masters import C4, STAND_INS, TWO_REPLICAS, check_kinds, check_numbers
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 FLAGS = f'{C4} {TWO_REPLICAS} --train-iters 20'.split()
 FAULTS = Fault('a stage', '1:12:backward'), Fault('the other one', '2:18:step')

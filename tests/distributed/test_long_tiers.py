@@ -13,8 +13,9 @@ import pytest
 from moevement_ext.events import NextTier, Recovered
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import SEALED, SETTLED
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 FLAGS = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
@@ -35,7 +36,7 @@ class Job:
 
     def survive(self, *flags: str, fail_at: str = '') -> dict[int, int]:
         self.job.flags = [*self._flags, *flags]
-        return self.job.survive(fail_at=fail_at)
+        return self.job.survive(fail_at=fail_at, mutation=SEALED)
 
     def dies(self, where: str) -> None:
         self.job.flags = [*self._flags, *self.dense]
@@ -61,7 +62,8 @@ class Job:
 def test_all_tiers_and_exits(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], tmp_path: Path
 ) -> None:
-    job = Job(cluster(*FLAGS, '--sparse-ckpt-window', '3', ranks=2), tmp_path / 'dense')
+    made = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED, ranks=2)
+    job = Job(made, tmp_path / 'dense')
     memory = job.job.memory
     end_with_windows(job, memory)
     end_with_a_dense_checkpoint(job, memory)

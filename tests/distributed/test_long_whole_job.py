@@ -15,10 +15,10 @@ from moevement_ext.events import NextTier, Recovered, RecoveryStarted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.damage import copies_of_newest, flip_byte, windows
-from tests.distributed.harness.faults import SETTLED
+from tests.distributed.harness.faults import PERSISTED, SETTLED
 from tests.distributed.test_localized_recovery import BASE
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 FLAGS = (
     f'{BASE} --train-iters 27 --dataloader-type cyclic --hidden-dropout 0.1 '
@@ -42,7 +42,7 @@ class Launches:
     def dies(self, where: str, *back_at: int, verified: bool = True) -> None:
         """The next launch: it comes back at such an iteration, if any, and dies later on."""
         before = self.counts()
-        assert -9 in self.job.run(fail_at=where), where
+        assert -9 in self.job.run(fail_at=where, mutation=PERSISTED), where
         self.check(before, back_at, verified)
 
     def ends(self, *back_at: int) -> None:

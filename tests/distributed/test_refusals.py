@@ -20,6 +20,7 @@ from moevement_ext.events import (
 )
 from tests.distributed.conftest import differences, read_digest, with_quick
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import PERSISTED, SETTLED
 from tests.distributed.harness.judged import judged
 from tests.distributed.test_whole_job_recovery import BASE, BF16, UNTIED
 
@@ -133,7 +134,7 @@ def test_newer_window_is_preferred_to_the_dense_checkpoint(
     ],
 )
 def test_windows_of_another_run_or_layout_are_refused(cluster: Make, change: str) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
     job.run(fail_at='1:9:forward')
     job.flags += change.split()
     job.finish()
@@ -210,9 +211,9 @@ def test_full_memory_directory_disables_protection_with_a_message(
 def test_memory_that_is_full_at_a_restart_loses_no_progress(
     cluster: Make, reference: Callable, limited_tmpfs: Path
 ) -> None:
-    job = cluster(*BASE, '--sparse-ckpt-window', '3')
+    job = cluster(*BASE, '--sparse-ckpt-window', '3', *SETTLED)
     job.flags += ['--sparse-ckpt-dir', str(limited_tmpfs)]
-    job.run(fail_at='1:9:forward')
+    job.run(fail_at='1:9:forward', mutation=PERSISTED)
     # Another program takes what is free, and all but the newest window of one rank is gone.
     *rest, newest = sorted((limited_tmpfs / job.name / 'node0' / '0' / '0').iterdir())
     assert rest and newest.name.startswith('window-6-')

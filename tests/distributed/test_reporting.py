@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import SETTLED
 from tests.distributed.harness.output import upstream_lines
 from tools.lab.history import read_history, shares
 from tools.report.page import render
@@ -27,7 +28,7 @@ FLAGS = (
     f'--untie-embeddings-and-output-weights --train-iters {ITERATIONS} '
     f'--log-interval {LOG_INTERVAL} --eval-interval 4 --eval-iters 2 --global-batch-size 4'
 ).split()
-WINDOW = ['--sparse-ckpt-window', '3']
+WINDOW = ['--sparse-ckpt-window', '3', *SETTLED]
 OURS = re.compile(
     r' sparse ckpt \| window: 3 \| slot bytes: \d+ \| exposed \(ms\): \d+\.\d'
     r' \| persisted: (none|\d+) \| skipped windows: 0'

@@ -8,6 +8,7 @@ import pytest
 from moevement_ext.events import NextTier
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.distributed.harness.faults import SETTLED
 
 FLAGS = (
     '--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 '
@@ -20,7 +21,7 @@ def test_nodes_keep_the_drawn_secret(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], node_lost: bool
 ) -> None:
     """Who is replaced there knows it; who comes to another node makes all start again."""
-    job = cluster(*FLAGS, '--sparse-ckpt-window', '3')
+    job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED)
     job.gives_secret = False
     starts = job.survive(fail_at='2:8:forward,3:8:forward', wipe=[1] if node_lost else [])
     assert differences(reference(*FLAGS), read_digest(job)) == []

@@ -228,7 +228,12 @@ def test_job_killed_at_an_arbitrary_moment_recovers(
 
 def skipped_in(job: Cluster, attempt: int = 0) -> set[int]:
     """Iterations of one attempt of which some rank says that their step was skipped."""
-    lines = re.finditer(r'iteration +(\d+)/.*skipped iterations: +[1-9]', job.output(attempt))
+    return skipped_by(job.output(attempt))
+
+
+def skipped_by(output: str) -> set[int]:
+    """Iterations whose step was skipped, by upstream's lines."""
+    lines = re.finditer(r'iteration +(\d+)/.*skipped iterations: +[1-9]', output)
     return {int(found[1]) for found in lines}
 
 

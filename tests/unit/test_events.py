@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,6 +169,26 @@ def test_every_name_has_one_kind() -> None:
 def test_readers_leave_out_what_they_do_not_know_and_what_is_cut_off() -> None:
     lines = b'{"event":"of another version"}\n{"event":"worker_started","rank":1}\n{"event":"wor'
     assert [event.rank for event in events.decode(lines)] == [1]
+
+
+def test_lines_of_concurrent_threads_are_in_order_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a thread is held up once it has read the clock."""
+    encode, turns = events.encode, itertools.count()
+
+    def late(*given: Any) -> bytes:
+        line = encode(*given)
+        time.sleep(0.01 * (next(turns) % 2))
+        return line
+
+    monkeypatch.setattr(events, 'encode', late)
+    log = EventLog(str(tmp_path), 0)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: log.emit(events.ProtectionReduced(reason='any')), range(40)))
+    log.close()
+    found = [event.time for event in events.decode((tmp_path / 'rank0.jsonl').read_bytes())]
+    assert len(found) == 40 and found == sorted(found)
 
 
 def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class Cluster:
         kill_after_iteration: int | None = None,
         kill_delay_s: float = 0.0,
         mutation: str | None = None,
-        timeout_s: float = 180.0,
+        timeout_s: float = 400.0,
         all_end: bool = False,
     ) -> list[int]:
         """Start all ranks; as soon as one dies, SIGKILL the others (the whole job is lost).
@@ -166,7 +166,7 @@ class Cluster:
         wipe: Collection[int] = (),
         mutation: str | None = None,
         announce: bool = True,
-        timeout_s: float = 240.0,
+        timeout_s: float = 480.0,
     ) -> dict[int, int]:
         """Run to the end under a launcher that restarts only the workers that died.
 

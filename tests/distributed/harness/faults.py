@@ -23,6 +23,8 @@ SETTLED = ['--sparse-ckpt-reorder-change', '1000', '--sparse-ckpt-max-wait', '60
 """Flags that make the verified slots predictable: no plan is replaced, which would move the starts
 of windows, and no window is skipped because a busy machine replicates the previous one late."""
 SEALED = 'probes.sealing:seal_before_death'
+PERSISTED = 'probes.sealing:persist_before_death'
+STEPPED = 'probes.sealing:all_step_before_death'
 NOTHING = 'nothing is verified'
 _SHOWN = 10
 """Maximum number of differing names in a message."""
@@ -104,11 +106,11 @@ def struck(
     job: Cluster, faults: Sequence[Fault], expected: dict, lost_at: str = '', **survive: Any
 ) -> list[str]:
     """Run a job with faults to its end; return everything that is wrong with it."""
+    mutation = ','.join(filter(None, [survive.pop('mutation', None), SEALED]))
     if lost_at:
-        assert -9 in job.run(fail_at=lost_at, mutation=survive.get('mutation'))
+        assert -9 in job.run(fail_at=lost_at, mutation=mutation)
     before = job.attempts
     try:
-        mutation = ','.join(filter(None, [survive.pop('mutation', None), SEALED]))
         restarts = job.survive(fail_at=fail_at(faults), mutation=mutation, **survive)
     except (RuntimeError, TimeoutError) as error:
         return [f'{error}', *wrong_recoveries(job, faults, before)]

@@ -22,12 +22,24 @@ def file(directory: Path, iteration: int) -> Path:
     return directory / f'hold-{iteration}'
 
 
+def all_wait(directory: Path, iteration: int, ranks: int) -> bool:
+    """True once all ranks have come to that iteration, for which there was a file."""
+    held = file(directory, iteration)
+    return all(_waits(held, rank).exists() for rank in range(ranks))
+
+
+def _waits(held: Path, rank: object) -> Path:
+    return held.with_name(f'{held.name}-{rank}')
+
+
 def wait_to_be_let_on() -> None:
     """In a worker: before each iteration for which there is a file."""
     begins = faults.at_iteration
 
     def waiting(iteration: int) -> None:
         held = file(Path(get_args().sparse_ckpt_digest).parent, iteration)
+        if held.exists():
+            _waits(held, os.environ['RANK']).touch()
         while held.exists():
             time.sleep(_POLL_S)
         begins(iteration)

@@ -30,7 +30,7 @@ def listener() -> Iterator[Listener]:
 
 
 def arrived(listener: Listener) -> list[str]:
-    assert readable(listener.fd, 30.0)
+    assert readable(listener.fd, 120.0)
     return [here.host for here, _ in listener.take()]
 
 
@@ -97,7 +97,7 @@ def test_heartbeats_reach_agents_while_the_launcher_is_busy() -> None:
     """For example, while the launcher waits for a store."""
     listener = Listener(SECRET)
     there = connect(Address('127.0.0.1', listener.port, SECRET), 'a', [])
-    assert readable(listener.fd, 30.0)
+    assert readable(listener.fd, 120.0)
     [(_, link)] = listener.take()
     beats = Beats(lambda: [link])
     for _ in range(3):

@@ -24,7 +24,7 @@ from moevement_ext.launch.launcher_events import (
 from tests.distributed.harness.ports import free_port
 from tests.unit.launch.conftest import Job
 
-pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
 
 class OutsideStore:

@@ -95,7 +95,7 @@ def test_relay_finishes_while_children_of_the_worker_still_print() -> None:
     relay = Relay(reader, '', lambda line: None)
     with subprocess.Popen(['yes'], stdout=writer, start_new_session=True) as endless:
         os.close(writer)
-        assert readable(reader, 30.0)
+        assert readable(reader, 120.0)
         relay.finish()
         assert relay.last_lines[-1] == 'y'
         endless.kill()

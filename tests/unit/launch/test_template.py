@@ -156,7 +156,7 @@ def test_worker_killed_right_after_its_fork_dies(job: Job) -> None:
             own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(attempt)}
             worker = template.start([str(job.program)], {**os.environ, **own}, None)
             worker.signal(signal.SIGKILL)
-            assert readable(worker.death, 30.0)
+            assert readable(worker.death, 120.0)
             assert worker.reap() == -signal.SIGKILL
             worker.close()
     finally:

@@ -95,14 +95,14 @@ def test_rank_that_fails_while_meeting_beside_leaves_that_round(
         try:
             with first.leaving_it_to(Replay(first)):
                 leaving.set()
-                assert watch.broken.wait(30)
+                assert watch.broken.wait(120)
                 raise ConnectionError('a holder is lost')
         except ConnectionError as error:
             first.leave(str(error))
             return first.meet(lambda: survivor(first.origin))
 
     failed = job.threads.submit(fails)
-    assert leaving.wait(30)
+    assert leaving.wait(120)
     end_round(job.store, 0, 'another rank died')
     while not failed.done():
         for future in [job.move_on(member) for member in members[1:]]:

@@ -23,7 +23,7 @@ from tests.unit.protect.test_planner import BYTES, WORLD, Stages, stages_of_a_jo
 
 pytestmark = pytest.mark.timed
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 LONGEST = 4
 COPIES = 1
 FAST = 100.0 * BYTES
@@ -37,7 +37,9 @@ class Job:
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
-        self._master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=20))
+        self._master = TCPStore(
+            '127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S)
+        )
         self._adopted: list[queue.Queue[StagePlan]] = [queue.Queue() for _ in range(WORLD)]
         self._decided: queue.Queue[PlanParameters | None] = queue.Queue()
         self.present = list(stages.first)

@@ -124,7 +124,7 @@ def planners(stages: Stages) -> list[Planner]:
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=20))
+    return TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=120))
 
 
 def plan(planner: Planner, window: int, shares: dict[str, float]) -> StagePlan:

@@ -22,7 +22,7 @@ from tests.unit.replicate.peers import wait_for
 
 pytestmark = pytest.mark.timed
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 """How long a test waits for something that comes at once."""
 BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}
 
@@ -64,7 +64,7 @@ def test_a_lost_connection_does_not_end_planning(caplog: pytest.LogCaptureFixtur
         assert adopted.empty()
         server.repair()
         replanner.observe(load(16, 30, 10))
-        second = adopted.get(timeout=4 * DEADLINE_S)
+        second = adopted.get(timeout=DEADLINE_S)
         assert (second.version, second.shares['layer1.expert0']) == (2, 0.75)
     finally:
         replanner.stop()

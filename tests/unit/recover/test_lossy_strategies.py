@@ -16,8 +16,10 @@ from moevement_ext.config import DYNAMIC, MOC, SparseCheckpointConfig
 from moevement_ext.events import Event, Recovered, Replanned, TokensLost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.expert_ledger import ExpertLedger
+from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.stage_plan import StagePlan
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
@@ -277,8 +279,13 @@ def test_the_lost_tokens_of_all_ranks_are_summed_up(
 def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
     """And no more than that, as it was at one expert."""
     faults = [Fault(1, Phase.FORWARD, 11)]
-    note, adopt = ThreadedJob.note, StagePlan.event
+    note, adopt, announce = ThreadedJob.note, StagePlan.event, Replanner._announce
+    announced: list[PlanParameters] = []
     adopted: list[int] = []
+
+    def announced_too(replanner: Replanner, chosen: PlanParameters | None) -> None:
+        announce(replanner, chosen)
+        announced.extend([chosen] if chosen is not None else [])
 
     def noted(plan: StagePlan, operators: Collection[str]) -> Replanned:
         adopted.append(plan.experts)
@@ -286,12 +293,17 @@ def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
 
     def awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
         note(job, rank, trainer)
+        # Other ranks follow rank 0 when a later checkpoint ends. It decides by one of which all
+        # have told their load, unless the next one is over by then: these iterations take no time.
+        if trainer.iteration == ITERATIONS - 1 - INTERVAL:
+            wait_for(lambda: announced)
         if trainer.iteration == ITERATIONS - 1:
             wait_for(lambda: len(adopted) >= STAGES)
 
     with pytest.MonkeyPatch.context() as waiting:
         waiting.setattr(ThreadedJob, 'note', awaited)
         waiting.setattr(StagePlan, 'event', noted)
+        waiting.setattr(Replanner, '_announce', announced_too)
         lived = launch(faults, experts=DYNAMIC, lost_share=0.05)
     assert max(event.share for event in lived.lost) > 0.05
     kept = launch(faults, experts=DYNAMIC, lost_share=0.9)

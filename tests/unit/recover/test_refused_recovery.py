@@ -112,7 +112,7 @@ class WithEvidence(ThreadedJob):
         if trainer.iteration > START + WINDOW:
             self.persisted = NO_WAITING  # no window is, for a while
         if rank == 1 and trainer.iteration == STRUCK - 1 and not self.struck:
-            assert self._there.wait(20)
+            assert self._there.wait(120)
 
     def _reap(self, process: Process) -> None:
         self.struck = True

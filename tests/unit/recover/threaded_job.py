@@ -166,7 +166,7 @@ class Process:
 
     def await_rendezvous_after(self, round: int) -> None:
         """Of all that live, the new one among them, unless this one has to leave for it."""
-        member, deadline = self.membership, time.monotonic() + _PERSISTED_S
+        member, deadline = self.membership, time.monotonic() + _TIMEOUT.total_seconds()
         assert member is not None
         while member._result.round == round and not member.broken:
             self.raise_if_dead()

@@ -20,8 +20,8 @@ from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 from tests.distributed.harness import nccl_like
 from tests.unit.forks import context
 
-DEADLINE = timedelta(seconds=30)
-"""For what takes well under a second."""
+DEADLINE = timedelta(seconds=50)
+"""For what takes well under a second; a half of it is less than gloo's 30 s to connect."""
 OPERATION_TIMEOUT = timedelta(seconds=77)
 """Of the process groups; nothing may wait for it."""
 
@@ -184,7 +184,7 @@ def _new_groups(rank: int, size: int) -> dict[str, ProcessGroup]:
 # ---- what ranks are told to do
 
 
-def renew(job: Job, prefix: str, members: Any = None, seconds: float = 20, kept: Any = ()) -> None:
+def renew(job: Job, prefix: str, members: Any = None, seconds: float = 45, kept: Any = ()) -> None:
     timeout = timedelta(seconds=seconds)
     store = InterruptibleStore(PrefixStore(prefix, job.store), threading.Event(), timeout)
     job.process_groups.renew(store, members, timeout, kept)

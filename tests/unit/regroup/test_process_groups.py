@@ -105,7 +105,7 @@ def test_member_that_does_not_come_is_an_error_in_time() -> None:
         for rank in (0, 1):
             error = error_of(job.ranks[rank])
             assert error.startswith('RegroupError: The process group of ranks 0, 1')
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < ranks.DEADLINE.total_seconds() / 2
         job.all(ranks.errors_of_operations, ranks=(0, 1))
         job.renew()
         job.all(ranks.collectives)
@@ -263,7 +263,7 @@ def test_groups_of_ranks_that_are_connected_stay_as_they_are(backend: str) -> No
         job.all(keep_backend, '0,1', ranks=(0, 1))
         prefix = job.fresh_prefix()
         for rank, kept in enumerate(([0, 1], [0, 1], [2])):
-            job.ranks[rank].start(ranks.renew, prefix, None, 20, kept)
+            job.ranks[rank].start(ranks.renew, prefix, None, 45, kept)
         for rank in job.ranks:
             rank.result()
         assert job.all(is_kept, '0,1', ranks=(0, 1)) == [True, True]
@@ -315,7 +315,7 @@ def connect_the_rest(job: ranks.Cluster, *parts: list[int]) -> None:
     prefix = job.fresh_prefix()
     for part in parts:
         for rank in part:
-            job.ranks[rank].start(ranks.renew, prefix, None, 20, part)
+            job.ranks[rank].start(ranks.renew, prefix, None, 45, part)
     for rank in job.ranks:
         rank.result()
 

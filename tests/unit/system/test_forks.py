@@ -109,7 +109,7 @@ def test_connections_of_a_killed_process_end_before_its_children(on: bool, tmp_p
                 assert peer.recv(8) == b'talking '
                 process.kill()
                 process.wait()
-                ended = readable(peer.fileno(), 20.0 if on else 1.0)
+                ended = readable(peer.fileno(), 120.0 if on else 1.0)
                 assert ended is on
                 assert not ended or peer.recv(8) == b''
                 os.kill(child, 0)  # the child is alive

@@ -13,7 +13,7 @@ from tools.lab.job import Job, Kind
 from tools.lab.launch import Launch
 
 pytestmark = pytest.mark.timed
-WAIT_S = 30.0
+WAIT_S = 120.0
 """At most for something that comes at once."""
 
 
