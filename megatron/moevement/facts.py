@@ -72,6 +72,8 @@ class JobFacts:
     eval_interval: int | None = None
     start_eval_at_iter: int | None = None
     exit_interval: int | None = None
+    copies_from_peers: bool = True
+    """See `TrainingPlan`; upstream's trainer draws the same random numbers on such ranks."""
 
     @property
     def has_data_of_each_rank(self) -> bool:
@@ -87,7 +89,8 @@ class JobFacts:
 def facts_of(args: UpstreamArguments) -> JobFacts:
     """Facts from upstream's arguments, after upstream has validated them."""
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    names = {field.name for field in dataclasses.fields(JobFacts)} - {'timeout'}
+    own = {'timeout', 'copies_from_peers'}
+    names = {field.name for field in dataclasses.fields(JobFacts)} - own
     facts = JobFacts(timeout=timeout, **{name: getattr(args, name) for name in names})
     return dataclasses.replace(facts, global_batch_size=_largest_batch(args))
 

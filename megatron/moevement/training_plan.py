@@ -27,6 +27,10 @@ class TrainingPlan:
     """Limit of a collective, and of the rendezvous of all ranks."""
     log_interval: int = 100
     """Iterations between two lines about protection on the last rank's standard output."""
+    copies_from_peers: bool = False
+    """Ranks with the same state (data parallelism without the distributed optimizer) also draw the
+    same random numbers, whatever their data: a lost rank copies the state of another one. Otherwise
+    its stage replays."""
 
     def __post_init__(self) -> None:
         for name in ('seq_length', 'micro_batch_size', 'global_batch_size', 'log_interval'):

@@ -79,6 +79,7 @@ def facts_of_loop(
         params_dtype=model.pipeline_dtype or model.params_dtype,
         fp32_residual_connection=model.fp32_residual_connection,
         log_interval=plan.log_interval,
+        copies_from_peers=plan.copies_from_peers,
     )
 
 
@@ -89,5 +90,7 @@ def settings_of_loop(
     plan: TrainingPlan,
     facts: JobFacts,
 ) -> Settings:
-    """All settings, by the names of upstream's arguments."""
-    return {**vars(ddp), **vars(optimizer), **vars(model), **vars(plan), **vars(facts)}
+    """All settings that may change bits, by the names of upstream's arguments."""
+    found = {**vars(ddp), **vars(optimizer), **vars(model), **vars(plan), **vars(facts)}
+    del found['copies_from_peers']  # decides only how a rank recovers
+    return found

@@ -2,8 +2,8 @@
 """Copies a lost rank's state from a replica, instead of a replay, where replicas exist.
 
 Without the distributed optimizer the data-parallel ranks of a stage hold the same parameters,
-masters and moments; with expert parallelism, those of the same experts. They also draw the same
-random numbers.
+masters and moments; with expert parallelism, those of the same experts. In upstream's trainer they
+also draw the same random numbers; a loop of its own says whether they do.
 
 Checked against megatron-core 0.19.2.
 """
@@ -28,6 +28,8 @@ def replicas(facts: JobFacts, lengths_differ: bool = False) -> list[int]:
             numbers on some data-parallel ranks, whose generators differ from there on.
     """
     if facts.use_distributed_optimizer or facts.data_parallel_random_init or lengths_differ:
+        return []
+    if not facts.copies_from_peers:
         return []
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     expert = parallel_state.get_expert_data_parallel_group()

@@ -39,9 +39,12 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     return groups
 
 
-def facts(distributed: bool, random_init: bool = False) -> Any:
+def facts(distributed: bool, random_init: bool = False, copies: bool = True) -> Any:
     return SimpleNamespace(
-        rank=2, use_distributed_optimizer=distributed, data_parallel_random_init=random_init
+        rank=2,
+        use_distributed_optimizer=distributed,
+        data_parallel_random_init=random_init,
+        copies_from_peers=copies,
     )
 
 
@@ -67,6 +70,7 @@ def test_random_init_per_rank_leaves_no_replicas_or_twins(
 def test_no_rank_where_each_draws_as_many_numbers_as_its_sequences_need(groups: Groups) -> None:
     """A copy would give a lost rank the generators of another one."""
     assert dp_copy.replicas(facts(False), lengths_differ=True) == []
+    assert dp_copy.replicas(facts(False, copies=False)) == [], 'a loop of its own may draw anything'
 
 
 def test_twins_have_the_same_shard_in_another_optimizer_instance(groups: Groups) -> None:
