@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
-from tools.lab.run_log import Captured, parse_log
+from tools.lab.run_log import Captured, LogError, parse_log
 
 
 def test_a_line_gives_time_number_duration_and_loss() -> None:
@@ -53,8 +53,9 @@ def test_wall_seconds_have_the_stall_of_saving_in_them() -> None:
 def test_the_first_iteration_beyond_another() -> None:
     log = parse_log(''.join(iteration_line(number, time) for time, number in enumerate((3, 4, 6))))
     found = log.first_after(4)
-    assert found is not None and found.number == 6
-    assert log.first_after(6) is None
+    assert found.number == 6
+    with pytest.raises(LogError, match='never got beyond iteration 6'):
+        log.first_after(6)
 
 
 def test_a_checkpoint_every_few_iterations_counts_by_the_iteration() -> None:
