@@ -112,7 +112,7 @@ def private_strings(source: str) -> list[str]:
         ('# The whole of it.', False),
     ],
 )
-def test_persons_are_found(source: str, offends: bool) -> None:
+def test_words_for_persons_are_found(source: str, offends: bool) -> None:
     assert bool(persons(source)) is offends
 
 

@@ -113,7 +113,7 @@ def test_a_node_is_lost_with_its_memory(launch: Launch) -> None:
 
 
 @ON_DISK
-def test_all_ranks_change_the_interval_alike(
+def test_all_ranks_change_to_the_same_interval(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And go back to a checkpoint of after that, of which the new process hears."""

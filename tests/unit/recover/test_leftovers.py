@@ -128,7 +128,7 @@ def undisturbed() -> Undisturbed:
     return job
 
 
-def test_a_window_that_was_refused_and_captured_anew_is_used_by_the_next_recovery(
+def test_recaptured_window_is_used_by_the_next_recovery(
     undisturbed: Undisturbed,
 ) -> None:
     schedule = [
@@ -144,7 +144,7 @@ def test_a_window_that_was_refused_and_captured_anew_is_used_by_the_next_recover
     assert replayed == [OLDER, NEWER]
 
 
-def test_windows_of_an_earlier_attempt_leave_room_for_the_one_that_a_replay_fetches(
+def test_windows_of_an_earlier_attempt_leave_room_for_a_fetched_window(
     undisturbed: Undisturbed,
 ) -> None:
     """They are newer than what this attempt has come to, so that nobody calls them outdated."""

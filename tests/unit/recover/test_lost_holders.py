@@ -90,7 +90,7 @@ def lose_holder(
     return run
 
 
-def test_a_holder_that_dies_is_asked_again_when_all_have_met_anew(
+def test_dead_holder_is_asked_again_after_the_next_rendezvous(
     lose_holder: Callable[[bool], tuple[LostHolder, ThreadedJob]],
 ) -> None:
     """The memory of its node is still there; nobody who lives has to start again."""
@@ -100,7 +100,7 @@ def test_a_holder_that_dies_is_asked_again_when_all_have_met_anew(
     assert {event.scope for event in job.recovered} == {'localized'}
 
 
-def test_a_holder_that_never_answers_is_not_asked_for_ever(
+def test_silent_holder_is_asked_a_limited_number_of_times(
     lose_holder: Callable[[bool], tuple[LostHolder, ThreadedJob]],
 ) -> None:
     holder, job = lose_holder(False)

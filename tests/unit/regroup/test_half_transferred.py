@@ -154,7 +154,7 @@ def get_out_of_collective(job: Job, operation: str) -> None:
 # ---- connecting
 
 
-def test_peer_that_dies_when_it_has_published_its_address_is_not_waited_for() -> None:
+def test_peer_that_died_after_publishing_its_address_is_not_awaited() -> None:
     """Whoever of the two turns out to be the one that listens: several tries."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     peer = context().Process(target=publish, args=(store.port,), daemon=True)
