@@ -167,7 +167,7 @@ def test_delayed_scaling_has_the_same_state_and_rules(real: Any) -> None:
     )
     assert found._replace(values={}) == expected._replace(values={})
     for name, value in expected.values.items():
-        used = 2 if 'fwd' in name else 1  # columns; what is in others nobody reads
+        used = 2 if 'fwd' in name else 1  # columns; no reader uses the others
         torch.testing.assert_close(
             found.values[name][..., :used], value[..., :used], **CLOSE_IN_FP8
         )

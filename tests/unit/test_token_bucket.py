@@ -5,7 +5,7 @@ from moevement_ext.token_bucket import TokenBucket
 
 
 class Time:
-    """Goes on while somebody waits, and when it is told to."""
+    """Advances while a caller waits, and on request."""
 
     def __init__(self) -> None:
         self.now = 100.0

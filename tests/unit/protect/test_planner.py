@@ -216,7 +216,7 @@ def test_the_first_rank_of_a_stage_hands_its_plan_out(stages: Stages, store: TCP
 def test_plan_that_is_not_handed_out_is_requested_again(
     stages: Stages, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank of the stage died before; who replaces it hands the plan in force out."""
+    """The first rank of the stage has died; its replacement hands out the plan in force."""
     monkeypatch.setattr(stage_plan, '_LONGEST_WAIT', timedelta(seconds=0.2))
     publish(store, PlanParameters(1, 8, 3, {}))
     assert stages.planners[1].next_plan(1, store) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage is lost while another one replays: who goes on, and who begins again.
+"""A stage is lost while another one replays: which replays continue, and which begin again.
 
 Of three stages the first and the last are no neighbours; processes are threads (`threaded_job`).
 """

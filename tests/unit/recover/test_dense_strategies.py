@@ -80,7 +80,7 @@ def launch(
 
     def train_through(schedule: list[Fault], iterations: int) -> ThreadedJob:
         job = train(iterations, schedule, fault_free)
-        assert job.restarts == 0, 'who lives is not started again'
+        assert job.restarts == 0, 'survivors are not restarted'
         assert {event.scope for event in job.recovered} == {GLOBAL}
         assert not any(event.differing for event in job.recovered)
         return job

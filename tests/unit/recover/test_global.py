@@ -45,7 +45,7 @@ def fault_free() -> Expected:
 def train_through(schedule: list[Fault], expected: Expected) -> ThreadedJob:
     iterations = max(fault.iteration for fault in schedule) + WINDOW + 1
     job = train(iterations, schedule, expected)
-    assert job.restarts == 0, 'who lives is not started again'
+    assert job.restarts == 0, 'survivors are not restarted'
     assert {event.scope for event in job.recovered} == {GLOBAL}
     assert all(event.stages == [*range(STAGES)] for event in job.recovered)
     assert all(event.replayed and not event.differing for event in job.recovered)
@@ -67,7 +67,7 @@ def test_two_workers_lost_at_once_are_recovered(fault_free: Expected) -> None:
 
 @pytest.mark.parametrize('phase', [*OF_A_REPLAY, *OF_ANY])
 def test_loss_during_a_recovery_is_recovered(phase: Phase, fault_free: Expected) -> None:
-    """Nobody goes on without it."""
+    """No rank continues without it."""
     job = train_through([LOST, Fault(0, phase)], fault_free)
     assert len(job.recovered) >= STAGES  # some were back before the last of these points
     assert {event.went_on for event in job.recovered} == {0}

@@ -61,7 +61,7 @@ def test_first_survivor_reports_once(
     failures.tell_end(launcher, 2, 12, 'was killed by SIGKILL')
     failures.tell_spares(launcher, '1 hot')
     outages = [recover(launcher, rank) for rank in range(3)]
-    assert capsys.readouterr().out == ''  # nobody speaks before all are back
+    assert capsys.readouterr().out == ''  # no rank reports before all have recovered
     for outage in outages * 2:
         outage.say()
     (line,) = capsys.readouterr().out.splitlines()

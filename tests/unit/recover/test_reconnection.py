@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks agree about who is connected when a replay is over, whatever began when."""
+"""All ranks agree about the connected ranks at the end of a replay, whenever replays began."""
 
 from itertools import product
 

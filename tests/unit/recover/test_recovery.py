@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Localized and whole-job recovery of a small pipeline, wherever in it whoever dies.
+"""Localized and whole-job recovery of a small pipeline, for any lost rank at any point.
 
 Recovery, membership, host memory and its servers are real; processes are threads (see
 `threaded_job`), and train a fake. Every iteration is compared with a fault-free run, bit for bit.

@@ -178,7 +178,7 @@ def test_close_wakes_a_waiting_reader(job: Job, arriving: Callable) -> None:
 
 @contextlib.contextmanager
 def unreachable_peer() -> Iterator[tuple[str, int]]:
-    """Nobody takes a connection any more, nor refuses it: as of a node without power."""
+    """No process accepts or refuses a connection any more, as on a node without power."""
     listener = socket.create_server(('127.0.0.1', 0), backlog=0)
     kept = []
     with contextlib.suppress(TimeoutError):

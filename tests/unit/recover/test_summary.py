@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line after a recovery: what it says of what, and that it misleads nobody."""
+"""The line after a recovery states the cause and the outcome, and misleads no reader."""
 
 import time
 

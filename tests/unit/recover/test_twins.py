@@ -129,7 +129,7 @@ def test_lost_rank_recovers_its_own_bytes(
     assert not any(event.differing for event in job.recovered)
     survivors = {rank for rank in range(STAGES) if rank != victim}
     owners = {int(place.split('/')[1]) for place in job.held if 'stub' not in place}
-    assert owners == survivors, 'nobody holds more of the lost rank than its stub'
+    assert owners == survivors, 'no rank holds more of the lost rank than its stub'
     assert any(place.endswith(f'stub-{victim}') for place in job.held)
 
 

@@ -139,7 +139,7 @@ def localized(verdict: Verdict) -> Localized:
     return verdict
 
 
-# Who goes where
+# Replaying stages
 
 
 @given(jobs())
@@ -443,7 +443,7 @@ def test_new_process_is_never_clean_even_before_the_first_commit() -> None:
     assert isinstance(verdict, WholeJob)
 
 
-# Who is known
+# Known processes
 
 
 def known(survivor: bool, *marks: bytes) -> Report:

@@ -88,7 +88,7 @@ def test_groups_that_are_not_inside_become_fake() -> None:
             fake = {name: all for name, all in backends.items() if name not in real}
             assert real == {'0,1', str(rank)}
             assert set(fake.values()) == {('fake', 'cpu:fake,cuda:fake', 'FakeProcessGroup')}
-        # Nobody else takes part, nothing changes, nothing waits.
+        # No other rank takes part, nothing changes, nothing waits.
         assert [job.ranks[rank].call(ranks.all_reduce, 'world') for rank in members] == [1, 2]
         assert job.ranks[0].call(ranks.all_reduce, '0,2') == 1
         assert job.all(ranks.all_reduce, '0,1', ranks=members) == [3, 3]

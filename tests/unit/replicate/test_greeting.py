@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may speak to a holder of replicas, and what strangers can cost it."""
+"""Only members of the job may talk to a replica holder, and strangers cost it little."""
 
 import contextlib
 import hmac

@@ -347,7 +347,7 @@ def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
         failure_domains(['a', 'c', 'b'], str(path))
 
 
-# Who may take part, and what goes wrong at the start
+# Members of the job, and failures at the start
 
 
 def test_each_attempt_derives_its_secret_from_rank_0s_salt(

@@ -320,7 +320,7 @@ def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows)
 
 
 def test_a_replica_whose_file_was_removed_is_sent_again(shm: Path, own: OwnerWindows) -> None:
-    """By somebody who cleans up, on the node of the holder, while it was received."""
+    """A cleanup on the node of the holder removed it during the transfer."""
     events = Events()
     with serving(shm) as server, replicating(events, server.address) as replicator:
         file = own.begin(named(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job comes to a secret, and who does not get to know it."""
+"""Where the secret of a job comes from, and which processes never learn it."""
 
 import zlib
 from collections.abc import Iterator, Sequence
