@@ -56,7 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
-    """A test that fails shows what its jobs said: nobody can look at a CI machine afterwards."""
+    """A test that fails shows what its jobs said: a CI machine cannot be inspected afterwards."""
     report = yield
     if report.failed:
         for job in item.stash.get(JOBS, []):

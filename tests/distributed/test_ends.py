@@ -162,7 +162,7 @@ def test_plain_program_restarts_as_a_whole(
     assert differences(reference(*TWO_STAGES, ranks=2), read_digest(job)) == []
 
 
-# What is saved before each end; who dies in the second launch.
+# What is saved before each end; the rank that dies in the second launch.
 ENDS = {
     'windows alone': ('', ''),
     'death before it': ('', '1:3:forward'),

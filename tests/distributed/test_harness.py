@@ -68,7 +68,7 @@ def test_log_tail_is_that_of_the_running_attempt(tmp_path: Path) -> None:
 
 
 def main() -> None:
-    """A rank of a job: rank 0 finishes, and then rank 1 dies, and whoever takes its place."""
+    """A rank of a job: rank 0 finishes, and then rank 1 dies, and so does its replacement."""
     store = launcher_store(timedelta(seconds=60))
     assert store is not None
     if os.environ['RANK'] == '0':

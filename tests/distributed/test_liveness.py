@@ -28,11 +28,11 @@ BASE = f'{UNTIED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 
 PP4 = f'{UNTIED} --pipeline-model-parallel-size 4 --train-iters 12'
 PP2 = f'{UNTIED} --pipeline-model-parallel-size 2 --train-iters 40'
 LATE_SECONDS = 15.0
-"""On a loaded machine; who waits for a dead peer comes after 30 or 60."""
+"""On a loaded machine; a rank that waits for a dead peer arrives after 30 or 60."""
 
 
 def latecomers(job: Cluster) -> list[tuple[int, float]]:
-    """Who came to a rendezvous long after it was told of the failure, or after the first."""
+    """Ranks that joined a rendezvous long after the announcement, or after the first rank."""
     told = {rank: times(job, 'detect', rank) for rank in range(job.ranks)}
     came = {rank: times(job, 'meet', rank) for rank in range(job.ranks)}
     late = [
@@ -153,7 +153,7 @@ def test_worker_with_a_lost_device_exits_and_is_replaced(
 def test_death_while_all_ranks_connect_is_survived(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """It has published its address; whoever connects to it would wait for half a minute."""
+    """It has published its address; a rank that connects to it would wait half a minute."""
     flags = PP4.split()
     job = cluster(*flags, '--sparse-ckpt-window', '3', nodes=4)
     assert job.survive(fail_at='1:9:forward,2:9:connect') == {1: 1, 2: 1}
@@ -187,7 +187,7 @@ def test_survivor_stopped_while_it_waits_for_a_new_worker_is_replaced(
 def test_sole_survivor_stopped_before_the_rendezvous_is_replaced(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """Nobody but the new worker can notice."""
+    """Only the new worker can notice."""
     flags = PP2.split()
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4', ranks=2)
     stopped: list[int] = []

@@ -21,7 +21,7 @@ BF16 = '--bf16 --use-distributed-optimizer'
 UNTIED = '--untie-embeddings-and-output-weights'
 ITERATIONS = '--train-iters 12'
 LONG = ['--train-iters', '30']
-"""For who faults from outside once a window is persisted: he must not come too late."""
+"""For faults from outside once a window is persisted: they must not come too late."""
 PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'
 PP4 = f'{BF16} --pipeline-model-parallel-size 4 {UNTIED}'
 BASE = f'{BF16} {PP_EP} {UNTIED}'
@@ -127,7 +127,7 @@ def operations(dense: Path) -> float:
 
 
 def check_localized(job: Cluster) -> None:
-    """No survivor was started again, and nobody fell back to a lower tier."""
+    """No survivor was started again, and no rank fell back to a lower tier."""
     for rank in range(job.ranks):
         assert job.events_of(NextTier, rank) == []
         assert all(event.scope == 'localized' for event in job.events_of(Recovered, rank))
@@ -313,7 +313,7 @@ def test_waiting_for_windows_of_a_copied_rank_prevents_persistence(
 def test_failure_while_all_stages_convert_is_survived(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """All are lost; when all convert the window together, one dies: nobody's state is whole yet."""
+    """All are lost; when all convert the window together, one dies: no state is whole yet."""
     flags = flags_of(BASE)
     job = cluster(*flags, '--sparse-ckpt-window', '5')
     lost = ','.join(f'{rank}:11:forward' for rank in range(4))
@@ -356,7 +356,7 @@ def test_slow_set_up_of_a_new_worker_is_not_a_hang(
 def test_stopped_worker_that_resumes_is_kept(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
-    """Nobody took its place, so nothing was lost and nobody replays."""
+    """No process replaced it, so nothing was lost and no rank replays."""
     flags = [*flags_of(BASE), *LONG]
     job = cluster(*flags, '--sparse-ckpt-window', '3', '--sparse-ckpt-hang-timeout', '4')
     stopped: list[int] = []

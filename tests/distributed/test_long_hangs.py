@@ -139,7 +139,7 @@ def check_each(job: Cluster) -> None:
         [],
         [2],
     ]
-    assert woken.stages == [] and woken.replayed == 0, 'nobody took its place'
+    assert woken.stages == [] and woken.replayed == 0, 'no process replaced it'
     assert set(met.replacements) == {1, 3}
     reasons = [event.reason for event in job.events_of(FailureDetected, rank=0)]
     assert STUCK in reasons[0]

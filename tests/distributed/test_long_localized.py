@@ -99,7 +99,7 @@ class LastIteration:
             self.check_metrics(rank)
 
     def check_metrics(self, rank: str) -> None:
-        """Of a process that has seen recoveries; who has replaced another one has replayed."""
+        """Of a process that has seen recoveries; a replacement has replayed."""
         seen = self.metrics
         assert seen['moevement_window_iterations', rank] == WINDOW
         assert 0 < seen['moevement_window_age_iterations', rank] <= 2 * WINDOW

@@ -36,7 +36,7 @@ def make(cluster: Callable[..., Cluster]) -> Make:
 
 
 def check_death(job: Cluster, expected: dict, fail_at: str, mutation: str) -> None:
-    """Nobody dies but who is struck, when all others wait, and only that stage replays."""
+    """Only the hit rank dies while all others wait, and only its stage replays."""
     assert job.survive(fail_at=fail_at, mutation=f'mutations.nccl_like:{mutation}') == victims(
         fail_at
     )

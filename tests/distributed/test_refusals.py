@@ -233,7 +233,7 @@ def test_memory_that_is_full_at_a_restart_loses_no_progress(
 
 
 def _take_all_but(directory: Path, spare: int) -> Path:
-    """Somebody else fills a tmpfs, but for so many bytes."""
+    """Another program fills a tmpfs, except for so many bytes."""
     hog = directory / 'hog'
     free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
     with open(hog, 'wb') as file:

@@ -20,7 +20,7 @@ FLAGS = (
 def test_nodes_keep_the_drawn_secret(
     cluster: Callable[..., Cluster], reference: Callable[..., dict], node_lost: bool
 ) -> None:
-    """Who is replaced there knows it; who comes to another node makes all start again."""
+    """A replacement there knows it; one on another node makes all start again."""
     job = cluster(*FLAGS, '--sparse-ckpt-window', '3', *SETTLED)
     job.gives_secret = False
     starts = job.survive(fail_at='2:8:forward,3:8:forward', wipe=[1] if node_lost else [])

@@ -27,7 +27,7 @@ FLAGS = (
 TWO_STAGES = (
     '--bf16 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --train-iters 40'
 ).split()
-"""Many iterations, for those who fault in the middle: they look on from outside."""
+"""Many iterations, for faults in the middle that are injected from outside."""
 START_S = 400.0
 """Processes import torch and Megatron, twice, on perhaps two cores that others use, too."""
 

@@ -141,7 +141,7 @@ def test_volatile_slices_are_copied_before_forward_writes_them(rig: Rig) -> None
     rig.check()
 
 
-def test_training_is_not_held_up_by_copies_until_it_waits(rig: Rig) -> None:
+def test_copies_do_not_delay_training_before_its_wait(rig: Rig) -> None:
     copy = rig.copy(1)
     product = torch.zeros(16, device=rig.device)
     product += 1  # loads the kernel, which may wait for all streams
@@ -222,7 +222,7 @@ def test_a_failed_registration_is_refused_and_leaves_no_error(
     torch.cuda.synchronize(device)
 
 
-def test_batches_arrive_whatever_is_in_them(shm: Path, device: torch.device) -> None:
+def test_batches_of_any_content_arrive(shm: Path, device: torch.device) -> None:
     """Of several types, from device and host, to pinned memory, without waiting."""
     sources = [
         torch.randn(1001, device=device),
@@ -319,7 +319,7 @@ def test_the_stall_of_training_is_measured_by_the_device(rig: Rig) -> None:
     rig.check()
 
 
-def test_the_rate_is_of_what_has_arrived(rig: Rig) -> None:
+def test_rate_counts_arrived_bytes(rig: Rig) -> None:
     copies = [rig.copy(value) for value in range(2)]
     rig.start(copies[:1])
     rig.copier.wait()

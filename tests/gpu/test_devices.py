@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.nvml
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-def test_a_device_tells_of_itself() -> None:
+def test_device_reports_its_state() -> None:
     pytest.importorskip('pynvml', reason='needs nvidia-ml-py')
     uuid = f'GPU-{torch.cuda.get_device_properties(0).uuid}'
     source = nvml.of_one(uuid)

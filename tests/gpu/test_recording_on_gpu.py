@@ -26,7 +26,7 @@ def copier() -> Iterator[Copier]:
     made.stop()
 
 
-def test_a_recording_outlives_the_copies_beside_it(copier: Copier) -> None:
+def test_recording_survives_concurrent_copies(copier: Copier) -> None:
     source = torch.arange(ELEMENTS, dtype=torch.float32, device='cuda')
     target = torch.empty(ELEMENTS, pin_memory=True)
     factor = torch.ones(1024, device='cuda')

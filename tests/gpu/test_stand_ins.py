@@ -63,7 +63,7 @@ def test_adam_keeps_low_precision_state_in_the_same_form(real: Any, name: str) -
 
 
 @pytest.mark.parametrize('name', ['fp8-and-fp16-moments', 'remainders'])
-def test_low_precision_state_comes_back_as_it_was_stored(real: Any, name: str) -> None:
+def test_low_precision_state_is_restored_as_stored(real: Any, name: str) -> None:
     from tests.stand_ins.one_rank import check_restored
 
     check_restored(real.optimizers.FusedAdam, rules.FORMATS[name], 'cuda')
@@ -103,7 +103,7 @@ def test_adam_fails_with_fp32_masters_of_weights_in_fp8(
 
 
 @pytest.mark.parametrize('name', rules.FORMATS_OF_FP8_WEIGHTS)
-def test_weights_in_fp8_come_back_beside_their_masters(
+def test_fp8_weights_are_restored_beside_their_masters(
     real: Any, in_fp8: rules.WeightKind, name: str
 ) -> None:
     from tests.stand_ins.one_rank import check_restored
@@ -113,7 +113,7 @@ def test_weights_in_fp8_come_back_beside_their_masters(
 
 
 @pytest.mark.parametrize('weight', [rules.BF16, rules.FP8])
-def test_masters_in_fp8_are_kept_and_come_back(
+def test_fp8_masters_are_captured_and_restored(
     real: Any, in_fp8: rules.WeightKind, weight: torch.dtype
 ) -> None:
     from megatron.moevement.seams.fp8_masters import keeping
@@ -167,7 +167,7 @@ def test_delayed_scaling_has_the_same_state_and_rules(real: Any) -> None:
     )
     assert found._replace(values={}) == expected._replace(values={})
     for name, value in expected.values.items():
-        used = 2 if 'fwd' in name else 1  # columns; what is in others nobody reads
+        used = 2 if 'fwd' in name else 1  # columns; no reader uses the others
         torch.testing.assert_close(
             found.values[name][..., :used], value[..., :used], **CLOSE_IN_FP8
         )
@@ -190,7 +190,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures('alone')
-def test_recorded_norm_is_given_back_as_it_is_computed() -> None:
+def test_recorded_norm_is_returned_unchanged() -> None:
     from megatron.core.optimizer import clip_grads
 
     from megatron.moevement.state import global_scalars

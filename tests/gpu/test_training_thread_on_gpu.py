@@ -26,7 +26,7 @@ def watching() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.mark.parametrize('of_its_own', [False, True])
-def test_who_has_work_queued_waits_for_others(
+def test_thread_with_queued_work_waits_for_other_ranks(
     of_its_own: bool, watching: ThreadPoolExecutor
 ) -> None:
     torch.zeros(1, device='cuda')

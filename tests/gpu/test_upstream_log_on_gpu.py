@@ -71,7 +71,7 @@ def test_memory_is_not_reused_before_it_is_copied(log: UpstreamLog, device: torc
     log.drain()
 
 
-def test_memory_is_given_back_once_the_bytes_have_arrived(
+def test_memory_is_released_once_the_bytes_have_arrived(
     log: UpstreamLog, device: torch.device
 ) -> None:
     before = torch.cuda.memory_allocated(device)

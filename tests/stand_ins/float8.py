@@ -39,8 +39,8 @@ class Float8Quantizer:
 class Float8Tensor(torch.Tensor):
     """Bytes `_data` in e4m3 and the fp32 [1] `_scale_inv` that they are multiplied by.
 
-    It looks like an fp32 tensor of the same shape; who reads it as one gets the product, who copies
-    into it has it rounded anew by `_quantizer`, in place.
+    It looks like an fp32 tensor of the same shape; a reader gets the product, and a
+    copy into it is rounded anew by `_quantizer`, in place.
     """
 
     _data: torch.Tensor

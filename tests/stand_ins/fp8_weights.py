@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 class QuantizedWeight(torch.Tensor):
-    """Looks like a bf16 matrix; who reads it as one gets what its bytes stand for.
+    """Looks like a bf16 matrix; a reader of it gets the values of its bytes.
 
     Args:
         bytes_: uint8, [rows, columns].

@@ -49,7 +49,9 @@ print(HAVE_TE, Adam.__module__)
         ),
     ],
 )
-def test_it_is_hidden_from_upstream_unless_the_program_has_it(imports: str, found: str) -> None:
+def test_library_is_hidden_from_upstream_unless_the_program_uses_it(
+    imports: str, found: str
+) -> None:
     program = f'import {imports}{LOOKS}'
     ended = subprocess.run(
         [sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True
@@ -57,7 +59,7 @@ def test_it_is_hidden_from_upstream_unless_the_program_has_it(imports: str, foun
     assert ended.stdout.splitlines()[-1:] == [found], ended.stderr
 
 
-def test_a_stage_that_is_lost_comes_back_with_the_bits_of_a_plain_run(
+def test_lost_stage_recovers_the_bits_of_a_plain_run(
     cluster: Callable[..., Cluster],  # noqa: F811
 ) -> None:
     plain = cluster(*FLAGS, sparse=False)

@@ -61,7 +61,7 @@ def test_adam_takes_the_same_arguments(real_adam: Any) -> None:
     assert not issubclass(real_adam, torch.optim.Adam)
 
 
-def test_adam_can_be_told_to_keep_masters_in_fp8(real_adam: Any) -> None:
+def test_adam_accepts_masters_in_fp8(real_adam: Any) -> None:
     """Upstream has it under the name that is wrapped for that."""
     from megatron.core.optimizer import Adam
 
@@ -110,7 +110,7 @@ def _fill(one: OneRank) -> None:
 
 
 @pytest.mark.parametrize('name', WITHOUT_FP8)
-def test_state_of_16_and_32_bits_has_the_same_form_and_comes_back(
+def test_state_of_16_and_32_bits_has_the_same_form_and_is_restored(
     real_adam: Any, name: str
 ) -> None:
     """Captured and restored by the product, bit for bit."""
@@ -128,7 +128,7 @@ def test_state_of_16_and_32_bits_has_the_same_form_and_comes_back(
 
 
 @pytest.mark.parametrize('name', WITHOUT_FP8)
-def test_a_loaded_state_takes_the_place_of_what_was_there(real_adam: Any, name: str) -> None:
+def test_loaded_state_replaces_the_former_state(real_adam: Any, name: str) -> None:
     """A state dict holds fp32, or remainders."""
     ranks = (
         OneRank(real_adam, rules.FORMATS[name], kernels.device()),
@@ -154,7 +154,7 @@ def test_a_loaded_state_takes_the_place_of_what_was_there(real_adam: Any, name: 
 # ---- layers
 
 
-def test_layers_have_the_names_that_operators_go_by() -> None:
+def test_layers_have_the_names_of_operators() -> None:
     where = {'device': kernels.device(), **IN_BF16}
     grouped = te.GroupedLinear(3, 16, 32, bias=False, init_method=None, **where)
     stand_in = GroupedLinear(3, 16, 32, **IN_GROUPS)
@@ -177,7 +177,7 @@ def test_layers_have_the_names_that_operators_go_by() -> None:
     'wanted',
     [(True, True, True), (True, False, True), (False, True, True), (False, False, False)],
 )
-def test_grouped_layer_asks_the_same_weight(wanted: tuple[bool, ...]) -> None:
+def test_grouped_layer_reads_the_same_weight(wanted: tuple[bool, ...]) -> None:
     layer = te.GroupedLinear(3, 16, 32, bias=False, device=kernels.device(), **IN_GROUPS)
     found = rules.gradients_of_grouped(layer, wanted)
     expected = rules.gradients_of_grouped(GroupedLinear(3, 16, 32, **IN_GROUPS), wanted)
@@ -201,7 +201,7 @@ def test_grouped_layer_delays_gradients_in_the_same_way(wants: bool) -> None:
         assert found['gradients'] == [None] * 3
 
 
-def test_linear_layer_minds_an_empty_queue() -> None:
+def test_linear_layer_handles_an_empty_queue() -> None:
     layer = te.Linear(16, 32, device=kernels.device(), delay_wgrad_compute=True, **IN_BF16)
     with pytest.raises(RuntimeError, match='empty'):
         layer.backward_dw()
@@ -325,7 +325,7 @@ def test_delayed_scaling_is_found_and_updated_by_the_same_rules(
                 assert torch.equal(found[f'0.{direction}.{name}'].cpu(), getattr(state, name))
 
 
-def test_recipes_have_the_names_that_upstream_asks_for() -> None:
+def test_recipes_have_the_names_that_upstream_expects() -> None:
     from transformer_engine.common import recipe as recipes
 
     for name in ('DelayedScaling', 'Float8CurrentScaling', 'Float8BlockScaling'):

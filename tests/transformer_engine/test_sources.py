@@ -81,18 +81,20 @@ ADAM = 'optimizers/fused_adam.py', 'FusedAdam'
         ('initialize_state', ['self', 'param', 'store_param_remainders']),
     ],
 )
-def test_methods_of_adam_that_are_overridden_or_called(method: str, expected: list[str]) -> None:
+def test_adam_has_the_methods_that_are_overridden_or_called(
+    method: str, expected: list[str]
+) -> None:
     assert parameters(class_of(*ADAM), method) == expected
 
 
-def test_adam_takes_what_upstream_is_wrapped_to_give() -> None:
+def test_adam_accepts_the_arguments_of_wrapped_upstream() -> None:
     assert set(TAKING['megatron.core.optimizer:Adam']) <= set(
         parameters(class_of(*ADAM), '__init__')
     )
 
 
 @pytest.mark.parametrize('name', ['name_to_dtype_map', 'master_weight_dtype', '_scales'])
-def test_adam_keeps_under_these_names_what_is_read_and_set(name: str) -> None:
+def test_adam_has_the_attributes_that_are_read_and_set(name: str) -> None:
     assert name in set(attributes_set(class_of(*ADAM)))
 
 
@@ -114,7 +116,7 @@ def test_masters_and_moments_have_their_names() -> None:
         ),
     ],
 )
-def test_methods_that_all_layers_have(method: str, expected: list[str]) -> None:
+def test_all_layers_have_these_methods(method: str, expected: list[str]) -> None:
     assert parameters(class_of('module/base.py', 'TransformerEngineBaseModule'), method) == expected
 
 
@@ -172,11 +174,11 @@ def test_experts_of_a_grouped_layer_have_numbered_parameters() -> None:
         ('tensor/storage/mxfp8_tensor_storage.py', 1),
     ],
 )
-def test_bytes_and_scales_of_what_is_stored_in_fp8(file: str, number: int) -> None:
+def test_fp8_state_stores_bytes_and_scales_in_these_attributes(file: str, number: int) -> None:
     assert {stored._BYTES[number], stored._SCALES[number]} <= set(attributes_set(tree(file)))
 
 
-def test_what_rounds_to_fp8_has_a_scale_that_can_be_set() -> None:
+def test_quantizers_to_fp8_have_a_settable_scale() -> None:
     quantizer = class_of('tensor/float8_tensor.py', 'Float8Quantizer')
     assert 'scale' in set(attributes_set(quantizer))
     assert '_quantizer' in set(attributes_set(tree('tensor/storage/float8_tensor_storage.py')))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about the shape of the code: which room may import which, sizes, and names nobody needs.
+"""Rules about the shape of the code: which room may import which, sizes, and unneeded names.
 
 Each list of exceptions is exact: what has been repaired must be taken off it.
 """
@@ -316,7 +316,7 @@ def test_constructors_of_classes_that_do_something_are_seen(
     assert list(constructor_arguments(ast.parse(source))) == counts
 
 
-# ---- names nobody needs
+# ---- unneeded names
 
 
 @dataclass(frozen=True)

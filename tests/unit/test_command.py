@@ -33,7 +33,7 @@ def not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, 'path', [*sys.path])
 
 
-def test_every_program_that_documents_name_is_one_of_it() -> None:
+def test_every_documented_program_is_a_subcommand() -> None:
     named = set(re.findall(r'python -m ((?:tools|moevement_ext)[\w.]*)', '\n'.join(printed())))
     named |= {
         f'scripts/{script}' for script in re.findall(r'scripts/(\w+\.py)', '\n'.join(printed()))
@@ -100,12 +100,12 @@ def test_all_programs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f'moevement {__version__}\n'
 
 
-def test_what_it_has_not_is_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_program_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(['pln', '--help']) == 2
     assert capsys.readouterr().err == "moevement: error: 'pln' is no program (moevement --help)\n"
 
 
-def test_a_mistake_is_told_by_the_name_that_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_called_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(['plan', '--modl', 'x'])
     assert ended.value.code == 2
@@ -123,7 +123,7 @@ def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch: pytest.Mon
     assert ended.value.code == message
 
 
-def test_a_launcher_finds_the_trainer_where_the_folder_has_none(
+def test_launcher_finds_the_trainer_outside_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

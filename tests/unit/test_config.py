@@ -83,14 +83,14 @@ def test_limits_themselves_are_allowed() -> None:
     )
 
 
-def test_what_replication_is_held_to() -> None:
+def test_replication_has_these_rate_limits() -> None:
     rates = {'auto': None, 'off': None, 0: None, 0.02: 2e7, 10: 1e10}
     for given, bytes_per_s in rates.items():
         config = SparseCheckpointConfig(network_gb_per_s=given)
         assert config.network_bytes_per_s == bytes_per_s
 
 
-def test_a_stuck_training_thread_may_be_waited_for_for_ever() -> None:
+def test_stuck_timeout_can_be_disabled() -> None:
     assert SparseCheckpointConfig(stuck_timeout=0).stuck_timeout == 0
 
 
@@ -118,7 +118,7 @@ def test_a_store_is_a_host_and_a_port(given: str, host: str) -> None:
     assert SparseCheckpointConfig(store=given).store_address == (host, 29400)
 
 
-def test_node_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_name_can_be_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-b')
     assert node_name() == 'node-b'
     monkeypatch.setenv('MOEVEMENT_NODE', '')
@@ -139,7 +139,7 @@ RULE = {'strategy': 'gemini', 'interval': 'daly', 'mtbf': 600.0}
         (DISK, ('global', 1, 0, 1)),
     ],
 )
-def test_a_strategy_settles_what_is_left_open(given: dict[str, Any], settled: Any) -> None:
+def test_strategy_fills_in_missing_values(given: dict[str, Any], settled: Any) -> None:
     config = SparseCheckpointConfig(**given)
     assert (config.recovery, config.window, config.replicas, config.disk_every) == settled
     assert dataclasses.replace(config) == config, 'what is settled may be given'

@@ -38,7 +38,7 @@ def test_a_second_pass_counts_its_time_but_no_bytes() -> None:
     assert cost.s_per_byte() == 0.04
 
 
-def test_what_fails_does_not_count() -> None:
+def test_failed_work_does_not_count() -> None:
     cost = CpuCost()
     with pytest.raises(OSError, match='gone'), cost.of(100):
         raise OSError('gone')

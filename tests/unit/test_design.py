@@ -91,7 +91,7 @@ def top_level() -> set[str]:
     return {path.name for path in ROOT.iterdir()} - {'runs'}
 
 
-def test_what_has_come_is_taken_off_the_list() -> None:
+def test_planned_files_do_not_exist_yet() -> None:
     assert not {name for name in COMING if (ROOT / name).exists()}
 
 
@@ -140,7 +140,7 @@ def test_every_key_of_a_round_is_in_the_table_and_no_other() -> None:
 # ---- collectives
 
 
-def test_no_collective_of_ours_in_an_iteration() -> None:
+def test_engine_has_no_collective_in_an_iteration() -> None:
     """Invariant I8: those that there are happen elsewhere, see the list."""
     found = {
         path.name

@@ -34,7 +34,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_flag(tmp_path: Pat
         EventLog(str(tmp_path / 'file' / 'events'), 0)
 
 
-def test_a_line_says_when_who_and_what(tmp_path: Path) -> None:
+def test_line_has_time_process_and_event(tmp_path: Path) -> None:
     log = EventLog(str(tmp_path / 'events'), 3)
     log.iteration = 7
     log.emit(events.WindowCommitted(start=4, plan='a'))
@@ -141,7 +141,7 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
     ],
     ids=lambda value: value.name if isinstance(value, events.Event) else '',
 )
-def test_lines_of_each_kind_are_what_they_always_were(
+def test_lines_of_each_kind_keep_their_format(
     event: events.Event, fields: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs outside the tree read them."""
@@ -166,7 +166,7 @@ def test_every_name_has_one_kind() -> None:
     assert len({kind.name for kind in kinds}) == len(kinds)
 
 
-def test_readers_leave_out_what_they_do_not_know_and_what_is_cut_off() -> None:
+def test_readers_skip_unknown_events_and_truncated_lines() -> None:
     lines = b'{"event":"of another version"}\n{"event":"worker_started","rank":1}\n{"event":"wor'
     assert [event.rank for event in events.decode(lines)] == [1]
 
@@ -222,7 +222,7 @@ for count in itertools.count():
 """
 
 
-def test_sigkill_cuts_off_one_line_at_most_and_the_next_attempt_appends(tmp_path: Path) -> None:
+def test_sigkill_truncates_at_most_one_line_and_the_next_attempt_appends(tmp_path: Path) -> None:
     for _ in range(2):
         victim = subprocess.Popen(
             [sys.executable, '-c', _VICTIM, str(tmp_path)], stdout=subprocess.PIPE, cwd=REPOSITORY
@@ -239,9 +239,7 @@ def test_sigkill_cuts_off_one_line_at_most_and_the_next_attempt_appends(tmp_path
 
 
 @pytest.mark.parametrize('cut_off', [b'{"time":1.5,"event":"wor', b'\0' * 9000])
-def test_the_next_attempt_takes_back_a_line_that_was_cut_off(
-    cut_off: bytes, tmp_path: Path
-) -> None:
+def test_next_attempt_removes_a_truncated_line(cut_off: bytes, tmp_path: Path) -> None:
     """By SIGKILL, a full file system, or a machine that lost power: else no tool could read on."""
     path = tmp_path / 'rank0.jsonl'
     for attempt in range(2):
@@ -269,7 +267,7 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('before', ['', '{"time":1.5,"event":"finished"}\n'])
-def test_what_is_no_event_is_not_taken_back(tmp_path: Path, before: str) -> None:
+def test_foreign_line_is_not_removed(tmp_path: Path, before: str) -> None:
     path = tmp_path / 'rank0.jsonl'
     path.write_text(f'{before}weights of a model, without a newline')
     path_of = re.escape(str(path))

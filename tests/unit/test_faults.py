@@ -53,7 +53,7 @@ ALL = ['2 forward', '2 backward', '3 forward', '3 backward', '4 forward', '4 bac
     ('fail_at', 'attempt'),
     [('1:3:backward', 0), ('0:2:forward,1:3:backward:0', 0), ('1:3:backward:2,1:2:forward', 2)],
 )
-def test_killed_at_the_point(fail_at: str, attempt: int) -> None:
+def test_armed_process_is_killed_at_the_point(fail_at: str, attempt: int) -> None:
     said, status = work(fail_at, attempt)
     assert status == -signal.SIGKILL
     assert said == ['armed', *ALL[:3]]
@@ -67,7 +67,7 @@ def test_another_rank_or_attempt_is_left_alone(fail_at: str | None, attempt: int
     assert work(fail_at, attempt) == (['not armed', *ALL], 0)
 
 
-def test_an_iteration_or_phase_that_does_not_come_kills_nobody() -> None:
+def test_unreached_iteration_or_phase_kills_no_process() -> None:
     assert work('1:9:forward,1:3:optimizer') == (['armed', *ALL], 0)
 
 
@@ -91,7 +91,7 @@ def test_every_phase_is_one_place_in_the_product() -> None:
 
 
 @pytest.mark.parametrize('phase', Phase)
-def test_every_phase_can_be_asked_for_and_is_announced(
+def test_every_phase_can_be_armed_and_is_announced(
     phase: Phase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(faults, '_armed', [])
@@ -117,7 +117,7 @@ def test_every_phase_can_be_asked_for_and_is_announced(
         '0:1:forward,1',
     ],
 )
-def test_malformed_variable_is_named_with_what_it_should_be(
+def test_malformed_variable_is_named_with_its_format(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_FAIL_AT', text)

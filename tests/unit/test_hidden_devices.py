@@ -12,7 +12,7 @@ NAME = 'CUDA_VISIBLE_DEVICES'
 TESTS = Path(conftest.__file__).parent
 
 
-def test_this_one_sees_none() -> None:
+def test_test_process_sees_no_device() -> None:
     assert os.environ[NAME] == ''
 
 

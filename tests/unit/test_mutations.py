@@ -44,7 +44,7 @@ def found(module: ModuleType, expression: ast.expr) -> object:
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: f'{path.parent.name}/{path.stem}')
-def test_what_is_replaced_is_there(path: Path) -> None:
+def test_replaced_names_exist(path: Path) -> None:
     module = importlib.import_module(f'tests.distributed.{path.parent.name}.{path.stem}')
     lost = [
         f'line {one.lineno}: {ast.unparse(one)}'

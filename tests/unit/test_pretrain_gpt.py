@@ -27,5 +27,5 @@ def imported_by(name: str) -> set[str]:
         ('pretrain_gpt', {'torch', 'megatron.core', 'megatron.training'}),  # a hot spare
     ],
 )
-def test_only_what_trains_imports_megatron(name: str, imported: set[str]) -> None:
+def test_only_training_processes_import_megatron(name: str, imported: set[str]) -> None:
     assert imported_by(name) == imported

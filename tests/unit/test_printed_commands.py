@@ -23,7 +23,7 @@ INTERNAL = (
 COMMANDS = sorted(printed())
 
 
-def test_there_are_as_many_as_ever() -> None:
+def test_many_commands_are_found() -> None:
     assert len(COMMANDS) > 150
 
 
@@ -46,14 +46,14 @@ def test_the_program_takes_the_flags(command: str) -> None:
         'sbatch scripts/slurm_pretrain.sbatch --sparse-ckpt-windw 3',
     ],
 )
-def test_a_flag_that_is_none_is_seen(command: str) -> None:
+def test_unknown_flag_is_detected(command: str) -> None:
     with pytest.raises(SystemExit) as refused:
         parse(command)
     assert refused.value.code == 2
 
 
 @each('command', COMMANDS)
-def test_it_is_known_whether_it_runs_here(command: str) -> None:
+def test_each_command_runs_here_or_has_a_reason(command: str) -> None:
     """If not: it goes into `RUNS`, or into `ELSEWHERE` with the reason."""
     assert command in COMMANDS_THAT_RUN or any(re.match(row, command) for row in ELSEWHERE)
 

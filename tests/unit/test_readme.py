@@ -42,7 +42,7 @@ MOST_CHARACTERS = 100
 COMING: set[str] = set()
 
 
-def test_what_has_come_is_taken_off_the_list() -> None:
+def test_planned_files_do_not_exist_yet() -> None:
     assert not {module for module in COMING if importlib.util.find_spec(module)}
 
 
@@ -105,7 +105,7 @@ def snippets() -> list[Any]:
 
 
 @pytest.mark.parametrize('code', snippets())
-def test_snippet_compiles_and_calls_what_there_is(code: str) -> None:
+def test_snippet_compiles_and_calls_existing_names(code: str) -> None:
     """Its imports are carried out, and calls of what they bring held against the signatures."""
     tree = ast.parse(code)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -188,7 +188,7 @@ def test_figures_of_process_groups_come_from_their_file() -> None:
     check_figures(quoted(text), measurement_of(text))
 
 
-def test_figures_of_the_campaign_are_those_of_its_lines() -> None:
+def test_figures_of_the_campaign_match_its_lines() -> None:
     """Its command, the faults of each kind, and its last line."""
     text = section(MEASURED, 'Chaos')
     lines = measurement_of(text).read_text('utf-8').splitlines()
@@ -205,7 +205,7 @@ def test_figures_of_the_campaign_are_those_of_its_lines() -> None:
     assert f'windows of {min(windows)} to {max(windows)}' in text
 
 
-def test_figures_of_the_drawn_campaign_are_those_of_its_results() -> None:
+def test_figures_of_the_drawn_campaign_match_its_results() -> None:
     """Its command, the faults of each kind, the longest times and its last line."""
     text = section(MEASURED, 'Campaign')
     results = Results(measurement_of(text))
@@ -264,7 +264,7 @@ def test_lines_are_short(page: Path) -> None:
 
 
 @each('page', PAGES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r'\]\(([^)\s]+)\)', page.read_text('utf-8')):
         if '://' in target:
             continue
@@ -282,7 +282,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @each('page', PAGES)
-def test_programs_are_there(page: Path) -> None:
+def test_documented_programs_exist(page: Path) -> None:
     text = page.read_text('utf-8')
     for module in re.findall(r'python -m ((?:tools|tests)\.[\w.]*\w)', text):
         assert module in COMING or importlib.util.find_spec(module), module

@@ -315,7 +315,7 @@ def test_slurm_from_here_has_the_launcher_look_for_the_end(
     assert command[command.index('--') + 1] == str(ROOT / 'pretrain_gpt.py')
 
 
-def test_workers_of_a_node_are_as_many_as_gpus_were_asked_for() -> None:
+def test_workers_of_a_node_equal_its_requested_gpus() -> None:
     source = f'source {ROOT / "scripts" / "slurm_job.sh"}; gpus_per_node'
     for variables, workers in (
         ({}, '1'),

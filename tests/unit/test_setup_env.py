@@ -58,7 +58,7 @@ def set_up(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_environment_that_is_half_built_is_gone_on_with(checkout: Path) -> None:
+def test_half_built_environment_is_completed(checkout: Path) -> None:
     done = set_up(checkout)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in packages(checkout).iterdir()] == ['whole-1.0.dist-info']
@@ -69,7 +69,7 @@ def test_an_environment_that_is_half_built_is_gone_on_with(checkout: Path) -> No
     assert (checkout / '.venv' / '.installed').exists()
 
 
-def test_an_environment_without_pip_is_built_anew(checkout: Path) -> None:
+def test_environment_without_pip_is_rebuilt(checkout: Path) -> None:
     (checkout / '.venv' / 'bin' / 'fails').write_text('pip --version')
     done = set_up(checkout)
     assert 'removing .venv, left half-built without pip' in done.stderr
@@ -77,14 +77,14 @@ def test_an_environment_without_pip_is_built_anew(checkout: Path) -> None:
     assert '-m venv .venv' in (checkout / 'programs' / 'calls').read_text()
 
 
-def test_what_was_interrupted_again_is_still_half_built(checkout: Path) -> None:
+def test_environment_interrupted_twice_is_still_half_built(checkout: Path) -> None:
     (checkout / '.venv' / 'bin' / 'fails').write_text('pip install')
     assert set_up(checkout).returncode != 0
     assert (checkout / '.venv' / '.building').exists()
     assert not (checkout / '.venv' / '.installed').exists()
 
 
-def test_torch_of_a_trial_comes_first_and_from_an_index_without_cuda(checkout: Path) -> None:
+def test_torch_of_a_trial_is_installed_first_from_an_index_without_cuda(checkout: Path) -> None:
     done = set_up(checkout, '--cpu')
     assert done.returncode == 0, done.stderr
     calls = (checkout / '.venv' / 'bin' / 'calls').read_text().splitlines()
@@ -93,7 +93,7 @@ def test_torch_of_a_trial_comes_first_and_from_an_index_without_cuda(checkout: P
     assert '--index-url' not in second and '--editable' in second
 
 
-def test_an_index_that_has_no_such_torch_is_named_in_a_line(checkout: Path) -> None:
+def test_index_without_this_torch_is_named_in_one_line(checkout: Path) -> None:
     (checkout / '.venv' / 'bin' / 'fails').write_text('--index-url')
     done = set_up(checkout, '--cpu')
     assert done.returncode == 1

@@ -28,7 +28,7 @@ def built(docs: Path, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_site_of_all_pages_is_built_and_no_link_leads_nowhere(tmp_path: Path) -> None:
+def test_site_of_all_pages_builds_without_broken_links(tmp_path: Path) -> None:
     done = built(ROOT / 'docs', tmp_path)
     assert done.returncode == 0, done.stderr
     index = (tmp_path / 'index.html').read_text('utf-8')
@@ -48,7 +48,7 @@ def test_a_site_of_all_pages_is_built_and_no_link_leads_nowhere(tmp_path: Path) 
         ('../deploy/nowhere.yml', 'nowhere.yml'),
     ],
 )
-def test_a_link_that_leads_nowhere_is_an_error(link: str, said: str, tmp_path: Path) -> None:
+def test_broken_link_is_an_error(link: str, said: str, tmp_path: Path) -> None:
     docs = tmp_path / 'docs'
     shutil.copytree(ROOT / 'docs', docs)
     for name in ('Dockerfile', 'deploy'):

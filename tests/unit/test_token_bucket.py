@@ -5,7 +5,7 @@ from moevement_ext.token_bucket import TokenBucket
 
 
 class Time:
-    """Goes on while somebody waits, and when it is told to."""
+    """Advances while a caller waits, and on request."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -38,7 +38,7 @@ def test_the_rate_is_held() -> None:
     assert time.now == 108.5, 'the rate may change'
 
 
-def test_bursts_are_bounded_however_long_nothing_went() -> None:
+def test_bursts_are_bounded_after_any_pause() -> None:
     time = Time()
     held = bucket(time, burst=10)
     held.take(10, 10.0)
@@ -68,7 +68,7 @@ def test_without_a_rate_nothing_waits_and_nothing_is_owed() -> None:
     assert time.now == 101.0
 
 
-def test_an_end_is_told_at_once() -> None:
+def test_end_of_a_wait_is_reported_at_once() -> None:
     time = Time()
     held = bucket(time)
     time.ended = True

@@ -68,7 +68,7 @@ def test_the_wheel_has_every_file_of_the_programs_and_no_other(wheel: Path) -> N
     assert sorted(found) == sorted(expected)
 
 
-def test_it_says_what_it_is(wheel: Path) -> None:
+def test_metadata_describe_the_package(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     metadata = archive.read(f'{NAME}.dist-info/METADATA').decode()
     assert (
@@ -123,7 +123,7 @@ def test_the_command_has_its_programs(installed: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tools_of_others_are_not_met(installed: Path, tmp_path: Path) -> None:
+def test_foreign_tools_packages_do_not_collide(installed: Path, tmp_path: Path) -> None:
     (tmp_path / 'tools').mkdir()
     (tmp_path / 'tools' / '__init__.py').write_text('raise SystemExit("of another")')
     run(tmp_path, installed / 'moevement', 'check', '--help')
@@ -131,9 +131,7 @@ def test_tools_of_others_are_not_met(installed: Path, tmp_path: Path) -> None:
     assert said == 'of another\n'
 
 
-def test_a_job_is_launched_loses_a_worker_and_is_told_about(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_launched_job_loses_a_worker_and_is_reported(installed: Path, tmp_path: Path) -> None:
     """The demo: data, launcher, trainer, replay, digests and a picture, all from the wheel."""
     said = run(tmp_path, installed / 'moevement', 'demo', '--output', 'out')
     assert '\ndemo: bit_identical=true' in said

@@ -7,17 +7,12 @@ from collections.abc import Sequence
 import msgspec
 from rich.console import Console
 
-from moevement_ext.events import (
-    Event,
-    NextTier,
-    Recovered,
-    WorkerStarted,
-)
+from moevement_ext.events import Event, NextTier, Recovered, WorkerStarted
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of
 from tools.lab.figures import Spread, medians
 from tools.lab.hardware import Hardware
-from tools.lab.run_log import Iteration, RunLog
+from tools.lab.run_log import RunLog
 from tools.lab.tables import say, table
 
 STAGES = 4
@@ -109,7 +104,7 @@ def sparse_recovery(
     before = [item.number for item in log.attempts[0] if item.time <= killed_at]
     committed = slowest.target if slowest.localized else before[-1]
     assert isinstance(committed, int)  # a localized recovery always sets it
-    new = first_new_iteration(log, committed)
+    new = log.first_after(committed)
     last = max(event.time for event in back.values())
     phases = {
         'process start': started[-1].time - killed_at,
@@ -121,22 +116,10 @@ def sparse_recovery(
     return Comeback(new.time - killed_at, phases, again, different)
 
 
-def first_new_iteration(log: RunLog, before: int) -> Iteration:
-    """The first iteration after those that were committed before.
-
-    Raises:
-        LabError: no such iteration is in the log.
-    """
-    new = log.first_after(before)
-    if new is None:
-        raise LabError(f'the job never got beyond iteration {before}')
-    return new
-
-
 def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeback:
     """Phases in the log: restart with load, repeated iterations, first new iteration."""
     first, died_after = log.attempts[1][0], log.attempts[0][-1].number
-    new = first_new_iteration(log, died_after)
+    new = log.first_after(died_after)
     training_at = first.time - first.elapsed_ms / 1000
     again = [item.time for item in log.attempts[1] if item.number <= died_after]
     caught_up_at = max(again, default=training_at)

@@ -150,10 +150,7 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
         raise LabError(f'{way}: the job ended with exit status {code}; see {folder}')
     lost_at = starters[0].lost_at
     log = parse_log((folder / 'logs' / f'rank{_STAGES - 1}.log').read_text('utf-8'))
-    before = max(item.number for item in log.iterations if item.time <= lost_at)
-    new = log.first_after(before)
-    if new is None:
-        raise LabError(f'{way}: the job never got beyond iteration {before}; see {folder}')
+    new = log.first_after(log.newest_until(lost_at))
     after = [one for one in read_events(events) if one.rank == _VICTIM and one.time > lost_at]
     began = next(iter(kind_of(after, WorkerStarted))).time
     ready = next(iter(kind_of(after, Protected))).time

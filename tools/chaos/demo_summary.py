@@ -104,8 +104,6 @@ def localized_recovery(disturbed: Trained, lost: int) -> LocalizedRecovery:
     reports = {event.rank: event for event in kind_of(events, Recovered)}
     target = max(event.target for event in reports.values() if isinstance(event.target, int))
     new = disturbed.log.first_after(target)
-    if new is None:
-        raise LabError(f'no iteration was logged after the recovery to iteration {target}')
     return LocalizedRecovery(
         lost,
         [_stage_recovery([reports[rank] for rank in ranks]) for ranks in STAGE_RANKS],

@@ -142,12 +142,10 @@ def comebacks(lived: Lived) -> Iterator[Comeback]:
 
 
 def _comeback(lived: Lived, at: float, end: float) -> Comeback:
-    log = lived.trained.log.iterations
-    before = max((item.number for item in log if item.time <= at), default=0)
-    later = [item for item in log if item.time > at]
-    new = next((item for item in later if item.number > before), None)
-    if new is None:
-        raise LabError(f'the job never got beyond iteration {before}; see {lived.folder}')
+    log = lived.trained.log
+    before = log.newest_until(at)
+    new = log.first_after(before)
+    later = [item for item in log.iterations if item.time > at]
     until = min(new.time, end)
     started = max((time for time in lived.started if at < time < until), default=at)
     reports = [event for event in kind_of(lived.trained.events, Recovered)

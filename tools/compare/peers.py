@@ -202,14 +202,11 @@ def compared(
     log, back, start, again = trained.log, None, 0.0, 0
     if ran.killed is not None:
         killed = ran.killed
-        before = max(item.number for item in log.iterations if item.time <= killed)
-        later = [item for item in log.iterations if item.time > killed]
-        new = next((item for item in later if item.number > before), None)
-        if new is None:
-            raise LabError(f'the job never got beyond iteration {before}')
+        before = log.newest_until(killed)
+        new = log.first_after(before)
         back = new.time - killed
         start = max((time for time in started if killed < time < new.time), default=killed) - killed
-        again = sum(item.number <= before for item in later)
+        again = sum(item.time > killed and item.number <= before for item in log.iterations)
     return PeerFigures(
         ratio=_pace_s(log) / _pace_s(plain.log),
         cpu=mine.total_s / other.total_s,

@@ -76,9 +76,16 @@ class RunLog:
         seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
         return seconds[warm_up - 1 :]
 
-    def first_after(self, number: int) -> Iteration | None:
-        """First logged iteration beyond `number`; None if there is none."""
-        return next((item for item in self.iterations if item.number > number), None)
+    def newest_until(self, time: float) -> int:
+        """Highest number logged up to a time (seconds since the epoch); 0 without one."""
+        return max((item.number for item in self.iterations if item.time <= time), default=0)
+
+    def first_after(self, number: int) -> Iteration:
+        """First logged iteration beyond `number`; raises `LogError` if there is none."""
+        for item in self.iterations:
+            if item.number > number:
+                return item
+        raise LogError(f'the job never got beyond iteration {number}')
 
 
 def parse_log(text: str) -> RunLog:

@@ -76,7 +76,7 @@ def result_refused_in_iteration_6() -> None:
 
 
 def result_refused_in_iteration_6_again() -> None:
-    """The same, but it has the same value when repeated; another device shall say who is right."""
+    """The same, but repeated with the same value; another device shall show which is right."""
     _refuse_in_iteration_6(RerunDiagnostic.PERSISTENT_ERROR)
 
 

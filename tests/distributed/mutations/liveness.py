@@ -105,7 +105,7 @@ def a_large_job() -> None:
 
 
 class _Device:
-    """One that is lost in iteration 8; nobody but the driver notices."""
+    """One that is lost in iteration 8; only the driver notices."""
 
     def wait(self, timeout_s: float) -> Reading | None:
         time.sleep(0.01)

@@ -15,7 +15,7 @@ from moevement_ext.regroup import nccl
 from tests.distributed.harness import nccl_like
 
 _LOOKS_OF_A_WAIT_THAT_LASTS = 20
-"""It does not end by itself: whoever it waits for stands still."""
+"""It does not end by itself: the rank that it waits for hangs."""
 
 
 def all_others_wait_when_one_dies(phases: Collection[Phase] = tuple(Phase)) -> None:

@@ -72,7 +72,7 @@ def rank_1_keeps_only_its_first_window() -> None:
 
 
 def what_rank_1_lacks_after_a_copy_is_waited_for() -> None:
-    """Nobody gives up the windows that were under way."""
+    """No rank gives up the windows under way."""
     rank_1_keeps_only_its_first_window()
     begin = Protection.begin_window
 

@@ -33,6 +33,6 @@ def waits_in_iteration_7_until_the_store_is_lost() -> None:
 
 
 def ends_in_the_middle_of_a_window() -> None:
-    """The same, and nobody trains on to its end."""
+    """The same, and no rank trains to its end."""
     waits_in_iteration_7_until_the_store_is_lost()
     Protection.window_under_way = False

@@ -115,4 +115,4 @@ def test_earlier_failure_raises_at_once(job: Job, members: list[Membership]) -> 
     end_round(job.store, 0, 'another rank died')
     assert wait_until(lambda: members[0].broken)
     with pytest.raises(RoundEnded), members[0].leaving_it_to(Replay(members[0])):
-        pytest.fail('nobody would wake it up')
+        pytest.fail('no thread would wake it up')

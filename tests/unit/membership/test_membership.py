@@ -169,7 +169,7 @@ def test_unnoticed_failure_is_found_in_the_store(
     deaf._watch.stop()
     assert not deaf.broken_in_the_store()
     time.sleep(0.5)
-    assert not (survivors[1].broken or new.broken), 'to ask wakes nobody up'
+    assert not (survivors[1].broken or new.broken), 'a request wakes no rank'
     end_round(job.store, present_round(job.store), 'rank 1 lost a peer')
     assert not deaf.broken and deaf.broken_in_the_store()
 

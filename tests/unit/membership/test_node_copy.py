@@ -91,7 +91,7 @@ def test_ranks_do_not_wait_for_a_stopped_rank(
     asked = Asked()
     read_by_all(copy, asked)
     assert asked.times == RANKS
-    assert not list(directory.glob('brought-*')), 'who has no lock leaves nothing'
+    assert not list(directory.glob('brought-*')), 'a process without the lock leaves nothing'
     os.close(stopped)
     read_by_all(copy, asked)
     assert asked.times == RANKS + 1

@@ -152,7 +152,7 @@ def test_informed_ranks_leave_the_breaking_of_a_round_to_the_announcer(
     for watching in watches:
         watching.stop()
         watching.join()
-    assert not job.store.check(['met/0']), 'nobody else has shut a barrier'
+    assert not job.store.check(['met/0']), 'no other rank has closed a barrier'
 
 
 def test_rank_keeps_its_connections_across_rounds(job: Job) -> None:

@@ -111,7 +111,7 @@ def job() -> Iterator[Job]:
         replanner.stop()
 
 
-def test_a_throttled_holder_makes_windows_of_all_stages_longer_and_back(job: Job) -> None:
+def test_throttled_holder_lengthens_the_windows_of_all_stages_for_a_while(job: Job) -> None:
     assert job.train([FAST] * WORLD, 1) == [1], 'the guess of the start is replaced'
     throttled = [FAST, FAST, SLOW, FAST]
     assert job.train(throttled, 6) == [1, 1, 4, 4, 4, 4]

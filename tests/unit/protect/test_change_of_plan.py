@@ -40,7 +40,7 @@ def windows(training: Training) -> list[tuple[int, str]]:
 IN_STEP = [(start, 'later') for start in range(TARGET, TARGET + 8, 2)]
 
 
-def test_who_was_in_time_begins_anew_by_the_later_plan(training: Training) -> None:
+def test_rank_that_has_the_plan_in_time_restarts_by_the_later_plan(training: Training) -> None:
     training.checkpointer.schedule_next(LATER)
     training.run_until(TARGET)
     begin_window(training)
@@ -48,7 +48,7 @@ def test_who_was_in_time_begins_anew_by_the_later_plan(training: Training) -> No
     assert windows(training) == IN_STEP
 
 
-def test_who_hears_of_it_late_falls_into_step_with_those_who_began_anew(
+def test_rank_that_receives_the_plan_late_aligns_with_the_others(
     training: Training,
 ) -> None:
     training.run_until(TARGET)
@@ -59,7 +59,7 @@ def test_who_hears_of_it_late_falls_into_step_with_those_who_began_anew(
     assert windows(training) == IN_STEP[1:]
 
 
-def test_new_process_that_hears_of_it_does_too() -> None:
+def test_new_process_that_receives_the_plan_aligns_too() -> None:
     """It is told where windows begin now by a survivor that has not heard of the plan yet."""
     with tmpfs_directory() as path:
         training = Training(path, SCHEDULE._replace(origin=TARGET))

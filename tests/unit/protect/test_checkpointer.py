@@ -53,7 +53,7 @@ def test_a_window_is_committed_every_w_iterations(training: Training) -> None:
     assert statistics.failures == statistics.skipped_windows == 0
 
 
-def test_a_committed_window_says_what_it_took(training: Training) -> None:
+def test_committed_window_reports_its_cost(training: Training) -> None:
     said: list[Event] = []
     training.events.listeners.append(said.append)
     training.checkpointer.statistics.training_s = 1.25
@@ -171,7 +171,7 @@ def test_persisted_window_is_immutable_until_its_successor_is_persisted(shm: Pat
     training.stop()
 
 
-def test_nothing_grows(training: Training) -> None:
+def test_many_windows_leak_nothing(training: Training) -> None:
     process = psutil.Process()
 
     def used() -> tuple[int, int, int]:
@@ -241,7 +241,7 @@ def test_a_failure_while_the_plan_changes_does_not_reach_training(training: Trai
     assert training.committed() == [3]
 
 
-def test_after_somebody_removed_all_files_windows_are_kept_again(training: Training) -> None:
+def test_removed_files_are_replaced_and_windows_kept_again(training: Training) -> None:
     """As a cleaner of temporary files does, in the middle of a window."""
     training.run_until(2 * W + 1)
     shutil.rmtree(training.store.path)
@@ -294,7 +294,7 @@ def test_after_a_rollback_later_windows_are_captured_again(shm: Path) -> None:
     training.stop()
 
 
-def test_what_a_job_is_recovered_from_is_not_captured_by_another_plan(shm: Path) -> None:
+def test_recovered_window_is_not_recaptured_by_another_plan(shm: Path) -> None:
     """Only the first window of a start counts, so the file of the second would be lost for ever."""
     plan = WindowPlan((NAMES,))
     before = Training(shm, Cycle(0, plan, 'plan1'))

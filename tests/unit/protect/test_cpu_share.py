@@ -60,7 +60,7 @@ def test_without_a_share_and_on_a_gpu_the_cores_are_no_limit() -> None:
 
 
 @pytest.mark.parametrize('cpu', [None, 1e7])
-def test_it_limits_the_mean_of_a_window(cpu: float | None) -> None:
+def test_cpu_share_limits_the_mean_of_a_window(cpu: float | None) -> None:
     training, asked = protection(), []
     training.planner = SimpleNamespace(
         shortest_window=lambda carried, longest: asked.append(carried)
@@ -95,7 +95,7 @@ def test_copies_and_seals_are_measured() -> None:
         copier.stop()
 
 
-def test_what_is_sent_and_received_is_measured_where_it_is_done(shm: Path) -> None:
+def test_sends_and_receives_are_measured_on_their_own_threads(shm: Path) -> None:
     store = NodeStore(shm, 'run1', 'node0')
     own = OwnerWindows(store, OWNER, OWNER, capacity(), generations=4)
     replicated: queue.Queue[object] = queue.Queue()

@@ -141,7 +141,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             job.stop()
 
 
-def test_windows_that_all_have_go_to_disk_and_the_newest_two_stay(
+def test_persisted_windows_are_copied_to_disk_and_the_newest_two_stay(
     make: Callable[..., Job],
 ) -> None:
     job = make(FAST, FAST)
@@ -169,7 +169,7 @@ def test_nothing_is_pruned_before_all_have_the_newer_one(make: Callable[..., Job
     wait_for(lambda: fast.starts() == slow.starts() == [6, 3])
 
 
-def test_a_disk_that_is_slower_than_windows_passes_some_over_and_holds_up_nobody(
+def test_slow_disk_skips_windows_and_delays_no_rank(
     make: Callable[..., Job],
 ) -> None:
     """Window 0 is copied, undamaged, while others take turns in the other files."""
@@ -188,7 +188,7 @@ def test_a_disk_that_is_slower_than_windows_passes_some_over_and_holds_up_nobody
     assert slow.statistics.failures == fast.statistics.failures == 0
 
 
-def test_as_many_iterations_as_asked_for_lie_between_windows(make: Callable[..., Job]) -> None:
+def test_windows_on_disk_keep_the_configured_interval(make: Callable[..., Job]) -> None:
     job = make(FAST)
     (rank,) = job.ranks
     rank.tier._settings = rank.settings._replace(every=7)
@@ -207,7 +207,7 @@ def kept_last(job: Job, start: int) -> list[bool]:
         return [call.result() for call in calls]
 
 
-def test_the_last_window_is_copied_at_once_whatever_the_rate(make: Callable[..., Job]) -> None:
+def test_last_window_is_copied_at_once_regardless_of_the_rate(make: Callable[..., Job]) -> None:
     """The copy of another one, which would take hours, ends for it."""
     job = make(1.0, 1.0)
     job.persist(0)
@@ -217,7 +217,7 @@ def test_the_last_window_is_copied_at_once_whatever_the_rate(make: Callable[...,
     assert [rank.starts() for rank in job.ranks] == [[3], [3]]
 
 
-def test_the_last_window_is_copied_whatever_the_interval(make: Callable[..., Job]) -> None:
+def test_last_window_is_copied_regardless_of_the_interval(make: Callable[..., Job]) -> None:
     job = make(FAST, FAST)
     for rank in job.ranks:
         rank.tier._settings = rank.settings._replace(every=7)
@@ -229,7 +229,7 @@ def test_the_last_window_is_copied_whatever_the_interval(make: Callable[..., Job
     assert [rank.starts() for rank in job.ranks] == [[3, 0], [3, 0]]
 
 
-def test_a_disk_that_stands_still_does_not_keep_a_job_from_its_end(
+def test_hung_disk_does_not_delay_the_end_of_a_job(
     make: Callable[..., Job],
 ) -> None:
     job = make(FAST)
@@ -257,7 +257,7 @@ def test_a_window_that_one_rank_cannot_copy_is_given_up_by_all(
     assert well.starts() == broken.starts() == [6, 0]
 
 
-def test_a_window_that_another_rank_passed_over_is_dropped(make: Callable[..., Job]) -> None:
+def test_window_that_another_rank_skipped_is_dropped(make: Callable[..., Job]) -> None:
     """Rank 1 learned of window 3 only, rank 0 of window 0: both go on with one that both have."""
     job = make(FAST, FAST)
     first, second = job.ranks
@@ -290,7 +290,7 @@ def test_after_a_rollback_later_windows_are_set_aside_and_the_next_is_copied(
     wait_for(lambda: back.starts() == other.starts() == [6, 0])
 
 
-def test_what_was_refused_is_set_aside_with_all_that_is_later(make: Callable[..., Job]) -> None:
+def test_refused_window_is_set_aside_with_all_later_windows(make: Callable[..., Job]) -> None:
     job = make(FAST, FAST)
     for start in (0, 3):
         job.persist(start)
@@ -301,7 +301,7 @@ def test_what_was_refused_is_set_aside_with_all_that_is_later(make: Callable[...
         assert list(rank.disk.path.glob('aside-3-*'))
 
 
-def test_a_rollback_ends_the_copy_of_what_it_takes_back(make: Callable[..., Job]) -> None:
+def test_rollback_ends_the_copy_of_a_withdrawn_window(make: Callable[..., Job]) -> None:
     job = make(1.0)
     (rank,) = job.ranks
     rank.persist(3)
@@ -314,7 +314,7 @@ def test_a_rollback_ends_the_copy_of_what_it_takes_back(make: Callable[..., Job]
     job.wait_for(6)
 
 
-def test_what_cannot_be_deleted_ends_no_copying(make: Callable[..., Job]) -> None:
+def test_undeletable_file_does_not_stop_copies(make: Callable[..., Job]) -> None:
     """A window that another rank gives up stays, as the file system refuses to delete it."""
     job = make(FAST, FAST)
     first, second = job.ranks
@@ -329,7 +329,7 @@ def test_what_cannot_be_deleted_ends_no_copying(make: Callable[..., Job]) -> Non
     job.wait_for(3)
 
 
-def test_what_cannot_be_set_aside_is_before_anything_is_copied(make: Callable[..., Job]) -> None:
+def test_failed_set_aside_is_retried_before_any_copy(make: Callable[..., Job]) -> None:
     """Else a part of a past that is not continued would meet parts that are captured anew."""
     job = make(FAST, FAST)
     for start in (0, 3):
@@ -357,7 +357,7 @@ def names(rank: Rank) -> list[str]:
     )
 
 
-def test_a_new_process_goes_on_where_the_one_before_died(make: Callable[..., Job]) -> None:
+def test_new_process_continues_the_copies_of_its_predecessor(make: Callable[..., Job]) -> None:
     job = make(FAST, FAST)
     for start in (0, 3):
         job.persist(start)
@@ -375,7 +375,7 @@ def test_a_new_process_goes_on_where_the_one_before_died(make: Callable[..., Job
     wait_for(lambda: other.starts() == [6, 3])
 
 
-def test_a_new_attempt_of_the_job_keeps_what_it_came_back_from(
+def test_new_attempt_keeps_the_window_that_it_resumed_from(
     make: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = make(FAST)
@@ -427,7 +427,7 @@ def test_a_held_file_is_neither_overwritten_nor_missed(make: Callable[..., Job])
     assert windows.file(named(0)) is None, 'its file is used again'
 
 
-def test_a_rollback_frees_a_held_file_and_its_holder_can_tell(make: Callable[..., Job]) -> None:
+def test_rollback_frees_a_held_file_and_its_holder_notices(make: Callable[..., Job]) -> None:
     windows = make(FAST).ranks[0].windows
     commit(windows, 3)
     held = windows.hold(named(3))

@@ -167,7 +167,7 @@ def test_only_new_copies_are_copied_from_the_state(lossy: Callable[[int], Lossy]
     assert kept == [one_expert, 0], 'which holders are not sent'
 
 
-def test_what_is_lost_is_the_recount(lossy: Callable[[int], Lossy]) -> None:
+def test_lost_tokens_equal_a_recount(lossy: Callable[[int], Lossy]) -> None:
     job = lossy(1)
     job.run_until(8)
     header, _, _ = job.newest()
@@ -181,7 +181,7 @@ def test_what_is_lost_is_the_recount(lossy: Callable[[int], Lossy]) -> None:
     assert again == lost, 'the iterations between did not happen'
 
 
-def test_after_a_recovery_it_counts_on_from_there(lossy: Callable[[int], Lossy]) -> None:
+def test_counts_continue_from_the_recovered_iteration(lossy: Callable[[int], Lossy]) -> None:
     """What was lost once is not lost again, and the newer past of an expert is none of it."""
     job = lossy(1)
     job.run_until(8)
@@ -205,7 +205,7 @@ def test_after_a_recovery_it_counts_on_from_there(lossy: Callable[[int], Lossy])
     assert (second.tokens, second.lost) == (gone, first.tokens + gone)
 
 
-def test_a_second_failure_before_the_next_copy_loses_what_came_between(
+def test_second_failure_before_the_next_copy_loses_the_tokens_between(
     lossy: Callable[[int], Lossy],
 ) -> None:
     job = lossy(1)
@@ -235,7 +235,7 @@ def test_a_base_that_is_damaged_is_not_passed_on(lossy: Callable[[int], Lossy]) 
     assert job.training.checkpointer.statistics.failures == 1
 
 
-def test_names_tell_bases_and_pasts_apart(lossy: Callable[[int], Lossy]) -> None:
+def test_names_distinguish_bases_and_histories(lossy: Callable[[int], Lossy]) -> None:
     job = lossy(1)
     job.run_until(1)
     (base,) = job.training.heard
@@ -254,7 +254,7 @@ def test_names_tell_bases_and_pasts_apart(lossy: Callable[[int], Lossy]) -> None
 
 
 @pytest.mark.parametrize('strategy', [Moc(INTERVAL, 1, LOAD, 0.1), Moetion(None)])
-def test_ranks_choose_alike_whatever_they_count(
+def test_ranks_choose_the_same_experts_regardless_of_their_counts(
     strategy: LossyStrategy, lossy: Callable[[int], Lossy]
 ) -> None:
     """Data-parallel ranks have the same experts, and other tokens: a copy has one version."""
@@ -286,7 +286,7 @@ def test_an_iteration_that_was_cut_off_does_not_count(lossy: Callable[[int], Los
     assert {name: copy.routed for name, copy in copies.experts.items()} == routed_by(2)
 
 
-def test_a_load_has_what_a_strategy_decides_by(lossy: Callable[[int], Lossy]) -> None:
+def test_load_has_the_figures_that_a_strategy_needs(lossy: Callable[[int], Lossy]) -> None:
     job = lossy(1)
     job.run_until(4)
     job.ledger.load(WindowLoad(0, {}, 1.0, None), LAST, True, 2)
@@ -298,7 +298,7 @@ def test_a_load_has_what_a_strategy_decides_by(lossy: Callable[[int], Lossy]) ->
     assert found.expert_bytes == sum(SIZES.values())
 
 
-def test_moetion_makes_up_for_what_is_lost(lossy: Callable[[int], Lossy]) -> None:
+def test_moetion_compensates_for_lost_tokens(lossy: Callable[[int], Lossy]) -> None:
     job = lossy(1)
     job.run_until(8)
     header, _, _ = job.newest()

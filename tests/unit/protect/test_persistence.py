@@ -87,7 +87,7 @@ def test_persisted_on_every_rank_once_all_have_reported(job: Job) -> None:
     assert job.next_persisted() == [window(4)] * WORLD
 
 
-def test_one_missing_rank_holds_a_window_back_but_not_the_next(job: Job) -> None:
+def test_one_missing_report_delays_only_its_window(job: Job) -> None:
     """Rank 2 skipped window 0; had the two reports counted, it would be heard of first."""
     job.report(window(0), 0, 1)
     job.report(window(4), 0, 1, 2)
@@ -113,7 +113,7 @@ def test_a_rank_that_reports_a_window_twice_counts_once(job: Job) -> None:
     assert all(heard.empty() for heard in job.persisted)
 
 
-def test_a_process_that_takes_the_place_of_another_does_not_count_again(job: Job) -> None:
+def test_replacement_does_not_count_again(job: Job) -> None:
     job.report(window(0), 0, 1)
     job.wait_until_counted(window(0), 2)
     job.replace(1)
@@ -126,7 +126,7 @@ def test_a_process_that_takes_the_place_of_another_does_not_count_again(job: Job
     assert all(heard.empty() for heard in job.persisted)
 
 
-def test_what_a_process_had_reported_counts_for_the_one_in_its_place(job: Job) -> None:
+def test_reports_of_a_process_count_for_its_replacement(job: Job) -> None:
     job.report(window(0), 0, 1)
     job.wait_until_counted(window(0), 2)
     job.replace(1)
@@ -134,7 +134,7 @@ def test_what_a_process_had_reported_counts_for_the_one_in_its_place(job: Job) -
     assert job.next_persisted() == [window(0)] * WORLD
 
 
-def test_a_new_process_hears_what_is_persisted_already(job: Job) -> None:
+def test_new_process_learns_the_persisted_window(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
     job.replace(1)
@@ -144,7 +144,7 @@ def test_a_new_process_hears_what_is_persisted_already(job: Job) -> None:
     assert job.next_persisted() == [window(4)] * WORLD
 
 
-def test_a_rank_that_reports_nothing_now_still_hears_when_it_does(job: Job) -> None:
+def test_all_ranks_learn_of_a_window_that_one_rank_reports_late(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
     job.report(window(4), 0, 1)
@@ -155,7 +155,7 @@ def test_a_rank_that_reports_nothing_now_still_hears_when_it_does(job: Job) -> N
 # After a rollback
 
 
-def test_what_a_rank_has_lost_does_not_count_before_it_has_it_again(job: Job) -> None:
+def test_lost_window_does_not_count_before_it_is_recaptured(job: Job) -> None:
     """Ranks 1 and 2 replay; rank 1 is done with window 4 first, and rank 2 has lost its own."""
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
@@ -171,7 +171,7 @@ def test_what_a_rank_has_lost_does_not_count_before_it_has_it_again(job: Job) ->
     assert job.next_persisted() == [window(4)] * WORLD
 
 
-def test_a_new_process_withdraws_what_its_predecessor_had_reported(job: Job) -> None:
+def test_new_process_withdraws_the_reports_of_its_predecessor(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
     job.report(window(4), 0, 2)
@@ -186,7 +186,7 @@ def test_a_new_process_withdraws_what_its_predecessor_had_reported(job: Job) -> 
     assert heard[:2] == [window(4)] * 2
 
 
-def test_what_was_not_lost_still_counts(job: Job) -> None:
+def test_surviving_window_still_counts(job: Job) -> None:
     job.report(window(0), 0, 1)
     job.report(window(4), 0, 1)
     job.wait_until_counted(window(4), 2)
@@ -195,7 +195,7 @@ def test_what_was_not_lost_still_counts(job: Job) -> None:
     assert job.next_persisted() == [window(0)] * WORLD
 
 
-def test_a_persisted_window_that_was_lost_after_all_is_so_for_new_processes(job: Job) -> None:
+def test_withdrawn_persisted_window_is_withdrawn_for_new_processes(job: Job) -> None:
     """All copies of one rank's window were lost or damaged; the job goes on from an older one."""
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
@@ -208,7 +208,7 @@ def test_a_persisted_window_that_was_lost_after_all_is_so_for_new_processes(job:
     assert heard[1] == window(0), 'not window 4'
 
 
-def test_what_was_persisted_and_is_captured_again_counts_from_none(job: Job) -> None:
+def test_recaptured_window_counts_from_zero(job: Job) -> None:
     """A new process finds it among what its predecessor had reported; the others are back."""
     job.report(window(4), 0, 1, 2)
     assert job.next_persisted() == [window(4)] * WORLD
@@ -289,7 +289,7 @@ def test_a_window_that_one_rank_gives_up_is_given_up_by_all(job: Job) -> None:
     assert job.agreed == [Agreed(window(8))] * WORLD
 
 
-def test_what_is_persisted_cannot_be_given_up(job: Job) -> None:
+def test_persisted_window_cannot_be_given_up(job: Job) -> None:
     job.report(window(0), 0, 1, 2)
     job.next_persisted()
     for rank in range(WORLD):
@@ -313,7 +313,7 @@ def test_a_window_about_to_be_published_can_still_be_given_up() -> None:
     tracker.stop()
 
 
-def test_a_window_that_waits_for_ever_is_given_up_in_the_end(job: Job) -> None:
+def test_window_that_never_completes_is_given_up(job: Job) -> None:
     """Rank 2 never has it. The others skip the windows after it, as they have no file for them."""
     job.report(window(0), 0, 1)
     for start in range(4, 4 * MAX_GIVEN_UP, 4):
@@ -344,7 +344,7 @@ def test_a_lost_connection_does_not_end_persistence(caplog: pytest.LogCaptureFix
     tracker.stop()
 
 
-def test_a_withdrawal_does_not_wait_for_a_store_that_is_back(
+def test_withdrawal_does_not_wait_once_the_store_answers_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It had been away for long, so that it is asked every half a minute."""
@@ -378,7 +378,7 @@ def test_keys_do_not_grow(job: Job) -> None:
     assert job.store.num_keys() == keys
 
 
-def test_a_window_that_takes_its_time_is_not_asked_for_all_the_while() -> None:
+def test_slow_window_is_polled_rarely() -> None:
     """All ranks ask one store."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     tally, heard = Tally(), queue.Queue[Agreed]()
@@ -434,7 +434,7 @@ def test_keys_do_not_grow_with_replacements() -> None:
     assert store.num_keys() == before
 
 
-def test_a_tracker_that_is_busy_stops_as_soon_as_it_is_done() -> None:
+def test_busy_tracker_stops_after_its_current_step() -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     busy, go_on = threading.Event(), threading.Event()
 

@@ -141,18 +141,18 @@ def order(planner: Planner, shares: dict[str, float]) -> list[str]:
     return [name for slot in plan(planner, 5, shares).plan.slots for name in slot]
 
 
-def test_all_know_stages_replicas_and_what_is_tied(planners: list[Planner]) -> None:
+def test_all_ranks_have_stages_replicas_and_tied_operators(planners: list[Planner]) -> None:
     for planner in planners:
         assert planner.stage_of == [0, 0, 1, 1]
         assert planner.replicas == [[], [], [3], [2]]
         assert planner.tied == {0}
 
 
-def test_experts_of_the_ranks_take_turns_after_what_is_tied(planners: list[Planner]) -> None:
+def test_experts_of_ranks_alternate_after_tied_operators(planners: list[Planner]) -> None:
     assert order(planners[0], {}) == ['embedding', 'expert0', 'expert2', 'expert1', 'expert3']
 
 
-def test_what_is_tied_stays_first_whatever_is_popular(planners: list[Planner]) -> None:
+def test_tied_operators_stay_first_regardless_of_popularity(planners: list[Planner]) -> None:
     shares = {'expert0': 0.4, 'expert1': 0.3, 'expert2': 0.2, 'expert3': 0.1}
     found = order(planners[0], shares)
     assert found[0] == 'embedding'
@@ -213,10 +213,10 @@ def test_the_first_rank_of_a_stage_hands_its_plan_out(stages: Stages, store: TCP
     assert stages.planners[3].next_plan(1, store.clone()) == of_second
 
 
-def test_a_plan_that_is_not_handed_out_is_asked_for_again(
+def test_plan_that_is_not_handed_out_is_requested_again(
     stages: Stages, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank of the stage died before; who replaces it hands the plan in force out."""
+    """The first rank of the stage has died; its replacement hands out the plan in force."""
     monkeypatch.setattr(stage_plan, '_LONGEST_WAIT', timedelta(seconds=0.2))
     publish(store, PlanParameters(1, 8, 3, {}))
     assert stages.planners[1].next_plan(1, store) is None
@@ -224,7 +224,7 @@ def test_a_plan_that_is_not_handed_out_is_asked_for_again(
     assert stages.planners[1].next_plan(1, store) == made
 
 
-def test_who_joins_needs_nobody_to_plan_for_it(stages: Stages, store: TCPStore) -> None:
+def test_joining_rank_computes_its_plan_alone(stages: Stages, store: TCPStore) -> None:
     publish(store, PlanParameters(1, 8, 3, {'expert1': 0.5}))
     for rank in range(WORLD):
         joined = stages.join(rank)
@@ -235,7 +235,7 @@ def test_who_joins_needs_nobody_to_plan_for_it(stages: Stages, store: TCPStore) 
     assert not store.check(['plan/1/0']), 'that is for the first rank of the stage to do'
 
 
-def test_plans_that_nobody_asks_for_any_more_are_deleted(stages: Stages, store: TCPStore) -> None:
+def test_unneeded_plans_are_deleted(stages: Stages, store: TCPStore) -> None:
     for version in range(1, 20):
         publish(store, PlanParameters(version, 8 * version, 2, {}))
         stages.planners[0].next_plan(version, store)

@@ -95,7 +95,7 @@ def test_all_ranks_adopt_the_same_plans_in_order() -> None:
     assert [planned(version, master) for version in (1, 2)] == [first[0], second[0]]
 
 
-def test_counts_of_windows_that_were_overtaken_do_not_pile_up() -> None:
+def test_counts_of_outdated_windows_are_deleted() -> None:
     """Rank 1 is always a window behind, so that no window is ever decided on."""
     master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
 
@@ -149,7 +149,7 @@ def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
     assert adopted.empty(), 'it had that plan from the start'
 
 
-def test_a_plan_that_is_not_handed_out_yet_is_asked_for_after_the_next_window() -> None:
+def test_plan_not_handed_out_yet_is_requested_after_the_next_window() -> None:
     """The first rank of the stage was lost before it did."""
     store = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
     publish(store, PlanParameters(1, 8, 2, {}))

@@ -69,13 +69,13 @@ def find(shm: Path) -> Callable[..., int]:
     return find
 
 
-def test_the_longest_that_is_allowed_where_memory_is_plenty(find: Callable[..., int]) -> None:
+def test_plentiful_memory_allows_the_longest_window(find: Callable[..., int]) -> None:
     assert find() == MOST
     assert find(max_window=3, elsewhere=3) == 3
 
 
 @pytest.mark.parametrize('window', [1, 2, 5, 7])
-def test_to_the_byte_what_fits(window: int, find: Callable[..., int]) -> None:
+def test_window_length_fits_memory_to_the_byte(window: int, find: Callable[..., int]) -> None:
     assert find(host_memory_gb=needed(window) / GIB) == window
     assert find(host_memory_gb=(needed(window + 1) - 1) / GIB) == window
 
@@ -91,7 +91,9 @@ def needed_for_a_twin(window: int) -> int:
 
 
 @pytest.mark.parametrize('window', [1, 2, 5, 7])
-def test_to_the_byte_what_fits_beside_a_twin(window: int, find: Callable[..., int]) -> None:
+def test_window_length_fits_memory_beside_a_twin_to_the_byte(
+    window: int, find: Callable[..., int]
+) -> None:
     assert needed_for_a_twin(window) == needed(window) - 2 * (capacity(window) - stub(window))
     assert find(family=0, host_memory_gb=needed_for_a_twin(window) / GIB) == window
     assert find(family=0, host_memory_gb=(needed_for_a_twin(window + 1) - 1) / GIB) == window
@@ -101,12 +103,12 @@ def test_the_node_with_the_least_decides(find: Callable[..., int]) -> None:
     assert find(elsewhere=2) == 2
 
 
-def test_where_nothing_fits_it_is_refused_with_the_shortest(find: Callable[..., int]) -> None:
+def test_too_little_memory_is_refused_with_the_shortest_window(find: Callable[..., int]) -> None:
     """By `reserve`, which says how much is missing."""
     assert find(host_memory_gb=(needed(1) - 1) / GIB) == 1
 
 
-def test_a_fixed_window_is_taken_as_it_is(find: Callable[..., int]) -> None:
+def test_fixed_window_is_kept_unchanged(find: Callable[..., int]) -> None:
     assert find(window=6, host_memory_gb=needed(1) / GIB) == 6
 
 
@@ -139,7 +141,7 @@ def test_running_job_of_the_same_name_keeps_its_secret(
 
 
 @pytest.mark.parametrize('longest', [1, 2, 8, 64, 65, 10_000])
-def test_lengths_that_are_tried(longest: int) -> None:
+def test_tried_lengths_cover_the_range(longest: int) -> None:
     lengths = window_lengths(longest)
     assert lengths[0] == 1 and lengths[-1] == longest and lengths == sorted(set(lengths))
     assert len(lengths) <= 65 and (longest > 64 or lengths == list(range(1, longest + 1)))

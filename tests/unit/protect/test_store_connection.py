@@ -31,14 +31,14 @@ def lose() -> None:
     raise DistError('lost')
 
 
-def test_what_is_done_is_done_once_and_without_a_wait(connection: StoreConnection) -> None:
+def test_successful_step_runs_once_without_a_wait(connection: StoreConnection) -> None:
     before = connection.store
     assert connection.attempt(lambda: connection.store.add('count', 1)) == 0
     assert connection.store.add('count', 0) == 1
     assert connection.store is before
 
 
-def test_a_lost_connection_is_made_anew(
+def test_lost_connection_is_replaced(
     server: DistantStore, connection: StoreConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     def write() -> None:
@@ -55,13 +55,13 @@ def test_a_lost_connection_is_made_anew(
     assert 'out of reach, so nothing is written' in said[0] and 'reached again' in said[1]
 
 
-def test_attempts_become_rare(connection: StoreConnection) -> None:
+def test_failing_attempts_become_rare(connection: StoreConnection) -> None:
     waits = [connection.attempt(lose) for _ in range(30)]
     assert waits[:4] == [0.4, 0.8, 1.6, 3.2]
     assert waits[7:] == 23 * [30.0]
 
 
-def test_the_next_loss_is_said_again_and_tried_soon(
+def test_next_loss_is_logged_again_and_retried_soon(
     connection: StoreConnection, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_the_next_loss_is_said_again_and_tried_soon(
     assert caplog.text.count('out of reach') == caplog.text.count('reached again') == 2
 
 
-def test_what_is_no_loss_is_raised_and_keeps_the_connection(connection: StoreConnection) -> None:
+def test_other_error_is_raised_and_keeps_the_connection(connection: StoreConnection) -> None:
     def fail() -> None:
         raise ValueError('a mistake')
 

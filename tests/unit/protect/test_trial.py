@@ -39,7 +39,7 @@ def files(path: Path) -> list[str]:
     return sorted(file.name.split('-')[0] for file in path.glob('*.window'))
 
 
-def test_until_the_verdict_nothing_counts(training: Training) -> None:
+def test_captures_before_the_verdict_do_not_count(training: Training) -> None:
     on_trial(training, 2 * W)
     assert training.committed() == [0]
     assert training.heard == [START]
@@ -48,7 +48,7 @@ def test_until_the_verdict_nothing_counts(training: Training) -> None:
     assert files(training.windows.path) == ['unjudged', 'window']
 
 
-def test_what_was_accepted_is_what_it_would_have_been(training: Training) -> None:
+def test_accepted_captures_equal_those_without_a_trial(training: Training) -> None:
     on_trial(training, 2 * W)
     training.lifecycle.accept()
     assert training.committed() == [0, W]
@@ -67,7 +67,7 @@ def test_a_window_is_accepted_in_its_midst(training: Training) -> None:
 
 
 @pytest.mark.parametrize('until', [2 * W - 1, 2 * W])
-def test_of_what_is_refused_nothing_is_left(until: int, training: Training) -> None:
+def test_refused_captures_leave_nothing(until: int, training: Training) -> None:
     on_trial(training, until)
     training.checkpointer.stop_capturing()
     training.lifecycle.withdraw_captures()
@@ -80,7 +80,7 @@ def test_of_what_is_refused_nothing_is_left(until: int, training: Training) -> N
     assert training.heard[-1].start == W
 
 
-def test_the_process_after_one_that_dies_finds_nothing_of_it(training: Training) -> None:
+def test_successor_of_a_dead_process_finds_no_unjudged_capture(training: Training) -> None:
     on_trial(training, 2 * W - 1)
     capacity = training.windows.capacity_bytes
     after = OwnerWindows(restart(training.store), RANK, RANK, capacity)
@@ -88,7 +88,7 @@ def test_the_process_after_one_that_dies_finds_nothing_of_it(training: Training)
     assert files(after.path) == ['free', 'window']
 
 
-def test_of_many_windows_the_newest_that_is_complete_is_kept(training: Training) -> None:
+def test_newest_complete_window_of_many_is_kept(training: Training) -> None:
     """One that cannot be complete by then does not take its file."""
     on_trial(training, 4 * W + 1)
     training.lifecycle.accept()

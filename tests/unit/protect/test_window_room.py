@@ -33,7 +33,7 @@ def room_in(memory: Memory) -> tuple[WindowRoom, list[str]]:
     return WindowRoom(cast(HostMemory, memory), said.append), said
 
 
-def test_room_comes_with_a_longer_plan_and_goes_when_only_shorter_ones_are_in_force() -> None:
+def test_room_grows_before_a_longer_plan_and_shrinks_after_it() -> None:
     memory = Memory(window=2, most=8)
     room, said = room_in(memory)
     room.before(4)
@@ -49,7 +49,7 @@ def test_room_comes_with_a_longer_plan_and_goes_when_only_shorter_ones_are_in_fo
     assert memory.window == 1 and said == [] and room.limit is None
 
 
-def test_a_rank_without_room_says_up_to_which_length_it_has() -> None:
+def test_rank_without_room_reports_its_longest_window() -> None:
     memory = Memory(window=2, most=3)
     room, said = room_in(memory)
     room.before(5)
@@ -73,7 +73,7 @@ def test_the_log_is_shorter_once_a_short_window_is_persisted() -> None:
     assert memory.log == 1
 
 
-def test_the_log_has_room_for_a_recovery_until_what_it_captures_is_persisted() -> None:
+def test_log_has_room_for_a_recovery_until_its_captures_are_persisted() -> None:
     memory = Memory(window=2, most=8)
     room, _ = room_in(memory)
     room.before(2)

@@ -25,7 +25,7 @@ class FakeGroups:
         rank: of the process.
         stages: number of ranks.
         network: of the job.
-        raise_if_dead: called by whoever sends or waits.
+        raise_if_dead: called by each send and wait.
     """
 
     waits_returned = False
@@ -44,7 +44,7 @@ class FakeGroups:
         """Nothing that was called stays open."""
 
     def connect(self, name: str) -> None:
-        """With all who connect under the same name."""
+        """Connect with all ranks that connect under the same name."""
         self._connected = name
 
     def send(self, to: int, content: bytes) -> None:

@@ -50,10 +50,10 @@ class Alone:
     """A stage without others."""
 
     def send(self, to: int, content: bytes) -> None:
-        raise AssertionError(f'nobody is rank {to}')
+        raise AssertionError(f'there is no rank {to}')
 
     def receive(self, source: int) -> bytes:
-        raise AssertionError(f'nobody is rank {source}')
+        raise AssertionError(f'there is no rank {source}')
 
     def gather(self, own: bytes) -> list[bytes]:
         return [own]
@@ -110,7 +110,7 @@ class FakeOperators:
         self.log.append(('freeze', self.frozen))
 
     def copy(self, source: int) -> None:
-        """Nobody else has the state of this stage."""
+        """No other rank has the state of this stage."""
         raise NotImplementedError
 
 

@@ -46,7 +46,7 @@ def refusal(*arguments: object) -> str:
     return str(refused.value)
 
 
-def test_who_has_nothing_and_what_the_others_have_is_named() -> None:
+def test_refusal_names_ranks_without_windows_and_the_windows_of_others() -> None:
     parts = [*held(24, 0, 2), *held(27, 0, 2)]
     said = refusal(parts, traces(27, -1, 27, files=(0, 2)), -1, CONFIG)
     assert 'all ranks had window 27' in said and '--sparse-ckpt-disk /mnt/windows' in said
@@ -55,7 +55,7 @@ def test_who_has_nothing_and_what_the_others_have_is_named() -> None:
     assert '--sparse-ckpt-forget goes on from the start' in said
 
 
-def test_a_node_with_windows_of_long_ago_has_none_either() -> None:
+def test_rank_with_only_outdated_windows_is_named() -> None:
     parts = [*held(24, 0, 2), *held(27, 0, 2), *held(3, 1)]
     refuse_to_forget(parts, traces(27, 3, 27, files=(0, 1, 2)), -1, CONFIG)  # it is damaged there
     assert 'rank 1' in refusal(parts, traces(27, 3, 27, files=(0, 2)), -1, CONFIG)
@@ -78,7 +78,7 @@ def test_many_ranks_are_not_all_listed() -> None:
     ],
     ids=['none was complete', 'dense is newer', 'what is there is refused', 'told to forget'],
 )
-def test_nothing_is_waited_for_in_vain(
+def test_harmless_absence_is_not_refused(
     known: int, dense_iteration: int, files: tuple[int, ...], forget: bool
 ) -> None:
     config = SparseCheckpointConfig(forget=forget)
@@ -87,7 +87,7 @@ def test_nothing_is_waited_for_in_vain(
         refuse_to_forget([], traces(known, -1), -1, SparseCheckpointConfig())
 
 
-def test_a_name_that_a_node_had_before_is_named() -> None:
+def test_former_name_of_a_node_is_reported() -> None:
     renamed = [Traces('pod-7', -1, False, {'pod-1': 24}), Traces('pod-8', -1, False, {})]
     said = refusal([], renamed, -1, SparseCheckpointConfig())
     assert 'pod-7' in said and 'has window 24 of this run' in said
@@ -131,7 +131,7 @@ def test_windows_of_another_release_are_not_trained_over(
     store.close()
 
 
-def test_that_a_window_was_complete_is_remembered_in_memory(store: NodeStore) -> None:
+def test_complete_window_is_recorded_in_memory(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, capacity())
     assert take_stock(store, None, IDENTITY).traces.newest_complete == -1
     ledger = Ledger(store.ledger_path(0), 4, IDENTITY)
@@ -170,7 +170,7 @@ def test_windows_under_another_name_are_noticed(why: str | None, store: NodeStor
         node.close()
 
 
-def test_that_a_window_was_complete_is_remembered_on_disk(store: NodeStore, tmp_path: Path) -> None:
+def test_complete_window_is_recorded_on_disk(store: NodeStore, tmp_path: Path) -> None:
     disk = DiskWindows(tmp_path, 'run1', 0)
     assert not take_stock(store, disk, IDENTITY).traces.past
     disk.write(make_file(tmp_path / 'memory', 6), IDENTITY)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage is lost while another one replays: who goes on, and who begins again.
+"""A stage is lost while another one replays: which replays continue, and which begin again.
 
 Of three stages the first and the last are no neighbours; processes are threads (`threaded_job`).
 """
@@ -49,9 +49,7 @@ def went_on(job: ThreadedJob) -> Counter[int]:
 
 
 @pytest.mark.parametrize('phase', OF_A_REPLAY)
-def test_a_replay_goes_on_when_a_stage_is_lost_that_is_no_neighbour(
-    phase: Phase, fault_free: Expected
-) -> None:
+def test_replay_continues_when_a_distant_stage_is_lost(phase: Phase, fault_free: Expected) -> None:
     job = train_through([LOST, Fault(0, phase, kills=2)], fault_free)
     assert sorted(job.began) == [0, 2]
     assert went_on(job) == {1: 1, 0: 1}
@@ -68,7 +66,7 @@ def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free
 
 
 @pytest.mark.parametrize('phase', OF_A_REPLAY)
-def test_who_replays_goes_on_when_the_other_that_replays_is_lost(
+def test_replay_continues_when_another_replaying_stage_is_lost(
     phase: Phase, fault_free: Expected
 ) -> None:
     """Both had begun together; the one that was lost begins again."""
@@ -78,7 +76,7 @@ def test_who_replays_goes_on_when_the_other_that_replays_is_lost(
     assert went_on(job) == {1: 1, 0: 1}
 
 
-def test_failures_that_come_faster_than_a_replay_do_not_hold_it_up(fault_free: Expected) -> None:
+def test_frequent_failures_of_distant_stages_do_not_delay_a_replay(fault_free: Expected) -> None:
     """One at each step of it; the other stage comes back when they are over."""
     steps = [Phase.FETCH, *WINDOW * [Phase.LOAD], Phase.CATCH_UP, Phase.CATCH_UP, Phase.REPLAYED]
     job = train_through([LOST, *(Fault(0, step, kills=2) for step in steps)], fault_free)
@@ -86,7 +84,7 @@ def test_failures_that_come_faster_than_a_replay_do_not_hold_it_up(fault_free: E
     assert went_on(job) == {len(steps): 1, 0: 1}
 
 
-def test_neighbours_lost_in_turn_hold_each_other_up_for_as_long_as_that_lasts(
+def test_neighbours_lost_in_turn_delay_each_other(
     fault_free: Expected,
 ) -> None:
     """Each new process is lost with all that it had replayed, which the other one then waits for.
@@ -102,7 +100,7 @@ def test_neighbours_lost_in_turn_hold_each_other_up_for_as_long_as_that_lasts(
     assert any(event.verified for event in last)
 
 
-def test_a_stage_that_went_on_is_what_the_next_failure_finds(fault_free: Expected) -> None:
+def test_stage_that_continued_is_the_state_of_the_next_failure(fault_free: Expected) -> None:
     """Its log and its windows are complete: a neighbour is lost next, and it itself."""
     after = [Fault(1, Phase.FORWARD, FIRST + 5), Fault(0, Phase.FORWARD, FIRST + 10)]
     job = train_through([LOST, Fault(0, Phase.CONVERT, kills=2), *after], fault_free)
@@ -110,7 +108,7 @@ def test_a_stage_that_went_on_is_what_the_next_failure_finds(fault_free: Expecte
     assert any(event.verified for event in job.recovered if event.replayed)
 
 
-def test_the_memory_of_the_other_node_is_lost_as_well(fault_free: Expected) -> None:
+def test_loss_of_the_other_nodes_memory_is_recovered(fault_free: Expected) -> None:
     job = train_through([LOST, Fault(0, Phase.CATCH_UP, kills=2, node_lost=True)], fault_free)
     assert sorted(job.began) == [0, 2]
     assert went_on(job) == {1: 1, 0: 1}
@@ -137,7 +135,7 @@ def reads_other_tensors(monkeypatch: pytest.MonkeyPatch, has_met: list[Sequence[
 
 
 @pytest.mark.parametrize('breaking', [ends_too_early, reads_other_tensors])
-def test_to_go_on_otherwise_is_noticed(
+def test_wrongly_continued_replay_is_detected(
     breaking: Callable[..., None], fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_met: list[Sequence[Report]] = []

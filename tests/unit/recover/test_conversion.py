@@ -56,7 +56,7 @@ def converted(plan: Plan, breaking: Callable[[FakeTrainer], None] = lambda new: 
     return new.everything() == lost.everything()
 
 
-def test_there_are_as_many_plans_as_mathematics_says() -> None:
+def test_all_possible_plans_are_generated() -> None:
     assert len(ALL_PLANS) == len({tuple(map(frozenset, plan)) for plan in ALL_PLANS}) == 75
 
 
@@ -66,7 +66,7 @@ def test_every_plan_leads_to_the_state_that_was_lost(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize('plan', ALL_PLANS, ids=lambda plan: '-'.join(map(''.join, plan)))
-def test_the_job_goes_on_with_the_same_iterations(plan: Plan) -> None:
+def test_job_continues_with_the_same_iterations(plan: Plan) -> None:
     window, lost = captured(plan)
     new = FakeTrainer(NAMES)
     Conversion(window).run(new, Verification.of_nothing())
@@ -76,7 +76,7 @@ def test_the_job_goes_on_with_the_same_iterations(plan: Plan) -> None:
         assert new.everything() == lost.everything()
 
 
-def test_what_is_not_captured_in_full_yet_is_frozen_while_it_is_replayed() -> None:
+def test_operators_without_full_state_are_frozen_in_the_replay() -> None:
     window, _ = captured((('a',), ('b', 'c'), ('d',)))
     new = FakeTrainer(NAMES)
     Conversion(window).run(new, Verification.of_nothing())
@@ -112,5 +112,7 @@ def load_no_weights(new: FakeTrainer) -> None:
 
 
 @pytest.mark.parametrize('breaking', [restore_nothing, reduce_anew, load_no_weights])
-def test_without_a_step_of_it_no_plan_does(breaking: Callable[[FakeTrainer], None]) -> None:
+def test_conversion_without_a_step_fails_for_every_plan(
+    breaking: Callable[[FakeTrainer], None],
+) -> None:
     assert not any(converted(plan, breaking) for plan in SEVERAL)

@@ -80,7 +80,7 @@ def launch(
 
     def train_through(schedule: list[Fault], iterations: int) -> ThreadedJob:
         job = train(iterations, schedule, fault_free)
-        assert job.restarts == 0, 'who lives is not started again'
+        assert job.restarts == 0, 'survivors are not restarted'
         assert {event.scope for event in job.recovered} == {GLOBAL}
         assert not any(event.differing for event in job.recovered)
         return job
@@ -113,7 +113,7 @@ def test_a_node_is_lost_with_its_memory(launch: Launch) -> None:
 
 
 @ON_DISK
-def test_all_ranks_change_the_interval_alike(
+def test_all_ranks_change_to_the_same_interval(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And go back to a checkpoint of after that, of which the new process hears."""

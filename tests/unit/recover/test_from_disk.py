@@ -52,7 +52,7 @@ def payloads(file: WindowFile) -> list[bytes]:
     return [file.payload(slot).tobytes() for slot in range(WINDOW)]
 
 
-def test_memory_goes_before_replicas_and_those_before_disk(job: Job) -> None:
+def test_memory_precedes_replicas_and_replicas_precede_the_disk(job: Job) -> None:
     expected, memory = payloads(own(job)), job.ranks[0]
     seen = []
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_memory_goes_before_replicas_and_those_before_disk(job: Job) -> None:
     assert memory.windows.file(named(0)) is file, 'it is in memory again'
 
 
-def test_disk_is_used_where_memory_is_damaged_and_nobody_has_a_replica(job: Job) -> None:
+def test_disk_is_used_when_memory_is_damaged_and_no_replica_exists(job: Job) -> None:
     expected = payloads(own(job))
     damage(own(job), 1)
     arrived: list[int] = []
@@ -79,7 +79,7 @@ def test_disk_is_used_where_memory_is_damaged_and_nobody_has_a_replica(job: Job)
     assert arrived == [0, 0, 1, 2]
 
 
-def test_a_window_on_disk_that_is_longer_than_those_of_now_is_used_all_the_same(
+def test_longer_window_of_an_earlier_start_is_read_from_disk(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, shm = payloads(own(job)), job.ranks[0].store.root
@@ -111,7 +111,7 @@ def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job:
         verified_window(job.ranks[0], CANDIDATE, [], identity)
 
 
-def test_what_is_on_disk_is_listed_without_what_is_torn(job: Job) -> None:
+def test_list_of_the_disk_omits_torn_windows(job: Job) -> None:
     disk = job.ranks[0].disk
     assert disk is not None
     assert Found(OWN).on_disk(disk.path).windows == {HeldWindow(CANDIDATE, 0)}
@@ -124,7 +124,7 @@ def test_what_is_on_disk_is_listed_without_what_is_torn(job: Job) -> None:
     [((0, 3), [3]), ((3,), [3]), ((0,), [0]), ((), [3])],
     ids=['oldest', 'no candidate', 'no candidate, though newer', 'none is'],
 )
-def test_room_is_made_for_a_window_that_lies_elsewhere(
+def test_room_is_made_for_a_window_of_another_holder(
     usable: tuple[int, ...], left: list[int], job: Job
 ) -> None:
     """The node was away: it has windows that the job left behind."""
@@ -137,7 +137,7 @@ def test_room_is_made_for_a_window_that_lies_elsewhere(
     assert windows.begin(named(9)) is not None
 
 
-def test_no_room_is_made_for_what_is_there(job: Job) -> None:
+def test_window_already_in_memory_needs_no_room(job: Job) -> None:
     windows = job.ranks[0].windows
     job.commit(0, start=3)
     make_room(windows, Window(named(3), WINDOW), [])

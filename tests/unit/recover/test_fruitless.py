@@ -98,7 +98,7 @@ def run(expected: Expected, most_errors: int = 0, schedule: Sequence[Fault] = ()
 
 
 @pytest.mark.parametrize('kind', KINDS.values(), ids=KINDS.keys())
-def test_it_ends_the_rank_after_a_few_recoveries(
+def test_repeated_error_ends_the_rank_after_a_few_recoveries(
     kind: Callable[[], Exception], fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty = Faulty(monkeypatch, lambda process, iteration: iteration == FAILS_AT, kind)
@@ -109,9 +109,7 @@ def test_it_ends_the_rank_after_a_few_recoveries(
     assert len(faulty.raised) == MOST and {process.rank for process in faulty.raised} == {1}
 
 
-def test_a_new_process_in_its_place_may_do(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacement_may_succeed(fault_free: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
     faulty = Faulty(
         monkeypatch,
         lambda process, iteration: (
@@ -123,7 +121,7 @@ def test_a_new_process_in_its_place_may_do(
     assert len(faulty.raised) == MOST and job.restarts == 0
 
 
-def test_else_the_whole_job_starts_again(
+def test_persistent_error_restarts_the_whole_job(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def when(process: Process, iteration: int) -> bool:
@@ -160,7 +158,7 @@ def test_a_gpu_without_memory_for_communicators_is_tried_once_more(
     assert job.restarts == 0
 
 
-def test_errors_between_which_training_gets_on_are_not_counted(
+def test_errors_with_progress_between_them_are_not_counted(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     struck: set[int] = set()
@@ -175,7 +173,7 @@ def test_errors_between_which_training_gets_on_are_not_counted(
     assert len(faulty.raised) == MOST + 2 and not job.errors and job.restarts == 0
 
 
-def test_what_leaves_nothing_to_recover_from_is_no_reason_to_start_all_again_for_ever(
+def test_error_without_a_window_does_not_restart_the_job_forever(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an update, before the first window."""
@@ -215,7 +213,7 @@ def test_a_death_is_no_fruitless_recovery() -> None:
     assert own.met([report(1, own_error=True), report(survivor=False)], NO_WINDOW) == NO_WINDOW
 
 
-def test_the_first_to_fail_is_to_blame_and_nobody_else() -> None:
+def test_only_the_first_failing_rank_is_blamed() -> None:
     blamed, other = failed(MOST, ConnectionResetError('x')), failed(MOST)
     reports = [report(MOST), report(MOST, own_error=True)]
     assert other.met(reports, GO_ON) == GO_ON
@@ -239,7 +237,7 @@ def test_an_error_that_leaves_nothing_ends_its_rank_at_once() -> None:
         failed(1, ConnectionResetError('x')).met(reports, NO_WINDOW)
 
 
-def test_where_nobody_is_to_blame_the_whole_job_starts_again() -> None:
+def test_unblamed_failure_restarts_the_whole_job() -> None:
     """All have waited for each other for as long as is allowed, say."""
     few, enough = failed(MOST - 1), failed(MOST)
     assert few.met(2 * [report(MOST - 1)], GO_ON) == GO_ON

@@ -45,7 +45,7 @@ def fault_free() -> Expected:
 def train_through(schedule: list[Fault], expected: Expected) -> ThreadedJob:
     iterations = max(fault.iteration for fault in schedule) + WINDOW + 1
     job = train(iterations, schedule, expected)
-    assert job.restarts == 0, 'who lives is not started again'
+    assert job.restarts == 0, 'survivors are not restarted'
     assert {event.scope for event in job.recovered} == {GLOBAL}
     assert all(event.stages == [*range(STAGES)] for event in job.recovered)
     assert all(event.replayed and not event.differing for event in job.recovered)
@@ -54,26 +54,26 @@ def train_through(schedule: list[Fault], expected: Expected) -> ThreadedJob:
 
 
 @pytest.mark.parametrize('victim', range(STAGES))
-def test_a_worker_is_lost(victim: int, fault_free: Expected) -> None:
+def test_lost_worker_rolls_all_stages_back(victim: int, fault_free: Expected) -> None:
     phases = [Phase.FORWARD, Phase.P2P, Phase.NORM, Phase.STEP, Phase.AFTER_STEP, Phase.EVALUATE]
     schedule = [Fault(victim, phase, FIRST + DISTANCE * n) for n, phase in enumerate(phases)]
     job = train_through(schedule, fault_free)
     assert len(job.recovered) == STAGES * len(phases)
 
 
-def test_two_are_lost_at_once(fault_free: Expected) -> None:
+def test_two_workers_lost_at_once_are_recovered(fault_free: Expected) -> None:
     train_through([LOST, Fault(2, Phase.DETECT)], fault_free)
 
 
 @pytest.mark.parametrize('phase', [*OF_A_REPLAY, *OF_ANY])
-def test_another_one_is_lost_meanwhile(phase: Phase, fault_free: Expected) -> None:
-    """Nobody goes on without it."""
+def test_loss_during_a_recovery_is_recovered(phase: Phase, fault_free: Expected) -> None:
+    """No rank continues without it."""
     job = train_through([LOST, Fault(0, phase)], fault_free)
     assert len(job.recovered) >= STAGES  # some were back before the last of these points
     assert {event.went_on for event in job.recovered} == {0}
 
 
-def test_nothing_is_logged(fault_free: Expected) -> None:
+def test_global_recovery_logs_no_sends(fault_free: Expected) -> None:
     logs = []
     run = StageReplay.run
 
@@ -87,7 +87,7 @@ def test_nothing_is_logged(fault_free: Expected) -> None:
     assert logs == STAGES * [None]
 
 
-def test_a_stage_that_goes_back_alone_is_noticed(fault_free: Expected) -> None:
+def test_rollback_of_one_stage_alone_is_detected(fault_free: Expected) -> None:
     """As where logs are read: there are none."""
     decide = verdict.decide_recovery
 

@@ -70,7 +70,7 @@ def going_on(found: Job) -> set[int]:
         ([0, 1, 3], [], [3]),  # each may wait for the other, which no log tells
     ],
 )
-def test_who_has_no_neighbour_that_begins_goes_on(
+def test_stage_without_a_beginning_neighbour_continues(
     under_way: list[int], lost: list[int], stay: list[int]
 ) -> None:
     verdict = localized(job(under_way, lost).verdict())
@@ -79,7 +79,7 @@ def test_who_has_no_neighbour_that_begins_goes_on(
     assert verdict.window == NEW
 
 
-def test_stages_that_share_weights_go_on_together() -> None:
+def test_stages_that_share_weights_continue_together() -> None:
     assert going_on(job([0, 4], [2])._replace(tied=True)) == {0, 4}
     assert going_on(job([0, 4], [1])._replace(tied=True)) == set()
     assert going_on(job([0], [4])._replace(tied=True)) == set()
@@ -99,14 +99,14 @@ def test_the_ends_are_neighbours_where_stages_have_virtual_chunks() -> None:
         ((NEWER,), NEWER, {0}),  # and its own is outdated by now
     ],
 )
-def test_who_began_before_the_window_of_the_others_goes_on(
+def test_stage_that_began_before_the_window_of_the_others_continues(
     windows: Sequence[Window], taken: Window, stay: set[int]
 ) -> None:
     verdict = localized(job([0], [3], windows).verdict())
     assert (verdict.window, verdict.going_on) == (taken, stay)
 
 
-def test_no_window_is_needed_if_all_go_on_that_replay() -> None:
+def test_continuing_replays_need_no_window() -> None:
     verdict = localized(job([0], windows=()).verdict())
     assert (verdict.window, verdict.going_on) == (NEW, {0})
     assert job([0], [3], windows=()).verdict() == WholeJob('no window is complete on all ranks')
@@ -117,7 +117,7 @@ def test_a_replay_to_another_end_begins_again() -> None:
 
 
 @pytest.mark.parametrize('other', [survivor(9), survivor(9, NOWHERE), replacement()])
-def test_all_ranks_of_a_stage_go_on_or_none(other: Report) -> None:
+def test_all_ranks_of_a_stage_continue_or_none(other: Report) -> None:
     held = everywhere(4, NEW)
     stage_of = [0, 0, 1, 1]
     both = [replays(REPLAY), replays(REPLAY), *2 * [survivor(9, windows=held)]]
@@ -128,7 +128,7 @@ def test_all_ranks_of_a_stage_go_on_or_none(other: Report) -> None:
 
 
 @pytest.mark.parametrize(('first_logged', 'stay'), [(NOWHERE, False), (7, True)])
-def test_a_neighbour_whose_log_is_gone_is_read_no_more(first_logged: int, stay: bool) -> None:
+def test_lost_log_of_a_neighbour_is_no_longer_read(first_logged: int, stay: bool) -> None:
     """As that of a new process which copies its state; to be shorter now does no harm."""
     found = job([0], [3])
     found.reports[1] = survivor(9, first_logged=first_logged, windows=found.reports[1].windows)
@@ -138,7 +138,9 @@ def test_a_neighbour_whose_log_is_gone_is_read_no_more(first_logged: int, stay: 
 
 
 @given(found=jobs(), chosen=st.sets(st.integers(0, 3)), start=st.integers(0, 8))
-def test_to_go_on_changes_nothing_but_who_begins(found: Job, chosen: set[int], start: int) -> None:
+def test_continuing_changes_only_the_beginning_ranks(
+    found: Job, chosen: set[int], start: int
+) -> None:
     if not found.survivors:
         return
     replay = UnderWay(Window(WindowName(start, 'plan'), 1), found.target)

@@ -36,13 +36,13 @@ def test_candidates_are_exactly_the_windows_of_all_owners(
 
 
 @given(inventories=INVENTORIES)
-def test_the_newest_dense_state_comes_first(inventories: list[set[HeldWindow]]) -> None:
+def test_newest_dense_state_is_listed_first(inventories: list[set[HeldWindow]]) -> None:
     dense = [found.dense_at for found in candidates(everything(inventories), 3)]
     assert dense == sorted(dense, reverse=True)
 
 
 @given(parts=st.lists(PARTS, max_size=30), order=st.randoms())
-def test_all_ranks_agree_whatever_the_order_they_heard_in(parts: list, order: object) -> None:
+def test_all_ranks_agree_regardless_of_the_order_of_reports(parts: list, order: object) -> None:
     shuffled = [*parts]
     order.shuffle(shuffled)  # type: ignore[attr-defined]
     assert candidates(shuffled, 2) == candidates(parts, 2)
@@ -69,7 +69,7 @@ def test_a_window_of_a_larger_job_is_not_a_candidate() -> None:
 
 
 @given(inventories=INVENTORIES, wanted=PARTS)
-def test_holders_are_those_who_have_it_the_owner_first(
+def test_holders_are_all_ranks_with_the_window_owner_first(
     inventories: list[set[HeldWindow]], wanted: HeldWindow
 ) -> None:
     found = holders(wanted.window, wanted.owner, inventories)

@@ -41,17 +41,17 @@ def check(*launched: RunSettings, strict: bool = False, **found: Any) -> list[st
     return launched_alike.check(rank, inventories)  # type: ignore[arg-type]
 
 
-def test_ranks_that_are_launched_alike_need_not_ask() -> None:
+def test_ranks_with_equal_settings_exchange_nothing() -> None:
     assert check(OWN, OWN) == []
 
 
 @pytest.mark.parametrize('strict', [False, True])
-def test_another_seed_of_a_rank_is_refused(strict: bool) -> None:
+def test_different_seed_of_a_rank_is_refused(strict: bool) -> None:
     with pytest.raises(UserError, match='than rank 0: --seed: rank 0 1, rank 1 2. Launch'):
         check(OWN, OTHER_SEED, OTHER_SEED, strict=strict)
 
 
-def test_another_environment_of_a_rank_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_different_environment_of_a_rank_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert check(OWN, OWN, OTHER_RINGS) == []
     assert 'NCCL_ALGO: rank 0 Ring, rank 2 absent' in caplog.text
@@ -59,7 +59,7 @@ def test_another_environment_of_a_rank_is_said(caplog: pytest.LogCaptureFixture)
         check(OWN, OWN, OTHER_RINGS, strict=True)
 
 
-def test_windows_of_another_launch_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_windows_of_another_launch_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     found = {'refused': ['--lr: was 1, is 2'], 'doubtful': ['torch: was 2, is 3']}
     with caplog.at_level(logging.WARNING):
         assert check(OWN, OWN, **found) == ['--lr: was 1, is 2']
@@ -86,22 +86,22 @@ def started(*windows: str) -> list[str]:
         return list(ranks.map(said, identities))
 
 
-def test_ranks_that_are_protected_alike_are_told_nothing() -> None:
+def test_ranks_with_equal_protection_get_no_message() -> None:
     assert started('3', '3', '3') == ['', '', '']
 
 
-def test_all_ranks_hear_of_one_that_is_protected_otherwise() -> None:
+def test_all_ranks_learn_of_a_rank_with_other_protection() -> None:
     assert started('3', 'auto', 'auto') == 3 * [
         'ranks of this job are launched otherwise than rank 0: --sparse-ckpt-window: rank 0 3, '
         'rank 1 auto. Launch all with the same flags.'
     ]
 
 
-def test_windows_of_a_launch_that_was_protected_otherwise_are_good() -> None:
+def test_windows_of_a_launch_with_other_protection_are_usable() -> None:
     assert not differences(OWN, replace(OWN, protection={'--sparse-ckpt-window': '3'}))
 
 
-def test_what_differs_from_node_to_node_is_no_matter() -> None:
+def test_settings_that_differ_between_nodes_are_accepted() -> None:
     one = SparseCheckpointConfig(window=3, dir='/a', disk='/b', events='/c', metrics=9000)
     other = SparseCheckpointConfig(window=3, dir='/d', disk='/e', topology='/f', strict=True)
     assert one.of_all_ranks() == other.of_all_ranks()
@@ -120,17 +120,17 @@ def joined_by(*joining: RunSettings, run: str = 'run', strict: bool = False) -> 
     return [launched_alike.why_not(store, reports, one, strict) for one in identities]
 
 
-def test_who_joins_a_job_that_is_launched_alike_is_welcome() -> None:
+def test_process_with_equal_settings_may_join() -> None:
     assert joined_by(OWN) == [None]
 
 
-def test_who_joins_with_other_flags_is_told_which() -> None:
+def test_joining_process_with_other_flags_is_refused_by_name() -> None:
     assert joined_by(OTHER_SEED) == [
         'rank 1 is launched otherwise than the job it joins: --seed: the job 1, rank 1 2'
     ]
 
 
-def test_who_joins_with_other_protection_is_told_which() -> None:
+def test_joining_process_with_other_protection_is_refused_by_name() -> None:
     other = replace(OWN, protection={'--sparse-ckpt-recovery': 'global'})
     assert joined_by(other) == [
         'rank 1 is launched otherwise than the job it joins: --sparse-ckpt-recovery: the job '
@@ -138,14 +138,16 @@ def test_who_joins_with_other_protection_is_told_which() -> None:
     ]
 
 
-def test_a_loop_that_gives_digests_alone_is_told_of_these() -> None:
+def test_loop_that_passes_only_digests_is_refused_by_digest() -> None:
     assert joined_by(OWN, run='other') == [
         'rank 1 is launched otherwise than the job it joins: digest of the run: the job run, '
         'rank 1 other'
     ]
 
 
-def test_who_joins_in_another_environment_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_joining_process_in_another_environment_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         assert joined_by(OTHER_RINGS) == [None]
     assert 'NCCL_ALGO: the job Ring, rank 1 absent' in caplog.text
@@ -155,7 +157,7 @@ def test_who_joins_in_another_environment_is_said(caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_it_is_refused_also_where_nothing_says_how_the_job_was_launched() -> None:
+def test_joining_process_is_refused_without_recorded_settings() -> None:
     survivor = Report(True, 'a', 1, [], launched='digest')
     identity = RankIdentity('run', 'layout', 1, OWN)
     said = launched_alike.why_not(HashStore(), [survivor], identity, strict=False)

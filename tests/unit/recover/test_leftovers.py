@@ -43,7 +43,7 @@ def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class DamagedJob(ThreadedJob):
-    """The newest window of the first who dies is damaged; it has no replica yet."""
+    """The newest window of the first lost rank is damaged; it has no replica yet."""
 
     damaged = False
 
@@ -84,7 +84,7 @@ class Undisturbed(ThreadedJob):
 
 
 class AwayJob(ThreadedJob):
-    """The node of the first who dies is lost; another comes, with windows of an earlier attempt."""
+    """The node of the first lost rank is replaced by one with windows of an earlier attempt."""
 
     kept: Mapping[str, bytes]
 
@@ -128,7 +128,7 @@ def undisturbed() -> Undisturbed:
     return job
 
 
-def test_a_window_that_was_refused_and_captured_anew_is_used_by_the_next_recovery(
+def test_recaptured_window_is_used_by_the_next_recovery(
     undisturbed: Undisturbed,
 ) -> None:
     schedule = [
@@ -144,10 +144,10 @@ def test_a_window_that_was_refused_and_captured_anew_is_used_by_the_next_recover
     assert replayed == [OLDER, NEWER]
 
 
-def test_windows_of_an_earlier_attempt_leave_room_for_the_one_that_a_replay_fetches(
+def test_windows_of_an_earlier_attempt_leave_room_for_a_fetched_window(
     undisturbed: Undisturbed,
 ) -> None:
-    """They are newer than what this attempt has come to, so that nobody calls them outdated."""
+    """They are newer than the iteration of this attempt, so that no rank calls them outdated."""
     fault = Fault(VICTIM, Phase.FORWARD, LAST_SLOT + 1, node_lost=True)
     with tmpfs_directory() as directory:
         job = AwayJob(directory, ITERATIONS, [fault], undisturbed.states)

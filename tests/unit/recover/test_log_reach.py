@@ -142,7 +142,7 @@ def running(shape: Shape, sizes: list[int]) -> Iterator[tuple[Job, list[str]]]:
 
 
 @given(shapes(), st.integers(0, 60), st.integers(0, STAGES - 1), st.none() | st.integers(0, 2))
-def test_whatever_the_verdict_asks_for_is_in_the_log(
+def test_log_has_every_iteration_that_a_verdict_needs(
     shape: Shape, sends: int, lost: int, ahead: int | None
 ) -> None:
     """Also when one rank is an update ahead, and so a stage more than that of the dead replays."""
@@ -170,7 +170,7 @@ def test_whatever_the_verdict_asks_for_is_in_the_log(
 
 @pytest.mark.parametrize('window', [1, 2, 5])
 @pytest.mark.parametrize('late', [0, 3])
-def test_a_smaller_log_would_not_do(window: int, late: int) -> None:
+def test_smaller_log_is_insufficient(window: int, late: int) -> None:
     """One record less, beyond the one that may be lost at the end of the ring."""
     shape = Shape(window, 2, 64, late)
     record = shape.logged()[1].record_bytes

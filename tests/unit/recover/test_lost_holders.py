@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds the only replica of a lost window is gone when that is fetched."""
+"""The only holder of a lost window is gone when the window is fetched."""
 
 import threading
 from collections.abc import Callable
@@ -90,17 +90,17 @@ def lose_holder(
     return run
 
 
-def test_a_holder_that_dies_is_asked_again_when_all_have_met_anew(
+def test_dead_holder_is_asked_again_after_the_next_rendezvous(
     lose_holder: Callable[[bool], tuple[LostHolder, ThreadedJob]],
 ) -> None:
-    """The memory of its node is still there; nobody who lives has to start again."""
+    """The memory of its node still exists; no survivor has to restart."""
     holder, job = lose_holder(True)
     assert holder.asked == 2
     assert job.restarts == 0
     assert {event.scope for event in job.recovered} == {'localized'}
 
 
-def test_a_holder_that_never_answers_is_not_asked_for_ever(
+def test_silent_holder_is_asked_a_limited_number_of_times(
     lose_holder: Callable[[bool], tuple[LostHolder, ThreadedJob]],
 ) -> None:
     holder, job = lose_holder(False)

@@ -76,13 +76,13 @@ def test_a_lost_connection_costs_no_window(obtaining: Obtaining) -> None:
     assert (obtaining.asked, obtaining.told) == (TRIES, [])
 
 
-def test_who_never_answers_is_given_up(obtaining: Obtaining) -> None:
+def test_silent_holder_is_given_up(obtaining: Obtaining) -> None:
     obtaining.lost = 10 * TRIES
     assert obtaining.obtain() is None
     assert obtaining.asked == TRIES
     assert len(obtaining.told) == 1
 
 
-def test_what_is_refused_is_not_asked_for_again(obtaining: Obtaining) -> None:
+def test_refused_window_is_not_requested_again(obtaining: Obtaining) -> None:
     assert obtaining.obtain(refuse=True) is None
     assert (obtaining.asked, obtaining.checked) == (1, 1)

@@ -81,21 +81,21 @@ def test_the_same_run_under_another_id_is_named(
     assert 'as that was, with --sparse-ckpt-run-id run-before.' in said(root, caplog)
 
 
-def test_another_job_is_none_of_ours(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_job_is_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert said(root, caplog, **dict.fromkeys(FLAGS, '2')) == ''
 
 
-def test_a_run_that_was_named_is_meant(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_named_run_is_used(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert said(root, caplog, run_id='run-now') == ''
 
 
-def test_a_job_that_lives_is_left_alone(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_live_job_is_ignored(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     lock = HolderLock(root / 'run-before' / 'node0' / '0' / 'lock')
     assert said(root, caplog) == ''
     lock.release()
 
 
-def test_what_is_no_run_is_passed_over(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_directory_is_skipped(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     (root / 'a file').write_text('')
     (root / 'run-broken' / 'node0' / '0' / '0').mkdir(parents=True, mode=0o700)
     assert 'run-before' in said(root, caplog)

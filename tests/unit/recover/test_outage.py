@@ -55,13 +55,13 @@ def recover(launcher: TCPStore, rank: int, verdict: Localized = LOST_STAGE) -> O
     return outage
 
 
-def test_the_first_survivor_says_it_once(
+def test_first_survivor_reports_once(
     launcher: TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures.tell_end(launcher, 2, 12, 'was killed by SIGKILL')
     failures.tell_spares(launcher, '1 hot')
     outages = [recover(launcher, rank) for rank in range(3)]
-    assert capsys.readouterr().out == ''  # nobody speaks before all are back
+    assert capsys.readouterr().out == ''  # no rank reports before all have recovered
     for outage in outages * 2:
         outage.say()
     (line,) = capsys.readouterr().out.splitlines()
@@ -75,7 +75,7 @@ def test_the_first_survivor_says_it_once(
     assert failures.told_recovered(launcher) == line
 
 
-def test_the_end_of_another_process_of_the_rank_is_not_believed(
+def test_end_of_another_process_of_the_rank_is_ignored(
     launcher: TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures.tell_end(launcher, 2, 5, 'was killed by SIGKILL')
@@ -83,7 +83,7 @@ def test_the_end_of_another_process_of_the_rank_is_not_believed(
     assert '| rank 2 on n0 died | lost' in capsys.readouterr().out
 
 
-def test_where_nobody_died_the_reason_is_said(
+def test_reason_is_reported_without_a_death(
     launcher: TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outage = Outage(0)
@@ -117,7 +117,7 @@ def whole_job(first: Death | None, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_the_launcher_knows_why_all_started_again(
+def test_launcher_learns_the_cause_of_a_restart(
     launcher: TCPStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures.tell_cause(launcher, 1, 3, 77, 'was killed by SIGKILL')
@@ -159,7 +159,7 @@ def test_else_the_process_that_ended_first_is_named(
     assert '| rank 1 (pid 5599) was the first to end, at ' in out and '| away: 6' in out
 
 
-def test_notes_of_deaths(tmp_path: Path) -> None:
+def test_newest_death_of_each_rank_is_read(tmp_path: Path) -> None:
     """The newest of each rank; what a kill cut off is passed over."""
     assert noted(tmp_path) == []
     lines = ['{"time": 2.0, "rank": 1, "pid": 5}', '{"time": 9.0, "rank": 0, "pid": 4}']

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks agree about who is connected when a replay is over, whatever began when."""
+"""All ranks agree about the connected ranks at the end of a replay, whenever replays began."""
 
 from itertools import product
 
@@ -34,7 +34,7 @@ def job(does: tuple[str | int, ...]) -> tuple[Localized, list[Report]]:
 
 
 @pytest.mark.parametrize('ranks', [1, 2, 3, 4])
-def test_who_is_connected_divides_the_ranks(ranks: int) -> None:
+def test_connected_sets_partition_the_ranks(ranks: int) -> None:
     for does in product(OF_RANK, repeat=ranks):
         verdict, reports = job(does)
         found = [connected_with(rank, verdict, reports) for rank in range(ranks)]

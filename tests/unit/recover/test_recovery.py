@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Localized and whole-job recovery of a small pipeline, wherever in it whoever dies.
+"""Localized and whole-job recovery of a small pipeline, for any lost rank at any point.
 
 Recovery, membership, host memory and its servers are real; processes are threads (see
 `threaded_job`), and train a fake. Every iteration is compared with a fault-free run, bit for bit.
@@ -242,7 +242,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
     return notes
 
 
-def test_neighbours_that_replay_wait_for_what_each_sends_anew(
+def test_replaying_neighbours_wait_for_each_others_new_sends(
     fault_free: Expected, noted: list[Noted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A log that has lost what they ask for says so at once, unless it was taken back before."""
@@ -279,7 +279,7 @@ def test_a_survivor_has_left_its_loop_before_it_waits_for_the_new_process(
     assert of_a_survivor == len(of_a_survivor) // 3 * ['leave', 'silence', 'meet']
 
 
-def test_what_a_lost_node_had_is_reserved_while_the_model_is_built(
+def test_memory_of_a_lost_node_is_reserved_while_the_model_is_built(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -339,7 +339,7 @@ def post_step_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
         (post_step_not_finished, Phase.EVALUATE),
     ],
 )
-def test_without_a_step_of_it_a_bit_differs(
+def test_recovery_without_a_step_changes_a_bit(
     breaking: Callable[[pytest.MonkeyPatch], None],
     phase: Phase,
     fault_free: Expected,
@@ -351,7 +351,7 @@ def test_without_a_step_of_it_a_bit_differs(
 
 
 @pytest.mark.parametrize('all_die', [False, True])
-def test_a_bit_that_differs_after_the_last_captured_state_shows_in_the_next_loss(
+def test_difference_after_the_last_capture_shows_in_the_next_loss(
     all_die: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest iteration is not captured yet: nothing else tells what its replay came to."""
@@ -373,7 +373,7 @@ def test_a_bit_that_differs_after_the_last_captured_state_shows_in_the_next_loss
 
 
 @pytest.mark.parametrize('spoiled', [False, True])
-def test_a_window_whose_ledger_is_lost_still_tells_its_losses(
+def test_window_without_its_ledger_still_has_the_losses(
     spoiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The replica has them; the ledgers of other stages do not know the loss of this one."""

@@ -146,7 +146,7 @@ OTHER_NODE = Fault(0, Phase.DETECT, node_lost=True)
         ),
     ],
 )
-def test_a_refused_replay_is_not_gone_on_from(
+def test_refused_replay_is_not_continued(
     times: int,
     meanwhile: Fault | None,
     stops: Callable[..., None],
@@ -190,7 +190,7 @@ def test_captures_of_a_replay_that_was_cut_off_are_no_evidence(
 
 
 @pytest.mark.parametrize('on_disk', [0, 1, 2])
-def test_a_refused_start_of_all_is_not_gone_on_from(
+def test_refused_start_of_the_whole_job_is_not_continued(
     on_disk: int,
     stops: Callable[..., None],
     fault_free: Expected,

@@ -90,7 +90,7 @@ def test_own_window_is_taken_without_a_transfer(job: Job, arriving: Callable) ->
     assert bytes_of(VerifiedWindow(file)) == expected
 
 
-def test_lost_window_comes_from_its_holder_and_is_kept(job: Job, arriving: Callable) -> None:
+def test_lost_window_is_fetched_from_its_holder_and_kept(job: Job, arriving: Callable) -> None:
     file = job.commit(0)
     expected = digest(file.path)
     replicate(job, file)
@@ -117,9 +117,7 @@ def test_damaged_own_slot_is_replaced_once_the_ones_before_are_used(
     assert len(job.ranks[0].windows.committed()) == 1
 
 
-def test_what_was_taken_is_not_overwritten_while_it_may_be_read(
-    job: Job, arriving: Callable
-) -> None:
+def test_slot_in_use_is_not_overwritten(job: Job, arriving: Callable) -> None:
     """The reader still holds slot 0 when the damage of slot 1 is found."""
     file = job.commit(0)
     replicate(job, file)
@@ -132,7 +130,7 @@ def test_what_was_taken_is_not_overwritten_while_it_may_be_read(
     assert window.file().verify(Expected(RUN, TOPOLOGY))
 
 
-def test_what_nobody_can_deliver_is_refused_with_every_reason(job: Job, arriving: Callable) -> None:
+def test_unavailable_window_is_refused_with_every_reason(job: Job, arriving: Callable) -> None:
     with pytest.raises(RefusedWindow, match='window 0: no holder'):
         arriving().slot(0)
     claimed = [[HeldWindow(CANDIDATE, 0)]] * 2
@@ -159,7 +157,7 @@ def test_window_of_another_run_is_refused(identity: RankIdentity, job: Job) -> N
     assert seen == []
 
 
-def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> None:
+def test_close_wakes_a_waiting_reader(job: Job, arriving: Callable) -> None:
     """The only holder has accepted the connection, and then says nothing."""
     replicate(job, job.commit(0))
     inventories = job.inventories()
@@ -180,7 +178,7 @@ def test_who_waits_wakes_up_when_it_is_closed(job: Job, arriving: Callable) -> N
 
 @contextlib.contextmanager
 def unreachable_peer() -> Iterator[tuple[str, int]]:
-    """Nobody takes a connection any more, nor refuses it: as of a node without power."""
+    """No process accepts or refuses a connection any more, as on a node without power."""
     listener = socket.create_server(('127.0.0.1', 0), backlog=0)
     kept = []
     with contextlib.suppress(TimeoutError):
@@ -191,7 +189,7 @@ def unreachable_peer() -> Iterator[tuple[str, int]]:
         sock.close()
 
 
-def test_who_was_left_behind_in_a_connection_is_not_in_the_way_of_the_next(
+def test_abandoned_connection_does_not_block_the_next(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All have met anew, and the replica is fetched from a holder that answers."""
@@ -218,9 +216,7 @@ def test_who_was_left_behind_in_a_connection_is_not_in_the_way_of_the_next(
     assert memory.windows.file(named(0)) is window.file()
 
 
-def test_reader_that_has_not_noticed_what_has_come_is_not_idle(
-    job: Job, arriving: Callable
-) -> None:
+def test_reader_with_an_unnoticed_arrival_is_not_idle(job: Job, arriving: Callable) -> None:
     """It may go on at any moment, with what must not be overwritten then."""
     job.commit(0)
     window = arriving()
@@ -259,7 +255,7 @@ def odd_holder(serve: Callable[[Connection], None]) -> Iterator[tuple[str, int]]
 
 
 @pytest.mark.parametrize('order', [(0, 0), (0, 1023, 5000), (0, 1, 1)])
-def test_a_holder_that_sends_no_window_is_passed_over(
+def test_holder_that_sends_no_window_is_skipped(
     job: Job, arriving: Callable, order: tuple[int, ...]
 ) -> None:
     """It repeats a slot, or sends one that no window has; the next holder is asked."""

@@ -59,7 +59,7 @@ def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
         job.stop()
 
 
-def test_the_log_of_a_neighbour_that_sends_no_more_is_not_waited_for(replay: Replay) -> None:
+def test_replay_does_not_wait_for_a_neighbour_that_sends_no_more(replay: Replay) -> None:
     replay.memory.ledger.append(LedgerEntry(1, [1.0], [], 2, 1))
     replay.end_round()
     with pytest.raises(RoundEnded), replay.of_stage._from_logs(0, 1):
@@ -70,7 +70,7 @@ def test_the_log_of_a_neighbour_that_sends_no_more_is_not_waited_for(replay: Rep
     assert not [it for it in threading.enumerate() if it.name.startswith('log-reader')]
 
 
-def test_a_ledger_that_another_attempt_left_on_a_node_is_not_believed(replay: Replay) -> None:
+def test_ledger_of_another_attempt_is_not_trusted(replay: Replay) -> None:
     """A rank that comes to a node where it had been long ago finds what it left there."""
     now = [LedgerEntry(t, [float(t)], [], 2, 8 * t) for t in range(1, 5)]
     ledger = replay.memory.ledger
@@ -92,7 +92,7 @@ def test_a_ledger_that_another_attempt_left_on_a_node_is_not_believed(replay: Re
     ]
 
 
-def test_what_others_of_its_stage_recorded_is_believed_whatever_a_node_has_kept(
+def test_ledgers_of_the_stage_precede_the_ledger_of_the_node(
     replay: Replay,
 ) -> None:
     replay.memory.ledger.append(LedgerEntry(1, [1.0, 9.0], [], 2, 8))  # of two optimizers
@@ -103,7 +103,7 @@ def test_what_others_of_its_stage_recorded_is_believed_whatever_a_node_has_kept(
     assert replay.memory.ledger.get(1) == recorded
 
 
-def test_a_window_that_does_not_come_is_not_waited_for(replay: Replay) -> None:
+def test_replay_does_not_wait_for_a_missing_window(replay: Replay) -> None:
     replay.end_round()
     with silent_peer(greets=True) as address:
         replay.memory.addresses[0] = address

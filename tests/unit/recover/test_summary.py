@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line after a recovery: what it says of what, and that it misleads nobody."""
+"""The line after a recovery states the cause and the outcome, and misleads no reader."""
 
 import time
 
@@ -33,7 +33,7 @@ def summary(**changed: object) -> Summary:
     return Summary(**(values | changed))  # type: ignore[arg-type]
 
 
-def test_all_that_an_operator_asks_stands_in_one_line() -> None:
+def test_one_line_answers_an_operators_questions() -> None:
     assert summary().line(NOW) == (
         ' sparse ckpt | 2026-01-31 04:32:52 | RECOVERED at iteration 37 | rank 1 on node1 was '
         'killed by SIGKILL at 04:32:40 | lost iterations: 0 | computed again: 6 | away: 11.2 s '
@@ -42,13 +42,13 @@ def test_all_that_an_operator_asks_stands_in_one_line() -> None:
     )
 
 
-def test_nothing_to_compare_with_does_not_read_like_a_defect() -> None:
+def test_missing_comparison_does_not_read_like_a_defect() -> None:
     line = summary(verified=Verified(0, -1, ())).line(NOW)
     assert 'verified: checksums of the window (it is the newest that was captured)' in line
     assert 'nothing' not in line and summary(verified=Verified(0, -1, ())).is_exact
 
 
-def test_what_nobody_knows_is_not_made_up() -> None:
+def test_unknown_facts_are_left_out() -> None:
     line = summary(lost=None, away_s=None, spares='').line(NOW)
     assert 'lost iterations: unknown' in line and 'since a time that nothing here has seen' in line
     assert 'spares' not in line
@@ -59,19 +59,19 @@ def test_what_nobody_knows_is_not_made_up() -> None:
     [({}, True), ({'lost': 3}, False), ({'lost': None}, False), ({'verified': None}, True)]
     + [({'verified': Verified(1, 36, ('experts.0 from iteration 36',))}, False)],
 )
-def test_a_launcher_colours_what_a_worker_colours(changed: dict, exact: bool) -> None:
+def test_launcher_colours_the_same_lines_as_a_worker(changed: dict, exact: bool) -> None:
     found = summary(**changed)
     assert found.is_exact is exact
     assert JobRecovered(found.line(NOW), '1 hot').nothing_lost is exact
 
 
-def test_the_launcher_says_the_same_with_a_time_and_spares_of_its_own() -> None:
+def test_launcher_prints_the_line_with_its_own_time_and_spares() -> None:
     said = str(JobRecovered(summary().line(NOW), '1 hot'))
     assert said.startswith('RECOVERED at iteration 37 | rank 1 on node1')
     assert said.endswith('| spares left: 1 hot') and said.count('spares left') == 1
 
 
-def test_ranks_that_died_together_are_said_together() -> None:
+def test_ranks_that_died_together_are_listed_together() -> None:
     killed = [Gone(rank, 'n2', 'was killed by SIGKILL', 1.0 + rank) for rank in (8, 9, 10, 12)]
     said = deaths([*killed, Gone(3, 'n1', '')])
     first = time.strftime('%H:%M:%S', time.localtime(9.0))
@@ -80,7 +80,7 @@ def test_ranks_that_died_together_are_said_together() -> None:
     assert many.endswith(' and 96 more') and many.count(' was lost') == 4
 
 
-def test_what_ranks_verified_is_one() -> None:
+def test_verifications_of_ranks_are_summed_up() -> None:
     found = together([Verified(2, 5, ()), Verified(3, 7, ('b',)), Verified(0, -1, ())])
     assert found == Verified(5, 7, ('b',))
 
@@ -118,7 +118,7 @@ def test_what_ranks_verified_is_one() -> None:
         ),
     ],
 )
-def test_the_words_of_libraries_are_no_headline(error: Exception, said: str) -> None:
+def test_messages_of_libraries_are_no_headline(error: Exception, said: str) -> None:
     assert in_words(error) == said
 
 

@@ -120,7 +120,7 @@ class Watched(ThreadedJob):
 
 
 @pytest.mark.parametrize('victim', [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_a_lost_rank_comes_back_with_what_was_its_own(
+def test_lost_rank_recovers_its_own_bytes(
     victim: int, lose: Callable[[int, bool], ThreadedJob]
 ) -> None:
     """Every iteration is compared, the buffer and random numbers of all ranks among it."""
@@ -129,11 +129,11 @@ def test_a_lost_rank_comes_back_with_what_was_its_own(
     assert not any(event.differing for event in job.recovered)
     survivors = {rank for rank in range(STAGES) if rank != victim}
     owners = {int(place.split('/')[1]) for place in job.held if 'stub' not in place}
-    assert owners == survivors, 'nobody holds more of the lost rank than its stub'
+    assert owners == survivors, 'no rank holds more of the lost rank than its stub'
     assert any(place.endswith(f'stub-{victim}') for place in job.held)
 
 
-def test_with_what_is_the_twins_own_it_is_another_state(
+def test_bytes_of_the_twin_give_another_state(
     lose: Callable[[int, bool], ThreadedJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mutations.twin.TwinWindow, 'frame', mutations.twin.TwinWindow.frame)

@@ -48,7 +48,7 @@ def lose(job: Job, start: int, damaged: tuple[int, ...]) -> str:
     return before
 
 
-def test_the_other_holder_delivers_what_is_damaged_at_one(job: Job) -> None:
+def test_second_holder_replaces_a_damaged_replica(job: Job) -> None:
     before = lose(job, 0, damaged=(1,))
     found = verified_window(job.ranks[0], CANDIDATE, job.inventories(), OWN)
     assert (found.source, digest(found.file.path)) == ('rank 2', before)
@@ -69,7 +69,7 @@ def test_an_older_window_is_taken_where_every_replica_is_damaged(job: Job) -> No
     assert file is not None and digest(file.path) == before
 
 
-def test_every_third_window_is_compared_before_it_counts(job: Job) -> None:
+def test_every_third_window_is_verified_before_its_commit(job: Job) -> None:
     lose(job, 0, damaged=(1, 2))
     lose(job, WINDOW, damaged=(1, 2))
     file = job.commit(0, 2 * WINDOW)

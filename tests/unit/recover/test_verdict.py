@@ -139,11 +139,11 @@ def localized(verdict: Verdict) -> Localized:
     return verdict
 
 
-# Who goes where
+# Replaying stages
 
 
 @given(jobs())
-def test_what_was_not_verified_is_not_kept(job: Job) -> None:
+def test_unverified_state_is_not_kept(job: Job) -> None:
     """Not even by those that had no part in the failure: all had gone back together."""
     reports = [msgspec.structs.replace(one, unjudged=one.survivor) for one in job.reports]
     assert isinstance(job._replace(reports=reports).verdict(), WholeJob)
@@ -174,7 +174,7 @@ def test_exactly_the_stages_that_lost_something_replay_whole(job: Job) -> None:
 
 
 @given(committed=ITERATIONS, stages=st.integers(1, 4), tied=st.booleans())
-def test_nobody_replays_when_nobody_lost_anything(committed: int, stages: int, tied: bool) -> None:
+def test_no_rank_replays_without_a_loss(committed: int, stages: int, tied: bool) -> None:
     """No window and no log is needed then, even after the last iteration."""
     job = Job([survivor(committed, first_logged=NOWHERE)] * stages, [*range(stages)], tied)
     nothing: frozenset[int] = frozenset()
@@ -208,7 +208,7 @@ def test_a_torn_update_is_not_clean() -> None:
     assert localized(Job(reports, [0, 1]).verdict()).stages == {1}
 
 
-def test_what_a_lost_process_had_committed_does_not_count() -> None:
+def test_commits_of_a_lost_process_do_not_count() -> None:
     """Its successor reads it in the ledger; no survivor has that iteration."""
     reports = [
         survivor(9, windows=everywhere(2, Window(WindowName(2, 'plan'), 3))),
@@ -240,7 +240,7 @@ def test_a_window_is_whole_everywhere_dense_in_time_and_in_the_logs_around(job: 
 
 @given(job=jobs())
 @example(job=Job([survivor(3), replacement(everywhere(2, Window(WindowName(3, 'a'), 1)))], [0, 1]))
-def test_the_newest_such_window_is_taken_and_otherwise_the_whole_job(job: Job) -> None:
+def test_newest_usable_window_is_taken_or_the_whole_job_restarts(job: Job) -> None:
     verdict = job.verdict()
     if not job.survivors:
         assert verdict == WholeJob('no worker survived')
@@ -275,7 +275,9 @@ def _lost_stages(job: Job) -> set[int]:
 
 
 @given(job=jobs(), order=st.randoms())
-def test_all_ranks_decide_alike_whatever_the_order_in_an_inventory(job: Job, order: object) -> None:
+def test_all_ranks_decide_alike_regardless_of_the_order_of_inventories(
+    job: Job, order: object
+) -> None:
     shuffled = []
     for report in job.reports:
         windows = [*report.windows]
@@ -298,7 +300,7 @@ def one_lost(
 
 
 @pytest.mark.parametrize(('upstream', 'downstream'), [(7, 7), (3, 7), (1, 1)])
-def test_the_newest_window_within_the_logs(upstream: int, downstream: int) -> None:
+def test_newest_window_within_the_logs_is_taken(upstream: int, downstream: int) -> None:
     assert localized(one_lost(2, [1, upstream, 0, downstream, 1], OLD, NEW)).window == NEW
 
 
@@ -306,7 +308,7 @@ TOO_LATE = WholeJob('the logs of the neighbouring stages do not reach back to an
 
 
 @pytest.mark.parametrize('logs', [(8, 7), (7, 8), (NOWHERE, 1), (1, NOWHERE)])
-def test_logs_that_begin_too_late_on_either_side_end_in_the_whole_job(
+def test_logs_that_begin_too_late_restart_the_whole_job(
     logs: tuple[int, int],
 ) -> None:
     upstream, downstream = logs
@@ -325,7 +327,7 @@ def test_the_ends_are_neighbours_where_stages_have_virtual_chunks(
     assert localized(one_lost(lost, logs, NEW)).window == NEW
 
 
-def test_a_window_that_is_not_dense_yet_is_passed_over() -> None:
+def test_window_that_is_not_dense_yet_is_skipped() -> None:
     late = Window(WindowName(8, 'plan'), 3)
     assert localized(one_lost(1, [1] * 5, OLD, NEW, late)).window == NEW
 
@@ -399,12 +401,12 @@ def test_a_stage_replays_whole_if_one_of_its_ranks_has_no_replica_left() -> None
 # Whole job
 
 
-def test_nobody_survived() -> None:
+def test_total_loss_restarts_the_whole_job() -> None:
     reports = [replacement(everywhere(2, NEW), committed=9)] * 2
     assert Job(reports, [0, 1]).verdict() == WholeJob('no worker survived')
 
 
-def test_nobody_comes_back_after_the_last_iteration() -> None:
+def test_no_rank_recovers_after_the_last_iteration() -> None:
     reports = [survivor(9, windows=everywhere(2, NEW)), replacement()]
     assert localized(Job(reports, [0, 1]).verdict(10)).target == 9
     assert Job(reports, [0, 1]).verdict(9) == WholeJob('iteration 9 was the last one')
@@ -435,13 +437,13 @@ def test_reports_travel_as_they_are() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(silent), type=Report) == silent
 
 
-def test_a_new_process_is_never_clean_also_before_the_first_commit() -> None:
+def test_new_process_is_never_clean_even_before_the_first_commit() -> None:
     reports = [survivor(NOWHERE, clean_at=NOWHERE), replacement()]
     verdict = decide_recovery(reports, [0, 1], (), 100)
     assert isinstance(verdict, WholeJob)
 
 
-# Who is known
+# Known processes
 
 
 def known(survivor: bool, *marks: bytes) -> Report:
@@ -449,7 +451,7 @@ def known(survivor: bool, *marks: bytes) -> Report:
     return msgspec.structs.replace(found, committed=5, clean_at=5 if survivor else NOWHERE)
 
 
-def test_a_new_process_that_the_survivors_do_not_know_makes_all_start_again() -> None:
+def test_unknown_new_process_restarts_the_whole_job() -> None:
     """None would serve it, so it could neither replay nor take a copy."""
     of_job, other = b'of job', b'other'
     for marks in ((), (other,)):

@@ -90,7 +90,7 @@ def test_one_wrong_bit_is_reported_by_name(
     assert f'differing: 1 ({operator} from iteration 6)' in str(verification.result())
 
 
-def test_what_is_not_captured_in_the_slot_is_not_judged(
+def test_tensor_outside_the_slot_is_not_judged(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
     """Slot 1 has nothing of the operator that slot 0 has in full."""
@@ -101,7 +101,7 @@ def test_what_is_not_captured_in_the_slot_is_not_judged(
     assert verification.result()[:2] == (1, 7) and verification.result().differing == ()
 
 
-def test_what_an_evaluation_leaves_is_no_difference(
+def test_remains_of_an_evaluation_are_no_difference(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
     """The slot has it from after the evaluation, the replayed update is over before that."""
@@ -162,7 +162,7 @@ def test_scalars_of_replayed_iterations_are_compared_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     'recorded', [[], [LedgerEntry(7, [0.25], [], 2, 56)]], ids=['lost', 'of another rank']
 )
-def test_without_a_ledger_the_slots_tell_the_losses(recorded: list[LedgerEntry]) -> None:
+def test_slots_provide_the_losses_without_a_ledger(recorded: list[LedgerEntry]) -> None:
     verification = Verification((), NOTHING, recorded)
     verification.replayed(6, 5.5, captured=5.5)
     verification.replayed(7, 5.0, captured=5.25)
@@ -170,7 +170,7 @@ def test_without_a_ledger_the_slots_tell_the_losses(recorded: list[LedgerEntry])
     assert (result.iterations, result.differing) == (2, ('loss from iteration 7',))
 
 
-def test_a_newer_slot_tells_the_loss_of_an_iteration_that_is_caught_up(
+def test_newer_slot_provides_the_loss_of_a_caught_up_iteration(
     tmp_path: Path, state: dict[str, torch.Tensor]
 ) -> None:
     header = captured(tmp_path, slices_of(state), 0)
@@ -183,7 +183,7 @@ def test_a_newer_slot_tells_the_loss_of_an_iteration_that_is_caught_up(
     assert (result.iterations, result.differing) == (1, (f'loss from iteration {at}',))
 
 
-def test_the_ledger_goes_before_the_slots_and_nothing_is_compared_unasked() -> None:
+def test_ledger_precedes_slots_and_disabled_checks_compare_nothing() -> None:
     verification = Verification((), NOTHING, [LedgerEntry(7, [], [], 2, 56, loss=5.25)])
     verification.replayed(7, 5.25, captured=5.0)
     assert verification.result().differing == ()

@@ -86,7 +86,7 @@ class Died(SystemExit):
 
 
 class StoreExchange(Exchange):
-    """Gathers in the store, where what was given stays for who joins."""
+    """Gathers in the store, where values stay for joining processes."""
 
     def __init__(self, rank: int, archive: Store, joining: bool) -> None:
         super().__init__(archive, joining)
@@ -170,7 +170,7 @@ class Process:
         assert member is not None
         while member._result.round == round and not member.broken:
             self.raise_if_dead()
-            assert time.monotonic() < deadline, 'nobody is met'
+            assert time.monotonic() < deadline, 'no rank has arrived'
             time.sleep(0.002)
 
     def release(self) -> None:
@@ -413,8 +413,9 @@ class _Condition(threading.Condition):
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
     """Have another thread raise, but not where it may have just taken a lock of `logging`.
 
-    Those are taken one call before the block that gives them back: who ends in between keeps them
-    for ever. (In other code it raises at the next call at the latest: before it takes one.)
+    Those are taken one call before the block that releases them: a thread that ends in between
+    keeps them for ever. (In other code it raises at the next call at the latest: before it takes
+    one.)
     """
     ident = thread.ident or 0
     while thread.is_alive():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer dies, or stops, in the middle of a big message or of connecting: nobody waits for it."""
+"""A peer dies or stops amid a big message or while connecting: no rank waits for it."""
 
 import os
 import signal
@@ -154,8 +154,8 @@ def get_out_of_collective(job: Job, operation: str) -> None:
 # ---- connecting
 
 
-def test_peer_that_dies_when_it_has_published_its_address_is_not_waited_for() -> None:
-    """Whoever of the two turns out to be the one that listens: several tries."""
+def test_peer_that_died_after_publishing_its_address_is_not_awaited() -> None:
+    """Several tries, as either of the two may be the listening side."""
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     peer = context().Process(target=publish, args=(store.port,), daemon=True)
     peer.start()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timed
 KILLED = 'the third was killed'
 
 
-def test_waits_return_with_anything_and_that_can_be_told() -> None:
+def test_returned_waits_are_recognised_as_undefined() -> None:
     with cluster(3, 'nccl') as job:
         job.ranks[0].start(wait_for_all)
         job.ranks[1].start(wait_for_all)
@@ -164,7 +164,7 @@ def send_to_the_lost(job: Job, closed: bool) -> None:
     job.process_groups.unblock()
 
 
-def test_all_groups_of_calls_of_a_thread_are_closed_whatever_torch_counts() -> None:
+def test_all_groups_of_calls_of_a_thread_are_closed_regardless_of_torchs_count() -> None:
     """The library's own groups, which need no GPU."""
     calls = OpenCalls()
     library = calls._library
@@ -177,7 +177,7 @@ def test_all_groups_of_calls_of_a_thread_are_closed_whatever_torch_counts() -> N
         assert calls._count().value == 0
 
 
-def test_memory_that_is_not_used_is_given_back_before_communicators_are_made() -> None:
+def test_unused_memory_is_freed_before_communicators_are_created() -> None:
     with cluster(2, 'nccl') as job:
         job.all(ranks.unblock)
         job.renew()
@@ -277,7 +277,7 @@ def made(job: Job) -> set[str]:
     return found
 
 
-def test_member_that_does_not_come_is_an_error_in_time() -> None:
+def test_missing_member_is_an_error_in_time() -> None:
     """Communicators are made in `renew`; later they could not be aborted while they are made."""
     with cluster(3, 'nccl') as job:
         prefix = job.fresh_prefix()

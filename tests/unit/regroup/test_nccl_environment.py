@@ -22,7 +22,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_what_is_not_set_is_set(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_variables_are_set(caplog: pytest.LogCaptureFixture) -> None:
     prepare()
     assert {name: os.environ[name] for name in SETTINGS} == {
         name: setting.value for name, setting in SETTINGS.items()
@@ -31,7 +31,7 @@ def test_what_is_not_set_is_set(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize('name', SETTINGS)
-def test_what_the_user_set_is_kept_and_its_price_named(
+def test_variables_of_the_user_are_kept_and_their_consequence_named(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.environ[name] = '17'
@@ -48,7 +48,7 @@ def test_one_process_of_a_node_warns(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_torch_makes_the_backend_that_can_be_connected_anew() -> None:
+def test_torch_creates_the_backend_that_can_reconnect() -> None:
     """Of the two that this torch has."""
     prepare()
     from torch.distributed import distributed_c10d as c10d

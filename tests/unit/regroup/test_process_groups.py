@@ -88,7 +88,7 @@ def test_groups_that_are_not_inside_become_fake() -> None:
             fake = {name: all for name, all in backends.items() if name not in real}
             assert real == {'0,1', str(rank)}
             assert set(fake.values()) == {('fake', 'cpu:fake,cuda:fake', 'FakeProcessGroup')}
-        # Nobody else takes part, nothing changes, nothing waits.
+        # No other rank takes part, nothing changes, nothing waits.
         assert [job.ranks[rank].call(ranks.all_reduce, 'world') for rank in members] == [1, 2]
         assert job.ranks[0].call(ranks.all_reduce, '0,2') == 1
         assert job.all(ranks.all_reduce, '0,1', ranks=members) == [3, 3]
@@ -96,7 +96,7 @@ def test_groups_that_are_not_inside_become_fake() -> None:
         job.all(ranks.collectives)
 
 
-def test_member_that_does_not_come_is_an_error_in_time() -> None:
+def test_missing_member_is_an_error_in_time() -> None:
     with cluster(3) as job:
         prefix = job.fresh_prefix()
         start = time.monotonic()
@@ -136,7 +136,7 @@ def test_unblock_during_renew_ends_it() -> None:
         job.all(ranks.collectives)
 
 
-def test_unblock_during_renew_is_why_nobody_is_waited_for_any_more() -> None:
+def test_unblock_during_renew_ends_all_waits_for_members() -> None:
     with cluster(2) as job:
         job.ranks[0].start(renew_and_unblock, job.fresh_prefix())  # the other rank does not come
         assert 'unblock() was called' in error_of(job.ranks[0])
@@ -242,7 +242,7 @@ def test_groups_can_be_made_after_a_renewal() -> None:
         assert job.all(ranks.all_reduce, 'later') == [3, 3]
 
 
-def test_cycles_leak_nothing() -> None:
+def test_repeated_renewals_leak_nothing() -> None:
     with cluster(2) as job:
         before = job.all(ranks.cycles, 'warm-up', 10)
         keys = job.store.num_keys()
@@ -279,7 +279,7 @@ def test_groups_of_ranks_that_are_connected_stay_as_they_are(backend: str) -> No
 
 
 @pytest.mark.parametrize('backend', ['gloo', 'nccl'])
-def test_a_replay_goes_on_while_others_connect_again(backend: str) -> None:
+def test_replay_continues_while_other_ranks_reconnect(backend: str) -> None:
     """Ranks 0 and 1 replay, the others wait for them; then 3 is lost, which does not concern 0."""
     with cluster(4, backend) as job:
         job.all(ranks.unblock)

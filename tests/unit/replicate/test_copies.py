@@ -89,7 +89,7 @@ def test_the_nearest_twins_count(job: tuple[list[str], list[int]], replicas: int
 
 
 @given(any_domains, st.integers(0, 4))
-def test_without_levels_and_equal_state_nothing_is_as_it_was_not(
+def test_placement_without_levels_and_equal_state_is_unchanged(
     domains: list[str], replicas: int
 ) -> None:
     domains = [name.replace('/', '') for name in domains]
@@ -125,7 +125,7 @@ def test_a_holder_beside_a_twin_is_no_copy_more() -> None:
 
 
 @pytest.mark.parametrize('replicas', [1, 2, 3])
-def test_all_are_the_twin_of_as_many(replicas: int) -> None:
+def test_all_ranks_are_twins_equally_often(replicas: int) -> None:
     nodes = [f'node{rank // 2}' for rank in range(16)]
     placed = place_copies(nodes, replicas, [rank % 2 for rank in range(16)])
     assert Counter(rank for twins in placed.twins for rank in twins) == dict.fromkeys(
@@ -134,7 +134,7 @@ def test_all_are_the_twin_of_as_many(replicas: int) -> None:
 
 
 @pytest.mark.parametrize('large', [False, True])
-def test_near_holders_come_first_and_are_loaded_alike(
+def test_near_holders_are_preferred_and_equally_loaded(
     large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three pods of two racks of two ranks: the first copy stays in the pod, the next cannot."""

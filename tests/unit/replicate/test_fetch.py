@@ -52,7 +52,7 @@ from tests.unit.replicate.peers import (
 pytestmark = pytest.mark.timed
 
 
-def test_restarted_owner_gets_its_window_back(
+def test_restarted_owner_fetches_its_window(
     shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     file = commit(own, 0)
@@ -187,7 +187,7 @@ def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
     client.close()
 
 
-def test_sender_says_when_its_window_was_recycled_meanwhile(shm: Path) -> None:
+def test_sender_reports_a_window_recycled_during_the_transfer(shm: Path) -> None:
     """The payload is larger than what the kernel buffers, so the sender waits for the receiver."""
     large = 64 * 2**20
     with serving(shm) as server:

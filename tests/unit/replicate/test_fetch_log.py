@@ -50,13 +50,13 @@ def test_empty_tensors_travel_too(client: ReplicaClient, log: UpstreamLog) -> No
     assert client.fetch_log(LogKey(1, UP, 1)) is not None, 'the connection is still in step'
 
 
-def test_a_record_that_may_still_come(client: ReplicaClient, log: UpstreamLog) -> None:
+def test_pending_record_is_answered_by_not_yet(client: ReplicaClient, log: UpstreamLog) -> None:
     assert client.fetch_log(LogKey(1, DOWN, 0)) is None
     log.append(1, DOWN, torch.ones(1))
     assert client.fetch_log(LogKey(1, DOWN, 0)) is not None
 
 
-def test_what_is_gone_is_refused(client: ReplicaClient, log: UpstreamLog) -> None:
+def test_dropped_record_is_refused(client: ReplicaClient, log: UpstreamLog) -> None:
     log.append(1, DOWN, torch.ones(1))
     log.append(2, DOWN, torch.ones(1))
     log.drop_until(1)
@@ -76,7 +76,7 @@ def test_without_a_log_requests_are_refused(
     assert client.fetch_log(LogKey(1, DOWN, 0)) is not None
 
 
-def test_a_direction_that_is_none_is_no_request(server: ReplicaServer) -> None:
+def test_unknown_direction_is_no_request(server: ReplicaServer) -> None:
     connection = connected(server)
     wrong = msgspec.msgpack.encode({'type': 'FetchLog', 'key': [1, 'sideways', 0]})
     connection.send_bytes(len(wrong).to_bytes(4, 'little') + wrong)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may speak to a holder of replicas, and what strangers can cost it."""
+"""Only members of the job may talk to a replica holder, and strangers cost it little."""
 
 import contextlib
 import hmac
@@ -38,7 +38,9 @@ def opened(server: ReplicaServer) -> Connection:
     return connection
 
 
-def test_those_of_one_job_know_each_other(server: ReplicaServer, client: ReplicaClient) -> None:
+def test_members_of_one_job_authenticate_each_other(
+    server: ReplicaServer, client: ReplicaClient
+) -> None:
     ask(client)
 
 
@@ -74,7 +76,7 @@ def test_a_recorded_greeting_is_of_no_use(server: ReplicaServer) -> None:
     assert second.receive(_ANSWER).reason
 
 
-def test_another_version_is_told_so(server: ReplicaServer) -> None:
+def test_other_protocol_version_is_refused_by_name(server: ReplicaServer) -> None:
     connection = opened(server)
     connection.send(_Hello(PROTOCOL_VERSION + 1, bytes(32)))
     assert connection.receive(_ANSWER).reason == (

@@ -147,7 +147,7 @@ def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
     assert job.ranks[0].windows.file(named(0)) is fetched
 
 
-def test_a_window_that_is_longer_than_those_of_now_is_fetched_all_the_same(
+def test_longer_window_of_an_earlier_start_is_fetched(
     job: Job, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job was started again with a shorter --sparse-ckpt-max-window; its file goes later."""
@@ -174,7 +174,7 @@ def test_fetch_that_fails_leaves_its_file_free(job: Job) -> None:
     assert job.commit(0).name == named(0)
 
 
-def test_a_window_that_is_still_received_is_asked_for_later(job: Job) -> None:
+def test_window_still_in_transfer_is_requested_later(job: Job) -> None:
     """As when a thread of a recovery that was cut off hangs in a read from its disk."""
     begun = job.ranks[0].windows.begin(named(0))
     assert begun is not None
@@ -184,7 +184,7 @@ def test_a_window_that_is_still_received_is_asked_for_later(job: Job) -> None:
     assert job.commit(0).name == named(0)
 
 
-def test_inventory_leaves_out_what_is_foreign_or_damaged(job: Job) -> None:
+def test_inventory_omits_foreign_and_damaged_windows(job: Job) -> None:
     job.commit(0)
     damaged = job.commit(0, start=3)
     damaged.array[:8] = 0
@@ -267,7 +267,7 @@ def test_the_log_of_a_rank_is_in_the_budget_and_served_to_others(job: Job) -> No
     assert torch.equal(torch.frombuffer(found[1], dtype=torch.float32), sent)
 
 
-def test_no_log_is_kept_where_none_is_asked_for(job: Job, shm: Path) -> None:
+def test_disabled_log_is_not_created(job: Job, shm: Path) -> None:
     first, second = job.ranks
     assert second.log is None
     assert [path.is_relative_to(first.store.path) for path in shm.rglob('upstream-log')] == [True]
@@ -275,7 +275,7 @@ def test_no_log_is_kept_where_none_is_asked_for(job: Job, shm: Path) -> None:
         first.client(1).fetch_log(LogKey(1, Direction.DOWN, 0))
 
 
-def test_a_log_that_cannot_keep_all_it_should_says_so(job: Job) -> None:
+def test_log_that_is_too_small_reports_it(job: Job) -> None:
     log = job.ranks[0].log
     assert log is not None and job.degraded == []
     for iteration in (1, 2, 3):
@@ -290,14 +290,14 @@ def test_a_node_is_its_own_domain_without_a_file() -> None:
     assert failure_domains(['a', 'a', 'b'], None) == ['a', 'a', 'b']
 
 
-def test_domains_of_a_file(tmp_path: Path) -> None:
+def test_topology_file_gives_the_domains(tmp_path: Path) -> None:
     path = tmp_path / 'topology.json'
     path.write_text(json.dumps({'a': 'rack1', 'b': 'rack1', 'c': 'rack2', 'spare': 'rack3'}))
     assert failure_domains(['a', 'b', 'c', 'a'], str(path)) == ['rack1', 'rack1', 'rack2', 'rack1']
 
 
 @pytest.mark.parametrize('levels', [['rack1', 'pod2'], 'pod2/rack1'])
-def test_levels_of_a_file(tmp_path: Path, levels: object) -> None:
+def test_topology_file_gives_the_levels(tmp_path: Path, levels: object) -> None:
     """Outermost last in a list, first in a path; racks of one name in two pods are two domains."""
     path = tmp_path / 'topology.json'
     path.write_text(json.dumps({'a': levels, 'b': ['rack1', 'pod3']}))
@@ -330,7 +330,7 @@ def test_a_file_with_other_levels_is_refused_in_a_line(
 
 
 @pytest.mark.parametrize('content', [None, '', '{', '[]', '7', '"a"'])
-def test_unreadable_file_is_named_with_what_it_should_be(
+def test_unreadable_topology_file_is_named_with_its_format(
     tmp_path: Path, content: str | None
 ) -> None:
     path = tmp_path / 'topology.json'
@@ -347,10 +347,10 @@ def test_nodes_the_file_leaves_out_are_named(tmp_path: Path) -> None:
         failure_domains(['a', 'c', 'b'], str(path))
 
 
-# Who may take part, and what goes wrong at the start
+# Members of the job, and failures at the start
 
 
-def test_each_attempt_of_the_job_has_a_secret_of_its_own_by_what_rank_0_draws(
+def test_each_attempt_derives_its_secret_from_rank_0s_salt(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
@@ -381,7 +381,7 @@ def test_each_attempt_of_the_job_has_a_secret_of_its_own_by_what_rank_0_draws(
     assert len(salts) == 2 and {len(salt) for salt in salts} == {32}
 
 
-def test_what_cannot_be_used_costs_protection_and_not_training(
+def test_unusable_memory_costs_protection_and_not_training(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is wrong, it is a HostMemoryError, and what is not ours stays as it is."""
@@ -471,7 +471,7 @@ def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) 
         memory.close(remove=True)
 
 
-def test_a_domain_that_no_file_tells(tmp_path: Path) -> None:
+def test_own_domain_of_an_unnamed_node_is_empty(tmp_path: Path) -> None:
     path = tmp_path / 'topology.json'
     assert own_domain('a', str(path)) == ''
     path.write_text('{"a": "rack1"}')

@@ -58,7 +58,7 @@ def test_a_holder_without_the_earlier_window_is_sent_all(
     assert digest(replicas(server).committed()[0].path) == digest(file.path)
 
 
-def test_what_is_damaged_at_the_holder_is_sent_after_all(
+def test_ranges_damaged_at_the_holder_are_sent(
     own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     base = commit_slot(own, 0)
@@ -77,7 +77,7 @@ def test_what_is_damaged_at_the_holder_is_sent_after_all(
     'ranges',
     [[(64, 0, 64), (0, 0, 64)], [(0, 0, 2**40)], [(0, 2**40, 64)], [(0, 0, 65), (64, 0, 1)]],
 )
-def test_ranges_that_cannot_be_are_refused(
+def test_impossible_ranges_are_refused(
     ranges: list[Range], own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     base = commit_slot(own, 0)
@@ -98,7 +98,7 @@ def test_another_window_in_the_same_file_keeps_nothing(own: OwnerWindows) -> Non
     assert file.kept is None
 
 
-def test_what_lies_side_by_side_is_one_range() -> None:
+def test_adjacent_ranges_are_merged() -> None:
     assert merged([(0, 64, 64), (64, 128, 64), (128, 256, 64), (256, 320, 64)]) == [
         (0, 64, 128),
         (128, 256, 64),

@@ -115,7 +115,7 @@ def test_taking_out_of_order_is_an_error(
     assert reader.take(2, 0, DEADLINE_S).item() == 2
 
 
-def test_a_neighbour_that_replays_too_is_waited_for(
+def test_reader_waits_for_a_replaying_neighbour(
     log: UpstreamLog, noting: Noting, open_reader: OpenReader
 ) -> None:
     asked_again = threading.Event()
@@ -156,7 +156,7 @@ def test_a_lost_neighbour_is_named(open_reader: OpenReader) -> None:
             reader.take(1, 0, DEADLINE_S)
 
 
-def test_what_came_before_the_loss_may_be_taken(shm: Path, open_reader: OpenReader) -> None:
+def test_records_before_the_loss_can_be_taken(shm: Path, open_reader: OpenReader) -> None:
     with serving(shm, HOLDER) as server, logging(shm / 'log') as log:
         server.serve_log(log)
         log.append(1, DOWN, torch.full((1,), 7))
@@ -185,7 +185,7 @@ def test_a_gap_is_raised_with_its_reason(
         (LoggedTensor('float32', (3,), 4, 0), '4 bytes do not make torch.float32 of shape'),
     ],
 )
-def test_what_makes_no_tensor_is_refused(
+def test_record_without_a_tensor_is_refused(
     open_reader: OpenReader, logged: LoggedTensor, reason: str
 ) -> None:
     class Odd(ReplicaClient):
@@ -197,7 +197,7 @@ def test_what_makes_no_tensor_is_refused(
         reader.take(1, 0, DEADLINE_S)
 
 
-def test_close_wakes_whoever_takes(
+def test_close_wakes_a_waiting_take(
     log: UpstreamLog, noting: Noting, open_reader: OpenReader
 ) -> None:
     log.append(1, DOWN, torch.ones(1))

@@ -20,7 +20,7 @@ CPU = torch.device('cpu')
 
 
 @pytest.mark.parametrize('hosts', [('a/1', 'a/1'), ('localhost/1', 'localhost/2')])
-def test_hosts_that_are_called_alike_are_told(
+def test_hosts_with_equal_names_are_reported(
     hosts: tuple[str, str], shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By rank 0, once; they are one failure domain, so that there are no replicas."""

@@ -70,7 +70,7 @@ def test_the_only_interface_is_taken_where_there_is_no_route(
     assert local_host(several_hosts=True) == '10.0.0.1'
 
 
-def test_the_interface_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_interface_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MASTER_ADDR', '192.0.2.7')
     assert local_host('lo') == '127.0.0.1'
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-interface nosuch0.*there are .*lo'):
@@ -94,7 +94,7 @@ def test_the_interface_asked_for_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
         ('GLOO_SOCKET_IFNAME', '^eth,ib', None),
     ],
 )
-def test_as_gloo_and_nccl_are_told(
+def test_settings_of_gloo_and_nccl_select_the_interface(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, expected: str | None
 ) -> None:
     found = {'lo': ['127.0.0.1'], 'eth0': ['10.0.0.1'], 'eth1': ['10.1.0.1'], 'ib0': ['10.2.0.1']}

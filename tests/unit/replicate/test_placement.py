@@ -91,7 +91,7 @@ def test_near_domains_are_preferred():
     assert holders == [(2,), (3,), (0,), (1,)]
 
 
-def test_links_that_are_only_near_in_pairs_are_found():
+def test_cheap_links_between_pairs_are_found():
     # No turn of the ring stays below the switches of {a, b} and {c, d}.
     domains = ['a', 'b', 'c', 'd']
     holders = place_replicas(domains, 1, distance=lambda one, other: float(one // 2 != other // 2))
@@ -99,7 +99,7 @@ def test_links_that_are_only_near_in_pairs_are_found():
 
 
 @given(equal_domains, st.integers(1, 3), st.integers(0, 99))
-def test_exchanges_keep_the_laws_and_never_cost_more(domains, replicas, seed):
+def test_exchanges_keep_the_rules_and_never_cost_more(domains, replicas, seed):
     lengths = np.random.default_rng(seed).integers(0, 9, (len(domains), len(domains))).tolist()
 
     def distance(owner, holder):

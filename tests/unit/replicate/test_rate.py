@@ -76,7 +76,7 @@ def nbytes(file: WindowFile) -> int:
     return sum(len(blob.payload) + len(blob.frame) for blob in blobs)
 
 
-def test_a_rate_is_held_in_small_chunks(
+def test_rate_limit_holds_in_small_chunks(
     shm: Path, own: OwnerWindows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, 'CHUNK_BYTES', 64)
@@ -91,7 +91,7 @@ def test_a_rate_is_held_in_small_chunks(
         assert link.replicator.bytes_per_s() is not None
 
 
-def test_nothing_is_held_up_in_a_recovery(shm: Path, own: OwnerWindows) -> None:
+def test_recovery_is_not_throttled(shm: Path, own: OwnerWindows) -> None:
     with linked(shm) as link, serving(shm, 2) as new:
         link.replicator.limit = 1.0
         link.replicator.hurries = lambda: True
@@ -104,7 +104,7 @@ def test_nothing_is_held_up_in_a_recovery(shm: Path, own: OwnerWindows) -> None:
         assert link.waited_for(commit(own, 3)) > 100.0
 
 
-def test_the_end_of_a_job_is_not_held_up(shm: Path, own: OwnerWindows) -> None:
+def test_end_of_a_job_is_not_throttled(shm: Path, own: OwnerWindows) -> None:
     with serving(shm) as server:
         events = Events()
         peers = {1: ReplicaClient(server.address, SECRET, DEADLINE_S)}
@@ -116,7 +116,7 @@ def test_the_end_of_a_job_is_not_held_up(shm: Path, own: OwnerWindows) -> None:
         assert not sender._thread.is_alive()
 
 
-def test_slots_that_nobody_wants_any_more_are_not_held_up(shm: Path, own: OwnerWindows) -> None:
+def test_unwanted_slots_are_not_delayed(shm: Path, own: OwnerWindows) -> None:
     with linked(shm) as link:
         link.replicator.limit = 1.0
         file = commit(own, 0)

@@ -102,7 +102,7 @@ def test_slots_are_sent_as_they_are_sealed(shm: Path, own: OwnerWindows) -> None
         assert digest(replicas(first).committed()[0].path) == digest(newest)
 
 
-def test_the_rate_is_of_what_was_sent(shm: Path, own: OwnerWindows) -> None:
+def test_rate_counts_sent_bytes(shm: Path, own: OwnerWindows) -> None:
     events = Events()
     with serving(shm, 1) as server, replicating(events, server.address) as replicator:
         assert replicator.bytes_per_s() is None
@@ -116,7 +116,7 @@ def test_the_rate_is_of_what_was_sent(shm: Path, own: OwnerWindows) -> None:
         assert replicator.bytes_per_s() == rate
 
 
-def test_lost_peer_is_reported_and_caught_up_when_it_is_back(shm: Path, own: OwnerWindows) -> None:
+def test_lost_peer_is_reported_and_catches_up_on_its_return(shm: Path, own: OwnerWindows) -> None:
     events = Events()
     port = free_port()
     with (
@@ -131,7 +131,7 @@ def test_lost_peer_is_reported_and_caught_up_when_it_is_back(shm: Path, own: Own
             assert replica_starts(alive) == replica_starts(back) == [0]
 
 
-def test_a_peer_that_fails_in_another_way_rests_as_well(shm: Path, own: OwnerWindows) -> None:
+def test_peer_with_another_error_is_paused_too(shm: Path, own: OwnerWindows) -> None:
     """Python cannot encode such a name, which is no error of a connection."""
     events = Events()
     with serving(shm, 1) as alive, replicating(events, ('n' * 64, 1), alive.address) as replicator:
@@ -140,7 +140,7 @@ def test_a_peer_that_fails_in_another_way_rests_as_well(shm: Path, own: OwnerWin
         wait_for(lambda: replica_starts(alive) == [0])
 
 
-def test_peer_that_lost_its_slots_gets_them_again(shm: Path, own: OwnerWindows) -> None:
+def test_slots_lost_by_a_peer_are_resent(shm: Path, own: OwnerWindows) -> None:
     """A holder restarts in the middle of a window: what it had received is gone with it."""
     events = Events()
     file = own.begin(named(0))
@@ -160,7 +160,7 @@ def test_peer_that_lost_its_slots_gets_them_again(shm: Path, own: OwnerWindows) 
             assert replica_starts(after) == [0]
 
 
-def test_a_window_that_is_refused_again_and_again_is_sent_ever_less_often(
+def test_repeatedly_refused_window_is_resent_less_and_less_often(
     shm: Path, own: OwnerWindows
 ) -> None:
     """Its memory was damaged after it was sealed; slots before the damage do arrive."""
@@ -209,7 +209,7 @@ def test_recycled_source_is_not_sent_as_the_old_window(shm: Path, own: OwnerWind
             assert events.next_replicated() == named(9)
 
 
-def test_a_longer_window_of_an_earlier_attempt_is_replicated_before_those_of_now(shm: Path) -> None:
+def test_longer_window_of_an_earlier_attempt_is_replicated_first(shm: Path) -> None:
     """The job was started again with a shorter --sparse-ckpt-max-window."""
     events, of_now = Events(), capacity(window=1)
     stores = [NodeStore(shm, 'run1', f'node{rank}') for rank in (0, 1)]
@@ -320,7 +320,7 @@ def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows)
 
 
 def test_a_replica_whose_file_was_removed_is_sent_again(shm: Path, own: OwnerWindows) -> None:
-    """By somebody who cleans up, on the node of the holder, while it was received."""
+    """A cleanup on the node of the holder removed it during the transfer."""
     events = Events()
     with serving(shm) as server, replicating(events, server.address) as replicator:
         file = own.begin(named(0))

@@ -29,7 +29,7 @@ def shm() -> Iterator[Path]:
         yield path
 
 
-def test_files_have_pages_for_the_window_in_force_and_get_more_within_the_plan(
+def test_files_have_pages_for_the_window_in_force_and_grow_within_the_plan(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Own ones and replicas, to the byte of what the plan says of windows of that length."""

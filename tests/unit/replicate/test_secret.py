@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job comes to a secret, and who does not get to know it."""
+"""Where the secret of a job comes from, and which processes never learn it."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -89,7 +89,7 @@ def contents(of: TCPStore) -> list[bytes]:
     return found
 
 
-def test_what_is_given_is_used_and_known_to_who_joins_anywhere(
+def test_given_secret_is_used_and_lets_any_node_join(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, GIVEN)
@@ -102,7 +102,7 @@ def test_what_is_given_is_used_and_known_to_who_joins_anywhere(
     assert not any(found in content or GIVEN.encode() in content for content in contents(result))
 
 
-def test_what_is_drawn_is_known_on_the_nodes_that_the_job_began_on_alone(shm: Path) -> None:
+def test_generated_secret_is_known_only_on_the_first_nodes(shm: Path) -> None:
     result = store()
     node = NodeStore(shm, 'run', 'a')
     found = agree(Ranks(result, 0, ''), node)
@@ -119,7 +119,7 @@ def test_what_is_drawn_is_known_on_the_nodes_that_the_job_began_on_alone(shm: Pa
         agree(Ranks(result, 0, '', joining=True), node)
 
 
-def test_a_file_that_others_can_read_or_have_made_is_no_secret(shm: Path) -> None:
+def test_readable_or_foreign_file_is_no_secret(shm: Path) -> None:
     result, node = store(), NodeStore(shm, 'run', 'a')
     agree(Ranks(result, 0, ''), node)
     file = node.shared / 'secret'
@@ -130,7 +130,7 @@ def test_a_file_that_others_can_read_or_have_made_is_no_secret(shm: Path) -> Non
         file.chmod(0o600)
 
 
-def test_a_full_node_keeps_nothing_and_says_so(
+def test_full_node_keeps_no_secret_and_reports_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / 'run').write_text('in the way')
@@ -147,7 +147,7 @@ def test_a_full_node_keeps_nothing_and_says_so(
         ('short', 'short', 'could be guessed'),
     ],
 )
-def test_what_is_given_in_part_or_can_be_guessed_is_refused(
+def test_partial_or_weak_secret_is_refused(
     shm: Path, monkeypatch: pytest.MonkeyPatch, own: str, other: str, problem: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, own)

@@ -110,7 +110,7 @@ def test_memory_that_cannot_be_pinned_fails_the_set_up_and_is_freed(
     assert not [path for path in shm.rglob('*') if path.is_file()]
 
 
-def test_the_log_is_reserved_meanwhile(
+def test_log_is_reserved_in_parallel(
     shm: Path, served: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_time: list[bool] = []

@@ -142,7 +142,7 @@ def send(twins: Twins, file: WindowFile, owner: int = 0) -> None:
     put_window(client, file, owner=owner)
 
 
-def test_each_is_the_twin_of_the_other_and_keeps_no_more_than_stubs(twins: Twins) -> None:
+def test_twins_keep_only_stubs_of_each_other(twins: Twins) -> None:
     for memory in twins.ranks:
         assert memory.copies.twins == [(1,), (0,)] and memory.copies.holders == [(), ()]
         assert memory.plan.by_kind()['replicas'] == GENERATIONS * in_pages(STUB)
@@ -152,7 +152,7 @@ def test_each_is_the_twin_of_the_other_and_keeps_no_more_than_stubs(twins: Twins
         assert f'spares {SLOT} bytes an iteration' in memory.describe()
 
 
-def test_a_lost_window_comes_back_from_the_twin_with_every_bit(twins: Twins) -> None:
+def test_lost_window_is_restored_from_the_twin_with_every_bit(twins: Twins) -> None:
     """Also what is not the same on both: some tensors, and the context with the random state."""
     file = twins.capture(0)
     captured = bits(file)
@@ -173,7 +173,7 @@ def test_a_lost_window_comes_back_from_the_twin_with_every_bit(twins: Twins) -> 
     assert bits(found.file) == captured
 
 
-def test_who_lost_a_window_fetches_it_while_the_twin_has_its_own_alone(twins: Twins) -> None:
+def test_lost_window_is_fetched_while_the_twin_has_only_its_own(twins: Twins) -> None:
     """The twin's window is not the owner's: nothing was sent of that."""
     twins.capture(0)
     twins.capture(1)
@@ -203,7 +203,7 @@ def test_a_stub_waits_until_the_twin_has_captured_the_same(twins: Twins) -> None
     assert HeldWindow(CANDIDATE, 0) in twins.held(1)
 
 
-def test_a_window_whose_base_is_gone_is_not_there(twins: Twins) -> None:
+def test_window_without_its_base_does_not_exist(twins: Twins) -> None:
     file = twins.capture(0)
     twins.capture(1)
     send(twins, file)
@@ -259,7 +259,7 @@ def test_a_new_process_of_the_twin_finds_its_stubs(twins: Twins) -> None:
     assert bits(twins.ranks[0].fetch(CANDIDATE, 1, lambda file, header: None)) == captured
 
 
-def test_what_tells_if_a_recovery_is_exact_is_what_the_owner_captured(twins: Twins) -> None:
+def test_verification_uses_the_headers_of_the_owner(twins: Twins) -> None:
     """Complete or not: the checksums of the owner, and of all tensors."""
     file = twins.capture(0, start=3)
     headers = file.headers()
@@ -269,7 +269,7 @@ def test_what_tells_if_a_recovery_is_exact_is_what_the_owner_captured(twins: Twi
     assert twins.ranks[0].captured_after(0) == headers[:1]
 
 
-def test_windows_take_turns(twins: Twins) -> None:
+def test_twin_keeps_the_newest_two_stubs(twins: Twins) -> None:
     for start in range(0, 5 * WINDOW, WINDOW):
         file = twins.capture(0, start)
         twins.capture(1, start)
@@ -305,9 +305,7 @@ def followed(twins: Twins) -> Iterator[Followed]:
     followed.replicator.stop()
 
 
-def test_a_window_counts_once_the_twin_has_it_without_a_word(
-    twins: Twins, followed: Followed
-) -> None:
+def test_window_counts_once_the_twin_has_captured_it(twins: Twins, followed: Followed) -> None:
     followed.submit(twins.capture(0))
     wait_for(lambda: twins.ranks[1].server._inboxes[0]._receiving is not None)
     assert followed.replicated == []

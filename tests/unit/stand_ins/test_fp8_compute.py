@@ -15,7 +15,7 @@ FP32 = torch.float32
 DELAYED = fp8_compute.Recipe(True, fp8_compute.E5M2, 1, 4, 'max')
 
 
-def test_delayed_scaling_keeps_what_passes_and_evaluations_leave() -> None:
+def test_delayed_scaling_keeps_the_state_after_passes_and_evaluations() -> None:
     facts = scaling_rules.facts_of_scaling(
         fp8_compute.Linear(), lambda: fp8_compute.autocast(DELAYED, None), 'cpu'
     )

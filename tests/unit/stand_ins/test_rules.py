@@ -18,7 +18,7 @@ from tests.stand_ins.rules import BF16, FP8, FP16, FP32
 @pytest.mark.parametrize(
     ('kind', 'of_empty_group'), [(FusedAdam, 3), (OlderFusedAdam, None)], ids=['newer', 'older']
 )
-def test_adam_counts_by_group_and_leaves_alone_what_has_no_gradient(
+def test_adam_counts_steps_by_group_and_skips_parameters_without_gradient(
     kind: type[FusedAdam], of_empty_group: int | None
 ) -> None:
     facts = rules.facts_of_adam(kind, 'cpu')
@@ -35,7 +35,7 @@ def test_states_of_random_numbers_are_generators_that_live_on() -> None:
 
 
 @pytest.mark.parametrize('adam_w_mode', [True, False])
-def test_adam_computes_what_adam_computes(adam_w_mode: bool) -> None:
+def test_stand_in_adam_computes_the_results_of_adam(adam_w_mode: bool) -> None:
     torchs = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
 
     def make(groups: list, *, adam_w_mode: bool, **settings: object) -> torch.optim.Optimizer:
@@ -80,7 +80,7 @@ def test_nothing_is_put_aside_for_frozen_weights() -> None:
 
 
 @pytest.mark.parametrize('name', rules.FORMATS)
-def test_low_precision_state_has_its_form_and_stays_where_it_is(name: str) -> None:
+def test_low_precision_state_keeps_its_form_and_its_storage(name: str) -> None:
     formats = rules.FORMATS[name]
     facts = rules.facts_of_precision(FusedAdam, formats, 'cpu')
     remainders = (formats.weight, formats.master) == (BF16, FP32)
@@ -98,7 +98,7 @@ def test_low_precision_state_has_its_form_and_stays_where_it_is(name: str) -> No
 
 
 @pytest.mark.parametrize('name', rules.FORMATS)
-def test_low_precision_adam_computes_what_adam_computes_but_for_rounding(name: str) -> None:
+def test_low_precision_adam_equals_adam_up_to_rounding(name: str) -> None:
     formats = rules.FORMATS[name]
     exact = rules.facts_of_precision(FusedAdam, rules.Formats(FP32, FP32), 'cpu').values
     found = rules.facts_of_precision(FusedAdam, formats, 'cpu').values
@@ -108,7 +108,7 @@ def test_low_precision_adam_computes_what_adam_computes_but_for_rounding(name: s
         torch.testing.assert_close(found[part], exact[part], rtol=coarse, atol=coarse * largest)
 
 
-def test_masters_as_remainders_are_those_of_fp32() -> None:
+def test_remainders_give_the_masters_of_fp32() -> None:
     """The weight is rounded half away from zero, so a step later it may differ; not so at first."""
     weights, adam = rules.precise_adam(FusedAdam, rules.FORMATS['remainders'], 'cpu')
     plain = torch.nn.Parameter(weights[0].detach().float())

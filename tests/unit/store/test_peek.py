@@ -17,7 +17,7 @@ def served() -> TCPStore:
 )
 def test_peek_returns_the_value_or_none(store: Store) -> None:
     assert peek(store, 'key') is None
-    assert not store.check(['key']), 'who looks leaves nothing'
+    assert not store.check(['key']), 'a look leaves nothing'
     for value in (b'a value', b'', b'\0\xff'):
         store.set('key', value)  # type: ignore[arg-type]
         assert peek(store, 'key') == value == store.get('key')

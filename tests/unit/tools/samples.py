@@ -19,7 +19,7 @@ _DEFAULTS: dict[type[Event], dict[str, Any]] = {
 
 
 def event(kind: type[Event], rank: int, time: float, **fields: Any) -> Event:
-    """An event; fields that matter to nobody here are filled in."""
+    """An event; irrelevant fields are filled in."""
     return kind(rank=rank, time=time, **{**_DEFAULTS.get(kind, {}), **fields})
 
 

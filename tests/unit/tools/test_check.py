@@ -36,7 +36,7 @@ WHOLE_JOB = 'protected: yes; localized: no: a failure restarts all workers'
         ),
     ],
 )
-def test_what_leaves_the_whole_job_only_is_said(
+def test_flags_for_whole_job_recovery_are_reported(
     flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(['--', *JOB, *flags.split()]) == 0
@@ -63,7 +63,7 @@ def test_a_refusal_has_status_2(flags: str, said: str, capsys: pytest.CaptureFix
     assert last == 'protected: no, a job of world size 1 would not start'
 
 
-def test_all_refusals_are_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_refusals_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     flags = '--optimizer sgd --save-params-interval 5 --sparse-ckpt-disk /nowhere'
     assert main(['--', *JOB, *flags.split()]) == 2
     refused = capsys.readouterr().out.splitlines()[:-1]

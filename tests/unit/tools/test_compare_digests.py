@@ -55,7 +55,7 @@ def test_one_changed_entry_is_named_by_rank_and_kind(
 
 
 @pytest.mark.parametrize(('other', 'said'), [('rng/torch', True), ('loss_scale', False)])
-def test_where_only_generators_differ_it_says_so(
+def test_difference_of_generators_alone_is_explained(
     first: Path, tmp_path: Path, other: str, said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = state()

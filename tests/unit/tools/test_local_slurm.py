@@ -20,7 +20,7 @@ def test_a_node_of_no_cluster_cannot_be_lost(
     assert f'local_slurm: n2 is no node of {tmp_path}' in capsys.readouterr().err
 
 
-def test_a_node_that_there_never_is_is_refused(tmp_path: Path) -> None:
+def test_unknown_node_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as refused:
         main(['lose', str(tmp_path), 'n9'])
     assert refused.value.code == 2
@@ -34,7 +34,7 @@ def test_a_node_that_there_never_is_is_refused(tmp_path: Path) -> None:
         (0, True, True, 'has a cluster already'),
     ],
 )
-def test_start_says_what_is_missing(
+def test_start_names_missing_programs(
     user: int,
     programs: bool,
     there: bool,
@@ -74,7 +74,7 @@ def test_a_cluster_that_runs_is_not_ended_by_another_start(
         job.kill()
 
 
-def test_stopping_what_does_not_run_is_no_error_and_said(
+def test_stop_without_a_cluster_is_reported_and_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(['stop', str(tmp_path)]) == 0

@@ -14,7 +14,7 @@ def found(capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_copies_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_of_ranks_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     report = found(capsys, 'ranks', '--nodes', '12', '--gpus-per-node', '2', '--failed', '3')
     assert report['ranks'] == 24
     one, two, three = report['placements']
@@ -34,7 +34,7 @@ def test_copies_stay_below_a_switch_and_count_data_parallel_ones(
     assert one['survival'][0]['probability'] == 1.0
 
 
-def test_replicas_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_of_experts_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ('--nodes', '10', '--slots', '6', '--experts', '16', '--skew', '2')
     report = found(capsys, 'experts', *flags)
     assert sum(report['replicas']) == 60
@@ -57,7 +57,7 @@ def test_tables_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (['experts', '--nodes', '4', '--slots', '1', '--experts', '3'], 'need more than the 4'),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_input_is_refused(
     flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 2

@@ -48,7 +48,7 @@ def draw(tmp_path: Path, plain: str, sparse: str, *flags: str) -> Path:
     return picture
 
 
-def test_a_failure_is_a_line_and_none_is_invented(tmp_path: Path) -> None:
+def test_each_failure_is_one_line_in_the_plot(tmp_path: Path) -> None:
     killed = red_pixels(draw(tmp_path, plain_log(), killed_log(), '--dense-bytes', '400'))
     assert killed.max() > 200, 'a dashed line over the height of the upper plot'
     assert red_pixels(draw(tmp_path, plain_log(), plain_log())).sum() == 0

@@ -43,7 +43,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / 'out' / 'data'
 
 
-def test_bytes_come_back_exactly(tmp_path: Path, out: Path) -> None:
+def test_bytes_are_read_back_exactly(tmp_path: Path, out: Path) -> None:
     source = tmp_path / 'any.dat'
     source.write_bytes(EVERY_BYTE)
     assert main(['--input', str(source), '--output-prefix', str(out)]) == 0
@@ -73,7 +73,7 @@ def test_pieces_of_an_endless_line_keep_characters_whole(tmp_path: Path, shift: 
         piece.decode('utf-8')
 
 
-def test_folder_is_read_in_order_without_what_is_no_text(tmp_path: Path, out: Path) -> None:
+def test_folder_is_read_in_order_without_binary_files(tmp_path: Path, out: Path) -> None:
     contents = {
         'b/2.md': b'four',
         'a.txt': b'one',
@@ -212,7 +212,7 @@ def test_unusable_input_is_named_and_leaves_nothing(
     assert not out.parent.exists() or not files_in(out.parent)
 
 
-def test_folder_without_text_says_what_counts_as_text(
+def test_folder_without_text_names_the_text_suffixes(
     tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(['--input', str(tmp_path), '--output-prefix', str(out)]) == 1
@@ -236,7 +236,7 @@ def test_unwritable_place_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert message in capsys.readouterr().err
 
 
-def test_text_tokenizer_refuses_what_is_not_utf8(
+def test_text_tokenizer_refuses_other_encodings(
     tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / 'latin1.txt').write_bytes('grün'.encode('latin-1'))

@@ -117,7 +117,7 @@ def scrape(port: int) -> dict[tuple[str, ...], float]:
             with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=10) as answer:
                 text = answer.read().decode()
         except OSError:  # no process listens yet, or it is too slow
-            assert time.monotonic() < deadline, 'nobody answers'
+            assert time.monotonic() < deadline, 'no process answers'
             time.sleep(0.05)
             continue
         return {

@@ -44,14 +44,14 @@ def test_a_window_of_one_iteration_is_exact_in_any_layout() -> None:
     require_exact(candidate(1), 2)
 
 
-def test_ranks_that_are_missing_are_counted() -> None:
+def test_missing_ranks_are_counted() -> None:
     with pytest.raises(NodesMissing, match='has 3 slots.*1 of its ranks are missing') as refused:
         require_exact(candidate(3), 3)
     assert refused.value.ranks == 4
 
 
 @pytest.mark.parametrize('started', [4, 6])
-def test_more_nodes_are_not_waited_for_where_none_are_missing(started: int) -> None:
+def test_complete_layout_does_not_wait_for_more_nodes(started: int) -> None:
     with pytest.raises(UserError, match='start that layout again'):
         require_exact(candidate(3), started)
 
@@ -60,7 +60,7 @@ def test_more_nodes_are_not_waited_for_where_none_are_missing(started: int) -> N
     ('given', 'counting'),
     [({}, [False, True]), ({'strategy': 'checkfreq', 'disk': '/disk'}, [True])],
 )
-def test_host_memory_is_no_source_where_the_disk_alone_is(
+def test_disk_only_strategy_ignores_host_memory(
     given: dict[str, Any], counting: list[bool]
 ) -> None:
     window = Window(WindowName(4, 'plan'), 1)

@@ -43,7 +43,7 @@ cuts = st.lists(st.integers(0, 40), min_size=1, max_size=6, unique=True).map(
 
 
 @given(cuts, cuts, st.lists(st.integers(0, 5), min_size=7, max_size=7), st.integers(1, 3))
-def test_every_element_comes_once_and_from_its_place(
+def test_every_element_is_read_once_from_its_place(
     old: list[int], new: list[int], owners: list[int], copies: int
 ) -> None:
     spans = list(zip(old, old[1:], strict=False))
@@ -87,7 +87,7 @@ def test_owners_that_contradict_each_other_are_named() -> None:
 
 
 @given(cuts, st.sampled_from([1, 2, 5]), st.sampled_from([1, 2, 5]))
-def test_shards_of_one_number_become_those_of_another(
+def test_shards_are_redivided_for_another_number_of_ranks(
     old: list[int], before: int, after: int
 ) -> None:
     """Each of 4 rows of 10 elements is divided; shards are cut as a sharded optimizer does."""

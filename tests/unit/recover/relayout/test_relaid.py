@@ -212,7 +212,7 @@ def test_a_rank_has_its_own_names_ranges_and_stamp(
     assert bool(fetcher.remote) == (rank == 1)  # owner 3 is on node b only
 
 
-def test_a_damaged_record_comes_from_a_replica(
+def test_damaged_record_is_read_from_a_replica(
     job: Callable[..., Job], shm: Path, tmp_path: Path
 ) -> None:
     made = job()
@@ -247,7 +247,7 @@ def test_a_file_that_is_too_small_is_not_begun(job: Callable[..., Job], tmp_path
     assert not file.slots()
 
 
-def test_missing_owners_are_known(job: Callable[..., Job]) -> None:
+def test_missing_owners_are_listed(job: Callable[..., Job]) -> None:
     found = job({'a': [(0, 0)], 'b': [(3, 3)]}).found()
     assert not found.complete
     assert found.missing == [1, 2]
@@ -279,7 +279,7 @@ def test_a_live_job_of_another_layout_is_not_read(
     assert stock(Shelf(NodeStore(shm, NEW, 'a'), None)).seen
 
 
-def test_what_is_removed_is_gone_and_the_own_layout_stays(shm: Path) -> None:
+def test_removal_deletes_other_layouts_and_keeps_the_own_one(shm: Path) -> None:
     leave(shm, SPREAD)
     leave(shm, {'a': [(0, 0)]}, run=NEW)
     shelf = Shelf(NodeStore(shm, NEW, 'a'), None)
@@ -290,7 +290,7 @@ def test_what_is_removed_is_gone_and_the_own_layout_stays(shm: Path) -> None:
     assert [path.name for path in shm.iterdir()] == [NEW]
 
 
-def test_directories_of_a_run_are_those_of_its_layouts(shm: Path) -> None:
+def test_run_has_one_directory_per_layout(shm: Path) -> None:
     for name in ('run', OLD, NEW, 'run.1', 'runs', 'run.aaaaaaaa.bbbbbbbb', 'run.AAAAAAAA'):
         (shm / name / 'a').mkdir(parents=True)
     assert directories_of(shm, 'run') == ['run', OLD, NEW]

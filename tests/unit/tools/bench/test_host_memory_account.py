@@ -9,7 +9,7 @@ from tests.unit.memory.samples import capacity, commit, tmpfs_directory
 from tools.bench.host_memory import files_by_kind, private_bytes
 
 
-def test_files_are_told_apart_by_holder_and_state() -> None:
+def test_files_are_distinguished_by_holder_and_state() -> None:
     with tmpfs_directory() as shm:
         store = NodeStore(shm, 'run', 'node')
         for owner in (0, 1):
@@ -23,7 +23,7 @@ def test_files_are_told_apart_by_holder_and_state() -> None:
     assert found['log'] == mmap.PAGESIZE
 
 
-def test_private_memory_of_a_process_grows_with_what_it_keeps() -> None:
+def test_private_memory_of_a_process_grows_with_its_allocations() -> None:
     before = private_bytes(os.getpid())
     kept = bytearray(b'x') * 2**26
     after = private_bytes(os.getpid())

@@ -78,7 +78,7 @@ def test_runs_that_end_differently_are_noticed(digest: str, identical: bool) -> 
     assert report_of(1.0, digest=digest).identical == {'bf16': identical}
 
 
-def test_exit_status_says_whether_the_runs_are_identical(
+def test_exit_status_shows_whether_runs_are_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for digest, status in (('same', 0), ('other', 1)):
@@ -124,7 +124,7 @@ def test_ranks_are_two_per_stage(ranks: int, stages: str) -> None:
     assert flags[flags.index('--expert-model-parallel-size') + 1] == '2'
 
 
-def test_another_checkout_takes_its_turn_after_ours(tmp_path: Path) -> None:
+def test_other_checkout_runs_after_this_one(tmp_path: Path) -> None:
     assert AGAINST not in BENCH.variants
     both = BENCH._replace(against=tmp_path).variants
     assert both[both.index(SPARSE) + 1] == AGAINST
@@ -191,7 +191,7 @@ def test_all_configurations_of_the_paper_are_trained() -> None:
 
 
 @pytest.mark.parametrize('name', FORMATS)
-def test_flags_are_those_of_upstream_and_of_the_formats(name: str) -> None:
+def test_flags_include_those_of_upstream_and_of_the_formats(name: str) -> None:
     args = parsed(*BENCH._replace(precision=name, stand_ins=True).training_flags())
     kept = PRECISIONS['bf16' if name == AGAIN else name]
     assert ('fp8' if args.fp8_param_gather else 'fp16' if args.fp16 else 'bf16') == kept.compute
@@ -201,7 +201,7 @@ def test_flags_are_those_of_upstream_and_of_the_formats(name: str) -> None:
     assert args.seed == (4321 if name == AGAIN else 1234)
 
 
-def test_stand_ins_are_asked_for(
+def test_missing_transformer_engine_is_refused_with_a_hint_at_stand_ins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr('importlib.util.find_spec', lambda name: None)

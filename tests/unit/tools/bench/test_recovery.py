@@ -109,7 +109,7 @@ def run_log(*numbers: int) -> RunLog:
     return RunLog([[Iteration(64.5 + n, n, 500.0, 5.0) for n in numbers]], [])
 
 
-def test_phases_of_a_localized_recovery_are_those_of_the_stage_that_went_back() -> None:
+def test_localized_recovery_has_the_phases_of_the_rolled_back_stage() -> None:
     found = reports.sparse_recovery(run_log(35, 39, 40, 41), 100.0, localized(), [])
     assert found.seconds == pytest.approx(5.5)
     assert found.phases == pytest.approx(
@@ -148,7 +148,7 @@ def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
     return reports.summarize(HARDWARE, 4, (lose, 30, 20), rounds)
 
 
-def test_summary() -> None:
+def test_summary_has_ratios_and_exactness() -> None:
     found = report()
     assert found.methods[reports.DISK].ratio.median == pytest.approx(10.0)
     assert found.exact, 'plain checkpoints need not lead to the same bits'
@@ -156,7 +156,7 @@ def test_summary() -> None:
     reports.print_report(found, Console(quiet=True))
 
 
-def test_where_all_are_killed_a_job_comes_back_as_a_whole() -> None:
+def test_total_loss_recovers_the_whole_job() -> None:
     found = report(lose=recovery.ALL)
     assert list(found.methods) == [reports.WHOLE, reports.DISK]
     assert found.methods[reports.DISK].ratio.median == pytest.approx(30 / 18)
@@ -172,7 +172,7 @@ def test_exit_status_is_that_of_sparse_checkpointing(monkeypatch: pytest.MonkeyP
         assert recovery.main([]) == status
 
 
-def test_some_ways_alone() -> None:
+def test_selected_methods_run_alone() -> None:
     args = recovery.parse_arguments(['--only', reports.DISK, reports.SPARE])
     bench = recovery.Bench(Path(), Path(), 4, only=args.only)
     assert bench.methods == [reports.SPARE, reports.DISK]

@@ -29,7 +29,7 @@ def report(different: list[str]) -> SpareNodeReport:
     )
 
 
-def test_report_says_both_ways_and_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_has_both_variants_and_differences(capsys: pytest.CaptureFixture[str]) -> None:
     spare_node.show(report(['experts']), Console(width=120))
     text = capsys.readouterr().out
     for shown in (IN_ADVANCE, LATER, '2.00', '1.50', '1.00', '0.00', 'Final states: experts.'):
@@ -47,7 +47,7 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize('reserves', [True, False])
-def test_what_lies_ready_is_counted_when_the_node_is_lost(
+def test_reserved_memory_is_counted_at_the_loss(
     reserves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Sequence[Sequence[int]]] = []
@@ -64,7 +64,7 @@ def test_what_lies_ready_is_counted_when_the_node_is_lost(
     assert starter.in_advance == 8192 and starter.lost_at is not None
 
 
-def test_the_environment_of_the_job_ends_with_it(tmp_path: Path) -> None:
+def test_environment_of_the_job_is_restored_after_it(tmp_path: Path) -> None:
     before = dict(os.environ)
     launch: Any = Launch(tmp_path, [], 2, 1, variables={'MOEVEMENT_TEST_ONLY': 'x'})
     with spare_node._environment(launch):

@@ -63,7 +63,7 @@ class TestAim:
         return aim.catch(lambda: worker.poll() is None)
 
     @pytest.mark.parametrize('aimed', [Phase.MEET, Phase.FETCH, Phase.POST_STEP])
-    def test_worker_stands_still_in_the_phase(
+    def test_caught_worker_is_stopped_in_the_phase(
         self, aimed: Phase, tmp_path: Path, worker: Callable[..., subprocess.Popen]
     ) -> None:
         process = worker('detect,meet,respawn,regroup,fetch,regroup,post-step,first-iteration,over')
@@ -76,12 +76,12 @@ class TestAim:
     @pytest.mark.parametrize(
         ('phases', 'scope'), [('detect,meet,over', 'localized'), ('detect', 'whole job')]
     )
-    def test_no_such_phase(
+    def test_missing_phase_catches_nothing(
         self, phases: str, scope: str, tmp_path: Path, worker: Callable[..., subprocess.Popen]
     ) -> None:
         assert self.catch(tmp_path, Phase.CONVERT, worker(phases, scope)) is None
 
-    def test_the_recovery_before_is_none_of_its_business(
+    def test_events_of_an_earlier_recovery_are_ignored(
         self, tmp_path: Path, worker: Callable[..., subprocess.Popen]
     ) -> None:
         process = worker('first-iteration,over,detect,meet,first-iteration,over')

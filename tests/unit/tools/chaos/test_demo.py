@@ -142,18 +142,18 @@ def test_anything_but_a_localized_recovery_is_refused(events: Events, complaint:
         check(events)
 
 
-def test_the_log_of_the_last_rank_goes_on_in_one_attempt() -> None:
+def test_log_of_the_last_rank_has_one_attempt() -> None:
     attempts = [logged((27, 99.0), (28, 99.9)), logged((29, 117.0))]
     with pytest.raises(LabError, match='not localized'):
         check(good_events(), RunLog(attempts, []))
 
 
-def test_a_job_that_does_not_go_on_is_refused() -> None:
-    with pytest.raises(LabError, match='no iteration was logged after .* 28'):
+def test_job_without_a_new_iteration_is_refused() -> None:
+    with pytest.raises(LabError, match='never got beyond iteration 28'):
         check(good_events(), RunLog([logged((28, 99.9))], []))
 
 
-def test_recovered_when_every_rank_says_so() -> None:
+def test_job_has_recovered_when_every_rank_reports_it() -> None:
     assert demo_summary.all_recovered(good_events())
     assert not demo_summary.all_recovered(without(Recovered, 1))
 
@@ -197,7 +197,7 @@ def test_the_last_line_keeps_its_format() -> None:
     )
 
 
-def test_another_final_state_is_said() -> None:
+def test_different_final_state_is_reported() -> None:
     found = result(digest='b' * 64)
     assert not found.bit_identical
     assert found.line().startswith('demo: bit_identical=false ')

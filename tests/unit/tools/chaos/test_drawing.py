@@ -23,7 +23,7 @@ class TestFaults:
         assert draw_faults(7, 30, KINDS, 2, 2) != draw_faults(8, 30, KINDS, 2, 2)
 
     @pytest.mark.parametrize('kinds', [KINDS, [Kind.KILL], [Kind.NODE]])
-    def test_no_two_faults_are_alike(self, kinds: list[Kind]) -> None:
+    def test_no_two_faults_are_equal(self, kinds: list[Kind]) -> None:
         faults = draw_faults(3, 60, kinds, 2, 1)
         assert len({(fault.kind, fault.victims, fault.after) for fault in faults}) == 60
         assert {fault.kind for fault in faults} == set(kinds)
@@ -41,7 +41,7 @@ class TestFaults:
         for fault in aimed:
             assert (fault.kind, len(fault.victims), fault.apart_s) == (Kind.KILL, 1, 0)
 
-    def test_victims(self) -> None:
+    def test_victims_match_the_kind_of_fault(self) -> None:
         for fault in draw_faults(5, 200, KINDS, 2, 2):
             match fault.kind:
                 case Kind.NODE:
@@ -58,7 +58,7 @@ class TestFaults:
             assert set(fault.victims) <= set(range(4))
             assert fault.after >= 0 and 0.0 <= fault.phase <= 2.0
 
-    def test_some_come_at_once_and_some_double_the_same_rank(self) -> None:
+    def test_some_faults_follow_at_once_and_some_hit_a_rank_twice(self) -> None:
         faults = draw_faults(5, 400, KINDS, 2, 2)
         assert any(fault.after == 0 for fault in faults)
         doubles = [fault for fault in faults if fault.kind is Kind.DOUBLE]
@@ -81,7 +81,7 @@ class TestFaults:
         ('pp3', 3, '--num-layers 6'),
     ],
 )
-def test_layout(text: str, ranks: int, flag: str) -> None:
+def test_parsed_layout_has_these_sizes(text: str, ranks: int, flag: str) -> None:
     layout = parse_layout(text)
     assert layout.ranks == ranks
     assert flag in ' '.join(layout.flags())
@@ -95,7 +95,9 @@ class TestConfiguration:
         assert self.drawn(3) == self.drawn(3) != self.drawn(4)
 
     @pytest.mark.parametrize('seed', range(20))
-    def test_twenty_have_everything(self, seed: int) -> None:
+    def test_twenty_configurations_have_all_layouts_precisions_and_features(
+        self, seed: int
+    ) -> None:
         drawn = self.drawn(seed)
         assert {feature for one in drawn for feature in one.features} == set(Feature)
         assert {one.precision for one in drawn} == set(Precision) - NARROW
@@ -107,7 +109,7 @@ class TestConfiguration:
         assert layouts >= {'pp2-ep2', 'pp4', 'pp2-dp2', 'pp2-ep2-vp2', 'pp2-tp2', 'pp3', 'ep2'}
 
     @pytest.mark.parametrize('seed', range(20))
-    def test_only_what_goes_together(self, seed: int) -> None:
+    def test_features_are_drawn_only_with_supported_layouts(self, seed: int) -> None:
         for one in self.drawn(seed):
             assert not {Feature.SAVE, Feature.ASYNC_SAVE} <= set(one.features)
             assert one.nodes * one.workers_per_node == one.layout.ranks
@@ -122,7 +124,7 @@ class TestConfiguration:
     def test_another_attempt_is_another_configuration(self) -> None:
         assert draw_configuration(1, 0, attempt=1) != draw_configuration(1, 0)
 
-    def test_flags_are_those_of_the_features(self) -> None:
+    def test_flags_match_the_features(self) -> None:
         one = Configuration(parse_layout('pp2-ep2'), Precision.FP32, (), 3, 4)
         plain = ' '.join(one.training_flags(Path('text'), 50, Path('run')))
         assert '--bf16' not in plain and '--hidden-dropout 0 ' in plain
@@ -134,7 +136,7 @@ class TestConfiguration:
         assert '--untie' not in full and '--save run/dense' in full and '--fp16' in full
 
     @pytest.mark.parametrize('seed', range(10))
-    def test_half_have_narrow_state_where_that_can_be_had(self, seed: int) -> None:
+    def test_half_of_the_configurations_have_narrow_state_if_available(self, seed: int) -> None:
         wide = self.drawn(seed)
         drawn = [draw_configuration(seed, number, narrow=True) for number in range(20)]
         assert sorted(one.precision for one in drawn if one.precision in NARROW) == sorted(

@@ -25,7 +25,7 @@ def recovered(rank: int, **changes: Any) -> Recovered:
 GOOD = [recovered(rank) for _ in range(2) for rank in range(2)]
 
 
-def test_a_drill_that_is_passed() -> None:
+def test_complete_recovery_passes_the_drill() -> None:
     assert problems(GOOD, 2, 2, []) == []
     first, second = recoveries(GOOD, 2)
     for one in (first, second):
@@ -56,11 +56,13 @@ def test_a_drill_that_is_passed() -> None:
         ),
     ],
 )  # fmt: skip
-def test_one_that_is_not(events: list[Event], kinds: list[str], expected: list[str]) -> None:
+def test_incomplete_recovery_fails_the_drill(
+    events: list[Event], kinds: list[str], expected: list[str]
+) -> None:
     assert problems(events, 2, 2, kinds) == expected
 
 
-def test_what_is_wrong_with_a_gpu_is_said_once_and_is_no_reason_not_to_pass() -> None:
+def test_gpu_problem_is_reported_once_and_does_not_fail_the_drill() -> None:
     worn = DeviceProblem(rank=1, device='GPU-7', harm='worn', what='an NVLink was trained again')
     events = [*GOOD, worn, worn]
     assert devices(events) == ['rank 1: GPU GPU-7: an NVLink was trained again (worn)']
@@ -76,7 +78,7 @@ def test_what_is_wrong_with_a_gpu_is_said_once_and_is_no_reason_not_to_pass() ->
         (['--nodes', '0', '--', '--bf16'], 'give numbers of 1 or more'),
     ],
 )
-def test_mistakes_are_named(
+def test_mistakes_of_the_user_are_named(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2

@@ -25,11 +25,11 @@ def test_nothing_of_the_real_run_is_touched() -> None:
     assert made(*own.split()) == OWN
 
 
-def test_a_store_that_serves_one_run_is_not_asked_for_two() -> None:
+def test_store_of_one_run_is_left_out() -> None:
     assert made('--train-iters', '5000', '--sparse-ckpt-store', '10.0.0.5:29400') == OWN
 
 
-def test_all_else_stays() -> None:
+def test_other_flags_stay() -> None:
     own = '--bf16 --data-path 0.3 a 0.7 b --split 98,2,0 --seed=7 --train-iters=5000'.split()
     own += ['--sparse-ckpt-window', '3', '--lr', '-1e-3']
     kept = '--bf16 --data-path 0.3 a 0.7 b --split 98,2,0 --seed 7'.split()
@@ -51,6 +51,6 @@ def test_the_schedule_is_that_of_the_whole_run() -> None:
         (['--sparse-ckpt-verify', 'off'], '--sparse-ckpt-verify off: a drill is to verify'),
     ],
 )
-def test_what_is_no_drill(flags: list[str], message: str) -> None:
+def test_flags_that_exclude_a_drill_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(LabError, match=message):
         made(*flags)

@@ -92,7 +92,7 @@ def value(start: Start, flag: str) -> str | None:
     return start.flags[start.flags.index(flag) + 1] if flag in start.flags else None
 
 
-def test_each_life_is_killed_after_what_the_one_before_has_logged(
+def test_each_attempt_is_killed_after_the_iterations_of_the_previous_one(
     jobs: FakeJobs, tmp_path: Path
 ) -> None:
     lived = [*campaign(jobs, tmp_path).live()]
@@ -101,7 +101,7 @@ def test_each_life_is_killed_after_what_the_one_before_has_logged(
     assert jobs.starts[3].fail_at.endswith(',0:7:relay,0:8:relay')
 
 
-def test_plain_megatron_goes_through_the_same_layouts(jobs: FakeJobs, tmp_path: Path) -> None:
+def test_plain_megatron_trains_in_the_same_layouts(jobs: FakeJobs, tmp_path: Path) -> None:
     """The second life has trained nothing that counts: the third begins where it began."""
     ran = campaign(jobs, tmp_path)
     assert len([*ran.live()]) == 5
@@ -123,7 +123,7 @@ def test_another_state_is_named_but_not_a_stream_of_random_numbers(
 
 
 @pytest.mark.parametrize(('leak', 'wrong'), [(0, None), (3, 'life 1 left')])
-def test_a_tmpfs_that_fills_is_noticed(
+def test_growing_tmpfs_is_detected(
     leak: int, wrong: str | None, jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr('tools.chaos.elastic._FIRST', 1)
@@ -134,7 +134,7 @@ def test_a_tmpfs_that_fills_is_noticed(
     assert (ran.growth() is None) == (wrong is None)
 
 
-def test_a_life_that_was_not_killed_while_it_put_windows_together_is_wrong(
+def test_attempt_that_survives_its_fault_point_is_an_error(
     jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f'{__name__}.BEGAN', [None, 3, 3, 7, 7])
@@ -142,7 +142,7 @@ def test_a_life_that_was_not_killed_while_it_put_windows_together_is_wrong(
         list(campaign(jobs, tmp_path).live())
 
 
-def test_a_life_that_begins_before_a_window_of_all_ranks_is_wrong(
+def test_attempt_that_resumes_before_a_persisted_window_is_an_error(
     jobs: FakeJobs, tmp_path: Path
 ) -> None:
     jobs.persisted[5] = 4
@@ -150,14 +150,14 @@ def test_a_life_that_begins_before_a_window_of_all_ranks_is_wrong(
         list(campaign(jobs, tmp_path).live())
 
 
-def test_what_is_left_at_the_end_is_noticed(jobs: FakeJobs, tmp_path: Path) -> None:
+def test_files_left_at_the_end_are_detected(jobs: FakeJobs, tmp_path: Path) -> None:
     ran = campaign(jobs, tmp_path)
     assert len([*ran.live()]) == 5
     ran.lived[-1] = ran.lived[-1]._replace(layouts=1, nbytes=4096)
     assert ran.growth() == '1 layouts with 4096 bytes are left at the end'
 
 
-def test_lives_are_those_of_the_seed_and_no_layout_comes_twice_in_a_row() -> None:
+def test_seed_draws_attempts_without_repeated_layouts() -> None:
     lives = draw_lives(1, 20)
     assert lives == draw_lives(1, 20) != draw_lives(2, 20)
     assert len(lives) == 21 and lives[-1].nodes == 2

@@ -53,10 +53,12 @@ class TestLanding:
             'new and still importing',
         ],
     )
-    def test_second_fault(self, pid: int, at: float, expected: Phase) -> None:
+    def test_second_fault_lands_in_the_phase_of_its_victim(
+        self, pid: int, at: float, expected: Phase
+    ) -> None:
         assert landed(self.EVENTS, self.FIRST, at, pid) is expected
 
-    def test_what_the_victim_itself_named_last_counts_however_late(self) -> None:
+    def test_last_phase_of_the_victim_counts_even_if_reported_late(self) -> None:
         events = [*self.EVENTS, phase(2, 'convert', 103.31, 99)]
         assert landed(events, self.FIRST, 103.3, 99) is Phase.CONVERT
 
@@ -64,17 +66,17 @@ class TestLanding:
         assert landed(self.EVENTS[:3], None, 99.0, 10) is Phase.TRAINING
         assert landed([], None, 99.0, 10) is Phase.TRAINING
 
-    def test_first_fault_right_after_a_recovery(self) -> None:
+    def test_first_fault_right_after_a_recovery_lands_in_training(self) -> None:
         events = [phase(0, 'first-iteration', 98.0)]
         assert landed(events, None, 98.1, 10) is Phase.FIRST_ITERATION
 
-    def test_second_fault_after_the_recovery_is_over(self) -> None:
+    def test_second_fault_after_the_recovery_lands_in_training(self) -> None:
         events = [*self.EVENTS, phase(0, 'over', 105.0)]
         assert landed(events, self.FIRST, 106.0, 10) is Phase.TRAINING
 
 
 class TestCoverage:
-    def test_cells_of_a_text(self) -> None:
+    def test_text_is_parsed_to_cells(self) -> None:
         assert parse_cells('meet,fetch:kill') == [
             Cell(Phase.MEET, Kind.KILL),
             Cell(Phase.FETCH, Kind.KILL),
@@ -82,7 +84,7 @@ class TestCoverage:
         assert len(parse_cells(f'{ALL}:kill,node')) == 2 * len(RECOVERY) == 18
 
     @pytest.mark.parametrize('text', ['meet', 'training:kill', 'meet:burn', ':'])
-    def test_wrong_cells(self, text: str) -> None:
+    def test_wrong_cells_are_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match='must be'):
             parse_cells(text)
 

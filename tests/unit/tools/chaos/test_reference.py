@@ -32,21 +32,19 @@ def trained(campaign: Campaign, job: int) -> list[str]:
 
 
 @pytest.mark.parametrize('flags', [PLAINEST, [*PLAINEST, '--window', '5']])
-def test_jobs_that_draw_their_windows_all_train_what_the_one_reference_trains(
-    made, flags: list[str]
-) -> None:
+def test_jobs_with_drawn_windows_share_one_reference(made, flags: list[str]) -> None:
     campaign = made(*flags)
     windows = {campaign.plan.draw(job, 0, 0).window for job in JOBS}
     assert len(windows) == (1 if '--window' in flags else len(windows)) and windows
     assert len({tuple(trained(campaign, job)) for job in JOBS}) == 1
 
 
-def test_the_windows_differ(made) -> None:
+def test_consecutive_jobs_have_different_windows(made) -> None:
     campaign = made(*PLAINEST)
     assert len({campaign.plan.draw(job, 0, 0).window for job in JOBS}) > 2
 
 
-def test_a_reference_of_other_flags_is_not_taken(made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_of_other_flags_is_not_reused(made, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a campaign that goes on with another version of this tool."""
     campaign = made(*PLAINEST)
     folders = []

@@ -25,7 +25,7 @@ def done(number: int, *faults: FaultRecord, identical: bool = True, **fields: An
 
 
 class TestResults:
-    def test_a_campaign_is_gone_on_with(self, tmp_path: Path) -> None:
+    def test_interrupted_campaign_is_continued(self, tmp_path: Path) -> None:
         path = tmp_path / NAME
         before = Results(path)
         before.add(Begun(['--faults', '9'], 7))
@@ -43,7 +43,7 @@ class TestResults:
         after.add(done(2))
         assert [job.number for job in Results(path).jobs] == [1, 2]
 
-    def test_a_line_has_the_names_it_always_had(self, tmp_path: Path) -> None:
+    def test_lines_keep_their_field_names(self, tmp_path: Path) -> None:
         path = tmp_path / NAME
         Results(path).add(done(1, fault(Tier.DISK)))
         assert path.read_text() == (
@@ -59,14 +59,14 @@ class TestResults:
         assert (args.faults, args.configurations, args.seed, args.output) == (9, 3, 7, tmp_path)
         assert args.cover == [Cell(Phase.MEET, Kind.KILL)]
 
-    def test_what_is_no_campaign_is_refused(self, tmp_path: Path) -> None:
+    def test_foreign_file_is_refused_as_a_campaign(self, tmp_path: Path) -> None:
         with pytest.raises(ResultError, match='no campaign to resume'):
             Results(tmp_path / NAME).begun()
         (tmp_path / NAME).write_text('hello\n')
         with pytest.raises(ResultError, match='no results of a campaign'):
             Results(tmp_path / NAME)
 
-    def test_summary(self, tmp_path: Path) -> None:
+    def test_summary_counts_faults_and_losses(self, tmp_path: Path) -> None:
         results = Results(tmp_path / NAME)
         results.add(done(1, fault(Tier.LOCALIZED), fault(Tier.LOCALIZED)))
         lost = {'survivors_lost': ['rank 2'], 'identical': False}
@@ -89,7 +89,9 @@ class TestResults:
             (done(1, fault(Tier.LOCALIZED), failed='stands still'), 2),
         ],
     )
-    def test_exit_status(self, job: JobDone, status: int, tmp_path: Path) -> None:
+    def test_exit_status_follows_the_results(
+        self, job: JobDone, status: int, tmp_path: Path
+    ) -> None:
         results = Results(tmp_path / NAME)
         results.add(job)
         args = argparse.Namespace(max_stall=15.0)

@@ -119,7 +119,7 @@ def test_time_at_the_pace_of_plain_megatron_counts() -> None:
         measuring.span_s(logged((1, 1)))
 
 
-def test_phases_of_a_restart_are_those_of_the_log() -> None:
+def test_phases_of_a_restart_follow_the_log() -> None:
     (back,) = measuring.comebacks(RESTARTED)
     assert back.seconds == 5.5, 'iteration 6 is the first that was not there'
     assert back.phases == dict(zip(PHASES, (2.0, 1.0, 1.5, 1.0), strict=True))
@@ -154,7 +154,7 @@ def test_the_warm_up_does_not_count() -> None:
     assert not since(RunLog(attempts, []), 4).iterations
 
 
-def test_a_save_is_what_its_iteration_takes_longer() -> None:
+def test_save_costs_the_additional_time_of_its_iteration() -> None:
     """Every third iteration saves for half a second; every fourth evaluates for longer."""
     times, now = [], 0.0
     for number in range(1, 13):
@@ -172,7 +172,7 @@ def test_a_save_is_what_its_iteration_takes_longer() -> None:
     assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0
 
 
-def test_a_job_that_never_came_back_is_an_error() -> None:
+def test_job_without_a_new_iteration_is_an_error() -> None:
     job = RESTARTED._replace(trained=Trained(logged((1, 1), (5, 5), (9, 4)), SAME, []))
     with pytest.raises(LabError, match='never got beyond iteration 5'):
         list(measuring.comebacks(job))
@@ -200,7 +200,7 @@ def test_interval_is_the_distance_of_windows() -> None:
     assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
 
 
-def test_lost_tokens_are_those_of_the_newest_recovery_on_each_rank() -> None:
+def test_lost_tokens_follow_the_newest_recovery_of_each_rank() -> None:
     shares = [(0, 0.1), (1, 0.1), (0, 0.3)]
     events = [
         TokensLost(rank=rank, start=6, versions={}, tokens=1.0, lost=2.0, share=share)
@@ -211,7 +211,7 @@ def test_lost_tokens_are_those_of_the_newest_recovery_on_each_rank() -> None:
     assert measuring.lost_tokens(RESTARTED) is None
 
 
-def test_the_simulator_gets_the_same_faults() -> None:
+def test_simulator_receives_the_same_faults() -> None:
     """A restart of 3 s, and a checkpoint every 3 iterations: iterations 4 and 5 are lost."""
     found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3, 0.0)
     # From the first line at 1 s: 4.5 s until the fault keep 3 iterations; 6.5 s after 3 s.
@@ -294,7 +294,7 @@ def test_table_has_all_columns() -> None:
     assert lines[-1] == 'none did not run: why'
 
 
-def test_report_says_what_it_is_worth(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_states_its_conditions(capsys: pytest.CaptureFixture[str]) -> None:
     broken = msgspec.structs.replace(results(0.5, ['experts']), unprotected=1)
     report.print_report(comparison(broken), Console())
     text = capsys.readouterr().out
@@ -331,7 +331,7 @@ def test_rows_with_the_same_losses_are_one_line(tmp_path: Path) -> None:
     assert all(path.stat().st_size > 5000 for path in draw_all(found, tmp_path))
 
 
-def test_validation_losses_are_those_after_the_last_repetition() -> None:
+def test_repeated_validation_losses_replace_earlier_ones() -> None:
     line = ' validation loss at iteration {} | lm loss value: {} | lm loss PPL: 8.1E+01 | '
     end = ' validation loss at iteration 8 on test set | lm loss value: 9.0E+00 | lm loss PPL: 1 |'
     text = '\n'.join([line.format(4, '4.0E+00'), line.format(8, '3.0E+00'),
@@ -342,7 +342,7 @@ def test_validation_losses_are_those_after_the_last_repetition() -> None:
 # ---- the program
 
 
-def test_copies_take_as_long_as_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limited_copies_last_as_long_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     issued: list[object] = []
     monkeypatch.setattr(program.Copier, '_issue', lambda copier, piece: issued.append(piece))

@@ -98,7 +98,7 @@ def logged(*lines: tuple[float, int]) -> RunLog:
 PLAIN = Trained(logged(*((float(number), number) for number in range(1, 17))), SAME, [])
 
 
-def test_figures_are_those_beside_plain_megatron() -> None:
+def test_figures_are_relative_to_plain_megatron() -> None:
     times = [(2.0 * number, number) for number in range(1, 13)]
     job = Trained(logged(*times, (30.0, 12), (31.0, 13)), OTHER, [])
     found = compared(ran(4.0, 2.5, 9_000_000, 24.5), job, ran(2.0, 2.0, 4_000_000, None), PLAIN,
@@ -112,7 +112,7 @@ def test_figures_are_those_beside_plain_megatron() -> None:
                  ran(2, 2, 0, None), PLAIN, [])  # fmt: skip
 
 
-def test_table_says_what_could_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_lists_rows_that_could_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     plain = compared(ran(2, 2, 0, None), PLAIN, ran(2, 2, 0, None), PLAIN, [])
     mine = msgspec.structs.replace(plain, back_s=2.5, different=['experts'])
     rows = {

@@ -12,7 +12,7 @@ from tools.gpu_check.stages import run_stage
 pytestmark = pytest.mark.thorough
 
 
-def test_figures_of_the_probe_outlive_what_fails_after_it(
+def test_figures_of_the_probe_survive_a_later_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The first probe measures a CPU, the second has no directory."""

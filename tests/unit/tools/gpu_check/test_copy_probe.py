@@ -54,9 +54,7 @@ def test_everything_is_measured_and_written(shm: Path, tmp_path: Path) -> None:
     assert not list(shm.iterdir())
 
 
-def test_several_slots_where_one_does_not_hide_and_each_holds_its_iteration(
-    stage: Stage, shm: Path
-) -> None:
+def test_several_slots_hide_a_copy_and_hold_their_iterations(stage: Stage, shm: Path) -> None:
     window = window_of(stage, shm, share=0.75)
     assert window.slots > 1
     assert busy(CPU, stage, window, 1)['identical']
@@ -64,7 +62,7 @@ def test_several_slots_where_one_does_not_hide_and_each_holds_its_iteration(
     assert not window.contents_are([slot + 1 for slot in range(window.slots)])
 
 
-def test_nothing_hides(stage: Stage) -> None:
+def test_copy_without_a_hiding_window_is_infeasible(stage: Stage) -> None:
     with pytest.raises(InfeasiblePlan):
         stage.plan(1000, 0.01, None)
 

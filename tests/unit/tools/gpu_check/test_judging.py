@@ -44,13 +44,13 @@ GOOD_PROBE: dict[str, Any] = {
         ({'small_copy': {'beside': {'p99_ms': 9.0}}}, 'waits 9.0 ms'),
     ],
 )
-def test_copies(figures: dict[str, Any], problem: str) -> None:
+def test_copies_are_judged_by_pinned_bandwidth(figures: dict[str, Any], problem: str) -> None:
     assert copies.judge(GOOD_PROBE) == []
     (found,) = copies.judge({**GOOD_PROBE, **figures})
     assert problem in found
 
 
-def test_goals() -> None:
+def test_costs_of_windows_are_judged_by_their_goals() -> None:
     assert one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 2.0}) == []
     (found,) = one_rank.judge_costs({'plain_ms': 200.0, 'exposed_ms': 3.0})
     assert found == 'with window auto 1.5% of an iteration are exposed, more than 1 %'
@@ -59,7 +59,7 @@ def test_goals() -> None:
 @pytest.mark.parametrize(
     ('name', 'without_engine'), [('transformer-engine', False), ('recorded', True)]
 )
-def test_a_stage_is_run_where_what_it_needs_is(
+def test_stage_runs_where_its_needs_are_met(
     name: str, without_engine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(gpu: bool, engine: bool) -> bool:
@@ -72,7 +72,7 @@ def test_a_stage_is_run_where_what_it_needs_is(
 
 
 @pytest.mark.parametrize('new', [True, False])
-def test_nothing_is_recorded_with_a_torch_that_may_refuse_it(
+def test_recorded_stage_is_left_out_for_older_torch(
     new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Upstream warns of it, and the failure would be of its own."""
@@ -84,7 +84,7 @@ def test_nothing_is_recorded_with_a_torch_that_may_refuse_it(
     assert name in stages.STAGES['recorded'].needs
 
 
-def test_what_a_dry_run_leaves_out() -> None:
+def test_dry_run_omits_the_stages_of_a_gpu() -> None:
     precisions = {f'precision-c{number}' for number in range(1, 6)}
     left_out = set(stages.STAGES) - set(stages.possible(gpu=False))
     assert left_out == {'recorded', 'transformer-engine', *precisions}
@@ -135,7 +135,7 @@ def trained(digest: str = 'a', **fields: Any) -> Trained:
     return Trained(log, state, **{'events': [], 'recovery': None, **fields})
 
 
-def test_states_and_costs() -> None:
+def test_states_and_costs_are_compared() -> None:
     plain = trained()
     assert compare(plain, trained(), 'killed') == []
     (problem,) = compare(plain, trained('b'), 'killed')
@@ -209,7 +209,7 @@ def test_every_test_that_may_be_skipped_on_a_gpu_is_left_out_by_a_marker() -> No
     assert used == known
 
 
-def test_what_a_machine_has_is_not_left_out() -> None:
+def test_tests_of_available_hardware_are_kept() -> None:
     assert own_tests.deselected(2, lambda module: True) == []
     assert own_tests.deselected(1, lambda module: True) == ['two_gpus']
     assert own_tests.deselected(2, lambda module: module != 'pynvml') == ['nvml']

@@ -37,7 +37,7 @@ def put_in_place(
     monkeypatch.setenv('PYTHONPATH', os.pathsep.join([str(folder), str(ROOT)]))
 
 
-def test_groups_that_are_not_connected_anew_are_what_must_go_wrong(
+def test_control_trial_must_fail_to_reconnect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_place(monkeypatch, tmp_path, 'ProcessGroups.renew')
@@ -45,7 +45,7 @@ def test_groups_that_are_not_connected_anew_are_what_must_go_wrong(
     assert (wrong.startswith('rank '), problems) == (True, [])
 
 
-def test_connecting_anew_that_hangs_has_a_time_of_its_own(
+def test_hung_reconnection_has_its_own_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_place(monkeypatch, tmp_path, 'ProcessGroups.renew', 'import time; time.sleep(50)')
@@ -53,13 +53,13 @@ def test_connecting_anew_that_hangs_has_a_time_of_its_own(
     assert control(tmp_path) == ('not all were renewed/0 within 0.5 s', [])
 
 
-def test_a_slow_start_shows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_start_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, '_LIMIT_S', 0.1)
     shown, (problem,) = control(tmp_path)
     assert (shown, 'not all were ready/0 within 0.1 s' in problem) == ('shown nothing', True)
 
 
-def test_a_successor_that_does_not_start_shows_nothing(
+def test_successor_that_does_not_start_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_place(monkeypatch, tmp_path, 'stand_in_for', 'raise SystemExit(7)')
@@ -67,6 +67,6 @@ def test_a_successor_that_does_not_start_shows_nothing(
     assert (shown, 'rank 1 ended with exit status 7' in problem) == ('shown nothing', True)
 
 
-def test_groups_that_all_come_back_show_nothing(tmp_path: Path) -> None:
+def test_control_trial_with_reconnected_groups_proves_nothing(tmp_path: Path) -> None:
     shown, (problem,) = control(tmp_path)
     assert (shown, 'but all came back' in problem) == ('shown nothing', True)

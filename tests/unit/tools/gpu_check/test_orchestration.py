@@ -21,7 +21,7 @@ PASSED = StageResult(True, 3.2, {'gb_s': 51.234567, 'gpu': 'X', 'table': {'a': 1
 FAILED = StageResult(False, 61.0, {}, ['a sum was wrong', 'and another'])
 
 
-def test_a_line_for_each_stage() -> None:
+def test_summary_has_a_line_for_each_stage() -> None:
     lines = summary(Report(HARDWARE, True, {'copies': PASSED, 'nccl': FAILED})).splitlines()
     assert lines[0] == f'gpu_check on a DRY RUN, without a GPU, on {HARDWARE.line()}'
     assert lines[1:] == [
@@ -62,9 +62,7 @@ SHOWN = {
         (False, 'whole_job', 'not shown: the lost rank came back by whole_job'),
     ],
 )
-def test_the_end_answers_what_a_reader_wants_to_know(
-    passed: bool, came_back: str, exact: str
-) -> None:
+def test_summary_ends_with_the_three_main_results(passed: bool, came_back: str, exact: str) -> None:
     figures = {**SHOWN, 'four-rank': {'came_back': came_back}}
     problems = [] if passed else ['3 differ']
     stages = {name: StageResult(passed, 1.0, found, problems) for name, found in figures.items()}
@@ -131,7 +129,7 @@ def test_a_stage_that_takes_too_long_is_ended(tmp_path, monkeypatch) -> None:
     assert set(psutil.Process().children()) <= before
 
 
-def test_a_stage_that_is_ended_on_the_way_keeps_what_it_found(tmp_path) -> None:
+def test_interrupted_stage_keeps_its_findings(tmp_path) -> None:
     so_far = tmp_path / 'tests-so-far.json'
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(run_apart, 'tests', Settings(tmp_path, tmp_path, gpu=False))

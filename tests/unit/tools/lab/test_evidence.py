@@ -56,14 +56,14 @@ class TestRecovery:
     SURVIVORS = [localized(0, 102.0), happened(FailureDetected, 1, 100.2), localized(1, 102.1)]
     REPLACEMENT = [happened(WorkerStarted, 2, 100.5, 99), localized(2, 102.2, 99, replayed=4)]
 
-    def test_localized(self) -> None:
+    def test_localized_recovery_is_recognised(self) -> None:
         back = found([*self.SURVIVORS, *self.REPLACEMENT], [10, 11, 99], (40, 99.9))
         assert back == Recovery(Tier.LOCALIZED, 102.2, 40, 4, 1)
 
-    def test_not_back_while_a_rank_is_missing(self) -> None:
+    def test_job_has_not_recovered_while_a_rank_is_missing(self) -> None:
         assert found(self.SURVIVORS, [10, 11, 99], (40, 99.9)) is None
 
-    def test_what_an_earlier_process_reported_does_not_count(self) -> None:
+    def test_report_of_an_earlier_process_does_not_count(self) -> None:
         assert found([*self.SURVIVORS, *self.REPLACEMENT], [10, 11, 98], (40, 99.9)) is None
 
     def test_an_earlier_recovery_does_not_count(self) -> None:
@@ -74,7 +74,7 @@ class TestRecovery:
         later = happened(FailureDetected, 0, 103.0)
         assert found([*self.SURVIVORS, *self.REPLACEMENT, later], [10, 11, 99], (41, 102.9)) is None
 
-    def test_whole_job(self) -> None:
+    def test_whole_job_recovery_is_recognised(self) -> None:
         tier = {'reason': 'no log', 'tier': 'the whole job'}
         events = [happened(NextTier, 0, 100.5, **tier)]
         for rank in range(2):
@@ -89,18 +89,18 @@ class TestRecovery:
         back = found([*self.SURVIVORS, *self.REPLACEMENT, tier], [10, 11, 99], (40, 99.9))
         assert back.tier is Tier.WHOLE_JOB
 
-    def test_from_the_start(self) -> None:
+    def test_restart_from_the_beginning_is_recognised(self) -> None:
         events = [happened(WorkerStarted, rank, 101.0, 50 + rank) for rank in range(2)]
         assert found(events, [50, 51], (40, 99.0)) is None
         back = found(events, [50, 51], (40, 99.0), (1, 103.0), (2, 103.5))
         assert back == Recovery(Tier.DISK, 103.0, 0, 0, 2)
 
-    def test_a_survivor_that_logs_before_it_notices_is_not_back(self) -> None:
+    def test_survivor_that_logs_before_detection_has_not_recovered(self) -> None:
         events = [happened(WorkerStarted, 1, 100.4, 51), happened(FailureDetected, 0, 100.3)]
         assert found(events, [10, 51], (40, 99.0), (41, 100.5)) is None
 
 
-def test_a_job_that_logs_what_stages_send_recovers_locally() -> None:
+def test_job_with_an_upstream_log_recovers_locally() -> None:
     fields: Any = {
         'node': 'n', 'stage': 0, 'world_size': 2, 'copies': 1, 'replicas': 1, 'window': 2,
         'operators': {}, 'experts': [],
@@ -111,19 +111,19 @@ def test_a_job_that_logs_what_stages_send_recovers_locally() -> None:
 
 
 class TestLostIterations:
-    def test_back_at_the_newest_is_no_loss(self) -> None:
+    def test_recovery_at_the_newest_iteration_is_no_loss(self) -> None:
         back = Recovery(Tier.LOCALIZED, 102.0, 40, 4, 1)
         assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (41, 102.5)), []) == 0
 
-    def test_trained_again(self) -> None:
+    def test_iterations_trained_again_are_lost(self) -> None:
         back = Recovery(Tier.DISK, 103.0, 0, 0, 4)
         assert lost_iterations(back, logged((39, 99.0), (40, 99.9), (1, 103.0)), []) == 40
 
-    def test_logged_between_fault_and_recovery(self) -> None:
+    def test_iteration_logged_between_fault_and_recovery_is_lost(self) -> None:
         back = Recovery(Tier.WHOLE_JOB, 103.0, 40, 4, 4)
         assert lost_iterations(back, logged((40, 99.0), (41, 100.1), (42, 104.0)), []) == 1
 
-    def test_dense_checkpoint_newer_than_every_window(self) -> None:
+    def test_dense_checkpoint_newer_than_every_window_loses_nothing(self) -> None:
         back = Recovery(Tier.DISK, 103.0, 7, 0, 4)
         trained = logged((7, 98.0), (8, 99.0), (8, 103.0))
         newest = happened(WindowPersisted, 0, 97.0, start=5)
@@ -136,14 +136,14 @@ class TestLostIterations:
         assert lost_iterations(back._replace(target=0), trained, [first]) == 8, 'from the start'
 
 
-def test_persisted_on_all_ranks() -> None:
+def test_window_counts_once_persisted_on_all_ranks() -> None:
     events = [happened(WindowPersisted, 0, 101.0), happened(WindowPersisted, 1, 99.0)]
     assert not persisted(events, [10, 11], 100.0)
     assert persisted([*events, happened(WindowPersisted, 1, 101.0)], [10, 11], 100.0)
     assert not persisted([], [], 100.0)
 
 
-def test_creating_processes_counts_only_if_it_began_after_the_fault() -> None:
+def test_start_of_processes_counts_only_after_the_fault() -> None:
     started = [
         happened(WorkerStarted, 0, 99.0, start_up_s=60.0),  # before the fault
         happened(WorkerStarted, 1, 101.0, start_up_s=50.0),  # a hot spare
@@ -154,7 +154,7 @@ def test_creating_processes_counts_only_if_it_began_after_the_fault() -> None:
     assert start_up_s(started[:2], FAULT_AT) == 0.0
 
 
-def test_what_a_failure_cut_off_is_done_again_until_a_rank_is_back() -> None:
+def test_interrupted_evaluation_is_repeated_until_the_rank_has_recovered() -> None:
     def again(rank: int, began: float, back: float) -> list[Event]:
         phase = happened(RecoveryPhase, rank, began, phase='post-step')
         return [phase, localized(rank, back)]

@@ -42,7 +42,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ['report.json']
 
 
-def test_what_is_no_file_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
+def test_devices_are_written_directly_and_links_stay(tmp_path: Path) -> None:
     with replacing(Path('/dev/null')) as partial:
         assert partial == Path('/dev/null')
     (tmp_path / 'link').symlink_to('real')
@@ -51,7 +51,7 @@ def test_what_is_no_file_is_written_to_and_a_link_stays(tmp_path: Path) -> None:
     assert (tmp_path / 'link').is_symlink() and (tmp_path / 'real').read_text() == '3\n'
 
 
-def test_a_benchmark_whose_report_cannot_be_written_says_so(
+def test_unwritable_report_of_a_benchmark_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / 'file').touch()
@@ -78,7 +78,7 @@ def test_a_benchmark_shows_and_writes_its_report(
     assert msgspec.json.decode(target.read_bytes()) == report
 
 
-def test_a_benchmark_without_result_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_benchmark_prints_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     monkeypatch.setattr(benchmark, 'Console', lambda: Console(file=text, width=100))
 

@@ -21,7 +21,7 @@ TRAINING, WAITING, STARTING, REPLAYING = (
 class TestLocalized:
     history = History(localized_run())
 
-    def test_each_rank_does_one_thing_at_a_time(self) -> None:
+    def test_each_rank_has_one_activity_at_a_time(self) -> None:
         begin, end = [(STARTING, 0.0, 2.0), (TRAINING, 2.0, 10.5)], (TRAINING, 15.0, 26.0)
         assert self.history.spans == {
             0: [*begin, (WAITING, 10.5, 15.0), end],
@@ -30,7 +30,7 @@ class TestLocalized:
             3: [*begin, (WAITING, 10.5, 13.0), (REPLAYING, 13.0, 15.0), end],
         }
 
-    def test_one_failure(self) -> None:
+    def test_one_failure_is_one_episode(self) -> None:
         [episode] = self.history.episodes
         assert (episode.start, episode.end, episode.scope) == (10.5, 15.0, 'localized')
         assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL']
@@ -38,7 +38,7 @@ class TestLocalized:
         assert (episode.replayed, episode.verified, episode.differing) == (4, 6, [])
         assert episode.phases['respawn'] == 2.0
 
-    def test_where_time_went(self) -> None:
+    def test_shares_add_up_to_the_wall_time(self) -> None:
         found = shares(self.history)
         assert found is not None
         assert found.wall == pytest.approx(26.0)
@@ -48,14 +48,14 @@ class TestLocalized:
         assert found.other == pytest.approx(26 - 18 - 4.5 - 2)
         assert found.ettr == pytest.approx(16.2 / 26)
 
-    def test_only_undisturbed_iterations_tell_the_pace(self) -> None:
+    def test_only_undisturbed_iterations_count_for_the_pace(self) -> None:
         """Rank 2's second process begins to count at 0 again, and others replay in between."""
         counted = {rank: sum(p.iterations for p in found)
                    for rank, found in self.history.progress.items()}  # fmt: skip
         assert counted == dict.fromkeys(range(4), 6 + 8)
         assert self.history.pace == pytest.approx((1.0, EXPOSED_S))
 
-    def test_figures(self) -> None:
+    def test_history_has_these_figures(self) -> None:
         history = self.history
         assert (history.begun, history.end, history.finished) == (0.0, 26.0, True)
         assert (history.iteration, history.kept, history.newest_window) == (18, 18, 16)
@@ -64,7 +64,7 @@ class TestLocalized:
         assert set(history.persisting_s) == {0.25}
 
 
-def test_a_job_that_was_restarted_as_a_whole() -> None:
+def test_restart_of_the_whole_job_is_one_episode() -> None:
     history = History(restarted_run())
     assert history.spans[0] == [
         (STARTING, 0.0, 2.0), (TRAINING, 2.0, 11.0), (STARTING, 11.0, 12.5),
@@ -76,7 +76,7 @@ def test_a_job_that_was_restarted_as_a_whole() -> None:
     assert episode.differing == [(3, 'layer1.router')]
 
 
-def test_while_all_workers_are_dead_nobody_trains() -> None:
+def test_no_rank_trains_while_all_workers_are_dead() -> None:
     """It was launched again after two hours; the next window would have come after 2 s."""
     gone_s = 7200.0
     events = [
@@ -94,7 +94,7 @@ def test_while_all_workers_are_dead_nobody_trains() -> None:
     assert found.other < 10
 
 
-def test_the_job_is_not_back_yet() -> None:
+def test_unfinished_recovery_has_no_end() -> None:
     events = [one for one in localized_run() if one.time < 14]
     [episode] = History(events).episodes
     assert (episode.start, episode.end, episode.scope) == (10.5, None, 'not over')
@@ -107,7 +107,7 @@ def test_a_hot_spare_is_not_a_process_that_started_before_the_failure() -> None:
     assert spans == [(STARTING, 0.0, 2.0), (TRAINING, 2.0, 10.5), (STARTING, 10.5, 12.0)]
 
 
-def test_from_a_checkpoint_after_what_was_tried() -> None:
+def test_recovery_from_a_checkpoint_lists_the_abandoned_sources() -> None:
     lost = {
         one.rank: event(NextTier, one.rank, 12.3, pid=one.pid, tier='disk', reason='no window')
         for one in restarted_run()
@@ -129,7 +129,7 @@ def test_a_second_failure_in_a_recovery_belongs_to_the_first() -> None:
     assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL', 'rank 3 is gone']
 
 
-def test_events_of_an_older_version_do_not_tell_the_pace() -> None:
+def test_events_of_an_older_version_give_no_pace() -> None:
     old = [
         event(WindowCommitted, one.rank, one.time, pid=one.pid, iteration=one.iteration,
               start=one.start, plan=one.plan) if isinstance(one, WindowCommitted) else one
@@ -140,7 +140,7 @@ def test_events_of_an_older_version_do_not_tell_the_pace() -> None:
     assert len(history.episodes) == 1
 
 
-def test_several_ranks_as_one() -> None:
+def test_several_ranks_are_combined_to_one_lane() -> None:
     assert together([
         [Span(TRAINING, 0, 4), Span(WAITING, 4, 9), Span(TRAINING, 9, 12)],
         [Span(TRAINING, 0, 5), Span(STARTING, 5, 7), Span(REPLAYING, 7, 9), Span(TRAINING, 9, 10)],
@@ -150,15 +150,15 @@ def test_several_ranks_as_one() -> None:
 
 
 class TestFiles:
-    def test_what_was_written_is_read(self, tmp_path: Path) -> None:
+    def test_written_events_are_read(self, tmp_path: Path) -> None:
         history = read_history(write(tmp_path, localized_run()))
         assert list(history.events) == localized_run()
 
-    def test_no_events(self, tmp_path: Path) -> None:
+    def test_folder_without_events_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(LabError, match='no events .*give the folder of --sparse-ckpt-events'):
             read_history(tmp_path)
 
-    def test_other_files(self, tmp_path: Path) -> None:
+    def test_other_files_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / 'rank0.jsonl').write_bytes(msgspec.json.encode([1]) + b'\n')
         with pytest.raises(LabError, match='rank<N>.jsonl holds no events'):
             read_history(tmp_path)

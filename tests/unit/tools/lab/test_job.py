@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-def test_faults(job: Job, tmp_path: Path) -> None:
+def test_faults_of_each_kind_are_injected(job: Job, tmp_path: Path) -> None:
     workers = [psutil.Process(pid) for pid in job.pids()]
     for kind, why in ((Kind.NODE, 'node1 has no memory to lose'), (Kind.AGENT, 'only a job under')):
         with pytest.raises(LabError, match=why):

@@ -26,7 +26,7 @@ def launch(tmp_path: Path, **fields: int) -> Launch:
     return Launch(tmp_path, ['--bf16'], **{'nodes': 2, 'workers_per_node': 2, **fields})
 
 
-def test_an_armed_fault_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_armed_fault_is_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MOEVEMENT_FAIL_AT', '0:1:step')
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')
     monkeypatch.setenv('ANYTHING', 'else')
@@ -36,9 +36,7 @@ def test_an_armed_fault_is_not_handed_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert (environment['ANYTHING'], environment['OWN']) == ('else', '1')
 
 
-def test_on_a_gpu_the_same_flags_run_over_nccl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_on_a_gpu_runs_over_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')
     cpu = launch(tmp_path)
     gpu = cpu._replace(flags=[*cpu.flags, '--distributed-backend', 'gloo'], share_gpu=True)
@@ -57,7 +55,7 @@ def test_on_a_gpu_the_same_flags_run_over_nccl(
     assert cpu.program()[1:] == ['--bf16']
 
 
-def test_on_a_gpu_a_job_runs_as_a_user_runs_it(tmp_path: Path) -> None:
+def test_job_on_a_gpu_runs_without_flags_for_tests(tmp_path: Path) -> None:
     """Compiled and fused; that needs neither Transformer Engine nor Apex."""
     gpu = launch(tmp_path)._replace(flags=ToyModel(32, 2, 32, 4).flags(), share_gpu=True)
     assert 'TORCHDYNAMO_DISABLE' not in set(gpu.environment()) - set(os.environ)
@@ -89,7 +87,7 @@ def test_workers_of_agents_share_a_gpu_too(tmp_path: Path) -> None:
     assert '[rank1]: as 1 0 rank1 --bf16' in printed
 
 
-def test_what_the_local_launcher_writes_is_understood(tmp_path: Path) -> None:
+def test_events_of_the_local_launcher_are_decoded(tmp_path: Path) -> None:
     """Also while it writes the next line, and of the next launcher after that."""
     cluster = LocalCluster(launch(tmp_path))
     assert (cluster.pids(), cluster.deaths, cluster.given_up) == ({}, [], '')

@@ -64,7 +64,7 @@ def test_other_architectures_are_blanked_and_nothing_moves(tmp_path: Path) -> No
     assert b'ptx' not in after and after.endswith(b'end')
 
 
-def test_what_is_not_needed_to_run_is_left_out(site: Path, tmp_path: Path) -> None:
+def test_unneeded_files_are_left_out(site: Path, tmp_path: Path) -> None:
     untouched = (site / 'te' / 'libte.so').read_bytes()
     target = tmp_path / 'te.tar.xz'
     assert pack_libraries.main([str(site), str(target), '--arch', '90']) == 0
@@ -78,7 +78,7 @@ def test_what_is_not_needed_to_run_is_left_out(site: Path, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ['site', 'te.tar.xz']
 
 
-def test_nothing_is_written_that_cannot_run_or_be_sent(
+def test_unusable_or_large_package_is_not_written(
     site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = str(tmp_path / 'te.tar.xz')

@@ -2,7 +2,7 @@
 from tools.lab.text import readable
 
 
-def test_what_gloo_says_is_made_readable() -> None:
+def test_messages_of_gloo_are_shortened() -> None:
     found = readable(
         'RuntimeError: [/__w/pytorch/gloo/transport/tcp/pair.cc:545] Read error [127.0.1.1]:9: '
         'Connection reset by peer. GLHF! \U000f0000'

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
-from tools.lab.run_log import Captured, parse_log
+from tools.lab.run_log import Captured, LogError, parse_log
 
 
 def test_a_line_gives_time_number_duration_and_loss() -> None:
@@ -22,7 +22,7 @@ def test_an_undisturbed_run_has_one_attempt(interval: int) -> None:
     assert len(log.attempts) == 1
 
 
-def test_a_restart_from_memory_begins_a_attempt_even_where_numbers_go_on() -> None:
+def test_restart_from_memory_begins_an_attempt_even_with_consecutive_numbers() -> None:
     log = parse_log(iteration_line(3, 1, 3.0) + CONVERTED + iteration_line(4, 9, 3.0))
     assert [[item.number for item in attempt] for attempt in log.attempts] == [[3], [4]]
 
@@ -50,11 +50,12 @@ def test_wall_seconds_have_the_stall_of_saving_in_them() -> None:
     assert log.wall_seconds(warm_up=2) == pytest.approx([0.5, 2.0])
 
 
-def test_the_first_iteration_beyond_another() -> None:
+def test_first_iteration_beyond_a_number_is_found() -> None:
     log = parse_log(''.join(iteration_line(number, time) for time, number in enumerate((3, 4, 6))))
     found = log.first_after(4)
-    assert found is not None and found.number == 6
-    assert log.first_after(6) is None
+    assert found.number == 6
+    with pytest.raises(LogError, match='never got beyond iteration 6'):
+        log.first_after(6)
 
 
 def test_a_checkpoint_every_few_iterations_counts_by_the_iteration() -> None:

@@ -12,7 +12,7 @@ from tools.lab.text import duration, size, tick
         (86400 * 5 + 3600 * 4, '5 d 04 h'),
     ],
 )  # fmt: skip
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -28,7 +28,7 @@ def test_durations(seconds: float, text: str) -> None:
         (86400 * 2, '2 d'),
     ],
 )
-def test_round_durations_beside_an_axis(seconds: float, text: str) -> None:
+def test_round_durations_are_formatted_for_an_axis(seconds: float, text: str) -> None:
     assert tick(seconds) == text
 
 
@@ -39,5 +39,5 @@ def test_round_durations_beside_an_axis(seconds: float, text: str) -> None:
         (1023 * 2**20, '1023 MiB'), (2**30, '1 GiB'), (2**55, '32768 TiB'),
     ],
 )  # fmt: skip
-def test_sizes(nbytes: int, text: str) -> None:
+def test_sizes_are_formatted(nbytes: int, text: str) -> None:
     assert size(nbytes) == text

@@ -16,5 +16,5 @@ MODEL = ['--num-layers', '32', '--hidden-size', '4096']
         (MODEL, []),  # torchrun has dropped the `--`
     ],
 )
-def test_flags_of_the_training_are_told_apart(given: list[str], own: list[str]) -> None:
+def test_flags_of_the_training_are_separated(given: list[str], own: list[str]) -> None:
     assert _split(given) == (own, MODEL if '--num-layers' in given else [])

@@ -45,11 +45,11 @@ def reports(**changes: Mapping[str, Any]) -> list[RankReport]:
          ['b: NVTE_FUSED_ATTN is 0, elsewhere none']),
     ],
 )  # fmt: skip
-def test_problems(changes: Mapping[str, Any], expected: list[str]) -> None:
+def test_problems_are_named_by_node(changes: Mapping[str, Any], expected: list[str]) -> None:
     assert problems(reports(**changes), needed_bytes=100 * GIB) == expected
 
 
-def test_rates_are_those_of_the_slowest_as_a_plan_asks_for_them() -> None:
+def test_slowest_rates_are_flags_of_a_plan() -> None:
     """Copies are those of a GPU, sends those of all ranks of a node."""
     found = reports(r1={'copy_gb_s': 9.0}, r5={'neighbour_gb_s': 4.0})
     assert rates(found) == {'--copy-bandwidth': 9.0, '--network-bandwidth': 44.0}
@@ -63,7 +63,7 @@ def flatten(flags: Mapping[str, float]) -> list[str]:
     return [word for flag, rate in flags.items() for word in (flag, str(rate))]
 
 
-def test_places() -> None:
+def test_places_are_read_from_the_environment() -> None:
     master = {'MASTER_ADDR': 'a', 'MASTER_PORT': '7'}
     slurm = {'SLURM_PROCID': '3', 'SLURM_NTASKS': '8', 'SLURM_LOCALID': '1', **master}
     assert Place.of(slurm) == (3, 8, 1, 'a', 7)

@@ -68,7 +68,7 @@ def test_presets_survive_a_file(written, name):
     )
 
 
-def test_cluster_from_a_file(written):
+def test_cluster_is_read_from_a_file(written):
     cluster = CLUSTERS['a100']
     assert read_as(written(dataclasses.asdict(cluster)), Cluster) == cluster
 
@@ -93,7 +93,7 @@ def test_missing_sections_and_files_are_named(written, tmp_path):
         read_training(tmp_path / 'none.json')
 
 
-def test_yaml_is_read_or_asked_for(written):
+def test_yaml_is_read_or_its_package_is_requested(written):
     path = written('- {name: a, full_bytes: 12, weight_bytes: 2}\n', 'operators.yaml')
     if importlib.util.find_spec('yaml'):
         assert read_operators(path) == [OperatorBytes('a', (12,), (2,))]

@@ -11,7 +11,7 @@ from tools.plan.layout import PRECISIONS, Batch, Layout, Precision, spread
 from tools.simulate.fields import FieldError
 
 
-def test_sizes_of_groups():
+def test_groups_have_these_sizes():
     layout = Layout(96, pipeline=3, expert=4, tensor=2, context=2, expert_tensor=1)
     assert (layout.stage_ranks, layout.data, layout.expert_data) == (32, 8, 8)
     assert [layout.stage_of(rank) for rank in (0, 31, 32, 95)] == [0, 0, 1, 2]
@@ -19,7 +19,7 @@ def test_sizes_of_groups():
 
 
 @given(st.integers(1, 200), st.integers(1, 32))
-def test_layers_are_spread_equally_and_the_ends_have_least(layers, stages):
+def test_layers_are_distributed_equally_and_the_ends_have_fewest(layers, stages):
     counts = spread(layers, stages)
     assert len(counts) == stages and sum(counts) == layers
     assert max(counts) - min(counts) <= 1
@@ -50,7 +50,7 @@ def test_layers_that_do_not_fit_are_refused():
         Layout(4, pipeline=4).layers_of(0, 1)
 
 
-def test_micro_batches_come_out_even():
+def test_micro_batches_divide_evenly():
     batch = Batch(sequence_length=10, micro_batch_size=2, global_batch_size=48)
     assert batch.micro_batches(8) == 3
     assert batch.tokens == 480
@@ -58,7 +58,7 @@ def test_micro_batches_come_out_even():
         batch.micro_batches(5)
 
 
-def test_bytes_of_formats():
+def test_formats_have_these_bytes():
     precision = Precision()
     assert (precision.full_bytes, precision.weight_bytes, precision.boundary_bytes) == (12, 2, 2)
     with pytest.raises(FieldError, match='^second_moment: .*int8'):
@@ -78,7 +78,7 @@ def test_bytes_of_formats():
         ('c5', (5, 1), (6, 2)),
     ],
 )
-def test_bytes_of_the_precisions_of_the_paper(name, with_own_weights, with_bf16_weights):
+def test_precisions_of_the_paper_have_these_bytes(name, with_own_weights, with_bf16_weights):
     own = PRECISIONS[name]
     assert (own.full_bytes, own.weight_bytes) == with_own_weights
     wider = dataclasses.replace(own, compute='bf16')
@@ -96,7 +96,7 @@ def test_bytes_of_the_precisions_of_the_paper(name, with_own_weights, with_bf16_
         ('c5', 4, 12, 40),
     ],
 )
-def test_bytes_of_scales(name, of_weights, of_state, always):
+def test_scales_have_these_bytes(name, of_weights, of_state, always):
     one = PRECISIONS[name]
     found = (one.weight_scale_bytes, one.state_scale_bytes, one.scaling_bytes)
     assert found == (of_weights, of_state, always)

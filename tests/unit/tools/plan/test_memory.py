@@ -26,7 +26,7 @@ PAGE = mmap.PAGESIZE
 MODEL = ModelShape('m', 8, 64, 4, 128, ffn_hidden_size=64)
 
 
-def test_settings_default_to_those_of_the_training():
+def test_settings_have_the_defaults_of_the_training():
     ours, flags = ProtectionSettings(), SparseCheckpointConfig()
     assert (ours.max_window, ours.replicas) == (flags.max_window, flags.replicas)
     assert ours.longest_window == flags.longest_window
@@ -36,7 +36,7 @@ def test_settings_default_to_those_of_the_training():
     )
 
 
-def test_recovery_is_localized_unless_another_one_is_asked_for(capsys):
+def test_recovery_is_localized_by_default(capsys):
     argv = '--model deepseek-moe --iteration-time 2.9 --gpus 64 --json'.split()
     layout = ['--', '--pipeline-model-parallel-size', '4']
     logs = []
@@ -50,7 +50,7 @@ def test_recovery_is_localized_unless_another_one_is_asked_for(capsys):
 @pytest.mark.parametrize('stage', [0, 1, 3])
 @pytest.mark.parametrize('chunks', [1, 2])
 @pytest.mark.parametrize('sequence_parallel', [False, True])
-def test_log_is_that_of_the_training(monkeypatch, stage, chunks, sequence_parallel):
+def test_log_has_the_size_of_the_training(monkeypatch, stage, chunks, sequence_parallel):
     layout = Layout(32, pipeline=4, tensor=2, chunks=chunks, sequence_parallel=sequence_parallel)
     batch = Batch(sequence_length=48, micro_batch_size=3, global_batch_size=24)
     facts = JobFacts(

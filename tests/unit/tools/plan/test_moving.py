@@ -37,7 +37,7 @@ def planned(layout: Layout) -> JobPlan:
 
 @pytest.mark.parametrize('after', LAYOUTS, ids=str)
 @pytest.mark.parametrize('before', LAYOUTS, ids=str)
-def test_a_node_gets_what_none_of_its_ranks_had(before: Layout, after: Layout) -> None:
+def test_node_receives_the_parts_that_its_ranks_lacked(before: Layout, after: Layout) -> None:
     """Counted byte by byte."""
     old, new = planned(before), planned(after)
     remote = read = 0
@@ -67,7 +67,7 @@ def test_the_same_layout_moves_nothing(layout: Layout) -> None:
     assert found.state_bytes == 12 * MODEL.total_parameters
 
 
-def test_all_that_a_new_node_gets_comes_from_others() -> None:
+def test_new_node_receives_all_parts_from_other_nodes() -> None:
     one = dataclasses.replace(LAYOUTS[3], ranks=2, expert=2)
     found = moved(planned(one), planned(LAYOUTS[3]))
     assert (

@@ -77,7 +77,7 @@ def as_json(capsys, *argv):
     return json.loads(out)
 
 
-def test_a_file_that_is_none_is_named_once(capsys, tmp_path):
+def test_missing_file_is_named_once(capsys, tmp_path):
     path = tmp_path / 'file'
     path.write_bytes(b'\0')
     _, _, err = run(capsys, '--operators', path, '--budget-bytes', 4)
@@ -95,7 +95,7 @@ def test_a_large_job_fits_into_a_part_of_its_nodes(capsys, flags, most_gib):
     assert 0 <= rounded < 2**20
 
 
-def test_slots_of_a_list(capsys, operators):
+def test_list_is_divided_into_slots(capsys, operators):
     path = operators((12, 2), (12, 2), (12, 2))
     assert as_json(capsys, '--operators', path, '--budget-bytes', 36) == {
         'window': 1,
@@ -120,7 +120,7 @@ def test_slots_are_balanced(capsys, operators):
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8),
     st.integers(1, 120),
 )
-def test_a_list_is_never_over_budget_and_no_shorter_window_is_within(sizes, budget):
+def test_list_stays_within_budget_with_the_shortest_window(sizes, budget):
     listed = [
         plan.OperatorBytes(str(index), (max(pair),), (min(pair),))
         for index, pair in enumerate(sizes)
@@ -155,7 +155,7 @@ def test_infeasible_list_names_the_operator(capsys, operators):
     assert "operator 'b'" in err and '13' in err
 
 
-def test_printed_algorithm_goes_over_budget_and_says_so(capsys, operators):
+def test_printed_algorithm_exceeds_the_budget_with_a_warning(capsys, operators):
     path = operators((12, 2), (12, 2), (12, 2))
     status, out, err = run(
         capsys, '--operators', path, '--budget-bytes', 16, '--algorithm', 'paper', '--json'
@@ -170,7 +170,7 @@ def test_empty_list_is_one_empty_slot(capsys, operators):
     assert found == {'window': 1, 'slots': [[]], 'slot_bytes': [0]}
 
 
-def test_list_for_people(capsys, operators):
+def test_list_is_printed_as_a_table(capsys, operators):
     path = operators((12, 2), (12, 2))
     status, out, _ = run(capsys, '--operators', path, '--budget-bytes', '2e1')
     assert status == 0 and 'Window of 2' in out
@@ -239,7 +239,7 @@ def test_numbers_beyond_any_machine_are_no_crash(capsys, operators):
     assert (status, out) == (2, ''), 'nothing is printed of a plan that is refused'
 
 
-def test_plan_of_a_preset(capsys):
+def test_preset_has_a_plan(capsys):
     found = as_json(
         capsys,
         *'--model deepseek-moe --cluster a100 --iteration-time 2.9 --mtbf 600'.split(),
@@ -257,7 +257,7 @@ def test_plan_of_a_preset(capsys):
         assert max(kind['slot_bytes']) <= found['copy_budget_bytes']
 
 
-def test_table_says_what_json_says(capsys):
+def test_table_and_json_have_the_same_figures(capsys):
     argv = ['--model', 'deepseek-moe', '--cluster', 'a100-80gbit', '--iteration-time', '2.9']
     found = as_json(capsys, *argv)
     status, out, _ = run(capsys, *argv)
@@ -268,7 +268,7 @@ def test_table_says_what_json_says(capsys):
     assert all(warning[:40] in ' '.join(out.split()) for warning in found['warnings'])
 
 
-def test_flags_of_a_run_give_the_bytes_it_captured(capsys, cluster):
+def test_flags_of_a_run_give_its_captured_bytes(capsys, cluster):
     """The slots that a run with these flags captured: 9672320, 8492672 and 8487104 bytes."""
     found = as_json(
         capsys,
@@ -321,7 +321,7 @@ def test_the_trainings_limit_of_the_network_is_planned_with(capsys, cluster):
     assert f'{flag} is 0.001; give auto, off, or a number of at least 0.02' in err
 
 
-def test_own_flags_come_before_those_of_the_training(capsys):
+def test_own_flags_precede_those_of_the_training(capsys):
     argv = ['--model', 'gpt-moe', '--mfu', '0.3', '--window', '2', '--replicas', '0']
     found = as_json(capsys, *argv, '--', '--sparse-ckpt-window', '5')
     assert found['window'] == 2 and found['network_budget_bytes'] is None
@@ -336,7 +336,7 @@ def test_megatron_model_is_counted_as_megatron_does():
     assert plain.training(None, 4).precision.compute == 'fp32'
 
 
-def test_formats_of_the_state_change_what_is_captured(capsys):
+def test_formats_of_the_state_change_the_captured_bytes(capsys):
     argv = ['--model', 'gpt-moe', '--iteration-time', '2.9']
 
     def bytes_of(*flags):
@@ -397,7 +397,7 @@ def test_state_of_delayed_scaling_is_in_every_slot(capsys):
     ] * 3
 
 
-def test_flags_for_latent_attention_and_uneven_stages():
+def test_latent_attention_and_uneven_stages_are_planned():
     text = (
         '--num-layers 7 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --num-experts 4 '
         '--moe-layer-freq ([0]*1+[1]*6) --multi-latent-attention --kv-lora-rank 8 --q-lora-rank 16 '
@@ -410,7 +410,7 @@ def test_flags_for_latent_attention_and_uneven_stages():
     assert training.model.moe_layers == (0, 1, 1, 1, 1, 1, 1)
 
 
-def test_virtual_stages():
+def test_virtual_stages_are_planned():
     flags = [*MEGATRON, '--num-layers-per-virtual-pipeline-stage', '1']
     assert parse_megatron_flags(flags).training(None, 4).layout.chunks == 2
     flags[-1] = '3'
@@ -418,7 +418,7 @@ def test_virtual_stages():
         parse_megatron_flags(flags).training(None, 4)
 
 
-def test_layer_frequency():
+def test_layer_frequency_is_parsed():
     assert layers_with_experts('2', 5) == (1, 0, 1, 0, 1)
     assert layers_with_experts('[0]+[1,0]*2', 5) == (0, 1, 0, 1, 0)
     for wrong in ('0', 'x', '[2]*3', '__import__("os")'):
@@ -426,7 +426,7 @@ def test_layer_frequency():
             layers_with_experts(wrong, 3)
 
 
-def test_runs_as_module(operators):
+def test_planner_runs_as_a_module(operators):
     path = operators((12, 2), (12, 2))
     done = subprocess.run(
         [sys.executable, '-m', 'tools.plan', '--operators', path, '--budget-bytes', '24', '--json'],
@@ -449,7 +449,7 @@ def test_planning_needs_neither_torch_nor_megatron():
 
 
 @pytest.mark.parametrize('tool', ['plan', 'simulate', 'chaos', 'bench.overhead'])
-def test_a_python_without_the_packages_says_what_to_do(tool):
+def test_python_without_the_packages_prints_a_remedy(tool):
     command = [sys.executable, '-S', '-m', f'tools.{tool}', '--help']
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
@@ -481,7 +481,7 @@ def test_two_layouts_stand_side_by_side(capsys, cluster):
         ('gpus=2,expert=4', 'must divide the 1 ranks of a stage'),
     ],
 )
-def test_a_second_layout_that_is_none_is_refused_in_one_line(capsys, cluster, layout, said):
+def test_malformed_second_layout_is_refused_in_one_line(capsys, cluster, layout, said):
     job = ('--cluster', cluster, *FOUR, '--to-layout', layout, '--', *MEGATRON)
     status, out, err = run(capsys, *job)
     assert (status, out) == (2, '')

@@ -78,7 +78,7 @@ def test_plans_stay_within_budget(copy_bytes_per_s, replicas):
     assert plan.replicated_bytes() <= plan.network_bytes()
 
 
-def test_what_is_in_every_slot_counts_against_the_budget():
+def test_bytes_of_every_slot_count_against_the_budget():
     """The state of delayed scaling; the training adds it to every slot as well."""
     scaled = dataclasses.replace(JOB, precision=Precision('fp8', amax_history=1024))
     plan = plan_job(protected(on(scaled, copy_bytes_per_s=6e6), replicas=0))
@@ -87,7 +87,7 @@ def test_what_is_in_every_slot_counts_against_the_budget():
     assert plan.exposed_s().max() == 0
 
 
-def test_host_memory_has_room_for_what_is_in_every_slot():
+def test_host_memory_has_room_for_the_bytes_of_every_slot():
     scaled = dataclasses.replace(JOB, precision=Precision('fp8', amax_history=4096))
     plan = plan_job(protected(scaled, window=4))
     whole = max(int(kind.slot_bytes().sum(axis=0).max()) for kind in plan.kinds)
@@ -150,7 +150,7 @@ def test_models_of_the_paper_have_plans_on_its_cluster(name):
 
 
 @pytest.mark.parametrize('name', PAPER)
-def test_what_waits_to_be_sent_waits_in_the_file_of_its_window(name):
+def test_unsent_bytes_wait_in_the_file_of_their_window(name):
     plan = plan_job(preset_job(name, 'a100-80gbit'))
     for kind in plan.kinds:
         assert kind.slot_bytes().max() <= plan.queued(kind).max() <= plan.queue_bytes()
@@ -204,16 +204,16 @@ TOLD = {
 
 
 @each('words, job', TOLD.items())
-def test_what_a_plan_costs_unnoticed_is_told(words, job):
+def test_hidden_costs_of_a_plan_are_warned_of(words, job):
     assert words in ' '.join(report.warnings(plan_job(job)))
 
 
-def test_a_plan_without_surprises_tells_nothing_of_them():
+def test_plan_without_hidden_costs_has_no_warning():
     told = ' '.join(report.warnings(plan_job(JOB)))
     assert not [words for words in TOLD if words in told]
 
 
-def test_what_is_told_is_so():
+def test_warnings_state_correct_figures():
     assert plan_job(TOLD['longer than need be']).window == 90
     assert plan_job(TOLD['no window hides it']).fewest is None
     plan = plan_job(TOLD['makes the window longer'])
@@ -252,7 +252,7 @@ def test_auto_takes_no_longer_windows_than_host_memory_has_room_for():
     assert plan_job(protected(on(host_memory_bytes=room), window=9)).longest == 9
 
 
-def test_a_node_takes_what_the_window_in_force_needs():
+def test_node_reserves_memory_for_the_window_in_force():
     plan = plan_job(protected(max_window=50, log_lag=1.0))
     assert plan.taken_bytes() == plan.host_memory(plan.window).node_total
     assert 1 < plan.window < plan.longest
@@ -283,7 +283,7 @@ def test_paper_algorithm_on_the_same_operators():
     assert found.window >= 1 and found.bytes_over_budget >= 0
 
 
-def test_iteration_time_from_utilization():
+def test_iteration_time_follows_from_utilization():
     seconds = iteration_seconds(MODEL, JOB.layout, JOB.batch, CLUSTER, 0.5)
     assert seconds == pytest.approx(MODEL.flops_per_token(16) * 256 / (8 * 1e12 * 0.5))
     with pytest.raises(FieldError, match='^mfu: '):

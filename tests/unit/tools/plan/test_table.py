@@ -9,7 +9,7 @@ from tools.plan import table
 PAGE = Path(__file__).parents[4] / 'docs' / 'planning.md'
 
 
-def test_the_table_is_what_the_planner_says():
+def test_table_equals_the_planner_results():
     assert table.table() in PAGE.read_text('utf-8'), 'python -m tools.plan.table prints it anew'
 
 
@@ -20,7 +20,7 @@ def test_all_presets_have_a_plan_with_the_defaults():
     assert not [cell for cell in cells if cell.startswith('none')]
 
 
-def test_what_has_no_plan_says_why():
+def test_preset_without_a_plan_has_a_reason():
     job = table.preset_job('deepseek-v3', 'h100')
     small = dataclasses.replace(job.cluster, host_memory_bytes=1e9)
     assert 'but a node has 0.93 GiB' in table.cell(dataclasses.replace(job, cluster=small))

@@ -58,7 +58,7 @@ def report(tmp_path: Path, *flags: str) -> Page:
     return Page(target.read_text('utf-8'))
 
 
-def test_a_run_that_lost_a_stage(tmp_path: Path) -> None:
+def test_page_shows_a_lost_stage(tmp_path: Path) -> None:
     write(tmp_path / 'events', localized_run())
     page = report(tmp_path, '--title', 'a <run>')
     assert page.text.startswith('a <run> a <run> 1970')
@@ -93,7 +93,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert not [name for name in used - {'folds'} if f'.{name}' not in styles]
 
 
-def test_what_went_wrong_is_said(tmp_path: Path) -> None:
+def test_problems_are_reported(tmp_path: Path) -> None:
     trying = [
         event(ProtectionReduced, 0, 9.0 + n, reason=f'<peer> is lost; next attempt in {n} s')
         for n in range(3)
@@ -106,7 +106,7 @@ def test_what_went_wrong_is_said(tmp_path: Path) -> None:
     assert '1: all workers were started again' in page.text
 
 
-def test_a_run_that_has_just_begun() -> None:
+def test_page_shows_a_run_that_has_just_begun() -> None:
     events = [one for one in localized_run() if one.time < 2]
     page = Page(render(History(events), 'run', None))
     assert 'Not finished, iteration 0 of 18. Nothing failed.' in page.text
@@ -149,7 +149,9 @@ def test_pieces_fill_the_stretch_that_is_shown() -> None:
     ]  # fmt: skip
 
 
-def test_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_forecast_is_compared_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = '--model deepseek-moe --cluster a100 --iteration-time 2 --mtbf 600 --json'.split()
     assert plan.main(flags) == 0
     said = capsys.readouterr().out
@@ -185,7 +187,7 @@ def test_mistakes_end_in_one_line(
     assert line.startswith('report: ') and re.search(message, line)
 
 
-def test_what_survivors_of_gloo_say_is_no_headline() -> None:
+def test_message_of_gloo_is_no_headline() -> None:
     """The ranks that were replaced are; else the words of a launcher, which saw the death."""
     noticed = 'RuntimeError: [/w/gloo/pair.cc:5] Read error: reset by peer. GLHF!'
     events = [FailureDetected(reason=noticed, rank=0), WorkerStarted(rank=2), WorkerStarted(rank=3)]
@@ -197,7 +199,7 @@ def test_what_survivors_of_gloo_say_is_no_headline() -> None:
     assert found == 'rank 2 (pid 7) was killed by SIGKILL'
 
 
-def test_a_layout_that_picked_windows_up_names_the_earlier_one() -> None:
+def test_layout_that_continues_windows_names_the_earlier_layout() -> None:
     page = Page(render(History(relaid_run()), 'run', None))
     was = '4 ranks (PP 2, DP 2) up to iteration 7'
     assert f'layout ranks 2, pipeline 1; before that {was} hosts' in page.text

@@ -23,7 +23,7 @@ SPARSE = st.builds(
 )  # fmt: skip
 
 
-def test_dense_by_hand() -> None:
+def test_dense_costs_match_a_hand_calculation() -> None:
     system = Dense(3.12, 150, 0.345, 0.0, 15.0, 450.0)
     period = 450 * math.exp(15 / 450) * (math.exp(519.75 / 450) - 1)
     assert system.ettr_exact() == pytest.approx(468 / period)
@@ -38,7 +38,7 @@ def test_stall_is_paid_once_per_checkpoint() -> None:
     assert stalled.ettr_first_order() == pytest.approx(spread.ettr_first_order())
 
 
-def test_sparse_of_window_2_by_hand() -> None:
+def test_sparse_costs_of_window_2_match_a_hand_calculation() -> None:
     system = Sparse(2.0, 2, 0.5, 3.0, 100.0, local_saving=0.25, frozen_saving=0.4)
     # Conversion: one iteration half frozen (0.8 of the work) and one active, each 1.5 s.
     after_first, after_second = 3 + 1.5 * 1.8, 3 + 1.5 * 2.8
@@ -57,7 +57,7 @@ def test_frozen_shares_replace_the_uniform_ones() -> None:
 
 
 @given(iteration_s=SECONDS, window=st.integers(1, 30))
-def test_recovery_of_windows_back_to_back(iteration_s: float, window: int) -> None:
+def test_recovery_takes_one_to_two_windows(iteration_s: float, window: int) -> None:
     system = Sparse(iteration_s, window, overhead_s=0.7)
     least, most = system.recovery_range_s()
     assert system.expected_recovery_s() == pytest.approx(1.5 * window * iteration_s)
@@ -90,7 +90,7 @@ def test_exact_and_first_order_agree_when_failures_are_rare(system: Dense | Spar
 
 
 @given(system=DENSE | SPARSE, factor=st.floats(1.01, 3))
-def test_monotone(system: Dense | Sparse, factor: float) -> None:
+def test_ettr_is_monotone(system: Dense | Sparse, factor: float) -> None:
     here = system.ettr_exact()
     assert replace(system, mtbf_s=system.mtbf_s * factor).ettr_exact() >= here
     assert replace(system, overhead_s=system.overhead_s * factor + 0.01).ettr_exact() < here
@@ -138,7 +138,7 @@ def test_approximations_meet_the_optimum_when_failures_are_rare() -> None:
     assert daly_s(1000, 450) == 450
 
 
-def test_limits() -> None:
+def test_extreme_costs_have_these_intervals() -> None:
     free = optimal(Dense(1.0, 7, overhead_s=0.5, mtbf_s=600))
     assert (free.exact, free.young, free.daly) == (1, 1, 1)
     never = optimal(Dense(1.0, 7, stall_s=2.0))

@@ -26,12 +26,12 @@ EVEN = np.full(64, 1 / 64)
 
 
 @pytest.mark.parametrize('mean_skew', [0.005, 0.05, 0.2])
-def test_drawn_skew_is_the_one_asked_for(mean_skew: float) -> None:
+def test_drawn_skew_equals_the_requested_skew(mean_skew: float) -> None:
     drawn = [skew(draw_shares(mean_skew, 64, seed)) for seed in range(200)]
     assert np.mean(drawn) == pytest.approx(mean_skew, rel=0.1)
 
 
-def test_skew_of_extremes() -> None:
+def test_skew_has_these_extremes() -> None:
     assert skew(EVEN) == pytest.approx(0)
     assert skew(np.array([0.0, 0.0, 1.0])) == pytest.approx(1)
     assert concentration(0.25, 64) == pytest.approx(0.0469, abs=1e-4)
@@ -40,7 +40,7 @@ def test_skew_of_extremes() -> None:
         draw_shares(1, 4)
 
 
-def test_frozen_shares() -> None:
+def test_frozen_shares_follow_the_order() -> None:
     assert frozen_shares(EVEN, 4, by_popularity=True) == pytest.approx((0.75, 0.5, 0.25, 0))
     shares = np.array([0.4, 0.1, 0.2, 0.3])
     assert frozen_shares(shares, 2, by_popularity=True) == pytest.approx((0.7, 0))
@@ -49,7 +49,7 @@ def test_frozen_shares() -> None:
     assert half == pytest.approx((0.6, 0))
 
 
-def test_stale_copies() -> None:
+def test_stale_copies_depend_on_the_selection() -> None:
     assert stale_checkpoints(EVEN, 8, 'sequential') == pytest.approx(3.5)
     assert stale_checkpoints(EVEN, 64, 'sequential') == 0
     assert stale_checkpoints(EVEN, 8, 'load-aware') == pytest.approx(3.5)
@@ -58,7 +58,7 @@ def test_stale_copies() -> None:
     assert by_load < 0.7 * stale_checkpoints(uneven, 8, 'sequential')
 
 
-def test_losses_by_hand() -> None:
+def test_losses_match_a_hand_calculation() -> None:
     """Three experts in turn: the one of last time has lost nothing, that before one checkpoint."""
     shares = np.array([0.1, 0.2, 0.7])
     losses = lost_by_checkpoint(shares, 1, 'sequential')
@@ -68,7 +68,7 @@ def test_losses_by_hand() -> None:
     assert lost_by_checkpoint(shares, 1, 'load-aware').mean() < losses.mean() == pytest.approx(1)
 
 
-def test_a_run_counts_what_each_failure_loses() -> None:
+def test_run_counts_the_loss_of_each_failure() -> None:
     """Five checkpoints of 2 iterations, then three: experts 1 and 1 were saved last."""
     made: list[PartialRun] = []
 

@@ -24,7 +24,7 @@ RNG = np.random.default_rng
     ],
     ids=str,
 )
-def test_rate_order_and_range(process: Process) -> None:
+def test_failures_have_their_rate_order_and_range(process: Process) -> None:
     drawn = process.until(RNG(1), 50, 50_000.0, 7)
     counts = (drawn.times < math.inf).sum(axis=1)
     assert counts.mean() == pytest.approx(500, rel=0.03)
@@ -35,13 +35,13 @@ def test_rate_order_and_range(process: Process) -> None:
 
 
 @pytest.mark.parametrize(('shape', 'variation'), [(0.5, math.sqrt(5)), (1.0, 1.0), (2.0, 0.5227)])
-def test_variation_of_weibull_gaps(shape: float, variation: float) -> None:
+def test_weibull_gaps_have_their_variation(shape: float, variation: float) -> None:
     gaps = Renewal(30.0, shape).gaps(RNG(2), 100, 3000)
     assert gaps.mean() == pytest.approx(30, rel=0.02)
     assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.03)
 
 
-def test_no_failures() -> None:
+def test_infinite_mtbf_has_no_failures() -> None:
     for process in (Renewal(math.inf), Correlated(math.inf, 1.0, 0.5)):
         assert not (process.until(RNG(0), 3, 1e9, 2).times < math.inf).any()
 
@@ -63,7 +63,7 @@ def test_repeat_offenders_fail_again_soon() -> None:
     assert soon(0.0) < 0.02 < 0.5 < soon(0.5)
 
 
-def test_matrix_of_a_list() -> None:
+def test_list_of_failures_becomes_a_matrix() -> None:
     drawn = as_matrix(3, np.array([2, 0, 2]), np.array([5.0, 1.0, 4.0]), np.array([7, 8, 9]))
     assert drawn.times.tolist() == [[1, math.inf], [math.inf, math.inf], [4, 5]]
     assert drawn.nodes[2].tolist() == [9, 7]

@@ -36,7 +36,7 @@ PROFILE = StageProfile(
 UNEVEN = StageProfile(FORMAT, ((5.0,), (8.0,), (9.0,)), 1, layers=(2, 4, 3))
 
 
-def test_an_iteration_by_hand() -> None:
+def test_iteration_matches_a_hand_calculation() -> None:
     found = iteration_of(PROFILE)
     assert found.stage_s == (1, 2)
     assert found.pipeline_s == (4 + 2 - 1) * 2
@@ -49,7 +49,7 @@ def test_an_iteration_by_hand() -> None:
     assert (halved.pipeline_s, halved.bubble) == (9, 0.5 / 4.5)
 
 
-def test_layers_of_other_stages_by_hand() -> None:
+def test_layers_of_other_stages_match_a_hand_calculation() -> None:
     # A layer takes 2 (second stage); 1 more is the embedding, 3 more the head.
     assert stages_of(UNEVEN, (3, 3, 3)).tolist() == [7, 6, 9]
     assert stages_of(UNEVEN, (9,)).tolist() == [22]
@@ -58,7 +58,7 @@ def test_layers_of_other_stages_by_hand() -> None:
     assert iteration_of(UNEVEN, (2, 4, 3)).stage_s == (5, 8, 9), 'as measured'
 
 
-def test_collectives_by_hand() -> None:
+def test_collectives_match_a_hand_calculation() -> None:
     exact = fit_affine('x', [(size, 1e-4 + size / 1e10) for size in (1e6, 2e6, 4e6)])
     assert exact == pytest.approx((1e-4, 1e10))
     # Normal equations of (0, 1), (1, 2), (2, 2): 7/6 + 1/2 b.
@@ -93,7 +93,7 @@ def of_upstream(monkeypatch: pytest.MonkeyPatch, times: dict[str, list[float]]) 
     return text
 
 
-def test_the_log_of_a_run(
+def test_log_of_a_run_gives_its_stages(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Four ranks in two stages; upstream itself writes what is read."""

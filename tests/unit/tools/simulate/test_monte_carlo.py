@@ -106,7 +106,7 @@ def test_few_histories_have_wide_intervals(histories: int, quantile: float) -> N
     assert half == pytest.approx(quantile * error, rel=1e-3)
 
 
-def test_interval_covers_the_closed_form_as_often_as_it_says() -> None:
+def test_interval_covers_the_closed_form_at_its_confidence() -> None:
     system = Dense(3.0, 20, 0.1, 5.0, 30.0, 200.0)
     inside = 0
     for seed in range(120):
@@ -142,7 +142,7 @@ def test_closed_form_is_the_mean(
     assert abs(found.ettr - system.ettr_exact()) < 2.2 * half
 
 
-def test_without_failures_it_is_exact() -> None:
+def test_simulation_without_failures_is_exact() -> None:
     system = Sparse(2.0, 5, 0.25)
     found = simulate(system)
     assert found.ettr == pytest.approx(system.ettr_exact(), rel=1e-12)
@@ -150,12 +150,12 @@ def test_without_failures_it_is_exact() -> None:
     assert found.failures == 0 and math.isnan(found.lost_s)
 
 
-def test_same_seed_same_result() -> None:
+def test_same_seed_gives_the_same_result() -> None:
     assert simulate(SYSTEMS[0], seed=3).ettr == simulate(SYSTEMS[0], seed=3).ettr
     assert simulate(SYSTEMS[0], seed=3).ettr != simulate(SYSTEMS[0], seed=4).ettr
 
 
-def test_hours_and_jobs() -> None:
+def test_hours_and_jobs_set_the_simulated_time() -> None:
     found = simulate(SYSTEMS[0], hours=10_000)
     assert found.hours == pytest.approx(10_000, rel=0.05)
     jobs = simulate(SYSTEMS[0], hours=5_000, job_hours=50)
@@ -174,7 +174,7 @@ def trace(times: list[float], nodes: list[int], repair_s: float, length_s: float
     return Trace(np.array(times), np.array(nodes), np.full(len(times), repair_s), length_s)
 
 
-def test_failures_played_by_hand() -> None:
+def test_simulation_matches_failures_played_by_hand() -> None:
     # Period 10 s of 8 useful, restart 4. Failure at 25: 2 periods kept, back at 29. At 27: struck
     # again, back at 31. To 60: 2 periods, and 9 s of 10 in progress.
     system = Dense(2.0, 4, 0.5, 0.0, 4.0, math.inf)
@@ -283,6 +283,8 @@ def test_too_much_is_refused() -> None:
         ('count', {'spares': Spares(10**12)}),
     ],
 )
-def test_what_memory_would_not_do_for_is_named(name: str, sizes: dict[str, Any]) -> None:
+def test_simulation_that_exceeds_memory_is_refused_by_name(
+    name: str, sizes: dict[str, Any]
+) -> None:
     with pytest.raises(FieldError, match=f'^{name}: is .* memory'):
         simulate(Dense(1.0, 5), **sizes)

@@ -50,7 +50,7 @@ def test_two_constants_per_row_meet_most_dense_cells(report: Report) -> None:
     assert sum(one for one in fitted if one is not None) == 61
 
 
-def test_one_number_does_as_well_as_the_formula_for_moevement() -> None:
+def test_one_number_matches_as_many_cells_as_the_formula_for_moevement() -> None:
     constant, met, readable = best_constant_ettr()
     assert constant == pytest.approx(0.966)
     assert (met, readable) == (32, 35)
@@ -73,7 +73,7 @@ def test_every_readable_cell_is_there_once(report: Report) -> None:
     assert sum(found.values()) == sum(readable.values()) == 484
 
 
-def test_a_cell_of_each_kind_by_hand(report: Report) -> None:
+def test_cells_of_each_kind_match_a_hand_calculation(report: Report) -> None:
     found = {
         (cell.system, cell.quantity): cell
         for cell in report.cells
@@ -107,7 +107,7 @@ def test_fit_finds_constants_that_made_the_numbers() -> None:
     assert (found.extra_s, found.restart_s, found.within) == (0.1, 60, 5)
 
 
-def test_recovery_columns_are_not_those_of_the_formulas(report: Report) -> None:
+def test_recovery_columns_contradict_the_formulas(report: Report) -> None:
     assert report.count('MoEvement', 'recovery_s').follow == 0
     least = claim(report, 'reported recovery of MoEvement over 3/2 W T, least').ours
     greatest = claim(report, 'reported recovery of MoEvement over 3/2 W T, greatest').ours
@@ -119,13 +119,13 @@ def test_recovery_columns_are_not_those_of_the_formulas(report: Report) -> None:
 # ---- sizes and windows
 
 
-def test_slots_and_windows_by_hand() -> None:
+def test_slots_and_windows_match_a_hand_calculation() -> None:
     assert memory.slot_bytes(3, 12, 2) == pytest.approx([16 / 3, 14 / 3, 12 / 3])
     for window, ratio in ((3, 1.17), (5, 1.33), (6, 1.42)):
         assert memory.slot_bytes(window, 12, 2).sum() / 12 == pytest.approx(ratio, abs=0.005)
 
 
-def test_table_6(report: Report) -> None:
+def test_table_6_follows_in_part(report: Report) -> None:
     gemini = report.count('Gemini', 'host_gb')
     assert (gemini.follow, gemini.fitted_follow, gemini.cells) == (0, 4, 4)
     follows = [
@@ -175,7 +175,9 @@ def test_windows_follow_only_from_whole_model_bytes_over_one_link(report: Report
         ('goodput of MoEvement over Gemini, MTBF 15 min', 1.120, Verdict.FOLLOWS),
     ],
 )
-def test_claims(report: Report, statement: str, ours: float, verdict: Verdict) -> None:
+def test_claims_have_these_verdicts(
+    report: Report, statement: str, ours: float, verdict: Verdict
+) -> None:
     found = claim(report, statement)
     assert found.ours == pytest.approx(ours, abs=0.001)
     assert found.verdict == verdict

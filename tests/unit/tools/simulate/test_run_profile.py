@@ -34,7 +34,7 @@ def changed(kind: type[Any], **fields: Any) -> list[Any]:
     ]  # fmt: skip
 
 
-def test_what_the_events_say(run: Path) -> None:
+def test_events_give_the_profile(run: Path) -> None:
     found = derive(run, {})
     assert found.iteration_s == pytest.approx(1 - EXPOSED_S)
     assert (found.copy_bytes_per_s, found.network_bytes_per_s) == (1e9, 1e8)
@@ -49,7 +49,7 @@ def test_what_the_events_say(run: Path) -> None:
     )
 
 
-def test_popularity_once_it_was_seen(tmp_path: Path) -> None:
+def test_popularity_is_used_once_measured(tmp_path: Path) -> None:
     shares = {'layer1.expert0': 0.75}
     plans = [
         event(Replanned, rank, 5.0, pid=10 + rank, origin=8, window=2, version=1, shares=shares)
@@ -72,18 +72,18 @@ def test_the_rank_that_holds_most_and_the_slowest_rates(tmp_path: Path) -> None:
     assert found.copy_bytes_per_s == 5e8
 
 
-def test_copies_that_share_a_node_are_none(tmp_path: Path) -> None:
+def test_copies_on_the_same_node_do_not_count(tmp_path: Path) -> None:
     """Two stages on one node, each on two of its ranks: a lost node takes both copies."""
     found = derive(write(tmp_path, changed(Protected, copies=2, node='node0')), {})
     assert found.pipeline == Pipeline(nodes=1, stages=2)
 
 
-def test_copies_are_those_on_other_nodes(tmp_path: Path) -> None:
+def test_copies_on_other_nodes_count(tmp_path: Path) -> None:
     found = derive(write(tmp_path, changed(Protected, copies=2)), {})
     assert found.pipeline == Pipeline(nodes=4, stages=2, copies=2)
 
 
-def test_without_a_failure_the_launch_tells_the_restart(tmp_path: Path) -> None:
+def test_launch_gives_the_restart_without_a_failure(tmp_path: Path) -> None:
     found = derive(write(tmp_path, [one for one in localized_run() if one.time < 10.2]), {})
     assert (found.restart_s, found.mtbf_s) == (2.0, None)
     assert 'nothing failed' in found.source
@@ -103,7 +103,7 @@ def test_what_is_missing_is_named(events: list[Any], message: str, tmp_path: Pat
         derive(write(tmp_path, events), {})
 
 
-def test_the_file_says_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_has_the_same_profile(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = run / 'profiles' / 'run.json'
     argv = ['profile', str(run), '-o', str(target), '--disk-bandwidth', '2']
     assert simulate.main(argv) == 0
@@ -131,7 +131,9 @@ class TestOneCommand:
         assert worse['ettr_exact'] < as_it_was['ettr_exact'] < 1
         assert self.answer(capsys, '--profile', str(run), '--mtbf', '60')['mtbf_s'] == 60
 
-    def test_localized(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_localized_recovery_is_shorter(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         plain = self.answer(capsys, '--profile', str(run))
         local = self.answer(
             capsys, '--profile', str(run), '--recovery', 'localized', '--micro-batches', '4'
@@ -145,7 +147,7 @@ class TestOneCommand:
             (['--system', 'checkfreq'], '--disk-bandwidth is missing'),
         ],
     )
-    def test_what_events_do_not_say(
+    def test_figures_missing_in_events_are_requested(
         self, flags: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit):

@@ -34,7 +34,7 @@ def answer(capsys: pytest.CaptureFixture[str], argv: list[str]) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_sparse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sparse_system_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, MOEVEMENT)
     a = 600 * math.expm1(2.96 / 600)
     window = a * sum(math.exp((6 + p) * 2.9 / 600) for p in range(6))
@@ -62,7 +62,7 @@ def test_no_failures_is_json_without_infinity(capsys: pytest.CaptureFixture[str]
     assert found['ettr_exact'] == found['ettr_first_order'] == 1 / (1 + 0.06 / 2.9)
 
 
-def test_rate_by_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rate_follows_from_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ' '.join(MOEVEMENT).replace('--mtbf 600', '--gpus 16384 --gpu-hours-per-failure 50000')
     assert answer(capsys, flags.split())['mtbf_s'] == pytest.approx(50000 / 16384 * 3600)
 
@@ -84,14 +84,14 @@ def test_other_failures_and_recoveries(capsys: pytest.CaptureFixture[str], flags
     assert found['ettr_simulated'] != plain['ettr_simulated']
 
 
-def test_lost_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_tokens_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ['--system', 'moc', '--profile', PROFILE, '--mtbf', '600', '--job-hours', '12']
     found = answer(capsys, [*flags, '--lost-budget', '0.0375', '--json'])
     assert 0 < found['lost_tokens_share'] < found['lost_tokens_share_of_1_in_20'] < 0.0375
     assert found['saved_experts_at_end'] == 3
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(MOEVEMENT[:-1]) == 0
     assert '0.9379' in capsys.readouterr().out
 
@@ -152,7 +152,7 @@ def test_infeasible_plan_names_the_operator(capsys: pytest.CaptureFixture[str]) 
     assert "operator 'layer0.expert0'" in capsys.readouterr().err
 
 
-def test_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_sweep_has_a_point_per_value(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / 'sweep.png'
     argv = ['sweep', '--over', 'mtbf', '--values', '300,3600', '--systems', 'gemini,ours']
     found = answer(capsys, [*argv, '--profile', PROFILE, '--json', '--plot', str(target)])
@@ -171,7 +171,7 @@ def test_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         '--over window --values 2,4 --mtbf 600',
     ],
 )
-def test_sweeps_change_what_they_show(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+def test_sweeps_change_the_shown_figure(capsys: pytest.CaptureFixture[str], flags: str) -> None:
     argv = ['sweep', *flags.split(), '--systems', 'moevement', '--profile', PROFILE, '--json']
     first, second = answer(capsys, argv)
     shown = flags.split('--show ')[1] if '--show' in flags else 'ettr_exact'
@@ -191,7 +191,7 @@ def test_skew_moves_the_systems_that_depend_on_it(capsys: pytest.CaptureFixture[
     assert f'{unlucky["lost"]:.4g}' in capsys.readouterr().out
 
 
-def test_sweep_leaves_out_what_is_not_feasible(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_omits_infeasible_points(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ['sweep', '--over', 'network-bandwidth', '--values', '0.01,2', '--systems', 'ours']
     argv += ['--profile', PROFILE, '--mtbf', '600', '--json']
     assert simulate.main(argv) == 0
@@ -236,7 +236,7 @@ def test_sweep_leaves_out_what_is_not_feasible(capsys: pytest.CaptureFixture[str
         ('--over mtbf --values 5,9 --systems moc,gemini --show lost', 'gemini has none'),
     ],
 )
-def test_bad_sweep(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+def test_bad_sweep_is_refused(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     argv = flags.replace('--values -5', '--values=-5').split()
     with pytest.raises(SystemExit) as raised:
         simulate.main(['sweep', *argv, '--profile', PROFILE])
@@ -330,7 +330,7 @@ def test_timeline_needs_a_length(capsys: pytest.CaptureFixture[str]) -> None:
     assert '--job-hours is missing' in capsys.readouterr().err
 
 
-def test_runs_as_module() -> None:
+def test_simulator_runs_as_a_module() -> None:
     command = [sys.executable, '-m', 'tools.simulate', *MOEVEMENT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

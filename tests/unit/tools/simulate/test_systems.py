@@ -139,7 +139,7 @@ def test_a_faster_copy_makes_nothing_worse(
     assert after.ettr_exact() >= before.ettr_exact() * (1 - 1e-9)
 
 
-def test_what_part_of_the_experts_exposes_is_the_rest_of_its_own_copy() -> None:
+def test_partial_checkpoint_exposes_the_rest_of_its_own_copy() -> None:
     """40 bytes of the rest and 120 an expert at 50 bytes a second, of which 8 s are hidden."""
     options = replace(OPTIONS, saved=4, lost_budget=0.01)
     system = build('moc', options, PROFILE)
@@ -156,7 +156,7 @@ def test_what_part_of_the_experts_exposes_is_the_rest_of_its_own_copy() -> None:
     assert dense('moc', later, memory).restart_s == pytest.approx(3 + 10 + 10)
 
 
-def test_experts_that_no_iteration_hides_cost_what_they_expose() -> None:
+def test_unhidden_experts_cost_their_exposed_time() -> None:
     slow = replace(PROFILE, network_bytes_per_s=40.0)
     costs = dense('moetion', profile=slow)  # 80 bytes are hidden, one expert and the rest take 160
     assert costs.overhead_s == pytest.approx(160 / 10 - 8)
@@ -164,7 +164,7 @@ def test_experts_that_no_iteration_hides_cost_what_they_expose() -> None:
     assert dense('moetion', replace(OPTIONS, saved=8)).overhead_s == pytest.approx(1000 / 25 - 8)
 
 
-def test_restore_streams() -> None:
+def test_streaming_restore_hides_later_slots() -> None:
     whole = sparse('ours', replace(OPTIONS, streaming=False))
     assert whole.restart_s > sparse('ours').restart_s
 
@@ -194,7 +194,7 @@ def test_copies_lose_only_the_running_iteration() -> None:
     assert abs(found.ettr - system.costs.ettr_exact()) < 3 * half
 
 
-def test_selective_saves_what_an_iteration_hides() -> None:
+def test_selective_system_saves_the_bytes_that_an_iteration_hides() -> None:
     system = build('moetion', OPTIONS, PROFILE)
     assert system.run is not None
     run = system.run(2, np.random.default_rng(0))
@@ -202,7 +202,7 @@ def test_selective_saves_what_an_iteration_hides() -> None:
 
 
 @pytest.mark.parametrize('name', SYSTEMS)
-def test_given_figures_count(name: str) -> None:
+def test_given_figures_replace_computed_ones(name: str) -> None:
     options = Options(
         10.0, 7, 3, 0.5, 0.25, 20.0, 900.0, experts=8, saved=8, job_s=36000.0, copy_s=0.0,
         pipeline=Pipeline(2, 1, 1, 2),
@@ -296,7 +296,7 @@ def test_missing_profile_is_named(tmp_path: Path) -> None:
         read_profile(tmp_path / 'none.json')
 
 
-def test_the_measured_profile_is_that_of_the_runs_beside_it() -> None:
+def test_measured_profile_matches_the_runs_beside_it() -> None:
     folder = DOCS / 'measurements'
     profile = read_profile(folder / 'profile-cpu.json')
     overhead = msgspec.json.decode((folder / 'overhead-cpu.json').read_bytes())['variants']

@@ -40,7 +40,7 @@ def shown(events: list[Event], now: float) -> str:
     return ' '.join(re.sub(r'[│┃━─┏┓┡┩└┘┳┴╇┼]', ' ', capture.get()).split())
 
 
-def test_training() -> None:
+def test_training_job_is_shown() -> None:
     text = shown(until(22), 23.0)
     assert text.startswith('training, iteration 14 of 18, last event 1.8 s ago')
     assert 'iteration 1.0 s, 10.00% of it held up by checkpointing' in text
@@ -48,7 +48,7 @@ def test_training() -> None:
     assert 'Newest of 1 failures' in text and 'localized 2 4 6 0 4.5 s' in text
 
 
-def test_how_far_it_is_and_where_and_what_the_loss_is() -> None:
+def test_screen_shows_iteration_hosts_and_loss() -> None:
     text = shown(until(22), 23.0)
     assert 'left about 4.0 s, without failures' in text
     assert '1 node2 node3 2 2 14' in text
@@ -69,14 +69,14 @@ def test_lines_fit_a_terminal(seconds: float) -> None:
     assert lines[failures_at + 1 :] == lines[-1:]
 
 
-def test_a_rank_that_is_gone_does_not_train() -> None:
+def test_lost_rank_is_not_shown_as_training() -> None:
     """Others have noticed it, and its new process has written nothing yet."""
     result = event(RecoveryPhase, 0, 10.9, pid=10, iteration=8, phase='meet')
     doing = stages(History([*until(11.0), result]))[1].doing
     assert doing == {Doing.STARTING: 1, Doing.WAITING: 1}
 
 
-def test_recovering() -> None:
+def test_recovering_job_is_shown() -> None:
     text = shown(until(14), 14.5)
     assert 'RECOVERING for 4.0 s: rank 2 (pid 12) was killed by SIGKILL' in text
     history = History(until(14))
@@ -104,7 +104,7 @@ def test_a_job_that_writes_nothing(last: float, quiet_s: float, colour: str, sai
     assert capture.get().startswith(f'\x1b[1;{colour}m{said}')
 
 
-def test_of_long_iterations_an_event_comes_later() -> None:
+def test_long_iterations_delay_the_warning() -> None:
     slow = [
         msgspec.structs.replace(one, training_s=100 * one.training_s)
         if isinstance(one, WindowCommitted) else one
@@ -114,7 +114,7 @@ def test_of_long_iterations_an_event_comes_later() -> None:
     assert shown(slow, 700.0).startswith('NO HEARTBEAT')
 
 
-def test_starting_and_finished() -> None:
+def test_starting_and_finished_jobs_are_shown() -> None:
     assert shown(until(1.5), 1.5).startswith('starting')
     assert 'no window is safe on all ranks yet' in shown(until(3), 3.0)
     assert shown(localized_run(), 99.0).startswith('finished at iteration 18')
@@ -138,7 +138,7 @@ def test_silent_and_missing_ranks() -> None:
     assert 'MISSING ranks 1' in shown([one for one in localized_run() if one.rank != 1], 30.0)
 
 
-def test_a_job_that_started_over_is_where_it_is_now() -> None:
+def test_restarted_job_is_shown_at_its_present_iteration() -> None:
     """Not at the iteration that was lost, nor safe by windows that are gone."""
     text = shown(started_over(), 17.0)
     assert text.startswith('training, iteration 4, last event')
@@ -150,14 +150,14 @@ def test_a_job_that_started_over_is_where_it_is_now() -> None:
     assert silent(History(stuck)) == [1]
 
 
-def test_reduced_protection() -> None:
+def test_reduced_protection_is_shown() -> None:
     reduced = event(ProtectionReduced, 3, 21.0, reason='a peer is slow')
     text = shown(sorted([*until(22), reduced], key=lambda one: one.time), 23.0)
     assert 'protection was reduced: 1, last 2.0 s ago on rank 3: a peer is slow' in text
 
 
 class TestFollower:
-    def test_what_is_appended_is_read_once(self, tmp_path: Path) -> None:
+    def test_appended_events_are_read_once(self, tmp_path: Path) -> None:
         follower = Follower(tmp_path)
         assert not follower.look()
         write(tmp_path, until(12))
@@ -166,7 +166,7 @@ class TestFollower:
         assert follower.look()
         assert follower.events == localized_run()
 
-    def test_a_line_that_is_being_written_comes_later(self, tmp_path: Path) -> None:
+    def test_incomplete_line_is_read_later(self, tmp_path: Path) -> None:
         follower = Follower(tmp_path)
         line = write(tmp_path / 'whole', of_rank(until(12), LOST)) / f'rank{LOST}.jsonl'
         whole = line.read_bytes()
@@ -178,12 +178,12 @@ class TestFollower:
         assert follower.look() and len(follower.events) == count + 1
 
 
-def test_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_prints_the_present_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(write(tmp_path, until(22))), '--once']) == 0
     assert 'before that: training, iteration 14' in capsys.readouterr().out
 
 
-def test_it_follows_a_job_to_its_end(tmp_path: Path) -> None:
+def test_screen_follows_a_job_to_its_end(tmp_path: Path) -> None:
     write(tmp_path, until(12))
     command = [sys.executable, '-m', 'tools.status', str(tmp_path), '--every', '0.05']
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as shell:
@@ -203,7 +203,7 @@ def test_mistakes_end_in_one_line(
     assert re.match(r'status: .*nowhere: .*--sparse-ckpt-events', line)
 
 
-def test_a_smaller_layout_is_shown_and_misses_none_of_the_larger() -> None:
+def test_smaller_layout_is_shown_without_missing_ranks() -> None:
     text = shown(relaid_run(finished=False), 25.5)
     assert text.startswith('training, iteration 18 of 18')
     assert 'layout ranks 2, pipeline 1; before that 4 ranks (PP 2, DP 2) up to iteration 7' in text

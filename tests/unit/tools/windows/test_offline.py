@@ -67,7 +67,7 @@ def test_a_window_that_takes_a_replay_is_refused_in_one_line(
     assert 'export without --offline' in said and said.count('\n') == 1
 
 
-def test_a_window_that_says_no_layout_is_refused(tmp_path: Path) -> None:
+def test_window_without_a_layout_is_refused(tmp_path: Path) -> None:
     commit(tmp_path, 4, placed=False)
     with pytest.raises(ExportError, match='does not say its layout'):
         newest(find(tmp_path), tmp_path)
@@ -89,7 +89,7 @@ def test_a_damaged_record_is_read_from_the_replica(tmp_path: Path) -> None:
         assert f'{path}: slot 0: checksum mismatch in operator expert-2' in str(refusal.value)
 
 
-def test_layouts_are_told(tmp_path: Path) -> None:
+def test_layouts_are_reported(tmp_path: Path) -> None:
     commit(tmp_path, 4)
     assert {str(one.layout) for one in find(tmp_path)} == {'2 ranks (DP 2)'}
     assert all(msgspec.json.encode(one.layout) for one in find(tmp_path))

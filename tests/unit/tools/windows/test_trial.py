@@ -75,7 +75,7 @@ def tried(
     return status, capsys.readouterr().out.splitlines()
 
 
-def test_its_own_layout_goes_on_as_it_is(
+def test_own_layout_continues_unchanged(
     capture: Capture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capture(4)
@@ -99,7 +99,7 @@ def test_its_own_layout_goes_on_as_it_is(
         (1, [*LAYOUT, '--optimizer', 'sgd'], 4, 1, ['no, the job would not start: --sparse-ckpt']),
     ],
 )  # fmt: skip
-def test_why_another_one_goes_on_or_not(
+def test_other_layouts_continue_or_are_refused_with_a_reason(
     slots: int,
     flags: list[str],
     ranks: int,
@@ -147,7 +147,7 @@ def test_a_damaged_file_is_named(capture: Capture, capsys: pytest.CaptureFixture
         ([*CYCLIC, SHARED], [*CYCLIC, SHARED], 2, 'goes on, in another layout'),
     ],
 )  # fmt: skip
-def test_what_a_restart_would_refuse_is_refused(
+def test_window_that_a_restart_would_refuse_is_refused(
     captured: list[str],
     flags: list[str],
     ranks: int,

@@ -66,7 +66,7 @@ def listed(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 0) -> d
 
 
 @pytest.mark.parametrize('level', ['', 'run1', 'run1/node0', 'run1/node0/1'])
-def test_list_says_what_lies_where_from_any_level(
+def test_list_shows_all_windows_from_any_level(
     level: str, root: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = listed(capsys, 'list', str(root / level))
@@ -80,7 +80,7 @@ def test_list_says_what_lies_where_from_any_level(
     assert not any(one['verified'] for one in found['files'])
 
 
-def test_verify_reads_payloads_and_names_what_is_damaged(
+def test_verify_reads_payloads_and_names_damage(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = listed(capsys, 'verify', str(root))
@@ -96,7 +96,7 @@ def test_verify_reads_payloads_and_names_what_is_damaged(
     assert found['complete'] == {'run1': [f'0-{PLAN}']}
 
 
-def test_list_for_people_has_everything_in_it(
+def test_printed_list_has_all_columns(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('COLUMNS', '200')
@@ -130,7 +130,7 @@ def test_nothing_of_a_live_job_is_deleted(
     assert run.files() == before
 
 
-def test_prune_keeps_the_newest_windows_of_a_job_that_is_gone(
+def test_prune_keeps_the_newest_windows_of_an_ended_job(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.store.close()
@@ -160,14 +160,14 @@ def test_prune_of_everything_leaves_an_empty_directory(root: Path, run: Run) -> 
     assert list(root.iterdir()) == []
 
 
-def test_free_files_of_a_dead_job_may_go(root: Path, run: Run) -> None:
+def test_free_files_of_a_dead_job_are_pruned(root: Path, run: Run) -> None:
     run.windows[0].discard(named(3))
     run.store.close()
     assert main(['prune', str(root), '--keep', '2', '--yes']) == 0
     assert not any('free-' in name for name in run.files())
 
 
-def test_windows_on_disk_are_told_from_memory_whatever_the_run_is_called(
+def test_windows_on_disk_are_recognised_regardless_of_the_run_id(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in range(RANKS):
@@ -186,7 +186,7 @@ def test_windows_on_disk_are_told_from_memory_whatever_the_run_is_called(
     assert left == {f'window-{start}-{PLAN}.window' for start in (3, 6)}
 
 
-def test_what_a_live_process_has_on_disk_is_left_alone(
+def test_windows_of_a_live_process_on_disk_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = DiskWindows(tmp_path, 'run1', 0)
@@ -201,7 +201,7 @@ def test_what_a_live_process_has_on_disk_is_left_alone(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['list', str(tmp_path / 'nowhere')]) == 2
     assert 'nowhere is no directory' in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_one_run_is_exported(
     assert 'status 1 and saved no checkpoint in' in capsys.readouterr().err
 
 
-def test_what_is_saved_is_neither_overwritten_nor_made_older(
+def test_existing_checkpoint_is_neither_overwritten_nor_replaced_by_an_older_one(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.store.close()
@@ -293,7 +293,7 @@ while iteration < 100:
 
 
 @pytest.mark.parametrize('window', [0, 3, 12], ids=['older', 'newest', 'newer'])
-def test_whichever_window_the_run_goes_on_from_its_first_iteration_is_saved(
+def test_first_iteration_after_the_resumed_window_is_saved(
     window: int, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest may prove damaged, and other nodes may have a newer one than are seen here."""
@@ -330,14 +330,14 @@ def test_at_80_columns_nothing_is_cut_off(
     assert max(len(line) for line in output.splitlines()) <= 80
 
 
-def test_a_folder_without_windows_is_said_to_have_none(
+def test_folder_without_windows_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(['list', str(tmp_path)]) == 0
     assert capsys.readouterr().out == f'no windows in {tmp_path}\n'
 
 
-def test_what_a_twin_keeps_is_of_the_owner(root: Path, run: Run) -> None:
+def test_stubs_of_a_twin_belong_to_the_owner(root: Path, run: Run) -> None:
     """It goes with the rest of the run, and takes no part of it for a stranger's."""
     stub = run.store.stub_path(1, 0)
     run.replica.path.rename(stub)
