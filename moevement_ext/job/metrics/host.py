@@ -22,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.job.metrics import page
 from moevement_ext.job.metrics.meter import is_disabled
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError
@@ -156,7 +155,7 @@ class Host:
         """Start serving, if no other process of this run serves; call this repeatedly."""
         try:
             self._turn = self._turn or HolderLock(self._path / 'turn')
-            self._server = self._server or await page.serve(self._port, self._of_all)
+            self._server = self._server or await serve(self._port, self._of_all)
         except StoreInUseError:
             pass
         except OSError as error:
