@@ -52,9 +52,9 @@ from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
-from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.trainer import Trainer
+from moevement_ext.recover.whole_job import start_the_whole_job_again
 from moevement_ext.regroup import nccl_environment
 from moevement_ext.replicate.secret import UnknownSecretError
 from moevement_ext.system import user_errors, watchdog

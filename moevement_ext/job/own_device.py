@@ -16,9 +16,8 @@ import torch
 
 from moevement_ext.events import DeviceProblem, EventLog
 from moevement_ext.system import affinity, nvml
-from moevement_ext.system.device_judging import Finding, Judge
+from moevement_ext.system.device_judging import Finding, Harm, Judge
 from moevement_ext.system.device_watch import DeviceWatch
-from moevement_ext.system.xids import Harm
 
 logger = logging.getLogger(__name__)
 

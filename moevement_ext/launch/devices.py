@@ -6,10 +6,9 @@ import os
 import queue
 
 from moevement_ext.launch.messages import DevicesFail
-from moevement_ext.system.device_judging import Finding, Judge
+from moevement_ext.system.device_judging import Finding, Harm, Judge
 from moevement_ext.system.device_watch import DeviceWatch
 from moevement_ext.system.nvml import Nvml
-from moevement_ext.system.xids import Harm
 
 
 class Devices:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from moevement_ext.launch.link import Link
 from moevement_ext.launch.messages import FROM_AGENT, FromAgent, Here
-from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.connection import Connection, Strangers
 from moevement_ext.replicate.greeting import admit
-from moevement_ext.replicate.strangers import Strangers
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,7 @@ from moevement_ext.membership.store_loss import StoreLost
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
-from moevement_ext.recover.giving_up import start_the_whole_job_again
 from moevement_ext.recover.handover import handovers
-from moevement_ext.recover.log_line import recovered_line
 from moevement_ext.recover.lost_peer import in_words, lost_peer
 from moevement_ext.recover.outage import Outage, Phases
 from moevement_ext.recover.own_report import OwnReport
@@ -36,9 +34,11 @@ from moevement_ext.recover.rank_state import RankState, Running
 from moevement_ext.recover.reconnection import Reconnection
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
+from moevement_ext.recover.summary import recovered_line
 from moevement_ext.recover.trainer import Start, Trainer
 from moevement_ext.recover.verdict import Localized, Verdict, WholeJob, decide_recovery
 from moevement_ext.recover.verification import Verification, Verified
+from moevement_ext.recover.whole_job import start_the_whole_job_again
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.inventory import holders
 from moevement_ext.replicate.client import PeerLost, PeerRefused
+from moevement_ext.replicate.connection import join_interrupted
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.interrupting import join_interrupted
 
 logger = logging.getLogger(__name__)
 

@@ -216,3 +216,10 @@ def _verified(
             logger.warning('refused: %s', refusal)
             break
     return None
+
+
+def start_the_whole_job_again(rank: Rank, reason: str) -> NoReturn:
+    """Take the next tier: all workers end, and the launcher restarts the whole job."""
+    rank.events.emit(NextTier(reason=reason, tier='the whole job'))
+    logger.warning('sparse checkpointing: the whole job starts again: %s', reason)
+    end_at_once(EXIT_WHOLE_JOB)

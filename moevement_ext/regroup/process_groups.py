@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Backend, ProcessGroup
 from torch.distributed import PrefixStore, Store, default_pg_timeout
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.regroup import agreeing, gloo, internals, waits
+from moevement_ext.regroup import connecting, gloo, internals, waits
 
 FAKE = 'fake'
 NCCL = 'nccl'
@@ -281,7 +281,7 @@ class ProcessGroups:
         if NCCL not in self._kinds or size < 2:
             return names
         try:
-            return agreeing.used_by_any(store, size, self._in_use, names, timeout)
+            return connecting.used_by_any(store, size, self._in_use, names, timeout)
         except (RuntimeError, OSError) as error:
             self._raise_if_unblocked()
             raise RegroupError(

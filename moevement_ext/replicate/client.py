@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synchronous connection to a peer: sends windows to hold, fetches windows and logs."""
+"""Clients of a peer: send windows to hold; fetch windows, logs and parts of other layouts."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import xxhash
 
 from moevement_ext.errors import SparseCheckpointError
+from moevement_ext.memory.shelf import Part
 from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, LogKey
 from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.expected import Expected
@@ -16,6 +17,7 @@ from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
+from moevement_ext.memory.window.twin import OwnParts, owner_header, stub_of, stub_window_bytes
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.connection import Connection, ProtocolError
 from moevement_ext.replicate.protocol import (
@@ -25,11 +27,14 @@ from moevement_ext.replicate.protocol import (
     DiscardAfter,
     FetchHeaders,
     FetchLog,
+    FetchPart,
+    FetchRanges,
     FetchWindow,
     LogHead,
     NotYet,
     Proceed,
     PutSlot,
+    RangesHead,
     Refused,
     Reply,
     Request,
@@ -335,3 +340,80 @@ def _require[Expected: Reply](reply: Reply, expected: type[Expected]) -> Expecte
     if not isinstance(reply, expected):
         raise ProtocolError(f'unexpected answer {type(reply).__name__}')
     return reply
+
+
+class TwinClient(ReplicaClient):
+    """Client of a twin, which captures the same bytes except `own_parts`, and receives only stubs.
+
+    One thread at a time uses it.
+    """
+
+    takes_all = False
+
+    def __init__(self, address: tuple[str, int], secret: bytes, own_parts: OwnParts) -> None:
+        super().__init__(address, secret)
+        self._own_parts = own_parts
+
+    def put_slot(
+        self,
+        owner: int,
+        file: WindowFile,
+        slot: int,
+        agreed: Agreed = NOTHING_AGREED,
+        before: Callable[[int], object] = lambda nbytes: None,
+    ) -> int:
+        """Send the stub of a sealed slot; returns 0, as few bytes do not measure the link."""
+        super().put_slot(owner, file, slot, agreed, before)
+        return 0
+
+    def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
+        """Fetch the headers as sealed by the owner."""
+        stubs = super().fetch_headers(owner, start)
+        return [owner_header(stub, f'peer {self.address[0]}') for stub in stubs]
+
+    def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
+        return stub_of(file, slot, self._own_parts)
+
+    def _kept(self, file: WindowFile) -> Kept | None:
+        return None
+
+    def _window_bytes(self, file: WindowFile) -> int:
+        """Return 0 for the usual size; for a resent window, perhaps from other flags, its size."""
+        whole = len(file.slots()) == file.header(file.slots()[0]).window
+        return stub_window_bytes(file, self._own_parts) if whole else 0
+
+
+Range = tuple[int, int, int]
+"""Index of a record in the header of its slot, first byte within it, and one past the last."""
+
+
+class ShelfClient(ReplicaClient):
+    """Fetches headers and ranges of records of windows of another layout; errors as above."""
+
+    def fetch_part(self, part: Part) -> list[SlotHeader]:
+        """Headers of a part, slot 0 first; `RefusedWindow` if damaged, or no whole window."""
+        headers = self._headers(FetchPart(part))
+        if [header.slot for header in headers] != list(range(part.window.length)):
+            raise RefusedWindow(f'window {part.window.start} of rank {part.owner} is not whole')
+        return headers
+
+    def fetch_ranges(
+        self, part: Part, slot: int, ranges: Sequence[Range], into: Sequence[memoryview]
+    ) -> None:
+        """Receive ranges of records into places of the same sizes.
+
+        Raises `RefusedWindow` if the received bytes differ from the peer's.
+        """
+        nbytes = sum(map(len, into))
+        with self._exchange(nbytes) as connection:
+            connection.send(FetchRanges(part, slot, list(ranges)))
+            head = self._expected(connection, RangesHead)
+            if head.nbytes != nbytes:
+                raise RefusedWindow(f'{head.nbytes} bytes are announced, {nbytes} were asked for')
+            digest = xxhash.xxh3_64()
+            for view in into:
+                connection.receive_into(view)
+                digest.update(view)
+        if digest.intdigest() != head.checksum:
+            host, port = self.address
+            raise RefusedWindow(f'ranges from peer {host}:{port} are damaged: checksum mismatch')

@@ -3,7 +3,9 @@
 
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -106,3 +108,53 @@ class Connection:
         if remaining <= 0:
             raise TimeoutError('deadline passed')
         self._socket.settimeout(remaining)
+
+
+# Limit for the end of an interrupted thread; longer only while it opens a connection.
+_TO_END_S = 5.0
+_AGAIN_S = 0.1
+
+
+def join_interrupted(thread: threading.Thread, interrupt: Callable[[], None]) -> None:
+    """Wait a limited time for the end of a stopped thread.
+
+    `interrupt` cuts off its exchange; called repeatedly, as it may just have opened a
+    connection.
+    """
+    expires = time.monotonic() + _TO_END_S
+    while thread.is_alive() and time.monotonic() < expires:
+        interrupt()
+        thread.join(_AGAIN_S)
+
+
+MOST_STRANGERS = 32
+"""Beyond this number the oldest is closed, so that peers of the job can always connect."""
+# Wait for the oldest to close, on a busy machine; a refusal might hit a peer of the job.
+_TO_GIVE_WAY_S = 5.0
+
+
+class Strangers:
+    """A bounded number of connections whose peer has not yet proved its membership. Any thread."""
+
+    def __init__(self) -> None:
+        self._threads: dict[Connection, threading.Thread] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    def add(self, connection: Connection, thread: threading.Thread) -> None:
+        with self._lock:
+            self._threads[connection] = thread
+
+    def forget(self, connection: Connection) -> None:
+        """Remove a connection that ended or is authenticated."""
+        with self._lock:
+            self._threads.pop(connection, None)
+
+    def make_room(self) -> bool:
+        """Close the oldest connection if necessary; False without room. Accepting thread."""
+        with self._lock:
+            if len(self._threads) < MOST_STRANGERS:
+                return True
+            oldest, thread = next(iter(self._threads.items()))
+        oldest.shutdown()
+        thread.join(_TO_GIVE_WAY_S)
+        return not thread.is_alive()

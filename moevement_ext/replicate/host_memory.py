@@ -36,7 +36,13 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.witness import Witness
 from moevement_ext.plan.strategy.choice import disk_only
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
+from moevement_ext.replicate.client import (
+    PeerLost,
+    PeerRefused,
+    ReplicaClient,
+    ShelfClient,
+    TwinClient,
+)
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.node_plan import (
@@ -54,8 +60,6 @@ from moevement_ext.replicate.own_address import host_identity, local_host
 from moevement_ext.replicate.replica_server import Keeping, ReplicaServer
 from moevement_ext.replicate.secret import mark, of_attempt
 from moevement_ext.replicate.share import Share, TwinShare
-from moevement_ext.replicate.shelf_client import ShelfClient
-from moevement_ext.replicate.twin_client import TwinClient
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.dtypes import dtype_of
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction, LoggedTensor, LogKey
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.interrupting import join_interrupted
+from moevement_ext.replicate.connection import join_interrupted
 
 MAX_BYTES_AHEAD = 256 * 2**20
 

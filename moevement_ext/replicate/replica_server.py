@@ -30,7 +30,7 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
 from moevement_ext.replicate import greeting, shelf_server
-from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.connection import Connection, ProtocolError, Strangers
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.protocol import (
     Ack,
@@ -50,7 +50,6 @@ from moevement_ext.replicate.protocol import (
     SlotHead,
     WindowHead,
 )
-from moevement_ext.replicate.strangers import Strangers
 
 if TYPE_CHECKING:  # a process that only holds replicas needs no torch
     from moevement_ext.memory.upstream_log.log import UpstreamLog

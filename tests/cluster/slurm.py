@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.harness.cluster import ROOT
-from tools.local_slurm.cluster import NODES, PACKAGES, LocalSlurm, _variables
+from tools.local_slurm import NODES, PACKAGES, LocalSlurm, _variables
 
 __all__ = ['END_STATES', 'INSTALLATION', 'NODES', 'Slurm', 'require', 'running']
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from moevement_ext.system import nvml
-from moevement_ext.system.device_judging import Action, Judge
-from moevement_ext.system.xids import Harm
+from moevement_ext.system.device_judging import Action, Harm, Judge
 
 pytestmark = pytest.mark.gpu
 

@@ -279,7 +279,7 @@ def test_slurm_drill_uses_flags_that_exist(flags: tuple[str, ...], tmp_path: Pat
 
 
 def test_slurm_check_uses_flags_that_exist(tmp_path: Path) -> None:
-    from tools.node_check.__main__ import _parser
+    from tools.node_check import _parser
 
     srun = slurm_command('slurm_nccl_check.sbatch', tmp_path, '--num-layers', '4')
     assert '--ntasks-per-node=8' in srun

@@ -22,18 +22,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import torch
 
-from tools.gpu_check.answers import answers
 from tools.gpu_check.report import NOTHING, Findings, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
 from tools.gpu_check.stages import STAGES, possible
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm
 from tools.lab.errors import LabError
+from tools.lab.evidence import Tier
 from tools.lab.hardware import Hardware
 from tools.lab.launch import GRACE_S, ROOT, family
 
@@ -141,6 +142,54 @@ def summary(report: Report) -> str:
     left = [name for name in STAGES if name not in report.stages]
     lines.append(f'not run: {", ".join(left) or "nothing"}')
     return '\n'.join(lines)
+
+
+NOT_SHOWN = 'not shown'
+
+
+def answers(report: Report) -> list[str]:
+    """Whether localized recovery is exact, the cost of windows, and the speed of captures."""
+    over = 'gloo' if report.dry_run else 'NCCL'
+    return [
+        f'localized recovery over {over}: {_exact(report.stages.get("four-rank"))}',
+        f'exposed time of windows: {_exposed(_figures(report, "one-rank"))}',
+        f'copies against pinned bandwidth: {_copies(_figures(report, "copies"))}',
+    ]
+
+
+def _exact(stage: StageResult | None) -> str:
+    if stage is None or 'came_back' not in stage.figures:
+        return NOT_SHOWN
+    came_back = stage.figures['came_back']
+    if came_back != Tier.LOCALIZED:
+        return f'{NOT_SHOWN}: the lost rank came back by {came_back}'
+    return 'exact' if stage.passed else f'NOT exact, or not clean: {"; ".join(stage.problems)}'
+
+
+def _exposed(figures: dict[str, Any]) -> str:
+    parts = [
+        f'{figures[f"{prefix}exposed_ms"]:.2f} ms of {figures["plain_ms"]:.1f} ms an iteration '
+        f'({figures[f"{prefix}exposed_ms"] / figures["plain_ms"]:.2%}) with {window}'
+        for prefix, window in (('', 'a fixed window'), ('auto_', 'window auto'))
+        if f'{prefix}exposed_ms' in figures and figures.get('plain_ms')
+    ]
+    return ', '.join(parts) or NOT_SHOWN
+
+
+def _copies(figures: dict[str, Any]) -> str:
+    parts = [
+        f'{figures[f"registered_gb_s_{number}"]:.1f} of {figures[f"pinned_gb_s_{number}"]:.1f} '
+        f'GB/s, captures beside compute {figures[f"busy_over_limit_{number}"]:.2f} of it, with '
+        f'connections={number}'
+        for number in ('1', '8')
+        if f'busy_over_limit_{number}' in figures
+    ]
+    return '; '.join(parts) or NOT_SHOWN
+
+
+def _figures(report: Report, name: str) -> dict[str, Any]:
+    stage = report.stages.get(name)
+    return {} if stage is None else stage.figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import threading
 import time
+import weakref
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +22,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.job.metrics import page
 from moevement_ext.job.metrics.meter import is_disabled
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError
@@ -31,6 +33,85 @@ _PORT_TAKEN = (
     'or another run has that port: %s. The metrics are there as soon as the port is free; else '
     'give this run another port.'
 )
+
+
+# The port is open to every client that can reach the host, and this process trains. So descriptors,
+# bytes and time per client are bounded, and clients get no threads. At the connection limit a new
+# connection closes the oldest, so that Prometheus can always connect.
+MOST_CONNECTIONS = 16
+"""Limit of simultaneous connections; Prometheus needs one."""
+_BACKLOG = 64
+_MOST_REQUEST_BYTES = 8192
+_REQUEST_S = 5.0
+# Limit for sending a page to a slow client.
+_ANSWER_S = 20.0
+
+Page = Callable[[str], tuple[str, bytes]]
+"""Maps the `Accept` header of a request to content type and content."""
+
+
+async def serve(port: int, page: Page) -> asyncio.Server:
+    """Answer every GET on all interfaces of this host with the page, until the server closes.
+
+    Raises `OSError` if another process has the port.
+    """
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listening = socket.create_server(('', port), family=family, dualstack_ipv6=both)
+    _LISTENING.add(listening)
+    open_ = dict[StreamWriter, None]()  # oldest first
+
+    async def attend(reader: StreamReader, writer: StreamWriter) -> None:
+        while len(open_) >= MOST_CONNECTIONS:
+            oldest = next(iter(open_))
+            del open_[oldest]
+            oldest.transport.abort()
+        open_[writer] = None
+        try:
+            await _answer(reader, writer, page)
+        except (OSError, EOFError, asyncio.LimitOverrunError):  # includes timeouts of slow clients
+            pass
+        except Exception:  # costs one scrape, not the training
+            logger.exception('the metrics could not be shown')
+        finally:
+            open_.pop(writer, None)
+            writer.transport.abort()
+
+    return await asyncio.start_server(
+        attend, sock=listening, limit=_MOST_REQUEST_BYTES, backlog=_BACKLOG
+    )
+
+
+async def _answer(reader: StreamReader, writer: StreamWriter, page: Page) -> None:
+    async with asyncio.timeout(_REQUEST_S):
+        head = await reader.readuntil(b'\r\n\r\n')
+    request, *lines = head.decode('latin-1').split('\r\n')
+    status, kind, content = '405 Method Not Allowed', 'text/plain', b''
+    if request.split(' ')[0] == 'GET':
+        fields = (line.partition(':') for line in lines)
+        accepted = next((value for name, _, value in fields if name.lower() == 'accept'), '')
+        status, (kind, content) = '200 OK', page(accepted.strip())
+    writer.write(
+        f'HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n'
+        'Connection: close\r\n\r\n'.encode('latin-1')
+        + content
+    )
+    async with asyncio.timeout(_ANSWER_S):
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+
+# Data loader workers that outlive a killed trainer for a moment would keep the port.
+_LISTENING: 'weakref.WeakSet[socket.socket]' = weakref.WeakSet()
+
+
+def _stop_listening() -> None:
+    for listening in list(_LISTENING):
+        listening.close()
+
+
+os.register_at_fork(after_in_child=_stop_listening)
 
 
 class Host:
@@ -74,7 +155,7 @@ class Host:
         """Start serving, if no other process of this run serves; call this repeatedly."""
         try:
             self._turn = self._turn or HolderLock(self._path / 'turn')
-            self._server = self._server or await page.serve(self._port, self._of_all)
+            self._server = self._server or await serve(self._port, self._of_all)
         except StoreInUseError:
             pass
         except OSError as error:

@@ -10,8 +10,7 @@ from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.relayout.index import Portion
-from moevement_ext.replicate.client import PeerLost, PeerRefused
-from moevement_ext.replicate.shelf_client import ShelfClient
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ShelfClient
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from moevement_ext.recover.relayout.found import (
 from moevement_ext.recover.relayout.relaid import RelaidWindow
 from moevement_ext.recover.sources import VerifiedWindow, make_room
 from moevement_ext.recover.whole_job import Source
-from moevement_ext.replicate.client import PeerLost
+from moevement_ext.replicate.client import PeerLost, ShelfClient
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.shelf_client import ShelfClient
 
 logger = logging.getLogger(__name__)
 

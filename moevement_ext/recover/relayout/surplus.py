@@ -23,9 +23,9 @@ from torch.distributed import DistError, PrefixStore, Store
 from moevement_ext.membership.exchange import left_by
 from moevement_ext.membership.rank import Rank
 from moevement_ext.recover.relayout.stock import Stock
+from moevement_ext.replicate.client import ShelfClient
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.secret import VARIABLE, given_in, of_attempt
-from moevement_ext.replicate.shelf_client import ShelfClient
 from moevement_ext.store import nearest
 
 logger = logging.getLogger(__name__)

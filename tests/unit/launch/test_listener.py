@@ -14,8 +14,8 @@ from moevement_ext.launch.agent import connect
 from moevement_ext.launch.link import Address, Beats
 from moevement_ext.launch.listener import Listener
 from moevement_ext.launch.messages import Alive
+from moevement_ext.replicate.connection import MOST_STRANGERS
 from moevement_ext.replicate.greeting import new_secret
-from moevement_ext.replicate.strangers import MOST
 from tests.unit.readable import readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
@@ -57,9 +57,9 @@ def test_unauthenticated_clients_take_bounded_threads_and_descriptors(listener: 
             if number % 50 == 49:
                 connect(Address('127.0.0.1', listener.port, SECRET), str(number), [])
                 assert arrived(listener) == [str(number)]
-        assert process.num_threads() <= before[0] + MOST
+        assert process.num_threads() <= before[0] + MOST_STRANGERS
         assert (
-            process.num_fds() <= before[1] + 200 + MOST + 4 * 5
+            process.num_fds() <= before[1] + 200 + MOST_STRANGERS + 4 * 5
         )  # an agent has two descriptors on each side
 
 

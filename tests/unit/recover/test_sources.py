@@ -21,7 +21,7 @@ from moevement_ext.recover.sources import (
     VerifiedWindow,
     verified_window,
 )
-from moevement_ext.replicate import greeting, interrupting
+from moevement_ext.replicate import connection, greeting
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import SlotHead, WindowHead
 from moevement_ext.replicate.secret import of_attempt
@@ -193,7 +193,7 @@ def test_abandoned_connection_does_not_block_the_next(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All have met anew, and the replica is fetched from a holder that answers."""
-    monkeypatch.setattr(interrupting, '_SECONDS', 0.3)
+    monkeypatch.setattr(connection, '_TO_END_S', 0.3)
     file = job.commit(0)
     expected = digest(file.path)
     replicate(job, file)

@@ -16,8 +16,7 @@ from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.lost_peer import in_words
 from moevement_ext.regroup import process_groups
-from moevement_ext.regroup.nccl import Nccl
-from moevement_ext.regroup.nccl_calls import _NOT_IN_A_GROUP, OpenCalls
+from moevement_ext.regroup.nccl import _NOT_IN_A_GROUP, Nccl, OpenCalls
 from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster

@@ -3,8 +3,7 @@
 
 import pytest
 
-from moevement_ext.system.device_judging import Action, Finding, Judge, Reading
-from moevement_ext.system.xids import Harm, meaning_of
+from moevement_ext.system.device_judging import Action, Finding, Harm, Judge, Reading, meaning_of
 
 GPU = 'GPU-5f2c'
 

@@ -5,9 +5,8 @@ import time
 import pytest
 
 from moevement_ext.system import device_watch, nvml
-from moevement_ext.system.device_judging import Finding, Judge
+from moevement_ext.system.device_judging import Finding, Harm, Judge
 from moevement_ext.system.device_watch import DeviceWatch
-from moevement_ext.system.xids import Harm
 from tests.unit.system.conftest import Devices
 
 pytestmark = pytest.mark.timed

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.local_slurm import cluster
-from tools.local_slurm.__main__ import main
+from tools import local_slurm
+from tools.local_slurm import main
 
 pytestmark = pytest.mark.timed
 
@@ -43,8 +43,8 @@ def test_start_names_missing_programs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cluster.os, 'geteuid', lambda: user)
-    monkeypatch.setattr(cluster.shutil, 'which', lambda name: name if programs else None)
+    monkeypatch.setattr(local_slurm.os, 'geteuid', lambda: user)
+    monkeypatch.setattr(local_slurm.shutil, 'which', lambda name: name if programs else None)
     if there:
         (tmp_path / 'slurm.conf').touch()
     assert main(['start', str(tmp_path)]) == 2
@@ -54,8 +54,8 @@ def test_start_names_missing_programs(
 def test_a_folder_that_cannot_be_made_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cluster.os, 'geteuid', lambda: 0)
-    monkeypatch.setattr(cluster.shutil, 'which', lambda name: name)
+    monkeypatch.setattr(local_slurm.os, 'geteuid', lambda: 0)
+    monkeypatch.setattr(local_slurm.shutil, 'which', lambda name: name)
     (tmp_path / 'file').touch()
     assert main(['start', str(tmp_path / 'file')]) == 2
     assert 'cannot be made a folder of a cluster: ' in capsys.readouterr().err
@@ -64,8 +64,8 @@ def test_a_folder_that_cannot_be_made_is_named(
 def test_a_cluster_that_runs_is_not_ended_by_another_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.os, 'geteuid', lambda: 0)
-    monkeypatch.setattr(cluster.shutil, 'which', lambda name: name)
+    monkeypatch.setattr(local_slurm.os, 'geteuid', lambda: 0)
+    monkeypatch.setattr(local_slurm.shutil, 'which', lambda name: name)
     (tmp_path / 'slurm.conf').touch()
     variables = {**os.environ, 'SLURM_CONF': str(tmp_path / 'slurm.conf'), 'SLURM_JOB_ID': '1'}
     with subprocess.Popen(['sleep', '600'], env=variables) as job:

@@ -32,9 +32,8 @@ from moevement_ext.recover.relayout.fetching import Fetcher
 from moevement_ext.recover.relayout.found import Candidate, merged
 from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
 from moevement_ext.recover.relayout.stock import Stock, _Seen
-from moevement_ext.replicate.client import PeerRefused
+from moevement_ext.replicate.client import PeerRefused, ShelfClient
 from moevement_ext.replicate.replica_server import ReplicaServer
-from moevement_ext.replicate.shelf_client import ShelfClient
 from tests.unit.memory.samples import SECRET, tmpfs_directory
 
 OWNERS, ELEMENTS, START, WINDOW = 4, 64, 7, 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from tools.node_check.__main__ import _split
+from tools.node_check import _split
 
 MODEL = ['--num-layers', '32', '--hidden-size', '4096']
 

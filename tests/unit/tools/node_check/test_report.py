@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from tools.lab.errors import LabError
-from tools.node_check.place import Place
-from tools.node_check.report import GIB, RankReport, problems, rates
+from tools.node_check import GIB, Place, RankReport, problems, rates
 from tools.plan.__main__ import parse_arguments as parse_plan
 
 

@@ -23,8 +23,7 @@ from tests.unit.tools.samples import event
 from tools.lab.following import Follower
 from tools.lab.history import History
 from tools.lab.plots import Doing
-from tools.status.__main__ import main
-from tools.status.screen import missing, show, silent, stages
+from tools.status import main, missing, show, silent, stages
 
 ROOT = Path(__file__).resolve().parents[4]
 
