@@ -59,7 +59,7 @@ from tools.lab.evidence import Tier, read_events
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, add_share_gpu
-from tools.lab.models import dense_flags
+from tools.lab.models import dense_flags, native_precision
 from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
@@ -142,7 +142,8 @@ class Bench(NamedTuple):
         """Flags of the other benchmarks with another layout: the last value of a flag counts."""
         layout = ['--pipeline-model-parallel-size', str(STAGES)]
         layout += ['--expert-model-parallel-size', '1']
-        return model.training_flags(self.data, 2, iterations) + layout
+        precision = native_precision(self.share_gpu)
+        return model.training_flags(self.data, 2, iterations, precision) + layout
 
     def _launch(
         self, folder: Path, flags: Sequence[str], max_restarts: int = 0, spares: int = 0

@@ -31,7 +31,7 @@ from tools.lab.evidence import ranks_with
 from tools.lab.four_ranks import NODES, STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, add_share_gpu, node_name
-from tools.lab.models import prepare_text, sparse_flags
+from tools.lab.models import native_precision, prepare_text, sparse_flags
 from tools.lab.plots import plot
 from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
@@ -93,7 +93,7 @@ def run_demo(args: argparse.Namespace, console: Console) -> Result:
         shutil.rmtree(output / stale, ignore_errors=True)
     console.print('[bold]1. Text:[/] the sources of the standard library as byte tokens')
     data = prepare_text(output / 'data', _DATA_MB, quiet=False)
-    flags = training_flags(data, args.iterations)
+    flags = training_flags(data, args.iterations, native_precision(args.share_gpu))
 
     def launch(name: str, more: Sequence[str] = (), max_restarts: int = 0) -> Launch:
         spares = WORKERS_PER_NODE if max_restarts else 0

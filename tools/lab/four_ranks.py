@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from tools.lab import models
+from tools.lab import models, precisions
 
 NODES = 2
 WORKERS_PER_NODE = 2
@@ -13,18 +13,20 @@ STAGE_RANKS = ((0, 1), (2, 3))
 
 _MODEL = models.ToyModel(hidden=64, heads=4, sequence=64, experts=8)
 _TRAINING = (
-    '--num-layers 4 --untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer '
+    '--num-layers 4 --untie-embeddings-and-output-weights '
     '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --micro-batch-size 2 '
     '--global-batch-size 16 --lr 3e-3 --min-lr 3e-4 --lr-warmup-iters 2 --lr-decay-iters 100 '
     '--clip-grad 1.0'
 ).split()
 
 
-def training_flags(data: Path, iterations: int) -> list[str]:
+def training_flags(data: Path, iterations: int, precision: str = 'bf16') -> list[str]:
+    """Flags of plain Megatron. `precision`: a key of `precisions.NATIVE`."""
     return [
         *_MODEL.flags(),
         *models.TRAINING,
         *_TRAINING,
+        *precisions.NATIVE[precision].split(),
         *models.TEXT,
         *models.NO_EVALUATION,
         *models.data_flags(data),

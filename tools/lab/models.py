@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from megatron.moevement.seams import without_gpu
 from tools.lab.errors import LabError
 from tools.lab.launch import ROOT
@@ -46,18 +44,13 @@ class ToyModel(NamedTuple):
         ]
 
 
-def native_precision() -> str:
+def native_precision(gpu: bool = False) -> str:
     """`bf16`; `fp32` on a CPU that would emulate bf16, at three to fifteen times the time."""
-    return 'bf16' if torch.cuda.is_available() or _multiplies_bf16() else 'fp32'
-
-
-def _multiplies_bf16() -> bool:
-    """True if torch's matrix products do not convert bf16 element by element."""
     known = {'avx512bw', 'amx_bf16', 'avx_ne_convert', 'bf16'}
     for line in Path('/proc/cpuinfo').read_text('utf-8').splitlines():
         if line.startswith(('flags', 'Features')):
-            return not known.isdisjoint(line.split())
-    return False
+            return 'bf16' if gpu or known.intersection(line.split()) else 'fp32'
+    return 'bf16'
 
 
 def data_flags(data: Path) -> list[str]:
