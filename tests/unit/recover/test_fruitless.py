@@ -138,7 +138,8 @@ def test_a_gpu_without_memory_for_communicators_is_tried_once_more(
     failures: int, fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then its process is replaced: what the new one has allocated is less."""
-    renew, failed = FakeGroups.renew, []
+    renew = FakeGroups.renew
+    failed: list[Process] = []
 
     def fail(
         groups: FakeGroups, store: Store, members: Collection[int] | None, *args: object

@@ -45,7 +45,7 @@ def fault_free(threads_are_processes: None) -> Expected:
     return job.states
 
 
-def test_the_last_tensor_of_the_newest_iteration(
+def test_missing_last_tensor_of_the_newest_iteration_restarts_the_whole_job(
     fault_free: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every window is refused for it, and the whole job starts again from its memory.

@@ -117,12 +117,14 @@ def train_through(schedule: Sequence[Fault], expected: Expected) -> ThreadedJob:
 
 
 @pytest.mark.parametrize('victim', range(STAGES))
-def test_death_at_any_point_of_an_iteration(victim: int, fault_free: Expected) -> None:
+def test_job_survives_a_lost_rank_at_any_point_of_an_iteration(
+    victim: int, fault_free: Expected
+) -> None:
     die_one_after_the_other(victim, OF_AN_ITERATION, fault_free)
 
 
 @pytest.mark.parametrize('victim', VICTIMS)
-def test_death_while_any_slot_is_kept(victim: int, fault_free: Expected) -> None:
+def test_job_survives_a_lost_rank_while_any_slot_is_kept(victim: int, fault_free: Expected) -> None:
     die_one_after_the_other(victim, OF_A_SLOT, fault_free)
 
 
@@ -133,7 +135,7 @@ def die_one_after_the_other(victim: int, phases: Sequence[Phase], expected: Expe
 
 
 @pytest.mark.parametrize('victim', VICTIMS)
-def test_death_of_the_replacement_at_any_point_of_the_recovery(
+def test_job_survives_a_lost_replacement_at_any_point_of_the_recovery(
     victim: int, fault_free: Expected
 ) -> None:
     schedule = []
@@ -144,7 +146,7 @@ def test_death_of_the_replacement_at_any_point_of_the_recovery(
 
 
 @pytest.mark.parametrize('victim', VICTIMS)
-def test_death_of_another_rank_at_any_point_of_the_recovery(
+def test_job_survives_another_lost_rank_at_any_point_of_the_recovery(
     victim: int, fault_free: Expected
 ) -> None:
     schedule = []
@@ -154,7 +156,7 @@ def test_death_of_another_rank_at_any_point_of_the_recovery(
     train_through(schedule, fault_free)
 
 
-def test_all_die_at_any_point_and_again_in_the_recovery(fault_free: Expected) -> None:
+def test_loss_of_all_ranks_at_any_point_is_recovered_from_memory(fault_free: Expected) -> None:
     phases = [
         *(Phase.FORWARD, Phase.LOAD, Phase.STEP, Phase.CONVERT, Phase.AFTER_STEP, Phase.EVALUATE),
         *(Phase.SEAL, Phase.SEAL, Phase.REPLICATE, Phase.REPLICATE),
@@ -175,7 +177,7 @@ def test_all_die_at_any_point_and_again_in_the_recovery(fault_free: Expected) ->
 
 
 @pytest.mark.parametrize('iteration', [2, FIRST])
-def test_death_before_the_first_window_and_after_the_last_iteration(
+def test_failure_before_the_first_window_or_after_the_last_iteration_restarts_all_ranks(
     iteration: int, fault_free: Expected
 ) -> None:
     """Survivors cannot help then: all start again."""

@@ -111,7 +111,7 @@ def test_damaged_copy_is_refused_and_another_copy_served(shm: Path, client: Repl
     neighbour.close()
 
 
-def test_window_too_large_for_the_local_file(
+def test_window_too_large_for_the_local_file_is_refused(
     own: OwnerWindows, shm: Path, client: ReplicaClient
 ) -> None:
     put_window(client, commit(own, 0))
@@ -122,7 +122,7 @@ def test_window_too_large_for_the_local_file(
     ask(client)
 
 
-def test_fetch_while_the_source_recycles(
+def test_fetch_while_the_source_recycles_is_whole_or_refused(
     own: OwnerWindows, shm: Path, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     """Readers take no lock: what arrives is whole, or it is refused, but never a mixture."""

@@ -187,7 +187,7 @@ def test_float8_tensor_is_written_in_place() -> None:
         ((False, False, False), [True, False, False, False]),
     ],
 )
-def test_first_weight_of_a_grouped_layer_speaks_for_all(
+def test_first_weight_of_a_grouped_layer_decides_for_all(
     wanted: tuple[bool, ...], computed: list[bool]
 ) -> None:
     layer = GroupedLinear(3, 16, 32, init_method=torch.nn.init.zeros_, params_dtype=torch.float32)

@@ -52,7 +52,7 @@ class TestResults:
             '"seconds":3.0,"stall_s":3.0}],"identical":true,"survivors_lost":[],"failed":""}\n'
         )
 
-    def test_resumed_with_the_same_arguments_and_seed(self, tmp_path: Path) -> None:
+    def test_campaign_resumes_with_the_same_arguments_and_seed(self, tmp_path: Path) -> None:
         arguments = '--faults 9 --configurations 3 --cover meet:kill'.split()
         Results(tmp_path / NAME).add(Begun(arguments, 7))
         args = parse_arguments(['--resume', str(tmp_path)])

@@ -235,7 +235,7 @@ def test_a_test_that_hangs_is_named_long_before_the_stage_must_end(tmp_path: Pat
     assert 2 * own_tests._LONGEST_S < _LIMIT_S / 2, 'both runs, and what else the stage does'
 
 
-def test_counts_of_a_result_file() -> None:
+def test_counts_of_all_suites_of_a_result_file_are_summed() -> None:
     suite = '<testsuite tests="5" failures="1" errors="0" skipped="2"/>'
     counts = own_tests.counts(f'<testsuites>{suite}{suite}</testsuites>')
     assert counts == {'tests': 10, 'failures': 2, 'errors': 0, 'skipped': 4}

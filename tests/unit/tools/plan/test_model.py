@@ -55,7 +55,7 @@ def test_biases_positions_and_norms_count():
     assert ungated.total_parameters - TINY.total_parameters == biases - matrices
 
 
-def test_latent_attention_by_hand():
+def test_latent_attention_has_the_parameters_of_a_hand_calculation():
     latent = LatentAttention(
         kv_rank=6, query_key_size=4, position_size=2, value_size=3, query_rank=5
     )

@@ -278,7 +278,7 @@ def test_recovery_and_ettr_follow_the_closed_form():
     assert plan_job(never).effectiveness().ettr_exact() == pytest.approx(1 / 1.2)
 
 
-def test_paper_algorithm_on_the_same_operators():
+def test_paper_algorithm_plans_the_same_operators():
     found = plan_job(JOB).paper
     assert found.window >= 1 and found.bytes_over_budget >= 0
 

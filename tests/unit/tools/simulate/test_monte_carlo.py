@@ -60,7 +60,9 @@ def slow_ettr(system: Dense | Sparse, failures: list[float], position: int) -> f
 
 
 @pytest.mark.parametrize('system', SYSTEMS[:5], ids=str)
-def test_equals_a_simulation_iteration_by_iteration(system: Dense | Sparse) -> None:
+def test_vectorized_histories_equal_a_simulation_iteration_by_iteration(
+    system: Dense | Sparse,
+) -> None:
     class Given(Renewal):
         def first(
             self, rng: np.random.Generator, histories: int, count: int, nodes: int

@@ -35,7 +35,7 @@ def claim(report: Report, statement: str) -> Claim:
     ('system', 'follow', 'readable'),
     [('CheckFreq', 1, 33), ('Gemini', 5, 35), ('MoC', 4, 6), ('MoEvement', 30, 35)],
 )
-def test_ettrs_that_follow_with_nothing_fitted(
+def test_closed_forms_give_these_ettrs_without_a_fitted_constant(
     report: Report, system: str, follow: int, readable: int
 ) -> None:
     count = report.count(system, 'ettr')
@@ -242,7 +242,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     'command', [['-m', 'tools.simulate', 'paper'], ['-m', 'tools.simulate.paper']]
 )
-def test_runs_as_part_of_the_simulator_and_by_itself(command: list[str]) -> None:
+def test_paper_tables_run_as_part_of_the_simulator_and_alone(command: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, *command, '--json'], cwd=ROOT, capture_output=True, text=True, check=True
     )

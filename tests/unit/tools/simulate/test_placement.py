@@ -89,7 +89,9 @@ def test_recovery_probability_is_that_of_plain_enumeration(
 @pytest.mark.parametrize(
     ('nodes', 'slots', 'experts'), [(4, 2, 3), (3, 2, 4), (3, 3, 4), (5, 1, 3)]
 )
-def test_optimal_where_the_representatives_fit(nodes: int, slots: int, experts: int) -> None:
+def test_placement_is_optimal_where_the_representatives_fit(
+    nodes: int, slots: int, experts: int
+) -> None:
     fitting = [
         replicas
         for replicas in small_cases(nodes, slots, experts)

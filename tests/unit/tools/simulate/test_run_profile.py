@@ -60,7 +60,7 @@ def test_popularity_is_used_once_measured(tmp_path: Path) -> None:
     assert [one.tokens for one in found.operators] == [None, 0.75, 0.0]
 
 
-def test_the_rank_that_holds_most_and_the_slowest_rates(tmp_path: Path) -> None:
+def test_profile_has_the_largest_rank_and_the_slowest_rates(tmp_path: Path) -> None:
     events = [
         event(Protected, 1, one.time, pid=one.pid,
               **{**one.own_fields(), 'operators': {'embedding': (999, 99)}, 'experts': []})
@@ -122,7 +122,7 @@ class TestOneCommand:
         assert simulate.main(flags) == 0
         return json.loads(capsys.readouterr().out)
 
-    def test_half_the_time_between_failures(
+    def test_half_the_time_between_failures_lowers_the_ettr(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         as_it_was = self.answer(capsys, '--profile', str(run))
@@ -154,7 +154,7 @@ class TestOneCommand:
             simulate.main(['--system', 'ours', '--profile', str(run), *flags])
         assert message in capsys.readouterr().err
 
-    def test_a_multiple_of_nothing(
+    def test_a_multiple_without_a_measured_mtbf_is_refused(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         calm = write(tmp_path, [one for one in localized_run() if one.time < 10.2])

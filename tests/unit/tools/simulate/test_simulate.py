@@ -45,7 +45,9 @@ def test_sparse_system_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert low <= found['ettr_exact'] <= high and low <= found['ettr_simulated'] <= high
 
 
-def test_dense_and_its_best_interval(capsys: pytest.CaptureFixture[str]) -> None:
+def test_optimal_interval_raises_the_ettr_of_dense_checkpoints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = answer(capsys, [*DENSE, '--stall', '5', '--optimal-interval'])
     assert found['interval'] == 150
     assert found['optimal_interval_exact'] == round(found['optimal_interval_exact_s'] / 3.465)
@@ -77,7 +79,9 @@ def test_rate_follows_from_gpus(capsys: pytest.CaptureFixture[str]) -> None:
         '--skew 0.1 --experts 16 --frozen-saving 0.33',
     ],
 )
-def test_other_failures_and_recoveries(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+def test_other_failures_and_recoveries_change_the_ettr(
+    capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
     plain = answer(capsys, MOEVEMENT)
     found = answer(capsys, [*MOEVEMENT, *flags.split(), '--hours', '3000'])
     assert 0 < found['ettr_simulated'] < 1
@@ -273,7 +277,9 @@ def test_a_plot_that_cannot_be_written_is_named(
     assert sorted(path.name for path in tmp_path.iterdir()) == ['file']
 
 
-def test_timeline_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_timeline_shows_each_failure_of_a_trace(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     target = tmp_path / 'timeline.png'
     argv = ['timeline', '--trace', TRACE, '--systems', 'checkfreq,ours', '--profile', PROFILE]
     found = answer(capsys, [*argv, '--bins', '12', '--json', '--plot', str(target)])

@@ -95,7 +95,9 @@ def test_recovering_job_is_shown() -> None:
         (1.5, 7200.0, '31', 'NO HEARTBEAT for 2 h 00 min; before that: starting'),
     ],
 )
-def test_a_job_that_writes_nothing(last: float, quiet_s: float, colour: str, said: str) -> None:
+def test_a_job_that_writes_nothing_is_shown_as_silent(
+    last: float, quiet_s: float, colour: str, said: str
+) -> None:
     """Windows last 2 s; a recovery and a start may be silent for longer than training."""
     console = Console(width=200, force_terminal=True, color_system='standard')
     with console.capture() as capture:
