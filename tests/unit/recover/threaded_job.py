@@ -55,6 +55,8 @@ WINDOW = 3
 Expected = dict[tuple[int, int], object]
 """State of a rank after an iteration, by rank and iteration."""
 
+PERIOD = WINDOW
+"""Iterations from the start of a window to that of the next one."""
 _TIMEOUT = timedelta(seconds=120)
 _HANG_S = 60.0
 _SET_UP_S = 20.0
@@ -274,10 +276,15 @@ def _comes_later(job: Job, due: int) -> bool:
     if job._mode.recovery.pending():  # a dead one may have reported it not, and the next step does
         return True
     assert job.protection is not None
-    windows = job.protection.memory.windows
-    names = (WindowName(start, '') for start in range(due, due + WINDOW))
+    windows, disk = job.protection.memory.windows, job.protection._disk
+    names = (WindowName(start, '') for start in range(due, due + PERIOD))
+    newest = [] if disk is None else [name for name in (disk._tried, disk._offered) if name]
     # A busy machine that holds a slot up gives a window up; a recovery is to be judged before.
-    return job.protection.unjudged or any(windows.is_given_up(name) for name in names)
+    return (
+        job.protection.unjudged
+        or any(windows.is_given_up(name) for name in names)
+        or any(disk._agreed.is_given_up(name.start) for name in newest if name.start >= due)
+    )
 
 
 class ThreadedJob:
