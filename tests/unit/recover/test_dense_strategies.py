@@ -75,8 +75,7 @@ def launch(
         return SparseCheckpointConfig(**chosen, **given)
 
     monkeypatch.setattr(threaded_job, 'SparseCheckpointConfig', config)
-    # In vain for a window that a failure has cut off: the next one is whole then.
-    monkeypatch.setattr(threaded_job, '_PERSISTED_S', 1.0)
+    monkeypatch.setattr(threaded_job, 'PERIOD', INTERVAL)
 
     def train_through(schedule: list[Fault], iterations: int) -> ThreadedJob:
         job = train(iterations, schedule, fault_free)
@@ -153,7 +152,14 @@ def test_all_ranks_change_to_the_same_interval(
 def test_a_newer_checkpoint_in_memory_is_no_source(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offer = DiskTier.persisted
+    offer, note = DiskTier.persisted, ThreadedJob.note
+
+    def never_awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
+        note(job, rank, trainer)
+        if trainer.iteration == STRUCK - 1:
+            job.persisted = ITERATIONS
+
+    monkeypatch.setattr(ThreadedJob, 'note', never_awaited)
     monkeypatch.setattr(
         DiskTier, 'persisted', lambda tier, name: name.start > 4 or offer(tier, name)
     )

@@ -119,7 +119,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
         note(process, event)
 
     monkeypatch.setattr(Process, '_note', noted)
-    monkeypatch.setattr(threaded_job, '_PERSISTED_S', 1.0)
+    monkeypatch.setattr(threaded_job, 'PERIOD', INTERVAL)
 
     def live(
         schedule: list[Fault], expected: Expected | None = None, restarts: int = 0, **chosen: Any

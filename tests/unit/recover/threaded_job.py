@@ -51,13 +51,11 @@ from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
 STAGES = 3
-WINDOW = 3
+WINDOW = PERIOD = 3  # iterations of a window; from its start to the start of the next
 Expected = dict[tuple[int, int], object]
 """State of a rank after an iteration, by rank and iteration."""
-
 _TIMEOUT = timedelta(seconds=120)
 _HANG_S = 60.0
-_SET_UP_S = 20.0
 _LONG_S = 1000.0
 _PERSISTED_S = 20.0
 """For a window to be persisted."""
@@ -156,7 +154,7 @@ class Process:
     def kill(self) -> None:
         """From outside, wherever it is but in its set-up: a thread cannot give up half of that."""
         if self.protected is not None:
-            self.ready.wait(_SET_UP_S)
+            self.ready.wait(_TIMEOUT.total_seconds())
         self.dead = True
         self.groups.unblock()
         if self.membership is not None and hasattr(self.membership, '_watch'):  # it has met
@@ -271,13 +269,17 @@ class Process:
 
 def _comes_later(job: Job, due: int) -> bool:
     """True if the window that begins at `due`, or soon after, is not persisted before a step."""
-    if job._mode.recovery.pending():  # a dead one may have reported it not, and the next step does
+    protection = job.protection
+    assert protection is not None
+    # A dead one may have reported it not, and the next step does; or a recovery is judged before.
+    if job._mode.recovery.pending() or protection.unjudged:
         return True
-    assert job.protection is not None
-    windows = job.protection.memory.windows
-    names = (WindowName(start, '') for start in range(due, due + WINDOW))
-    # A busy machine that holds a slot up gives a window up; a recovery is to be judged before.
-    return job.protection.unjudged or any(windows.is_given_up(name) for name in names)
+    # A busy machine that holds a slot up gives a window up.
+    starts, disk = range(due, due + PERIOD), protection._disk
+    if any(protection.memory.windows.is_given_up(WindowName(start, '')) for start in starts):
+        return True
+    newest = [] if disk is None else [name for name in (disk._tried, disk._offered) if name]
+    return any(disk._agreed.is_given_up(name.start) for name in newest if name.start >= due)
 
 
 class ThreadedJob:
