@@ -29,7 +29,8 @@ from moevement_ext.memory.budget import gib
 from moevement_ext.memory.device import bind_thread, side_stream, with_index
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.upstream_log.record import Direction, LogGap, LoggedTensor, LogKey
-from moevement_ext.memory.upstream_log.ring import Ring, RingMap
+from moevement_ext.memory.upstream_log.ring import Ring
+from moevement_ext.memory.upstream_log.ring_map import RingMap
 
 logger = logging.getLogger(__name__)
 
