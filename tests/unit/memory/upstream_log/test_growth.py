@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory.upstream_log import ring as map_module
+from moevement_ext.memory.upstream_log import ring_map as map_module
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.memory.upstream_log.logs import (
