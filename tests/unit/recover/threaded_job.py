@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job whose processes are threads: real recovery and stores, fake trainer and process groups.
 
-What a process would lose with its death ends with its thread: connections, servers, the log. Its
-windows and its ledger stay in the memory of its node.
+With its thread end the connections, servers and log of a process; its windows and ledger stay.
 """
 
 import ctypes
