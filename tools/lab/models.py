@@ -15,6 +15,7 @@ TEXT = '--tokenizer-type NullTokenizer --vocab-size 257 --split 90,5,5'.split()
 """Flags for text as bytes, as `prepare_data` writes it."""
 NO_EVALUATION = '--num-workers 0 --eval-interval 1000000 --eval-iters 0'.split()
 
+_PROCESSORS = Path('/proc/cpuinfo')
 TRAINING = (
     '--lr-decay-style cosine --weight-decay 0.1 --seed 1234 --log-interval 1 '
     '--distributed-timeout-minutes 3'
@@ -47,7 +48,7 @@ class ToyModel(NamedTuple):
 def native_precision(gpu: bool = False) -> str:
     """`bf16`; `fp32` on a CPU that would emulate bf16, at three to fifteen times the time."""
     known = {'avx512bw', 'amx_bf16', 'avx_ne_convert', 'bf16'}
-    for line in Path('/proc/cpuinfo').read_text('utf-8').splitlines():
+    for line in _PROCESSORS.read_text('utf-8').splitlines():
         if line.startswith(('flags', 'Features')):
             return 'bf16' if gpu or known.intersection(line.split()) else 'fp32'
     return 'bf16'

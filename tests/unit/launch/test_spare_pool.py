@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import errno
 import io
 import os
 import shutil
@@ -19,6 +20,7 @@ from moevement_ext.launch.launcher_events import (
     SpareReady,
     WorkerLaunched,
 )
+from moevement_ext.launch.machine import Machine
 from tests.unit.launch.conftest import Job, dies, starts_a_thread
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -121,6 +123,22 @@ def test_spare_without_room_for_a_fork_forks_later(job: Job, tmp_path: Path) -> 
     assert all(event.was_spare for event in job.started() if event.restarts)
     assert spares_ended(job) == []
     assert (tmp_path / 'met').exists()
+
+
+def test_worker_is_started_once_there_is_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = Machine._new_worker, []
+
+    def without_room(machine: Machine, variables: dict[str, str], log: Path | None) -> object:
+        if job.started() and len(refused) < 5:  # more than the errors that end a job
+            refused.append(variables)
+            raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
+        return start(machine, variables, log)
+
+    monkeypatch.setattr(Machine, '_new_worker', without_room)
+    job.finish_when = lambda: len(job.started(0)) == 2
+    assert job.run('0.0=kill') == 0
+    assert len(refused) == 5
+    assert [event.restarts for event in job.started(0)] == [0, 1]
 
 
 def test_unresponsive_spare_is_killed_and_the_worker_starts_without_it(

@@ -174,10 +174,15 @@ def test_chosen_variants_take_turns_with_plain_megatron() -> None:
     assert both.variants == [PLAIN, AGAINST]
 
 
-def test_a_cpu_that_emulates_bf16_trains_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    for precision, given in {'bf16': True, 'fp32': False}.items():
-        monkeypatch.setattr(models, 'native_precision', lambda found=precision: found)
-        assert ('--bf16' in model.training_flags(Path('text'), 2, 12)) is given
+def test_a_cpu_that_emulates_bf16_trains_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    processors = tmp_path / 'cpuinfo'
+    monkeypatch.setattr(models, '_PROCESSORS', processors)
+    for flags, bf16 in {'fpu avx avx2': False, 'fpu avx2 avx512bw': True}.items():
+        processors.write_text(f'model name\t: EPYC\nflags\t\t: {flags}\n')
+        assert ('--bf16' in model.training_flags(Path('text'), 2, 12)) is bf16
+        assert models.native_precision(gpu=True) == 'bf16'
 
 
 def test_all_configurations_of_the_paper_are_trained() -> None:
