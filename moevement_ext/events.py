@@ -118,6 +118,8 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     """Measured rate of the copies to host memory."""
     send_bytes_per_s: float | None | UnsetType = UNSET
     """Measured send rate to holders of replicas; None before the first send."""
+    helpers_s: float | UnsetType = UNSET
+    """CPU seconds of this process's Python threads but the training thread, since their start."""
 
 
 class WindowPersisted(Event, frozen=True, kw_only=True):
@@ -286,8 +288,6 @@ class Finished(Event, frozen=True, kw_only=True):
 
     removed: bool
     """True if the host memory was freed."""
-    helpers_s: float | UnsetType = UNSET
-    """CPU seconds of this process's Python threads other than the training thread."""
 
 
 class _Named(msgspec.Struct):

@@ -24,7 +24,6 @@ from moevement_ext.config import (
     ConfigurationError,
     SparseCheckpointConfig,
 )
-from moevement_ext.cpu_cost import helper_cpu_s
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
 from moevement_ext.job import own_device
@@ -467,12 +466,12 @@ class Job:
 
     def close(self, remove: bool = True) -> None:
         """Stop all threads; with `remove` free host memory, unless an export has read it."""
-        remove, helpers_s = remove and not reads_memory(), helper_cpu_s()
+        remove = remove and not reads_memory()
         if self._device_watch is not None:
             self._device_watch.close()
         if self.protection is not None:
             self.protection.close(remove, keep_disk=is_export())
-        self.rank.events.emit(Finished(removed=remove, helpers_s=helpers_s))  # no thread is left
+        self.rank.events.emit(Finished(removed=remove))  # no thread is left
         if self._observer is not None:
             self._observer.close()
         if self._disk is not None:

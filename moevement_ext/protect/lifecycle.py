@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from moevement_ext import faults
+from moevement_ext.cpu_cost import helper_cpu_s
 from moevement_ext.events import WindowCommitted, WindowPersisted
 from moevement_ext.faults import Phase
 from moevement_ext.memory.sizing import GENERATIONS
@@ -242,6 +243,7 @@ class WindowLifecycle:
                 exposed_s=round(figures.exposed_s, 6),
                 copy_bytes_per_s=figures.copy_bytes_per_s,
                 send_bytes_per_s=self.send_bytes_per_s(),
+                helpers_s=round(helper_cpu_s(), 6),
             )
         )
 

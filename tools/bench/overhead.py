@@ -22,13 +22,14 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
-from moevement_ext.events import Finished, WindowOnDisk
+from moevement_ext.events import Event, WindowCommitted, WindowOnDisk
 from tools.bench import model, overhead_report
 from tools.bench.model import NODES
 from tools.bench.overhead_report import (
@@ -116,13 +117,12 @@ class Bench(NamedTuple):
         exposed = [slot.exposed_ms for slot in slots[self.warm_up :]]
         span = measured[0].time, measured[-1].time
         iterations = len(seconds) * self.ranks
-        helpers_s = sum(event.helpers_s or 0.0 for event in kind_of(found.events, Finished))
         return Run(
             variant=variant,
             iteration_s=statistics.median(seconds),
             all_iterations_s=seconds,
             cpu_s=clocks[0].seconds(*span) / iterations,
-            helpers_s=helpers_s / (self.iterations * self.ranks),
+            helpers_s=helpers_s(found.events, self.warm_up),
             exposed_ms=statistics.mean(exposed) if exposed else None,
             windows=[slot.window for slot in slots],
             slot_bytes=[slot.nbytes for slot in slots[-slots[-1].window :]] if slots else [],
@@ -161,6 +161,22 @@ class Bench(NamedTuple):
             case 'torch-dist-sync' | 'torch-dist-async':
                 return dense_flags(checkpoints, 1, asynchronous=variant == ASYNC)
         return []
+
+
+def helpers_s(events: Iterable[Event], warm_up: int) -> float:
+    """CPU seconds of helper threads per rank and iteration, between commits after the warm-up."""
+    by_rank: dict[int, list[WindowCommitted]] = defaultdict(list)
+    for event in kind_of(events, WindowCommitted):
+        if event.start >= warm_up:
+            by_rank[event.rank].append(event)
+    spans = [(of_rank[0], of_rank[-1]) for of_rank in by_rank.values() if len(of_rank) > 1]
+    seconds = sum((last.helpers_s or 0.0) - (first.helpers_s or 0.0) for first, last in spans)
+    iterations = sum(_end(last) - _end(first) for first, last in spans)
+    return seconds / iterations if iterations else 0.0
+
+
+def _end(committed: WindowCommitted) -> int:
+    return committed.start + len(committed.slots or [])
 
 
 def summarize(

@@ -41,7 +41,7 @@ class Run(msgspec.Struct, frozen=True):
     cpu_s: float
     """CPU seconds of an iteration, per rank."""
     helpers_s: float
-    """Those of Python threads other than the training thread, the warm-up included; 0 if plain."""
+    """Those of Python threads other than the training thread; 0 if plain."""
     exposed_ms: float | None
     """Mean exposed time of an iteration, as the last rank logs it."""
     windows: list[int]
@@ -147,8 +147,8 @@ def print_report(report: OverheadReport, console: Console) -> None:
         f'{report.ranks} ranks on 2 emulated nodes, {rounds} rounds of {report.iterations} '
         f'iterations, the first {report.warm_up} dropped; per round the median, over rounds the '
         'median (and the range). Slots are those of the last window of the last rank; one slot is '
-        'what a dense checkpoint takes. Helpers: CPU time of all threads but the training thread, '
-        "minus that in plain Megatron, over all of plain Megatron's. "
+        'what a dense checkpoint takes. Helpers: CPU time of Python threads other than the '
+        "training thread, over all of plain Megatron's. "
         'Losses: mean of the last tenth of the iterations.',
     )
     different = [precision for precision, same in report.identical.items() if not same]

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from moevement_ext.events import WindowCommitted
 from tests.unit.megatron.moevement.job.test_identity import parsed
 from tests.unit.tools.samples import HARDWARE, iteration_line
 from tools.bench import model, overhead, overhead_report
@@ -215,3 +216,20 @@ def test_missing_transformer_engine_is_refused_with_a_hint_at_stand_ins(
     assert 'install it, or give --stand-ins' in capsys.readouterr().err
     assert precisions.program(stand_ins=True) == precisions.STAND_INS != PROGRAM
     assert (ROOT / precisions.STAND_INS).is_file()
+
+
+def committed(rank: int, start: int, slots: int, helpers_s: float) -> WindowCommitted:
+    return WindowCommitted(
+        rank=rank, start=start, plan='plan', slots=[1] * slots, helpers_s=helpers_s
+    )
+
+
+def test_cpu_time_of_helpers_is_per_iteration_after_the_warm_up() -> None:
+    events = [
+        *(committed(0, start, 2, 9.0) for start in (0, 2)),  # reserving memory is not repeated
+        *(committed(0, 4, 2, 10.0), committed(0, 6, 5, 10.7), committed(0, 11, 5, 11.0)),
+        *(committed(1, 4, 2, 20.0), committed(1, 6, 5, 21.0)),
+        committed(2, 6, 5, 30.0),  # a single window tells nothing
+    ]
+    assert overhead.helpers_s(events, 4) == pytest.approx(2.0 / 15)
+    assert overhead.helpers_s(events[:2], 4) == 0
