@@ -132,7 +132,7 @@ def everything_on(cluster: Callable[..., Cluster]) -> Cluster:
     job.flags += ['--save', str(job.directory / 'dense'), '--save-interval', str(SAVES)]
     job.flags += ['--sparse-ckpt-metrics', str(free_port())]
     job.flags += ['--sparse-ckpt-network-gb-per-s', '0.1']
-    profile = '--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 10'
+    profile = '--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 9'
     job.flags += [*profile.split(), '--tensorboard-dir', str(job.directory / 'board')]
     return job
 

@@ -151,6 +151,7 @@ def test_every_measured_figure_comes_from_its_file() -> None:
     'title',
     [
         'Overhead',
+        'Overhead of a longer run',
         'Narrow formats',
         'Losses in narrow formats',
         'All workers killed',

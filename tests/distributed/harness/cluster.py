@@ -27,7 +27,7 @@ from moevement_ext.events import Event, decode
 from moevement_ext.launch.statements import told_finished
 from moevement_ext.membership.rendezvous import announce_failure
 from moevement_ext.replicate import secret
-from tests.distributed.harness import exact_memory
+from tests.distributed.harness import dense_saves, exact_memory
 from tests.distributed.harness.ports import free_port
 from tools.lab.evidence import kind_of
 
@@ -56,6 +56,7 @@ def _worker(
     multiprocessing.set_start_method('fork', force=True)  # the default of a program
     sys.argv = [f'{program}.py', *argv]
     module = import_module(program)
+    dense_saves.install()
     if exact_memory.wanted():
         exact_memory.install()
     if os.environ[BACKEND] == NCCL_LIKE:
@@ -320,6 +321,7 @@ class Cluster:
             'MOEVEMENT_NODE': f'node{rank * self.nodes // self.ranks}',
             'MOEVEMENT_FAIL_AT': fail_at,
             BACKEND: self.backend,
+            **dense_saves.environment(),
             **(exact_memory.environment() if self.exact_memory else {}),
         }
 
