@@ -38,7 +38,7 @@ if cpu_device.needed():
     cpu_device.patch_upstream()
 
 BACKEND = 'gloo' if cpu_device.needed() else 'nccl'
-SEQUENCE = 64
+SEQUENCE = 32
 _VOCABULARY = 512  # bytes, and the end of a document
 _SEED = 1234
 
@@ -50,8 +50,8 @@ def configurations(
 ) -> tuple[TransformerConfig, OptimizerConfig, DistributedDataParallelConfig]:
     config = TransformerConfig(
         num_layers=2 * stages,
-        hidden_size=64,
-        num_attention_heads=4,
+        hidden_size=32,
+        num_attention_heads=2,
         num_moe_experts=4,
         moe_router_topk=2,
         moe_aux_loss_coeff=0.01,
