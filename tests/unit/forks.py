@@ -5,19 +5,22 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 
+PROGRAM = 'pretrain_gpt'
 PRELOAD = ['torch.distributed', 'torch.testing._internal.distributed.fake_pg', 'psutil', 'xxhash']
 
 
 def context() -> ForkServerContext:
-    """Whose processes are forked from one that has imported what is often needed.
+    """A context whose processes are forks of one that has imported what is often needed.
 
-    Not on import: the server is that of the whole run, and other tests have their preload.
+    There is one such process per test session; where tests want the whole program in it, it stays.
     """
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(PRELOAD)
+    if PROGRAM not in forkserver._forkserver._preload_modules:
+        context.set_forkserver_preload(PRELOAD)
     return context
 
 

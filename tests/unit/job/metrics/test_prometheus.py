@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes behind a real port; some are killed."""
 
+import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
 import psutil
 import pytest
@@ -29,66 +29,58 @@ from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity
 from tests.distributed.harness.ports import free_port
+from tests.unit.forks import context
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
-RANK = """
-import os, sys, time
-from pathlib import Path
-from moevement_ext.job.metrics.host import Host
-from moevement_ext.job.metrics.instruments import INSTRUMENTS
-from moevement_ext.job.metrics.meter import Meter
-from moevement_ext.job.metrics.observer import Observer
 
-port, root, rank = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-host = Host(port, root, 'run')
-meter = Meter({'run': 'run', 'node': f'node{rank}', 'rank': rank}, [host.reader])
-observer = Observer(meter, host)
-of = {one.name.removeprefix('moevement_'): one for one in INSTRUMENTS}
-print('made', flush=True)
-for line in sys.stdin:
-    name, value, *label = line.split()
-    if name == 'fork':
-        if os.fork() == 0:
-            time.sleep(600)
-            os._exit(0)
-        print('done', flush=True)
-        continue
-    (meter.add if of[name].counts else meter.set)(of[name], float(value), *label)
-    host.publish()
-    print('done', flush=True)
-observer.close()
-"""
+def _rank(commands: Connection, port: int, root: Path, rank: int, log: Path | None) -> None:
+    """Body of a rank: record what it is told, until the other end is closed."""
+    if log is not None:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    host = Host(port, root, 'run')
+    meter = Meter({'run': 'run', 'node': f'node{rank}', 'rank': rank}, [host.reader])
+    observer = Observer(meter, host)
+    instruments = {one.name.removeprefix('moevement_'): one for one in INSTRUMENTS}
+    commands.send('made')
+    with suppress(EOFError):
+        while True:
+            name, value, *label = commands.recv().split()
+            if name != 'fork':
+                instrument = instruments[name]
+                record = meter.add if instrument.counts else meter.set
+                record(instrument, float(value), *label)
+                host.publish()
+            elif os.fork() == 0:
+                time.sleep(600)
+                os._exit(0)
+            commands.send('done')
+    observer.close()
 
 
 class Process:
     """A process of a rank that records given values."""
 
-    def __init__(self, port: int, root: Path, rank: int, log: IO[str] | None = None) -> None:
-        command = [sys.executable, '-c', RANK, str(port), str(root), str(rank)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-        assert self._line() == 'made'
+    def __init__(self, port: int, root: Path, rank: int, log: Path | None = None) -> None:
+        self._commands, other = context().Pipe()
+        self.process = context().Process(target=_rank, args=(other, port, root, rank, log))
+        self.process.start()
+        other.close()
+        assert self._commands.recv() == 'made'
 
     def record(self, text: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f'{text}\n')
-        self.process.stdin.flush()
-        assert self._line() == 'done'
+        self._commands.send(text)
+        assert self._commands.recv() == 'done'
 
     def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait() == 0
+        self._commands.close()
+        self.process.join()
+        assert self.process.exitcode == 0
 
     def kill(self) -> None:
         self.process.kill()
-        assert self.process.wait() == -signal.SIGKILL
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        self.process.join()
+        assert self.process.exitcode == -signal.SIGKILL
 
 
 @pytest.fixture
@@ -171,10 +163,11 @@ def test_another_process_serves_after_the_server_is_killed(
 def test_surviving_children_do_not_keep_the_port(port: int, tmp_path: Path) -> None:
     """For example, data loader workers."""
     log = tmp_path / 'log'
-    with log.open('w') as file, ExitStack() as started:
+    log.touch()
+    with ExitStack() as started:
         first = Process(port, tmp_path / 'root', 0)
         scrape(port)
-        second = Process(port, tmp_path / 'root', 1, file)
+        second = Process(port, tmp_path / 'root', 1, log)
         started.callback(second.process.kill)
         first.record('fork 0')
         (loader,) = psutil.Process(first.process.pid).children()
@@ -188,8 +181,9 @@ def test_surviving_children_do_not_keep_the_port(port: int, tmp_path: Path) -> N
 
 def test_port_taken_by_another_program_is_named(port: int, tmp_path: Path) -> None:
     log = tmp_path / 'log'
-    with log.open('w') as file, socket.create_server(('', port)) as other:
-        process = Process(port, tmp_path / 'root', 0, file)
+    log.touch()
+    with socket.create_server(('', port)) as other:
+        process = Process(port, tmp_path / 'root', 0, log)
         try:
             process.record('iteration 7')
             deadline = time.monotonic() + 120
@@ -207,11 +201,11 @@ def test_port_taken_by_another_program_is_named(port: int, tmp_path: Path) -> No
 
 def test_port_taken_by_another_rank_is_accepted(port: int, tmp_path: Path) -> None:
     log = tmp_path / 'log'
-    with log.open('w') as file:
-        ranks = [Process(port, tmp_path / 'root', rank, file) for rank in range(2)]
-        scrape(port)
-        for process in reversed(ranks):  # each has tried to bind the port by its end
-            process.end()
+    log.touch()
+    ranks = [Process(port, tmp_path / 'root', rank, log) for rank in range(2)]
+    scrape(port)
+    for process in reversed(ranks):  # each has tried to bind the port by its end
+        process.end()
     assert log.read_text() == ''
 
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from tests.distributed.harness.ports import free_port
+from tests.unit.forks import PROGRAM
 
 _CONTEXT = multiprocessing.get_context('forkserver')
-_CONTEXT.set_forkserver_preload(['pretrain_gpt'])
+_CONTEXT.set_forkserver_preload([PROGRAM])
 _SECONDS = 300.0
 _SAMPLES = 4
 
@@ -46,9 +47,11 @@ class OwnLoop:
 
 def batches(consumed_samples: int) -> Iterator[torch.Tensor]:
     """Micro-batches of two samples; the random numbers are a function of the position."""
+    from examples import small_gpt
+
     while True:
         generator = torch.Generator().manual_seed(consumed_samples)
-        yield torch.randint(512, (2, 65), generator=generator)
+        yield torch.randint(512, (2, small_gpt.SEQUENCE + 1), generator=generator)
         consumed_samples += 2
 
 
@@ -74,7 +77,11 @@ def attached(
 
     configurations = small_gpt.configurations(1)
     plan = TrainingPlan(
-        iterations, seq_length=64, micro_batch_size=2, global_batch_size=_SAMPLES, backend='gloo'
+        iterations,
+        seq_length=small_gpt.SEQUENCE,
+        micro_batch_size=2,
+        global_batch_size=_SAMPLES,
+        backend='gloo',
     )
     sparse = SparseCheckpointConfig(
         window=2,

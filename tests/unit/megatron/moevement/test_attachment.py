@@ -340,7 +340,11 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
 
         def train_step(data: object, **schedule: Any) -> None:
             chunks, optimizer, scheduler = own.built
-            declared = {'num_microbatches': 2, 'micro_batch_size': 2, 'seq_length': 64}
+            declared = {
+                'num_microbatches': 2,
+                'micro_batch_size': 2,
+                'seq_length': small_gpt.SEQUENCE,
+            }
             settings = {**declared, **schedule, **change}
             for _ in range(runs):
                 get_forward_backward_func()(
@@ -368,9 +372,9 @@ def with_other_schedule(directory: Path, change: dict[str, Any], runs: int = 1) 
         ({'num_microbatches': 1}, 2, 'ran 1 micro-batches of 2 .* has 2 of 2 .* change the plan'),
         ({'micro_batch_size': 1}, 1, 'ran 2 micro-batches of 1 .* has 2 of 2 .* change the plan'),
         (
-            {'seq_length': 65},
+            {'seq_length': 33},
             1,
-            'seq_length=65, .* TrainingPlan.seq_length 64; set that to the longest',
+            'seq_length=33, .* TrainingPlan.seq_length 32; set that to the longest',
         ),
         ({'reconfigure': True}, 1, 'Megatron is set to 4; .* has 2 of 2 .* change the plan'),
         ({}, 2, 'ran a schedule twice'),
