@@ -167,7 +167,7 @@ def check(args: argparse.Namespace) -> None:
     if refused:
         raise ValueError(
             f'--kinds {",".join(sorted(refused))}: not possible here; a lost node needs --nodes 2 '
-            'or more (no replica survives the only one), a double strike two ranks, an agent '
+            'or more (no replica survives the only one), a double fault two ranks, an agent '
             'torchrun'
         )
 
@@ -306,7 +306,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     coverage = campaign.coverage
     console.print(coverage.table())
     for cell in coverage.empty():
-        console.print(f'chaos: no strike landed in {cell}', style='bold red', markup=False)
+        console.print(f'chaos: no fault landed in {cell}', style='bold red', markup=False)
     for job in results.failed:
         console.print(f'chaos: job {job.number} failed: {job.failed}', style='bold red')
     console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)

@@ -132,7 +132,7 @@ class Coverage:
 
     def table(self) -> Table:
         """Phase x kind, with the number of faults; empty required cells are highlighted."""
-        table = Table(title='strikes by the phase in which they landed')
+        table = Table(title='faults by the phase in which they landed')
         table.add_column('phase')
         for kind in Kind:
             table.add_column(kind, justify='right')

@@ -16,7 +16,7 @@ from moevement_ext.events import (
     WindowPersisted,
 )
 from tools.compare.rows import Keeps
-from tools.compare.running import RANKS, STAGES, Course, Lived, Strike
+from tools.compare.running import RANKS, STAGES, Course, InjectedFault, Lived
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of
 from tools.lab.run_log import Iteration, RunLog
@@ -106,15 +106,15 @@ def ettr(log: RunLog, iteration_s: float, without_s: float = 0.0) -> float:
     return useful * iteration_s / (span_s(log) - without_s)
 
 
-def undisturbed(log: RunLog, strikes: Sequence[Strike]) -> list[float]:
+def undisturbed(log: RunLog, injected: Sequence[InjectedFault]) -> list[float]:
     """Seconds of the iterations without a failure, during or right after them."""
-    return [seconds for _, seconds in _undisturbed(log, strikes)]
+    return [seconds for _, seconds in _undisturbed(log, injected)]
 
 
-def _undisturbed(log: RunLog, strikes: Sequence[Strike]) -> Iterator[tuple[int, float]]:
+def _undisturbed(log: RunLog, injected: Sequence[InjectedFault]) -> Iterator[tuple[int, float]]:
     """The number before each of these iterations, and their seconds."""
     for before, after in itertools.pairwise(log.iterations):
-        struck = any(before.time <= strike.at <= after.time for strike in strikes)
+        struck = any(before.time <= fault.at <= after.time for fault in injected)
         if after.number == before.number + 1 and not struck:
             yield before.number, after.time - before.time
 
@@ -136,9 +136,9 @@ def comebacks(lived: Lived) -> Iterator[Comeback]:
     Raises:
         LabError: no new iteration followed a fault.
     """
-    ends = [*(strike.at for strike in lived.strikes[1:]), float('inf')]
-    for strike, end in zip(lived.strikes, ends, strict=True):
-        yield _comeback(lived, strike.at, end)
+    ends = [*(fault.at for fault in lived.injected[1:]), float('inf')]
+    for fault, end in zip(lived.injected, ends, strict=True):
+        yield _comeback(lived, fault.at, end)
 
 
 def _comeback(lived: Lived, at: float, end: float) -> Comeback:
@@ -167,18 +167,18 @@ def stage_iterations(lived: Lived) -> float:
     """Stage-iterations computed again, per fault: trained again by all, or replayed by some."""
     replayed = sum(event.replayed for event in kind_of(lived.trained.events, Recovered))
     per_stage = RANKS // STAGES
-    return (repeated(lived.trained.log) * STAGES + replayed / per_stage) / len(lived.strikes)
+    return (repeated(lived.trained.log) * STAGES + replayed / per_stage) / len(lived.injected)
 
 
 def curves(lived: Lived) -> Curves:
     log = lived.trained.log
     origin = log.iterations[0].time
     before = [
-        max(item.number for item in log.iterations if item.time <= strike.at)
-        for strike in lived.strikes
+        max(item.number for item in log.iterations if item.time <= fault.at)
+        for fault in lived.injected
     ]
     return Curves(
-        faults=[(strike.at - origin, str(strike.kind)) for strike in lived.strikes],
+        faults=[(fault.at - origin, str(fault.kind)) for fault in lived.injected],
         kept=[(item.time - origin, item.number) for item in kept(log)],
         hit=before,
         validated=log.validated,
@@ -197,7 +197,7 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
         return sum(slot.exposed_ms for slot in log.captured) / lived.logged
     saves: list[tuple[bool, float]] = []
     others: dict[bool, list[float]] = {False: [], True: []}
-    for number, seconds in _undisturbed(log, lived.strikes):
+    for number, seconds in _undisturbed(log, lived.injected):
         evaluates = number % course.evaluate == 0
         if number % course.interval:
             others[evaluates].append(seconds)
@@ -244,7 +244,7 @@ def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:
         on_disk = [event.time for event in kind_of(events, WindowOnDisk)]
         persisted = [event.time for event in kind_of(events, WindowPersisted)]
         ready = min(on_disk or persisted, default=float('inf'))
-    return sum(strike.at < ready for strike in lived.strikes)
+    return sum(fault.at < ready for fault in lived.injected)
 
 
 def lost_tokens(lived: Lived) -> float | None:

@@ -42,11 +42,11 @@ def predicted(
     log = lived.trained.log
     origin, wall_s = log.iterations[0].time, measuring.span_s(log)
     process = for_simulator(
-        [strike.at - origin for strike in lived.strikes],
-        [strike.rank for strike in lived.strikes],
+        [fault.at - origin for fault in lived.injected],
+        [fault.rank for fault in lived.injected],
         wall_s,
     )
-    own_s = statistics.mean(measuring.undisturbed(log, lived.strikes)) - waited_ms / 1000
+    own_s = statistics.mean(measuring.undisturbed(log, lived.injected)) - waited_ms / 1000
     try:
         system = _system(row, lived, own_s, (period, waited_ms))
         found = simulate(
@@ -100,7 +100,7 @@ def _system(row: Row, lived: Lived, own_s: float, checkpoints: tuple[int, float]
     options = Options(
         window=period if windows else None,
         interval=None if windows else period,
-        mtbf_s=measuring.span_s(log) / len(lived.strikes),
+        mtbf_s=measuring.span_s(log) / len(lived.injected),
         job_s=job_s,
         pipeline=replace(profile.pipeline, micro_batches=MICRO_BATCHES),
         localized=row.localized,

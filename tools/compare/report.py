@@ -115,7 +115,7 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
     waited_ms = measuring.waited_ms(row.keeps, lived, course)
     return Figures(
         period=str(period) if row.keeps is not Keeps.NOTHING else '-',
-        ratio=statistics.mean(measuring.undisturbed(log, lived.strikes)) / iteration_s,
+        ratio=statistics.mean(measuring.undisturbed(log, lived.injected)) / iteration_s,
         bytes=captured or saved,
         stall_ms=waited_ms,
         recovery_s=statistics.median(one.seconds for one in back),
@@ -200,8 +200,8 @@ def caption(conditions: Conditions) -> list[str]:
         f'{RANKS} ranks on {RANKS} emulated nodes, {conditions.iterations} iterations, of '
         f'{pace} s in plain Megatron; load {loads} at the start of each round.',
         f'Measured from iteration {conditions.warm_up} on; seconds after it: {faults}.',
-        f'Copies to host memory are limited to {1000 * conditions.copy_gb_per_s:g} MB/s, sends '
-        f'of windows to {1000 * conditions.network_gb_per_s:g} MB/s a rank, but not in rows '
+        f'Copies to host memory are limited to {1000 * conditions.copy_gb_per_s:.4g} MB/s, sends '
+        f'of windows to {1000 * conditions.network_gb_per_s:.4g} MB/s a rank, but not in rows '
         'with *.',
         how,
     ]

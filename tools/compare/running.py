@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a job of a comparison, and strikes it at the moments of the trace."""
+"""Runs a job of a comparison, and injects the faults of the trace."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ _PROGRAM = str(Path(program.__file__).relative_to(ROOT))
 _ZERO = '--use-distributed-optimizer'
 
 
-class Strike(NamedTuple):
+class InjectedFault(NamedTuple):
     """A fault that a job was given."""
 
     at: float
@@ -51,7 +51,7 @@ class Lived(NamedTuple):
     """Its log begins with the end of the warm-up."""
     logged: int
     """Iterations in its log, with those of the warm-up."""
-    strikes: list[Strike]
+    injected: list[InjectedFault]
     started: list[float]
     """Times when the program began in each process of any rank (seconds since the epoch)."""
     folder: Path
@@ -98,7 +98,7 @@ class Course(NamedTuple):
             LabError: the run failed, or ended before the last fault.
         """
         folder = self.output / f'{number}-{name}'
-        strikes: list[Strike] = []
+        injected: list[InjectedFault] = []
         with (
             memory_directory('moevement-compare-') as memory,
             TemporaryDirectory(prefix='disk-', dir=self.output) as disk,
@@ -115,26 +115,26 @@ class Course(NamedTuple):
                     variables={program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
                 )
 
-            def strike(job: Job) -> float:
+            def inject(job: Job) -> float:
                 for fault, due in zip(faults, self._moments(job, faults), strict=True):
-                    strikes.append(_strike(job, row, fault, due))
-                return strikes[-1].at
+                    injected.append(_inject(job, row, fault, due))
+                return injected[-1].at
 
             try:
-                trained = train(launch, strike, memory=memory / RUN_ID)
+                trained = train(launch, inject, memory=memory / RUN_ID)
             finally:
                 checkpoints = folder / 'checkpoints'
                 saved = _newest_bytes(checkpoints)
                 shutil.rmtree(checkpoints, ignore_errors=True)
-        return self._lived(trained, strikes, folder, saved)
+        return self._lived(trained, injected, folder, saved)
 
     def _lived(
-        self, trained: Trained, strikes: list[Strike], folder: Path, checkpoint_bytes: int
+        self, trained: Trained, injected: list[InjectedFault], folder: Path, checkpoint_bytes: int
     ) -> Lived:
         log = since(trained.log, self.warm_up)
         logged = len(trained.log.iterations)
         measured = trained._replace(log=log)
-        return Lived(measured, logged, strikes, starts(folder), folder, checkpoint_bytes)
+        return Lived(measured, logged, injected, starts(folder), folder, checkpoint_bytes)
 
     def _moments(self, job: Job, faults: Sequence[PlannedFault]) -> list[float]:
         """Times of the faults, in seconds since the epoch, once the warm-up is over."""
@@ -159,7 +159,7 @@ def since(log: RunLog, number: int) -> RunLog:
     return replace(log, attempts=[])
 
 
-def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:
+def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> InjectedFault:
     """Wait for the moment of a fault, and inject it.
 
     Raises:
@@ -173,7 +173,7 @@ def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:
             )
         time.sleep(_POLL_S)
     if not row.restarts_all:
-        return Strike(job.hurt(fault.kind, [fault.rank]).time, fault.rank, fault.kind)
+        return InjectedFault(job.hurt(fault.kind, [fault.rank]).time, fault.rank, fault.kind)
     lost: Sequence[int] = ()
     if fault.kind is Kind.NODE and row.keeps is Keeps.MEMORY:
         # All stop first: a worker that survived its peers would end, and restart, by itself.
@@ -181,7 +181,7 @@ def _strike(job: Job, row: Row, fault: PlannedFault, due: float) -> Strike:
         job.lose_node(fault.rank)
         lost = job.ranks_of_node(fault.rank)
     rest = [rank for rank in _EVERYTHING if rank not in lost]
-    return Strike(job.send(rest, signal.SIGKILL), fault.rank, fault.kind)
+    return InjectedFault(job.send(rest, signal.SIGKILL), fault.rank, fault.kind)
 
 
 def starts(folder: Path) -> list[float]:

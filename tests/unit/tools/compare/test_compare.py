@@ -19,7 +19,7 @@ from tools.compare.pictures import draw_all, goodput, split
 from tools.compare.prediction import predicted, restart_s
 from tools.compare.report import COLUMNS, Comparison, Conditions, cells, markdown, over_rounds
 from tools.compare.rows import ROWS, Keeps, Places, chosen
-from tools.compare.running import Course, Lived, Strike, since
+from tools.compare.running import Course, InjectedFault, Lived, since
 from tools.compare.trace import PlannedFault
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
@@ -106,7 +106,12 @@ ROLLED_BACK = logged(
     (9, 4), (10, 5), (11, 6), (12, 7), (13, 8), (14, 9), (15, 10),
 )  # fmt: skip
 RESTARTED = Lived(
-    Trained(ROLLED_BACK, SAME, []), 12, [Strike(5.5, 2, Kind.KILL)], [0.0, 0.5, 7.5], Path(), 4000
+    Trained(ROLLED_BACK, SAME, []),
+    12,
+    [InjectedFault(5.5, 2, Kind.KILL)],
+    [0.0, 0.5, 7.5],
+    Path(),
+    4000,
 )
 
 
@@ -138,12 +143,14 @@ def recovered(rank: int, time: float, replayed: int) -> Recovered:
 def test_a_replay_is_not_in_the_log() -> None:
     log = logged((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 6), (9, 7))
     events = [recovered(0, 6.0, 0), recovered(2, 7.0, 3), recovered(3, 6.9, 3)]
-    job = Lived(Trained(log, SAME, events), 7, [Strike(5.5, 2, Kind.NODE)], [0.0, 6.0], Path(), 0)
+    job = Lived(
+        Trained(log, SAME, events), 7, [InjectedFault(5.5, 2, Kind.NODE)], [0.0, 6.0], Path(), 0
+    )
     (back,) = measuring.comebacks(job)
     assert back.phases == dict(zip(PHASES, (0.5, 1.0, 0.0, 1.0), strict=True))
     assert back.engine == {'convert': 0.5}
     assert measuring.stage_iterations(job) == 3.0
-    assert measuring.undisturbed(log, job.strikes) == [1.0] * 5
+    assert measuring.undisturbed(log, job.injected) == [1.0] * 5
 
 
 def test_the_warm_up_does_not_count() -> None:
@@ -161,7 +168,7 @@ def test_save_costs_the_additional_time_of_its_iteration() -> None:
         now += 1.0 + (0.5 if number % 3 == 1 else 0) + (7.0 if number % 4 == 1 else 0)
         times.append((now, number))
     course = Course(Path(), Path(), 12, 0, 4, 3, 'auto', 0.0, 0.0, True)
-    job = RESTARTED._replace(trained=Trained(logged(*times), SAME, []), strikes=[])
+    job = RESTARTED._replace(trained=Trained(logged(*times), SAME, []), injected=[])
     assert measuring.waited_ms(Keeps.DISK, job, course) == pytest.approx(500 / 3)
     slow = [(now + 4.0 * (number > 9), number) for now, number in times]
     late = job._replace(trained=Trained(logged(*slow), SAME, []))
@@ -229,7 +236,7 @@ def test_a_prediction_is_for_the_pace_of_the_job_itself() -> None:
 def test_without_checkpoints_the_warm_up_is_trained_again() -> None:
     log = logged((4, 4), (5, 5), (9, 1), (10, 2), (11, 3), (12, 4), (13, 5), (14, 6))
     job = RESTARTED._replace(
-        trained=Trained(log, SAME, []), strikes=[Strike(5.5, 2, Kind.KILL)], started=[7.5]
+        trained=Trained(log, SAME, []), injected=[InjectedFault(5.5, 2, Kind.KILL)], started=[7.5]
     )
     # From 8.5 s on it trains 4 iterations up to the first that counts; 1.5 s remain.
     assert predicted(ROWS['none'], job, 1.0, 6, 0.0) == pytest.approx(1.5 / 10)
