@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _world
 
 from moevement_ext.regroup import nccl_environment
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
 from moevement_ext.regroup.process_groups import ProcessGroups, stand_in_for
 from moevement_ext.system.leaving import leave
 
@@ -192,7 +193,9 @@ class Rank:
         """Reconnect all groups and check them; returns the seconds."""
         self._store.set(f'renewing/{cycle}/{self._trial.rank}', '')
         began = time.monotonic()
-        self._process_groups.renew(PrefixStore(f'round{cycle}', self._store), None, _WAIT)
+        prefix = PrefixStore(f'round{cycle}', self._store)
+        store = InterruptibleStore(prefix, threading.Event(), _WAIT)
+        self._process_groups.renew(store, None, _WAIT)
         self._synchronize()
         seconds = time.monotonic() - began
         self._check()
