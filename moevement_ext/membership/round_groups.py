@@ -55,7 +55,8 @@ class RoundGroups:
     def silence(self, round_store: Store) -> None:
         """Let all collectives complete at once; those of a new process do from the start."""
         if self._made is not None:
-            self._made.renew(round_store, (), self._timeout)
+            store = InterruptibleStore(round_store, threading.Event(), self._timeout)
+            self._made.renew(store, (), self._timeout)
 
     def unblock(self) -> None:
         """End all waits. Any thread."""

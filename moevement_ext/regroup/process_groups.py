@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store, default_pg_timeout
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.regroup import connecting, gloo, internals, waits
+from moevement_ext.regroup.interruptible_store import InterruptibleStore
 
 FAKE = 'fake'
 NCCL = 'nccl'
@@ -193,7 +194,7 @@ class ProcessGroups:
 
     def renew(
         self,
-        store: Store,
+        store: InterruptibleStore,
         members: Collection[int] | None,
         timeout: timedelta,
         kept: Collection[int] = (),
@@ -204,8 +205,8 @@ class ProcessGroups:
         groups get a fake one, whose operations complete at once and leave tensors unchanged.
 
         Args:
-            store: has a prefix that was never used before; serves several threads at a time, and a
-                waiting thread does not occupy the connection (see `InterruptibleStore`).
+            store: has a prefix that was never used before; a waiting thread does not occupy its
+                connection, so that several groups connect at a time.
             members: global ranks; None means all.
             timeout: for the connection of each group.
             kept: ranks connected by an earlier renewal: their groups stay unchanged on all of
