@@ -6,7 +6,8 @@ r"""Game day: runs a short job with your flags twice, with a worker and then a n
 
 In a batch script of Slurm the job runs under the launcher for Slurm, and the drill kills a node of
 the allocation: its agent, its workers and its windows. Without a spare node it kills only a worker.
-The drill neither loads nor writes checkpoints of the real run, and leaves its windows alone.
+The drill neither loads nor writes checkpoints of the real run, and leaves its windows alone. It
+deletes its own windows on all nodes, also after a job that failed.
 
 The final states of both runs are compared, bit for bit; where newer captures exist, each recovery
 is also verified against them. GPU problems during the drill are listed.
@@ -27,6 +28,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from tools.chaos.drill_flags import DIGEST, EVENTS, drill_flags
+from tools.chaos.drill_memory import memory_roots, remove_memory
 from tools.chaos.verdict import devices, problems, recoveries, table
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
@@ -75,7 +77,7 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
         )
     if args.nodes < 1 or args.workers_per_node < 1:
         raise LabError('--nodes and --workers-per-node: give numbers of 1 or more')
-    parse_trainer_flags(flags)  # exits if a flag is wrong, before any launch
+    memory = memory_roots(parse_trainer_flags(flags))  # exits if a flag is wrong
     run_id = f'drill-{uuid.uuid4().hex[:8]}'
     folder = (args.output or Path('runs', run_id)).absolute()
     if folder.exists():
@@ -88,7 +90,10 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
         own = folder / name
         command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, str(ROOT / PROGRAM)]
         console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
-        status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
+        try:
+            status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
+        finally:
+            remove_memory(memory, f'{run_id}-{name}')
         if status != 0:
             if not staged:  # nothing ran yet: wrong flags, for example
                 raise LabError(f'the {name} job ended with status {status}; see its output above')
