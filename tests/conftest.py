@@ -5,6 +5,7 @@ Tests that need a GPU or Transformer Engine run in a session of their own: all o
 the CPU, without either, on any machine.
 """
 
+import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,11 @@ def hide_devices(arguments: Sequence[str]) -> None:
     if not all(any(map(path.is_relative_to, BY_THEMSELVES)) for path in paths):
         os.environ['CUDA_VISIBLE_DEVICES'] = ''
         cpu_device.hide_transformer_engine()
+
+
+def pytest_collection_finish() -> None:
+    """Skip the objects of all imports in collections of garbage, here and in forks."""
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)  # of those that are left when -m and -k have chosen

@@ -133,20 +133,24 @@ class ReplicaClient:
             reply = _reply(connection)
             if isinstance(reply, Ack):
                 return 0
-            parts = [memoryview(blob.payload), memoryview(blob.frame)]
+            parts, payload = [memoryview(blob.frame)], memoryview(blob.payload)
             if _require(reply, Proceed).kept and kept is not None:
-                payload = parts[0]
-                parts[:1] = [payload[begin:end] for begin, end in kept.rest(len(payload))]
+                parts += [payload[begin:end] for begin, end in kept.rest(len(payload))]
+                self._refused = request.window  # until taken; its kept bytes may be damaged
+            else:
+                parts.append(payload)
             for part in parts:
                 for at in range(0, len(part), CHUNK_BYTES):
                     chunk = part[at : at + CHUNK_BYTES]
                     before(len(chunk))
                     connection.send_bytes(chunk)
             _expect(connection, Ack)
+            if kept is not None:
+                self._refused = None
             return sum(map(len, parts))
 
     def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
-        """Ask the peer to commit a fully sent window; the peer verifies every n-th window.
+        """Ask the peer to commit a fully sent window.
 
         `nbytes` is the size of the window, for the time that its verification may take.
 
@@ -216,10 +220,9 @@ class ReplicaClient:
                 raise RefusedWindow(f'{head.slots} headers of {head.nbytes} bytes are too many')
             connection.set_deadline(self._timeout_s, head.nbytes)
             for _ in range(head.slots):
-                frame = bytearray(_expect(connection, SlotHead).frame_bytes)
-                connection.receive_into(memoryview(frame))
+                frame = connection.receive_bytes(_expect(connection, SlotHead).frame_bytes)
                 try:
-                    headers.append(decode_frame(memoryview(frame)))
+                    headers.append(decode_frame(frame))
                 except ValueError as error:
                     raise RefusedWindow(f'a header is damaged: {error}') from error
             _expect(connection, Ack)
@@ -263,15 +266,12 @@ class ReplicaClient:
 
     def _receive_slot(self, connection: Connection, into: WindowFile) -> SlotHeader:
         slot = _expect(connection, SlotHead)
+        frame = connection.receive_bytes(slot.frame_bytes)
         try:
-            header = into.write_blob(
-                slot.slot, slot.payload_bytes, slot.frame_bytes, connection.receive_into
-            )
+            return into.write_blob(slot.slot, slot.payload_bytes, frame, connection.receive_into)
         except ValueError as error:  # a repeated slot, or an impossible slot number
             host, port = self.address
             raise RefusedWindow(f'peer {host}:{port} sends no window: {error}') from error
-        into.verify_payloads([header])
-        return header
 
     def interrupt(self) -> None:
         """Make the current and all later exchanges raise `PeerLost`. Any thread."""

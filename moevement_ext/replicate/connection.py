@@ -64,13 +64,10 @@ class Connection:
         self, decoder: 'msgspec.msgpack.Decoder[Message]', limit: int = MAX_MESSAGE_BYTES
     ) -> Message:
         """Receive one message of at most `limit` bytes; never allocates more."""
-        prefix = bytearray(_LENGTH.size)
-        self.receive_into(memoryview(prefix))
-        (length,) = _LENGTH.unpack(prefix)
+        (length,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
         if length > limit:
             raise ProtocolError(f'message of {length} bytes exceeds {limit}')
-        encoded = bytearray(length)
-        self.receive_into(memoryview(encoded))
+        encoded = self.receive_bytes(length)
         try:
             return decoder.decode(encoded)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -81,6 +78,11 @@ class Connection:
 
     def receive_reply(self) -> Reply:
         return self.receive(_REPLIES)
+
+    def receive_bytes(self, count: int) -> memoryview:
+        data = memoryview(bytearray(count))
+        self.receive_into(data)
+        return data
 
     def receive_into(self, view: memoryview) -> None:
         while view:

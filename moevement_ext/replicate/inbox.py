@@ -5,9 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from moevement_ext.cpu_cost import CpuCost
+from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -39,8 +38,8 @@ class Inbox:
         cost: counts the CPU time of receiving and comparing.
         bases: the holder's own windows, if the replicas are stubs for them (see `window.twin`);
             None: the replicas are whole windows.
-        verify_every: one of this many windows is verified at its commit; every window is verified
-            by its reader.
+        verify_every: one of this many windows is verified while it arrives; every window is
+            verified by its reader.
     """
 
     def __init__(
@@ -127,40 +126,33 @@ class Inbox:
                 raise ValueError(f'committed window {request.window} has other content')
             self._abandon()  # from an attempt that the owner has given up
             file = self._file_for(request)
-        file.reserve_slot(request.slot, request.payload_bytes)  # refuse before the transfer
+        # Refuse before the transfer.
+        payload = file.reserve_slot(request.slot, request.payload_bytes)
         nbytes = request.payload_bytes + request.frame_bytes
-        receive = self._receiver(connection, request)
         connection.set_deadline(timeout_s, nbytes)
-        connection.send(Proceed(kept=receive is not None))
         with self._cost.of(nbytes):
+            missing = self._copy_kept(request, payload)
+            connection.send(Proceed(kept=missing is not None))
+            frame = connection.receive_bytes(request.frame_bytes)
             file.write_blob(
                 request.slot,
                 request.payload_bytes,
-                request.frame_bytes,
-                receive or connection.receive_into,
+                frame,
+                connection.receive_into if missing is None else _receiver(connection, missing),
+                verify=self._verifies,
             )
         return Ack()
 
-    def _receiver(
-        self, connection: Connection, request: PutSlot
-    ) -> Callable[[memoryview], None] | None:
-        """Receiver of the payload without kept ranges, then the frame; None: all is sent."""
+    def _copy_kept(self, request: PutSlot, payload: Bytes) -> list[tuple[int, int]] | None:
+        """Copy the kept ranges of a payload; returns the others, or None if all is to be sent."""
         kept = request.kept
         base = None if kept is None else self.windows.file(kept.window)
         if kept is None or base is None:
             return None
         earlier = base.payload(0)
-        rest = kept.rest(request.payload_bytes, earlier.size)
-        turns = iter([rest, [(0, request.frame_bytes)]])
-
-        def receive(view: memoryview) -> None:
-            parts = next(turns)
-            if parts is rest:
-                kept.copy(earlier, np.frombuffer(view, np.uint8))
-            for begin, end in parts:
-                connection.receive_into(view[begin:end])
-
-        return receive
+        missing = kept.rest(request.payload_bytes, earlier.size)
+        kept.copy(earlier, payload)
+        return missing
 
     def _file_for(self, request: PutSlot) -> WindowFile:
         """The committed or partly received window of this name; begins it if there is none."""
@@ -193,7 +185,7 @@ class Inbox:
         if file is None or file.name != name:
             raise ValueError(f'window {name} was not received here')
         try:
-            verified = self._verify(file, name)
+            file.verify_identity(Expected(owner=self.windows.owner, name=name))
             if not self._has_base(file, name):
                 return NotYet()
             self.windows.commit(file)
@@ -207,17 +199,13 @@ class Inbox:
             self._abandon()
             raise RefusedWindow(f'{file.path}: cannot be committed: {error.strerror}') from error
         self._receiving = None
-        self._unverified = 0 if verified else self._unverified + 1
+        self._unverified = 0 if self._verifies else self._unverified + 1
         return Ack()
 
-    def _verify(self, file: WindowFile, name: WindowName) -> bool:
-        """True if the window was verified; a refused window is verified again when resent."""
-        due = self._unverified + 1 >= self._verify_every
-        headers = file.verify_identity(Expected(owner=self.windows.owner, name=name))
-        if due:
-            with self._cost.of(0):
-                file.verify_payloads(headers)
-        return due
+    @property
+    def _verifies(self) -> bool:
+        """True if payloads of the next window to commit are verified while they arrive."""
+        return self._unverified + 1 >= self._verify_every
 
     def _confirm(self, committed: WindowFile, name: WindowName) -> Reply:
         try:
@@ -250,3 +238,18 @@ class Inbox:
         name = None if self._receiving is None else self._receiving.name
         if name is not None and name.start > start:
             self._receiving = None  # discard_after has freed its file
+
+
+def _receiver(
+    connection: Connection, missing: list[tuple[int, int]]
+) -> Callable[[memoryview], None]:
+    """Receiver of consecutive pieces of a payload of which only some ranges are sent."""
+    at = 0
+
+    def receive(piece: memoryview) -> None:
+        nonlocal at
+        for begin, end in missing:
+            connection.receive_into(piece[max(begin - at, 0) : max(end - at, 0)])
+        at += len(piece)
+
+    return receive

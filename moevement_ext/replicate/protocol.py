@@ -7,11 +7,11 @@ is plain TCP, because it must outlive torch's process groups, which a recovery r
 
 A connection begins with a greeting (`greeting`); then, from the client's side:
 
-    PutSlot -> Ack (already there) | Refused | Proceed, then payload (or what is not kept of it)
-        and frame -> Ack | Refused
+    PutSlot -> Ack (already there) | Refused | Proceed, then frame and payload (or what is not
+        kept of it) -> Ack | Refused
     CommitWindow -> Ack | Refused, or of a stub NotYet | Differs
     DiscardAfter -> Ack | Refused
-    FetchWindow -> Refused | WindowHead, then per slot SlotHead, payload, frame -> Ack | Refused
+    FetchWindow -> Refused | WindowHead, then per slot SlotHead, frame, payload -> Ack | Refused
     FetchHeaders -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
     FetchLog -> Refused | NotYet | LogHead, then the bytes
     FetchPart -> Refused | WindowHead, then per slot SlotHead and frame -> Ack
@@ -28,7 +28,7 @@ from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import Count, WindowName
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 4 * 2**20
 MAX_FRAME_BYTES = 64 * 2**20
 MIN_BYTES_PER_SECOND = 10 * 2**20
@@ -56,7 +56,7 @@ class PutSlot(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommitWindow(msgspec.Struct, frozen=True, tag=True):
-    """Request to verify and commit a window after all its slots were sent."""
+    """Request to commit a window after all its slots were sent."""
 
     owner: Count
     window: WindowName
@@ -117,7 +117,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
-    """Answer: the place is reserved; send payload and frame now."""
+    """Answer: the place is reserved; send frame and payload now."""
 
     kept: bool = False
     """Omit the kept ranges of the payload."""

@@ -280,9 +280,8 @@ class ReplicaServer:
         connection.send(WindowHead(len(found.slots), found.nbytes))
         for slot, (pieces, frame) in found.slots.items():
             connection.send(SlotHead(slot, sum(map(len, pieces)), len(frame)))
-            for piece in pieces:
+            for piece in (frame, *pieces):
                 connection.send_bytes(piece)
-            connection.send_bytes(frame)
         recycled = [path for path, inode in found.files.items() if _inode(path) != inode]
         if recycled:
             connection.send(Refused(f'{recycled[0]} was recycled while it was sent'))

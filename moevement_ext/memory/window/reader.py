@@ -6,7 +6,7 @@ trusts no byte (invariant I7).
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -116,11 +116,9 @@ class WindowReader:
         sizes = [entry.payload_bytes + entry.frame_bytes for entry in self._entries]
         file.require(sum(sizes), len(sizes))
         for entry in self._entries:
-            places = iter((entry.payload_offset, entry.frame_offset))
-            header = file.write_blob(
-                entry.slot, entry.payload_bytes, entry.frame_bytes, self._from_each(places)
-            )
-            file.verify_payloads([header])
+            frame = memoryview(self._read(entry.frame_offset, entry.frame_bytes))
+            fill = self._from(entry.payload_offset)
+            header = file.write_blob(entry.slot, entry.payload_bytes, frame, fill)
             received(file, header)
 
     def _header(self, entry: Entry) -> SlotHeader:
@@ -130,9 +128,15 @@ class WindowReader:
     def _entry(self, slot: int) -> Entry:
         return next(entry for entry in self._entries if entry.slot == slot)
 
-    def _from_each(self, places: Iterator[int]) -> Callable[[memoryview], None]:
-        """Return a function that fills each given view from the next of these offsets."""
-        return lambda view: self._read_into(next(places), view)
+    def _from(self, offset: int) -> Callable[[memoryview], None]:
+        """Return a function that fills consecutive views from this offset on."""
+
+        def read(view: memoryview) -> None:
+            nonlocal offset
+            self._read_into(offset, view)
+            offset += len(view)
+
+        return read
 
     def _read(self, offset: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,7 @@ from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import host_memory
+from moevement_ext.system import garbage
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
@@ -469,6 +471,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('MOEVEMENT_NODE', raising=False)
     monkeypatch.setenv('MOEVEMENT_SECRET', SECRET)
     monkeypatch.setattr(threading, 'Condition', _Condition)
+    # All processes share one heap: collecting it at each start would be a third of all CPU time.
+    monkeypatch.setattr(garbage, 'settled', nullcontext)
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
     monkeypatch.setattr(socket, 'gethostname', name)

@@ -168,7 +168,7 @@ def test_damage_on_the_way_is_noticed_by_the_receiver(shm: Path) -> None:
             payload, frame = map(bytearray, source.slot_blob(slot))
             payload[0] ^= slot == 1
             connection.send(SlotHead(slot, len(payload), len(frame)))
-            connection.send_bytes(bytes(payload + frame))
+            connection.send_bytes(bytes(frame + payload))
         connection.send(Ack())
         connection.close()
 

@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory.window import file as window_file
 from moevement_ext.memory.window import format as window_format
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
@@ -57,12 +58,14 @@ def load(path: Path) -> list[object]:
     return list(WindowFile.open(path).verify(Expected(RUN, TOPOLOGY)))
 
 
-def filler(*parts: memoryview) -> Callable[[memoryview], None]:
-    """A function that receives the parts of a blob one after another, as from a socket."""
-    remaining = iter(parts)
+def filler(payload: memoryview) -> Callable[[memoryview], None]:
+    """A function that receives pieces of a payload one after another, as from a socket."""
+    remaining = payload
 
     def fill(view: memoryview) -> None:
-        view[:] = next(remaining)
+        nonlocal remaining
+        view[:] = remaining[: len(view)]
+        remaining = remaining[len(view) :]
 
     return fill
 
@@ -102,13 +105,17 @@ def test_slots_may_be_reserved_before_earlier_ones_are_sealed(shm: Path) -> None
     assert len(WindowFile.open(shm / 'w').verify(Expected(RUN, TOPOLOGY))) == WINDOW
 
 
-def test_replica_is_byte_identical(shm: Path) -> None:
+@pytest.mark.parametrize('piece_bytes', [1, 100, 64 * 2**10, 2**20])
+def test_replica_is_byte_identical(
+    shm: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_file, 'PIECE_BYTES', piece_bytes)
     source = make_file(shm / 'source')
     replica = WindowFile.create(shm / 'replica', capacity())
     replica.begin(named(0))
     for slot in source.slots():
         blob = source.slot_blob(slot)
-        replica.write_blob(slot, len(blob.payload), len(blob.frame), filler(*blob))
+        replica.write_blob(slot, len(blob.payload), blob.frame, filler(blob.payload))
     assert replica.verify(Expected(RUN, TOPOLOGY))
     assert (shm / 'replica').read_bytes() == (shm / 'source').read_bytes()
 
@@ -124,9 +131,9 @@ def test_interrupted_blob_is_written_again(shm: Path) -> None:
         raise ConnectionError('cut')
 
     with pytest.raises(ConnectionError):
-        replica.write_blob(0, len(blob.payload), len(blob.frame), break_off)
+        replica.write_blob(0, len(blob.payload), blob.frame, break_off)
     assert replica.slots() == []
-    replica.write_blob(0, len(blob.payload), len(blob.frame), filler(*blob))
+    replica.write_blob(0, len(blob.payload), blob.frame, filler(blob.payload))
     assert replica.slots() == [0]
 
 
@@ -137,10 +144,33 @@ def test_blob_with_damaged_frame_is_refused(shm: Path) -> None:
     blob = source.slot_blob(1)
     damaged = bytearray(blob.frame)
     damaged[40] ^= 1
-    fill = filler(blob.payload, memoryview(damaged))
+    received: list[int] = []
     with pytest.raises(CorruptWindow, match='slot 1'):
-        replica.write_blob(1, len(blob.payload), len(blob.frame), fill)
+        replica.write_blob(1, len(blob.payload), damaged, lambda view: received.append(len(view)))
     assert replica.slots() == []
+    assert sum(received) == len(blob.payload)  # the connection goes on with the next message
+
+
+@pytest.mark.parametrize('piece_bytes', [100, 2**18])
+def test_blob_with_damaged_payload_is_refused_while_it_arrives(
+    shm: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_file, 'PIECE_BYTES', piece_bytes)
+    source = make_file(shm / 'source')
+    blob = source.slot_blob(1)
+    replica = WindowFile.create(shm / 'replica', capacity())
+    for record in source.header(1).records:
+        for at in (record.offset, record.offset + record.nbytes - 1):
+            replica.begin(named(0))
+            damaged = bytearray(blob.payload)
+            damaged[at] ^= 1
+            fill = filler(memoryview(damaged))
+            with pytest.raises(CorruptWindow, match=f'slot 1: .*tensor {record.tensor},'):
+                replica.write_blob(1, len(damaged), blob.frame, fill)
+            assert replica.slots() == []
+            fill = filler(memoryview(damaged))
+            replica.write_blob(1, len(damaged), blob.frame, fill, verify=False)
+            assert bytes(replica.payload(1)) == bytes(damaged)
 
 
 def test_corrupt_payload_names_operator_and_tensor(shm: Path) -> None:
