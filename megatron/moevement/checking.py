@@ -32,7 +32,7 @@ from megatron.moevement.facts import Settings, UpstreamArguments
 from megatron.moevement.job import identity
 from megatron.moevement.job.local_files import refuse_missing
 from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
-from megatron.moevement.seams import dense_tier, fp8_masters, patches
+from megatron.moevement.seams import dense_tier, fp8_masters, patches, warming
 from moevement_ext.config import LOCALIZED, SparseCheckpointConfig
 from moevement_ext.errors import UserError
 from moevement_ext.job.digest_file import refuse_unwritable
@@ -104,6 +104,7 @@ def fewest_ranks(settings: Settings) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Parser of all flags of `pretrain_gpt.py`."""
+    warming.install()  # upstream builds its parser a second time
     plain = argparse.ArgumentParser('pretrain_gpt.py', allow_abbrev=False)
     return add_arguments(upstream.add_megatron_arguments(plain))
 

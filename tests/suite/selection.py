@@ -87,10 +87,11 @@ def _sees(test: Path, modules: set[Path], names: set[str]) -> bool:
         behind = behind.union(*(reach(_file_of(job)) for job in JOBS))
     if behind & modules:
         return True
-    texts = [_text(path) for path in behind if path.is_relative_to(TESTS)]
+    texts = [_text(path) for path in behind if TESTS in path.parents] if names else []
     return any(name in text for name in names for text in texts)
 
 
+@cache
 def reach(file: Path | None) -> frozenset[Path]:
     """A file and all project files that it imports, directly or indirectly."""
     seen: set[Path] = set()

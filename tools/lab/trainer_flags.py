@@ -16,6 +16,9 @@ def trainer_parser() -> argparse.ArgumentParser:
         from megatron.training.arguments import add_megatron_arguments
 
         from megatron.moevement.arguments import add_arguments
+        from megatron.moevement.seams import warming
+
+        warming.install()  # a job that a tool starts may build the parser again
 
     parser = argparse.ArgumentParser('pretrain_gpt.py', allow_abbrev=False)
     return add_arguments(add_megatron_arguments(parser))

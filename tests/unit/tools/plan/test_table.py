@@ -2,19 +2,21 @@
 """The table of docs/planning.md is that of the planner."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 from tools.plan import table
 
+TABLE = functools.cache(table.table)
 PAGE = Path(__file__).parents[4] / 'docs' / 'planning.md'
 
 
 def test_table_equals_the_planner_results():
-    assert table.table() in PAGE.read_text('utf-8'), 'python -m tools.plan.table prints it anew'
+    assert TABLE() in PAGE.read_text('utf-8'), 'python -m tools.plan.table prints it anew'
 
 
 def test_all_presets_have_a_plan_with_the_defaults():
-    rows = table.table().splitlines()[2:]
+    rows = TABLE().splitlines()[2:]
     cells = [cell for row in rows for cell in row.strip('| ').split(' | ')[1:]]
     assert len(cells) == 21
     assert not [cell for cell in cells if cell.startswith('none')]
