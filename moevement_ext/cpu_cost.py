@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the CPU time of helper threads, and of moving bytes on the threads that move them."""
 
+import operator
 import threading
 import time
 from collections import deque
@@ -43,6 +44,28 @@ class CpuCost:
             newest = list(self._newest)
         moved = sum(nbytes for nbytes, _ in newest)
         return sum(seconds for _, seconds in newest) / moved if moved else 0.0
+
+
+class OtherWork:
+    """CPU time of helper threads, beside that of moving captured bytes. One thread uses this.
+
+    Logs of sent tensors, heartbeats and events take cores from training, too, whatever the window.
+    """
+
+    def __init__(self) -> None:
+        self._before = time.monotonic(), helper_cpu_s(), 0
+
+    def share(self, captured: int, byte_s: float) -> float:
+        """CPU seconds per second since the last call.
+
+        Args:
+            captured: bytes captured so far.
+            byte_s: CPU seconds of helper threads for a captured byte, copies included.
+        """
+        now = time.monotonic(), helper_cpu_s(), captured
+        earlier, self._before = self._before, now
+        seconds, busy, nbytes = map(operator.sub, now, earlier)
+        return max(0.0, busy - nbytes * byte_s) / seconds if seconds else 0.0
 
 
 def helper_cpu_s() -> float:

@@ -149,8 +149,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=_DEFAULTS.cpu_share,
         metavar='SHARE',
-        help='Share of the cores of a node that "auto" grants to the threads that copy, check, '
-        'send and receive windows if the cores also train (without a GPU); 0: no limit.',
+        help='Share of the cores of a node that "auto" grants to helper threads, most of which '
+        'copy, check, send and receive windows, if the cores also train (without a GPU); 0: no '
+        'limit.',
     )
     group.add_argument(
         '--sparse-ckpt-replicas',

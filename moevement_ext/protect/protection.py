@@ -14,6 +14,7 @@ import torch
 
 from moevement_ext.capture.operators import Operators
 from moevement_ext.config import AUTO, OFF, SOFT, STOP
+from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
@@ -42,6 +43,9 @@ from moevement_ext.replicate.share import Share, TwinShare
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
     from moevement_ext.protect.expert_ledger import ExpertLedger
+
+# Part of the CPU share that captures have in any case.
+_LEAST_OF_SHARE = 0.25
 
 
 class Protection:
@@ -83,6 +87,7 @@ class Protection:
         self._waited_before = 0.0
         self._started = self._former_places = False
         self._statistics = CaptureStatistics(rank.events)
+        self._other_work = OtherWork()
         self.last_iteration = 0  # last iteration of training; for a lossy strategy
         self._experts: ExpertLedger | None = None
         if rank.config.lossy:
@@ -460,12 +465,15 @@ class Protection:
 
     def _cpu_bytes_per_s(self) -> float | None:
         """See `WindowLoad`. A byte is copied, and sent to each holder, which receives it."""
-        share = self._rank.config.cpu_share
-        if self._device.type != 'cpu' or not share:
+        granted = self._rank.config.cpu_share * self.memory.cores
+        if self._device.type != 'cpu' or not granted:
             return None
         replica_s = self.windows.send_cost() + self.memory.server.cost.s_per_byte()
         byte_s = self.checkpointer.capture_cost() + len(self._reached) * replica_s
-        return share * self.memory.cores / byte_s if byte_s else None
+        other = self._other_work.share(self._statistics.captured_bytes, byte_s)
+        # A recovery is other work, too, and must not leave nothing to captures.
+        left = max(granted - other, _LEAST_OF_SHARE * granted)
+        return left / byte_s if byte_s else None
 
     def _adopt(self, plan: StagePlan) -> None:
         """Adopt a plan, windows before it is in force. Replanner's thread."""

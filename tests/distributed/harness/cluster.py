@@ -223,7 +223,7 @@ class Cluster:
                 if fault is not None:
                     fault(workers, start)
                 multiprocessing.connection.wait(
-                    [worker.sentinel for worker in workers if worker.exitcode is None], 0.02
+                    [worker.sentinel for worker in workers if worker.exitcode is None], 0.05
                 )
         finally:
             _end(workers, started)

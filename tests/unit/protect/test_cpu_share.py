@@ -2,6 +2,7 @@
 """What `auto` is told of the cores: by the threads that move bytes, and where they train."""
 
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from moevement_ext.capture.copier import Copier
 from moevement_ext.capture.layout import _Copy, in_pieces
 from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.plan.auto_window import Measured
@@ -19,18 +21,22 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import SECRET, capacity, commit, named, tmpfs_directory
-from tests.unit.replicate.peers import DEADLINE_S, OWNER, put_window, serving
+from tests.unit.replicate.peers import DEADLINE_S, OWNER, serving
 from tests.unit.test_cpu_cost import burn
 
 pytestmark = pytest.mark.timed
 
 
-def protection(device: str = 'cpu', share: float = 0.02, holders: int = 2) -> SimpleNamespace:
+def protection(
+    device: str = 'cpu', share: float = 0.02, holders: int = 2, other: float = 0.0
+) -> SimpleNamespace:
     """As much of one as tells of its cores: 1 + 2 * (2 + 3) = 11 CPU seconds a GB."""
     return SimpleNamespace(
         _rank=SimpleNamespace(config=SparseCheckpointConfig(cpu_share=share)),
         _device=torch.device(device),
         _reached=[('host', 1)] * holders,
+        _statistics=SimpleNamespace(captured_bytes=0),
+        _other_work=SimpleNamespace(share=lambda captured, byte_s: other),
         checkpointer=SimpleNamespace(capture_cost=lambda: 1e-9),
         windows=SimpleNamespace(send_cost=lambda: 2e-9),
         memory=SimpleNamespace(
@@ -49,6 +55,29 @@ def test_a_byte_costs_its_copy_and_each_of_its_replicas() -> None:
     assert told(protection()) == pytest.approx(0.02 * 4.0 / 11e-9)
     assert told(protection(holders=0)) == pytest.approx(0.02 * 4.0 / 1e-9)
     assert told(protection(share=0.1)) == pytest.approx(0.1 * 4.0 / 11e-9)
+
+
+def test_other_work_of_helper_threads_leaves_less_to_captures() -> None:
+    assert told(protection(other=0.03)) == pytest.approx((0.02 * 4.0 - 0.03) / 11e-9)
+    assert told(protection(other=1.0)) == pytest.approx(0.25 * 0.02 * 4.0 / 11e-9)
+
+
+def test_other_work_is_what_the_captured_bytes_do_not_explain() -> None:
+    for explained in (0, 10**9):
+        other = OtherWork()
+        done, may_end = threading.Event(), threading.Event()
+
+        def helper(done: threading.Event = done, may_end: threading.Event = may_end) -> None:
+            burn(0.3)
+            done.set()
+            may_end.wait()
+
+        thread = threading.Thread(target=helper)
+        thread.start()
+        done.wait()
+        assert (other.share(explained, 1e-6) > 0) == (not explained)
+        may_end.set()
+        thread.join()
 
 
 def test_without_a_share_and_on_a_gpu_the_cores_are_no_limit() -> None:
@@ -116,21 +145,4 @@ def test_sends_and_receives_are_measured_on_their_own_threads(shm: Path) -> None
             assert (sender.cost.s_per_byte(), server.cost.s_per_byte()) == found, 'it had it'
         finally:
             sender.stop()
-    store.close()
-
-
-def test_comparing_is_part_of_receiving(shm: Path) -> None:
-    """Where one window in two is compared, the first has no second pass."""
-    store = NodeStore(shm, 'run1', 'node0')
-    own = OwnerWindows(store, OWNER, OWNER, capacity(), generations=4)
-    with serving(shm, verify_every=2) as server:
-        counted = [0, 0]
-        server.cost.add = lambda nbytes, seconds: counted.__setitem__(  # type: ignore[method-assign]
-            nbytes == 0, counted[nbytes == 0] + 1
-        )
-        client = ReplicaClient(server.address, SECRET, DEADLINE_S)
-        for start, compared in ((0, 0), (3, 1)):
-            put_window(client, commit(own, start))
-            assert counted == [start + 3, compared]
-        client.close()
     store.close()
