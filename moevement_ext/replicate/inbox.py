@@ -2,6 +2,7 @@
 """A holder's replicas of one owner's windows, complete or in transfer (paper sec. 3.3)."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -244,12 +245,16 @@ def _receiver(
     connection: Connection, missing: list[tuple[int, int]]
 ) -> Callable[[memoryview], None]:
     """Receiver of consecutive pieces of a payload of which only some ranges are sent."""
-    at = 0
+    at, left = 0, deque(missing)
 
     def receive(piece: memoryview) -> None:
         nonlocal at
-        for begin, end in missing:
-            connection.receive_into(piece[max(begin - at, 0) : max(end - at, 0)])
-        at += len(piece)
+        piece_end = at + len(piece)
+        while left and left[0][0] < piece_end:
+            begin, end = left.popleft()
+            if end > piece_end:
+                left.appendleft((piece_end, end))
+            connection.receive_into(piece[begin - at : min(end, piece_end) - at])
+        at = piece_end
 
     return receive

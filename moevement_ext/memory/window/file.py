@@ -404,8 +404,8 @@ def _fill(
 ) -> Record | None:
     """Fill a payload completely; returns a record that differs from its checksum, if any.
 
-    The checksum of a piece is computed while the piece is in the cache of the CPU, which takes a
-    quarter of the time (docs/measured.md). Records of damaged frames may overlap.
+    The checksum of a piece is computed while the piece is in the cache of the CPU, which is faster
+    than a second pass. Records of damaged frames may overlap.
     """
     at, bad = 0, None
     for record in sorted(records, key=lambda record: record.offset):

@@ -3,6 +3,7 @@
 
 import pytest
 
+from moevement_ext.memory.window import file as window_file
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.kept import Kept, Range, merged
@@ -36,9 +37,15 @@ def frame_bytes(file: WindowFile) -> int:
     return len(encode_frame(file.header(0)))
 
 
+@pytest.mark.parametrize('piece_bytes', [1, 100, 2**18])
 def test_only_the_rest_is_sent(
-    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+    piece_bytes: int,
+    own: OwnerWindows,
+    server: ReplicaServer,
+    client: ReplicaClient,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(window_file, 'PIECE_BYTES', piece_bytes)
     base = commit_slot(own, 0)
     put_window(client, base)
     file = commit_slot(own, 3, base)
