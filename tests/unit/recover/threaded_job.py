@@ -414,11 +414,9 @@ class _Condition(threading.Condition):
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Have another thread raise, but not where it may have just taken a lock of `logging`.
+    """Have another thread raise, but not while it logs.
 
-    Those are taken one call before the block that releases them: a thread that ends in between
-    keeps them for ever. (In other code it raises at the next call at the latest: before it takes
-    one.)
+    It would keep a lock of `logging` forever, taken one call before the block that releases it.
     """
     ident = thread.ident or 0
     while thread.is_alive():
@@ -436,11 +434,9 @@ def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
 
 
 def _logs(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename == logging.__file__:
-            return True
+    while frame is not None and frame.f_code.co_filename != logging.__file__:
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
