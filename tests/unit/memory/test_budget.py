@@ -77,9 +77,10 @@ def test_plan_over_the_free_space_is_refused(shm: Path) -> None:
 
 
 def test_margin_of_dev_shm_stays_free(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = shutil.disk_usage(shm).free
+    margin = shutil.disk_usage(shm).free // (budget.MARGIN_SHARE + 1)
+    fitting = budget.MARGIN_SHARE * margin
+    free = fitting + margin
     monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
-    fitting = free - free // (budget.MARGIN_SHARE + 1)
     rank = RankMemory(own_windows=fitting, replicas=0, ledger=0)
     HostMemoryPlan({0: rank}).check(None, shm)
     full = HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=budget.MARGIN_SHARE)})
