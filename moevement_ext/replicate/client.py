@@ -149,16 +149,14 @@ class ReplicaClient:
                 self._refused = None
             return sum(map(len, parts))
 
-    def commit(self, owner: int, window: WindowName, nbytes: int = 0) -> None:
+    def commit(self, owner: int, window: WindowName) -> None:
         """Ask the peer to commit a fully sent window.
-
-        `nbytes` is the size of the window, for the time that its verification may take.
 
         Raises:
             BaseAwaited: a twin has not captured the same window yet; try again.
             OtherBytes: a twin has captured different bytes.
         """
-        with self._exchange(nbytes) as connection:
+        with self._exchange() as connection:
             connection.send(CommitWindow(owner, window))
             self._refused = window  # until confirmed; its kept bytes may be damaged
             reply = _reply(connection)

@@ -68,7 +68,7 @@ class Keeping(NamedTuple):
     """A holder's policy for received windows."""
 
     verify_every: int = 1
-    """Verify the checksums of every n-th window at its commit."""
+    """Verify the checksums of every n-th window, while it arrives."""
     stubs: Mapping[int, FileSize | int] = {}
     """Sizes of stub files, by owner that captures the same bytes as the holder."""
     bases: OwnerWindows | None = None

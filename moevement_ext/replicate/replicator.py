@@ -339,7 +339,7 @@ class Replicator:
 
     def _commit(self, job: _Job, peer: _Peer) -> None:
         try:
-            peer.client.commit(self.owner, job.name, job.file.capacity)
+            peer.client.commit(self.owner, job.name)
         except BaseAwaited:
             self._ask_again(job, peer)
             return

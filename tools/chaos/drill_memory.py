@@ -25,7 +25,9 @@ def remove_memory(roots: Sequence[str], run_id: str) -> None:
     places = [
         f'{shlex.quote(root)}/{part}{run_id}*' for root in roots for part in ('', '.metrics/')
     ]
-    command = ['sh', '-c', f'rm -rf {" ".join(places)}']
+    remove = f'rm -rf {" ".join(places)}'
+    # All nodes delete the same directory of a shared disk; one of them may come too late.
+    command = ['sh', '-c', f'{remove} || {remove}']
     if 'SLURM_JOB_NODELIST' in os.environ:
         command = ['srun', '--no-kill', '--overlap', '--ntasks-per-node=1', *command]
     try:

@@ -73,7 +73,7 @@ def put_window(
     """Send a whole sealed window and commit it there."""
     for slot in file.slots():
         client.put_slot(owner, file, slot, Agreed(persisted))
-    client.commit(owner, file.required_name(), file.capacity)
+    client.commit(owner, file.required_name())
 
 
 def ask(client: ReplicaClient) -> None:
