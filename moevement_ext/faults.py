@@ -74,7 +74,6 @@ _FAULT = re.compile(rf'(\d+):(\d+):({"|".join(Phase)})(?::(\d+))?')
 _STALL_POLL_S = 0.05
 
 _armed: list[Fault] = []
-_stall_file = os.environ.get('MOEVEMENT_STALL_FILE')
 _iteration = 0
 
 
@@ -121,5 +120,6 @@ def point(phase: Phase) -> None:
 
 def stall() -> None:
     """Block while the stall file exists. Training thread, before it loads data."""
-    while _stall_file is not None and os.path.exists(f'{_stall_file}.{os.getpid()}'):
+    file = os.environ.get('MOEVEMENT_STALL_FILE')
+    while file is not None and os.path.exists(f'{file}.{os.getpid()}'):
         time.sleep(_STALL_POLL_S)

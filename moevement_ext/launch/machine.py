@@ -81,7 +81,9 @@ class Machine:
         self._loop = loop
         self._tell = tell
         self.spares = SparePool(self._config, self._environment, loop, report)
-        self._template = Template(job.program, job.flags, self._environment) if job.fork else None
+        self._template = (
+            Template.spawn(job.program, job.flags, self._environment) if job.fork else None
+        )
         self._running: dict[int, _Running] = {}
         self._logs = set[Path]()
         self._pages: ReservedPages | None = None

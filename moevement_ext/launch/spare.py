@@ -50,7 +50,7 @@ def main() -> None:
         os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
     before = set(os.environ)
     with socket.socket(fileno=int(descriptor)) as launcher:
-        module = _import_program(program, flags)
+        module = import_program(program, flags)
         if not callable(getattr(module, 'main', None)):
             sys.exit(f'{program} has no function main(), which --spares and --fork need')
         if hasattr(module, 'warm_up'):
@@ -59,11 +59,16 @@ def main() -> None:
         # Otherwise every worker's collector visits all imported objects and so copies their pages.
         gc.collect()
         gc.freeze()
-        with suppress(BrokenPipeError):  # the launcher is gone
-            launcher.sendall(json.dumps(_can_fork()).encode() + b'\n')
-        is_worker = _serve(launcher, module)
+        report(launcher)
+        is_worker = serve(launcher, module)
     if is_worker:
         module.main()
+
+
+def report(launcher: socket.socket) -> None:
+    """Report that the program is imported, and whether this process can fork workers."""
+    with suppress(BrokenPipeError):  # the launcher is gone
+        launcher.sendall(json.dumps(_can_fork()).encode() + b'\n')
 
 
 def _can_fork() -> bool:
@@ -78,7 +83,7 @@ def _used_a_gpu() -> bool:
     return found != _NOT_INITIALIZED
 
 
-def _serve(launcher: socket.socket, module: ModuleType) -> bool:
+def serve(launcher: socket.socket, module: ModuleType) -> bool:
     """Serve requests until the launcher is gone; True if this process must become a worker."""
     while True:
         text, output, _, _ = socket.recv_fds(launcher, _PIECE_BYTES, 1)
@@ -118,13 +123,18 @@ def _fork(launcher: socket.socket, module: ModuleType, order: dict[str, Any], ou
 
 def _run(module: ModuleType, order: dict[str, Any], output: int, template: int) -> NoReturn:
     """Run as a worker and exit as Python does after a program."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != template:
-        os._exit(1)
-    os.setsid()
+    bind(template)
     _become_worker(order, output)
     module.main()
     sys.exit(0)
+
+
+def bind(parent: int) -> None:
+    """Put this fork into a session of its own, and let Linux kill it when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
 
 
 def _status(pid: int, options: int) -> int:
@@ -133,7 +143,7 @@ def _status(pid: int, options: int) -> int:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-def _import_program(program: str, flags: list[str]) -> ModuleType:
+def import_program(program: str, flags: list[str]) -> ModuleType:
     """Import the program as a module, with the `sys.path` of `python <program>`."""
     path = os.path.realpath(program)
     name = os.path.splitext(os.path.basename(path))[0]

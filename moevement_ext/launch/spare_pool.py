@@ -92,7 +92,7 @@ class SparePool:
         return self._wanted if self._each_is_one else min(self._wanted, 1)
 
     def _new_spare(self) -> Template:
-        start = partial(Template, self._config.program, self._config.flags, self._environment)
+        start = partial(Template.spawn, self._config.program, self._config.flags, self._environment)
         if self._config.log_dir is None:
             return start()
         with (self._config.log_dir / 'spares.log').open('ab') as log:

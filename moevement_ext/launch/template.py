@@ -9,7 +9,7 @@ import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from moevement_ext.launch.child import OwnChild, SpawnedChild
 from moevement_ext.launch.launch_errors import LaunchError
@@ -28,10 +28,8 @@ class Template:
     """A process that imports the program and starts workers; see `spare.py`. Not thread-safe.
 
     Args:
-        program: the program to import; workers call its `main()`.
-        flags: of the program.
-        environment: environment of the import.
-        log: file for the output of the import; None: this process's output.
+        process: the process.
+        connection: socket to it, over which it reports that the program is imported.
 
     Attributes:
         process: the process, which waits, has become a worker, or is dead.
@@ -40,24 +38,38 @@ class Template:
             workers; False if it can only become a worker itself, once.
     """
 
-    def __init__(
-        self,
+    def __init__(self, process: OwnChild, connection: socket.socket) -> None:
+        self.forks: bool | None = None
+        self.process = process
+        self.fd = connection.fileno()
+        self._socket = connection
+
+    @classmethod
+    def spawn(
+        cls,
         program: str,
         flags: Sequence[str],
         environment: Mapping[str, str],
         log: BinaryIO | None = None,
-    ) -> None:
-        self.forks: bool | None = None
-        self._socket, other = socket.socketpair()
-        self.fd = self._socket.fileno()
+    ) -> Self:
+        """Start a process that imports a program, whose `main()` workers then call.
+
+        Args:
+            program: path of the program.
+            flags: of the program.
+            environment: environment of the import.
+            log: file for the output of the import; None: this process's output.
+        """
+        own, other = socket.socketpair()
         with other:
-            self.process = SpawnedChild(
+            process = SpawnedChild(
                 [str(_SPARE), program, str(other.fileno()), *flags],
                 environment,
                 stdout=log,
                 stderr=log,
                 pass_fds=[other.fileno()],
             )
+        return cls(process, own)
 
     def hear(self) -> bool:
         """Wait until the program is imported; False if the process dies before."""

@@ -22,6 +22,8 @@ Exit status: 0 done, 1 a row that promises equal bits ended in others, 2 no resu
 """
 
 import argparse
+import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -55,7 +57,7 @@ _LEAST_NETWORK_GB_PER_S = 0.02
 # Number of intervals after which each row has a complete checkpoint.
 _INTERVALS_OF_WARM_UP = 2
 # By flag: with --quick, and without.
-_SIZES = {'iterations': (48, 120), 'faults': (2, 4), 'rounds': (1, 2)}
+_SIZES = {'iterations': (32, 120), 'interval': (4, 6), 'faults': (2, 4), 'rounds': (1, 2)}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -68,10 +70,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f'some of {",".join(ROWS)} (default: all but windows and windows-frozen)',
     )
     for name, what in (('rounds', 'turns of all rows'), ('iterations', 'of each job'),
-                       ('faults', 'in each job')):  # fmt: skip
+                       ('faults', 'in each job'),
+                       ('interval', 'iterations between dense checkpoints')):  # fmt: skip
         quick, full = _SIZES[name]
         add(f'--{name}', type=int, help=f'{what} (default: {full}; {quick} with --quick)')
-    add('--interval', type=int, default=6, help='iterations between dense checkpoints (default: 6)')
     add('--window', default='auto', help='iterations of a window, or auto (default: auto)')
     add('--dense-copy', type=float, default=2.0, metavar='N', help='a copy of the whole state '
         'takes as long as N iterations (default: 2)')  # fmt: skip
@@ -123,7 +125,7 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
     course = Course(
         data=data, output=output,
         iterations=args.iterations, warm_up=_INTERVALS_OF_WARM_UP * args.interval,
-        evaluate=max(args.iterations // 12, 1),
+        evaluate=_between_evaluations(args.iterations, args.interval),
         interval=args.interval, window=args.window,
         copy_gb_per_s=0.0, network_gb_per_s=0.0, fork=args.quick,
     )  # fmt: skip
@@ -162,6 +164,11 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         failed,
         [row.title for row in args.rows.values() if row.copies],
     )  # fmt: skip
+
+
+def _between_evaluations(iterations: int, interval: int) -> int:
+    """At most twelve evaluations, most of them in iterations without a dense checkpoint."""
+    return next(n for n in itertools.count(iterations // 12 + 1) if math.gcd(n, interval) == 1)
 
 
 def _one(turn: _Round, name: str, row: Row, faults: list[PlannedFault]) -> Figures:

@@ -6,9 +6,11 @@ copy, large models on GPUs do not. The limit is for measurements only, so no fla
 has it.
 """
 
+import multiprocessing
 import os
 import sys
 import time
+from typing import Any
 
 from megatron.moevement.seams import starting
 
@@ -16,10 +18,14 @@ starting.prepare(sys.argv[1:] if __name__ == '__main__' else None)
 
 COPY_GB_PER_S = 'MOEVEMENT_COMPARE_COPY_GB_PER_S'
 """Environment variable: limit, in GB/s, of each rank's copies to host memory; unset: no limit."""
+FORK = 'MOEVEMENT_COMPARE_FORK'
+"""Environment variable: if set, processes with which Megatron saves are forks, like the workers."""
 STARTED = 'compare: program started at '
 """Line of a log, before the time in seconds since the epoch."""
 
 if __name__ != '__mp_main__':  # a helper process, as for writing a checkpoint, is no worker
+    import torch.multiprocessing
+
     from megatron.moevement import pretrain_gpt
     from moevement_ext.capture.copier import Copier
     from moevement_ext.capture.layout import Piece
@@ -37,10 +43,20 @@ def limit_copies(bytes_per_s: float) -> None:
     Copier._issue = slowly  # type: ignore[method-assign, assignment]
 
 
+def fork_helpers() -> None:
+    """Fork processes that would import torch, again after each death, before a save can end."""
+    fork = multiprocessing.get_context('fork')
+    modules: tuple[Any, ...] = (multiprocessing, torch.multiprocessing)
+    for module in modules:
+        module.get_context = lambda *_: fork
+
+
 def main() -> None:
     print(f'{STARTED}{time.time():.3f}', flush=True)
     if (limit := os.environ.get(COPY_GB_PER_S)) is not None:
         limit_copies(1e9 * float(limit))
+    if FORK in os.environ:
+        fork_helpers()
     sys.argv[0] = 'pretrain_gpt.py'
     pretrain_gpt.main()
 

@@ -22,11 +22,13 @@ from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
 STAGES, RANKS = 2, 4
-MICRO_BATCHES = 4
+MICRO_BATCHES = 3
 """Micro-batches of a data-parallel rank in an iteration."""
 STATE_BYTES = 1_533_000
 """Bytes of a capture of the whole state of a rank, as a job with windows of 1 logs them. In bf16
 and in fp32 it is about the same."""
+_BATCH = 2 * RANKS // STAGES * MICRO_BATCHES
+"""Samples of an iteration."""
 _EVERYTHING = range(RANKS)
 _MAX_RESTARTS = 1000
 _POLL_S = 0.02
@@ -80,6 +82,7 @@ class Course(NamedTuple):
     def training_flags(self, copies: bool) -> list[str]:
         """Flags of plain Megatron; the last value of a flag counts."""
         flags = four_ranks.training_flags(self.data, self.iterations, models.native_precision())
+        flags += ['--global-batch-size', str(_BATCH)]
         flags += ['--eval-interval', str(self.evaluate), '--eval-iters', '1']
         if copies:
             flags = [flag for flag in flags if flag != _ZERO]
@@ -111,9 +114,8 @@ class Course(NamedTuple):
             flags = [*self.training_flags(row.copies), *row.training_flags(places)]
             launch = self._launch(folder, flags, 0 if self.fork else row.spares)
             if row.throttled:
-                launch = launch._replace(
-                    variables={program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
-                )
+                limit = {program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
+                launch = launch._replace(variables={**launch.variables, **limit})
 
             def inject(job: Job) -> float:
                 for fault, due in zip(faults, self._moments(job, faults), strict=True):
@@ -144,9 +146,11 @@ class Course(NamedTuple):
         raise LabError('the job ended before its warm-up did', job.tail())
 
     def _launch(self, folder: Path, flags: Sequence[str], spares: int = 0) -> Launch:
+        variables = {program.FORK: '1'} if self.fork else {}
         return Launch(
-            folder, flags, RANKS, 1, _MAX_RESTARTS, spares, self.fork, program_file=_PROGRAM
-        )
+            folder, flags, RANKS, 1, _MAX_RESTARTS, spares, self.fork, variables,
+            program_file=_PROGRAM,
+        )  # fmt: skip
 
 
 def since(log: RunLog, number: int) -> RunLog:

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs under `scripts/local_cluster.py`, which replaces single workers on all emulated nodes."""
 
-import subprocess
-import sys
+import select
+import signal
 from pathlib import Path
+from typing import BinaryIO
 
+from moevement_ext.launch.child import OwnChild, SpawnedChild
+from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
+from tools.lab import forked_launcher
+from tools.lab.errors import LabError
 from tools.lab.following import FollowedFile
 from tools.lab.launch import GRACE_S, ROOT, Death, Launch, kill_groups
 
@@ -25,7 +30,7 @@ class LocalCluster:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._command = [sys.executable, str(ROOT / 'scripts' / 'local_cluster.py')]
+        self._command = [str(ROOT / 'scripts' / 'local_cluster.py')]
         self._command += ['--nodes', str(launch.nodes)]
         self._command += ['--workers-per-node', str(launch.workers_per_node)]
         self._command += ['--spares', str(launch.spares)]
@@ -37,19 +42,23 @@ class LocalCluster:
         self._pids: dict[int, int] = {}
         self._deaths: list[Death] = []
         self._given_up = ''
+        self._code: int | None = None
 
     def start(self) -> None:
         self._pids.clear()
         with (self._launch.folder / 'launcher.log').open('ab') as log:
-            self._process = subprocess.Popen(
-                self._command,
-                cwd=ROOT,
-                env=self._launch.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._launcher(log)
+        self._code = None
+
+    def _launcher(self, log: BinaryIO) -> OwnChild:
+        environment = self._launch.environment()
+        if self._launch.fork:
+            program = self._launch.program()[0]
+            try:
+                return forked_launcher.start(program, self._command, environment, log)
+            except LaunchError as error:
+                raise LabError(str(error)) from error
+        return SpawnedChild(self._command, environment, stdout=log, stderr=log)
 
     def log_of(self, rank: int) -> Path:
         return log_file(self._launch.folder, rank)
@@ -71,7 +80,7 @@ class LocalCluster:
         return self._given_up
 
     def exit_status(self) -> int | None:
-        return self._process.poll()
+        return self._wait(0.0)
 
     def tail(self) -> str:
         lines = []
@@ -83,22 +92,30 @@ class LocalCluster:
 
     def kill(self) -> None:
         """SIGKILL the launcher; its workers end with it."""
-        self._process.kill()
+        self._process.signal(signal.SIGKILL)
         self._reap()
 
     def end(self) -> None:
         """End all processes of the job, first by SIGTERM."""
-        self._process.terminate()
-        try:
-            self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        self._process.signal(signal.SIGTERM)
+        if self._wait(GRACE_S) is None:
+            self._process.signal(signal.SIGKILL)
         self._reap()
 
     def _reap(self) -> None:
-        self._process.wait()
+        self._wait(None)
         ended = {death.pid for death in self.deaths}
         kill_groups([pid for pid in self._pids.values() if pid not in ended])
+
+    def _wait(self, seconds: float | None) -> int | None:
+        """Exit status of the launcher; None if it does not end in time."""
+        if self._code is None:
+            poll = select.poll()
+            poll.register(self._process.death, select.POLLIN)
+            if poll.poll(None if seconds is None else 1000 * seconds):
+                self._code = self._process.reap()
+                self._process.close()
+        return self._code
 
     def _note_events(self) -> None:
         """Read the launcher's events since the last call."""

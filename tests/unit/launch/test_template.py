@@ -121,7 +121,7 @@ def test_worker_reaped_by_init_counts_as_dead(job: Job) -> None:
     """Its template is gone and its process id is free; this process acts as init."""
     others = {child.pid for child in psutil.Process().children()}
     environment = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
-    template = Template(str(job.program), [], environment)
+    template = Template.spawn(str(job.program), [], environment)
     adopt_orphans(True)
     try:
         worker = template.start([str(job.program)], environment, None)
@@ -150,7 +150,7 @@ def test_spares_with_fork_are_refused(job: Job) -> None:
 
 def test_worker_killed_right_after_its_fork_dies(job: Job) -> None:
     """It does not lead a process group yet that could be killed."""
-    template = Template(str(job.program), [], os.environ)
+    template = Template.spawn(str(job.program), [], os.environ)
     try:
         for attempt in range(20):
             own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(attempt)}

@@ -119,7 +119,7 @@ def test_injected_stall_does_not_count_as_a_wait_for_others(
 ) -> None:
     file = tmp_path / f'stall.{os.getpid()}'
     file.touch()
-    monkeypatch.setattr(faults, '_stall_file', str(tmp_path / 'stall'))
+    monkeypatch.setenv('MOEVEMENT_STALL_FILE', str(tmp_path / 'stall'))
     with running(faults.stall) as thread:
         found = looks_until_still(clock, thread, 'in stall')  # it polls for its file
     file.unlink()

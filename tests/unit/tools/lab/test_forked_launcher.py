@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs whose launchers and workers are forks of one process; the program trains nothing."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tools.lab import forked_launcher
+from tools.lab.errors import LabError
+from tools.lab.job import Job
+from tools.lab.launch import Launch
+
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
+PROGRAM = """
+import os, sys, time
+
+print('imported by', os.getpid())
+importer = os.getpid()
+
+
+def main():
+    name, wait = sys.argv[1:]
+    print(f'{name} {importer} {os.environ["MOEVEMENT_OWN"]} {os.environ["RANK"]}')
+    while wait == 'wait':
+        time.sleep(0.01)
+    sys.exit(name == 'failing')
+"""
+
+
+@pytest.fixture(scope='module')
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """All cases share its import, which the last one ends."""
+    program = tmp_path_factory.mktemp('program') / 'program.py'
+    program.write_text(PROGRAM)
+    yield program
+    forked_launcher.close()
+
+
+@pytest.fixture
+def launch(tmp_path: Path, program: Path) -> Launch:
+    return Launch(tmp_path, [], 2, 1, fork=True, program_file=str(program))
+
+
+def job(launch: Launch, name: str, wait: str = '') -> Job:
+    os.environ.pop('PYTEST_CURRENT_TEST', None)  # else each case has an environment of its own
+    return Job(launch._replace(
+        folder=launch.folder / name, flags=[name, wait], variables={'MOEVEMENT_OWN': f'of {name}'}
+    ))  # fmt: skip
+
+
+def printed(job: Job) -> list[str]:
+    return job.text().split()
+
+
+def test_jobs_share_one_import(launch: Launch) -> None:
+    importers = set()
+    for name in ('first', 'second'):
+        with job(launch, name) as running:
+            running.wait()
+            assert running.running() is False
+        said, importer, *own = printed(running)
+        assert [said, *own] == [name, 'of', name, '1']
+        importers.add(importer)
+    assert len(importers) == 1
+
+
+def test_failure_of_a_worker_ends_its_job_alone(launch: Launch) -> None:
+    with job(launch, 'failing') as running, pytest.raises(LabError, match='rank . '):
+        while running.running():
+            time.sleep(0.01)
+    with job(launch, 'other') as running:
+        running.wait()
+        assert not running.running()
+
+
+def test_workers_end_with_their_launcher(launch: Launch) -> None:
+    with job(launch, 'killed', 'wait') as running:
+        while 'killed' not in printed(running):
+            time.sleep(0.01)
+        workers = [psutil.Process(pid) for pid in running.pids()]
+        [template] = {worker.ppid() for worker in workers}
+        running.kill()
+        running.wait()
+        ended = [*workers, psutil.Process(template)] if psutil.pid_exists(template) else workers
+        assert not psutil.wait_procs(ended, timeout=120.0)[1]
+
+
+def test_all_end_with_the_process_that_imports(launch: Launch) -> None:
+    with job(launch, 'lost', 'wait') as running:
+        while 'lost' not in printed(running):
+            time.sleep(0.01)
+        workers = [psutil.Process(pid) for pid in running.pids()]
+        psutil.Process(int(printed(running)[1])).send_signal(signal.SIGKILL)
+        running.wait()
+        assert not psutil.wait_procs(workers, timeout=120.0)[1]
+    with pytest.raises(LabError, match='the template of all workers is gone'), job(launch, 'next'):
+        pass

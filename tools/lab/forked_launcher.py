@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers of several jobs, forked from one process that has imported the program and torch.
+
+A launcher with `--fork` imports torch, and has another process import the program: a dozen seconds
+on a CPU, for each job. Here both are forks. This file is also the program of the process that
+imports; see `moevement_ext/launch/spare.py`.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import BinaryIO, NoReturn
+
+from moevement_ext.launch import command_line, spare
+from moevement_ext.launch.child import OwnChild, how_it_ended
+from moevement_ext.launch.template import Template
+
+_OF_A_JOB = 'MOEVEMENT_'
+"""Prefix of environment variables that no import reads."""
+_importers: dict[tuple[str, tuple[tuple[str, str], ...]], Template] = {}
+"""By program and environment of the import."""
+_imported: list[ModuleType] = []
+
+
+def start(
+    program: str, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO
+) -> OwnChild:
+    """Fork `scripts/local_cluster.py --fork`.
+
+    Args:
+        program: path of the program of its workers.
+        command: its command line, from the name of the script on.
+        environment: its complete environment.
+        log: file for its output.
+
+    Raises:
+        LaunchError: the program cannot be imported.
+    """
+    imports = {k: v for k, v in environment.items() if not k.startswith(_OF_A_JOB)}
+    return _importer(program, imports).start(command, environment, log)
+
+
+def close() -> None:
+    """End all processes that import, and all launchers and workers with them."""
+    while _importers:
+        _importers.popitem()[1].close()
+
+
+def _importer(program: str, environment: Mapping[str, str]) -> Template:
+    """The process that imports; it ends with the thread that started it, or by `close`."""
+    key = program, tuple(sorted(environment.items()))
+    if key not in _importers:
+        _importers[key] = Template.spawn(__file__, [program], environment)
+    return _importers[key]
+
+
+# In the process that imports, and in its forks
+
+
+def warm_up(flags: list[str]) -> None:
+    from moevement_ext.launch import supervisor  # noqa: F401
+
+    [program] = flags
+    _imported.append(spare.import_program(program, []))
+
+
+def main() -> NoReturn:
+    """Run the launcher in a fork; its template is a fork of this fork."""
+    template = _fork_template(_imported[0])
+    Template.spawn = lambda *_: template  # type: ignore[method-assign]
+    sys.exit(command_line.main())
+
+
+def _fork_template(program: ModuleType) -> Template:
+    own, other = socket.socketpair()
+    launcher, pid = os.getpid(), os.fork()
+    if pid == 0:
+        own.close()
+        spare.bind(launcher)
+        spare.report(other)
+        spare.serve(other, program)
+        os._exit(0)
+    other.close()
+    return Template(_Fork(pid, os.pidfd_open(pid)), own)
+
+
+class _Fork(OwnChild):
+    """A fork of this process, without a pipe for its output."""
+
+    output = None
+
+    def close(self) -> None:
+        """Do nothing: there is no pipe."""
+
+    def _how_it_ended(self) -> int:
+        return how_it_ended(self.pid, os.WNOWAIT)
+
+    def _reap(self) -> int:
+        return how_it_ended(self.pid)
