@@ -214,7 +214,8 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
 def period(keeps: Keeps, lived: Lived, interval: int) -> int:
     """Return the iterations between two checkpoints, or of a window; without any, of the job.
 
-    For host memory it is the median distance of committed windows.
+    For host memory it is the distance of committed windows in the median iteration: with `auto` it
+    changes within a run.
     """
     if keeps is Keeps.DISK:
         return interval
@@ -227,7 +228,10 @@ def period(keeps: Keeps, lived: Lived, interval: int) -> int:
         for before, after in itertools.pairwise(events)
         if after.start > before.start
     ]
-    return round(statistics.median(gaps)) if gaps else lived.trained.log.iterations[-1].number
+    by_iteration = [gap for gap in gaps for _ in range(gap)]
+    if not by_iteration:
+        return lived.trained.log.iterations[-1].number
+    return statistics.median_low(by_iteration)
 
 
 def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:

@@ -207,6 +207,16 @@ def test_interval_is_the_distance_of_windows() -> None:
     assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
 
 
+def test_window_of_most_iterations_counts() -> None:
+    """Not of most windows: `auto` begins with short ones."""
+    events = [
+        msgspec.structs.replace(WindowCommitted(start=start, plan=''), time=float(start))
+        for start in (0, 2, 4, 6, 14, 22)
+    ]
+    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
+    assert measuring.period(Keeps.MEMORY, job, 6) == 8
+
+
 def test_lost_tokens_follow_the_newest_recovery_of_each_rank() -> None:
     shares = [(0, 0.1), (1, 0.1), (0, 0.3)]
     events = [
