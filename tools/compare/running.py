@@ -27,8 +27,8 @@ MICRO_BATCHES = 3
 STATE_BYTES = 1_533_000
 """Bytes of a capture of the whole state of a rank, as a job with windows of 1 logs them. In bf16
 and in fp32 it is about the same."""
+# Samples of an iteration, two in each micro-batch.
 _BATCH = 2 * RANKS // STAGES * MICRO_BATCHES
-"""Samples of an iteration."""
 _EVERYTHING = range(RANKS)
 _MAX_RESTARTS = 1000
 _POLL_S = 0.02

@@ -17,10 +17,10 @@ from moevement_ext.launch import command_line, spare
 from moevement_ext.launch.child import OwnChild, how_it_ended
 from moevement_ext.launch.template import Template
 
+# Prefix of environment variables that no import reads.
 _OF_A_JOB = 'MOEVEMENT_'
-"""Prefix of environment variables that no import reads."""
+# By program and environment of the import.
 _importers: dict[tuple[str, tuple[tuple[str, str], ...]], Template] = {}
-"""By program and environment of the import."""
 _imported: list[ModuleType] = []
 
 
