@@ -414,27 +414,27 @@ class _Condition(threading.Condition):
 
 
 def _raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Have another thread raise, but not while it logs.
+    """Have another thread raise, but not while it logs, or wakes a thread.
 
-    It would keep a lock of `logging` forever, taken one call before the block that releases it.
+    It would keep a lock of `logging`, or `Condition` would wake a thread again that has woken.
     """
-    ident = thread.ident or 0
+    ident = ctypes.c_ulong(thread.ident or 0)
     while thread.is_alive():
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(_LONG_S)  # it stays where it is looked at
         try:
-            if not _logs(sys._current_frames().get(ident)):
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(ident), ctypes.py_object(error)
-                )
+            if not _logs_or_wakes(sys._current_frames().get(ident.value)):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
                 return
         finally:
             sys.setswitchinterval(switch_s)
         time.sleep(0.001)
 
 
-def _logs(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_filename != logging.__file__:
+def _logs_or_wakes(frame: FrameType | None) -> bool:
+    while frame and frame.f_code.co_filename != logging.__file__:
+        if frame.f_code.co_name in ('put', 'notify'):
+            break
         frame = frame.f_back
     return frame is not None
 
