@@ -31,7 +31,7 @@ MORE = {
     '--sparse-ckpt-window': 'planning.md',
     '--sparse-ckpt-network-gb-per-s': 'planning.md#a-share-of-the-network',
     '--sparse-ckpt-dir': 'store.md#access',
-    '--sparse-ckpt-disk': 'memory.md#windows-on-disk',
+    '--sparse-ckpt-disk': 'windows.md#on-disk',
     '--sparse-ckpt-run-id': 'start.md#run-id-and-identity',
     '--sparse-ckpt-host-memory-gb': 'memory.md#how-much-host-memory',
     '--sparse-ckpt-topology': 'start.md#nodes-and-failure-domains',
@@ -39,7 +39,7 @@ MORE = {
     '--sparse-ckpt-recovery': 'start.md#launchers',
     '--sparse-ckpt-verify': 'when-it-fails.md#a-recovery-verifies-itself',
     '--sparse-ckpt-events': 'observe.md#events',
-    '--sparse-ckpt-metrics': 'observe.md#metrics',
+    '--sparse-ckpt-metrics': 'metrics.md#metrics',
     '--sparse-ckpt-fp8-masters': 'precision.md',
 }
 """Where the pages say more about a flag."""

@@ -51,7 +51,7 @@ def expressions() -> Iterator[tuple[str, str]]:
         yield one['name'], one['expr']
     for rule in rules():
         yield rule['alert'], rule['expr']
-    page = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
+    page = (ROOT / 'docs' / 'metrics.md').read_text('utf-8')
     yield from re.findall(r'^\| ([^`|]+) \| `(\w+ by [^`]*)` \|$', page, re.MULTILINE)
 
 
@@ -122,7 +122,7 @@ def test_dashboard_has_variables_for_data_source_and_run() -> None:
 
 
 def test_every_alert_is_documented() -> None:
-    text = (ROOT / 'docs' / 'observe.md').read_text('utf-8')
+    text = (ROOT / 'docs' / 'metrics.md').read_text('utf-8')
     section = text.partition('\n## Alerts\n')[2].partition('\n## ')[0]
     explained = re.findall(r'^\| `(Moevement\w+)` \|', section, re.MULTILINE)
     assert explained == [rule['alert'] for rule in rules()]

@@ -255,7 +255,7 @@ def test_disabled_opentelemetry_is_refused(
 
 
 def test_every_metric_is_documented_under_its_prometheus_name() -> None:
-    page = (Path(__file__).parents[4] / 'docs' / 'observe.md').read_text()
+    page = (Path(__file__).parents[4] / 'docs' / 'metrics.md').read_text()
     rows = re.findall(r'^\| `(moevement_\w+)` \| (?:`(\w+)`)? ?\| (.*) \|$', page, re.MULTILINE)
     assert rows == [
         (one.name + ('_total' if one.counts else ''), one.label or '', one.help)
