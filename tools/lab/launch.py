@@ -59,7 +59,8 @@ class Launch(NamedTuple):
     spares: int = 0
     """Number of hot spares; torchrun has none."""
     fork: bool = False
-    """Fork all workers from one process that has imported the program; not under torchrun."""
+    """Fork launcher and workers from one process, which imports the program once for all jobs of
+    this process; not under torchrun."""
     variables: Mapping[str, str] = {}
     """Environment variables of the workers, beside `ENVIRONMENT`."""
     share_gpu: bool = False
