@@ -33,6 +33,9 @@ from moevement_ext.membership.round_watch import (
 logger = logging.getLogger(__name__)
 
 
+_REPORT = msgspec.msgpack.Decoder(Report)
+
+
 class MissingRanks:
     """Background thread that detects missing ranks; looks only on elected ranks.
 
@@ -111,5 +114,5 @@ class MissingRanks:
         """The process that was seen in that round, if its launcher still has it."""
         brought = brought_to(store, one.round, one.rank)
         if brought is not None:
-            report = msgspec.msgpack.decode(brought, type=Report)
+            report = _REPORT.decode(brought)
             evict(store, one.rank, report.pid, report.launch)

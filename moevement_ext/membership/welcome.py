@@ -18,6 +18,9 @@ from moevement_ext.store.peek import peek
 _MOST_ASKED = 4
 
 
+_REPORT = msgspec.msgpack.Decoder(Report)
+
+
 def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
     """What a survivor has brought to the present round; None if none of some ranks is there yet.
 
@@ -33,7 +36,7 @@ def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
         if store.check([place]):  # others may wait for it, which a mere `peek` would wake up
             found = peek(store, place)
             if found is not None:
-                report = msgspec.msgpack.decode(gathered_reports.unpacked(found), type=Report)
+                report = _REPORT.decode(gathered_reports.unpacked(found))
                 if report.survivor and report.details:
                     return report
     return None

@@ -44,6 +44,9 @@ class _KeptFile(msgspec.Struct, frozen=True):
     """Bytes with pages, from the beginning."""
 
 
+_FILES = msgspec.msgpack.Decoder(list[_KeptFile])
+
+
 def kept_by(store: NodeStore, holder: int) -> list[_KeptFile]:
     path = store.holder_path(holder)
     found = []
@@ -67,7 +70,7 @@ def encode(files: Sequence[_KeptFile]) -> bytes:
 
 def decode(files: bytes) -> list[_KeptFile]:
     """Inverse of `encode`. Raises `msgspec.MsgspecError` for other bytes."""
-    return msgspec.msgpack.decode(files, type=list[_KeptFile])
+    return _FILES.decode(files)
 
 
 def sizes_in(files: bytes) -> list[int]:

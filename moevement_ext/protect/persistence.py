@@ -44,11 +44,17 @@ _WITHDRAW_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 
 
+_NAMES = msgspec.json.Decoder(list[WindowName])
+
+
 class _Standing(msgspec.Struct, frozen=True, array_like=True):
     """Value of the key `persisted`."""
 
     withdrawals: int = 0
     agreed: Agreed = NOTHING_AGREED
+
+
+_STANDING = msgspec.json.Decoder(_Standing)
 
 
 class PersistenceTracker:
@@ -275,7 +281,7 @@ class PersistenceTracker:
         """Windows that this rank has reported; only this rank writes the key."""
         if self._counted is None:
             found = peek(self._store, f'counted/{self._rank}') or b'[]'
-            self._counted = msgspec.json.decode(found, type=list[WindowName])
+            self._counted = _NAMES.decode(found)
         return self._counted
 
     def _note(self, counted: list[WindowName]) -> None:
@@ -292,7 +298,7 @@ class PersistenceTracker:
 
 
 def _decoded(value: str) -> _Standing:
-    return msgspec.json.decode(value, type=_Standing) if value else _Standing()
+    return _STANDING.decode(value) if value else _Standing()
 
 
 def _key(window: WindowName) -> str:

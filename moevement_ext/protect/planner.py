@@ -38,6 +38,8 @@ from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.plan.windows import Budgets, Need, needs, shortest
 from moevement_ext.protect.stage_plan import StagePlan, hand_out, handed_out, published
 
+_NEEDS = msgspec.msgpack.Decoder(list[Need])
+
 
 class _RankOperators(msgspec.Struct, frozen=True):
     """Bytes captured of each operator on one rank, in full and as compute weights."""
@@ -47,6 +49,9 @@ class _RankOperators(msgspec.Struct, frozen=True):
     tied: list[str]
     always: int
     """Bytes of other data in every slot."""
+
+
+_OPERATORS = msgspec.msgpack.Decoder(_RankOperators)
 
 
 class _RankSummary(msgspec.Struct, frozen=True):
@@ -61,6 +66,9 @@ class _RankSummary(msgspec.Struct, frozen=True):
     """Lowest rank with the same state."""
     names: int
     """Bytes of all operator names of the stage; set by the stage's first rank."""
+
+
+_SUMMARY = msgspec.msgpack.Decoder(_RankSummary)
 
 
 class Planner:
@@ -92,7 +100,7 @@ class Planner:
         # Operators of the stage's ranks; empty if another rank plans the stage.
         self._members: list[_RankOperators] = []
         if self.is_first or rank.exchange.joining:
-            self._members = [msgspec.msgpack.decode(item, type=_RankOperators) for item in gathered]
+            self._members = [_OPERATORS.decode(item) for item in gathered]
         summary = _RankSummary(
             stage=place.stage,
             operators=xxhash.xxh3_64_hexdigest(encoded),
@@ -101,7 +109,7 @@ class Planner:
             names=sum(len(name) + 5 for name in self._all_names()),
         )
         self._ranks = [
-            msgspec.msgpack.decode(item, type=_RankSummary)
+            _SUMMARY.decode(item)
             for item in rank.exchange('ranks', msgspec.msgpack.encode(summary))
         ]
         # Needs of windows, by stage and length.
@@ -179,7 +187,7 @@ class Planner:
             always = max(member.always for member in self._members)
             own = list(islice(needs(self._table({}), always), longest))
         encoded = self._exchange('window-needs', msgspec.msgpack.encode(own))
-        decoded = (msgspec.msgpack.decode(item, type=list[Need]) for item in encoded)
+        decoded = (_NEEDS.decode(item) for item in encoded)
         self._needs = [found for found in decoded if found]
 
     def shortest_window(self, budgets: Budgets, longest: int) -> int | None:

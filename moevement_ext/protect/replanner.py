@@ -28,6 +28,9 @@ _LAST_POLL_SECONDS = 0.32
 _COUNTS_KEPT = 4
 
 
+_LOAD = msgspec.json.Decoder(WindowLoad)
+
+
 class Replanner:
     """Follows the load of the windows on a separate thread.
 
@@ -150,7 +153,7 @@ class Replanner:
 
     def _loads(self) -> list[WindowLoad]:
         values = self._store.multi_get([f'load/{rank}' for rank in range(self._world_size)])
-        return [msgspec.json.decode(value, type=WindowLoad) for value in values]
+        return [_LOAD.decode(value) for value in values]
 
     def _follow(self) -> None:
         newest = int(peek(self._store, _NEWEST) or 0)

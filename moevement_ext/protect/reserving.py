@@ -37,6 +37,9 @@ class _Room(msgspec.Struct, frozen=True):
     """Sizes of the rank's stub files, for each length."""
 
 
+_ROOM = msgspec.msgpack.Decoder(_Room)
+
+
 class Sizes(NamedTuple):
     """File sizes of a rank as functions of W."""
 
@@ -61,7 +64,7 @@ def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
     domain = own_domain(node, config.topology)
     member = Member(node, capacities[0], logged, '', b'', domain, sizes.family)
     encoded = exchange('room', msgspec.msgpack.encode(_Room(member, capacities, stubs)))
-    rooms = [msgspec.msgpack.decode(item, type=_Room) for item in encoded]
+    rooms = [_ROOM.decode(item) for item in encoded]
     copies = copies_of([room.member for room in rooms], config.topology, config.replicas)
 
     def fits(index: int) -> bool:

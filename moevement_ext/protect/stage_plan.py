@@ -23,6 +23,9 @@ VERSIONS_KEPT = 4
 _LONGEST_WAIT = timedelta(seconds=5)
 
 
+_PARAMETERS = msgspec.msgpack.Decoder(PlanParameters)
+
+
 class StagePlan(msgspec.Struct, frozen=True):
     """A plan of one stage."""
 
@@ -55,7 +58,10 @@ class StagePlan(msgspec.Struct, frozen=True):
     @classmethod
     def unpacked(cls, packed: bytes) -> 'StagePlan':
         """Inverse of `packed`."""
-        return msgspec.msgpack.decode(packing.unpacked(packed), type=cls)
+        return _PLAN.decode(packing.unpacked(packed))
+
+
+_PLAN = msgspec.msgpack.Decoder(StagePlan)
 
 
 def publish(store: Store, parameters: PlanParameters) -> None:
@@ -68,7 +74,7 @@ def publish(store: Store, parameters: PlanParameters) -> None:
 def published(store: Store, version: int) -> PlanParameters:
     """Read published inputs by version; waits up to the store's timeout."""
     packed = packing.unpacked(store.get(_parameters_key(version)))
-    return msgspec.msgpack.decode(packed, type=PlanParameters)
+    return _PARAMETERS.decode(packed)
 
 
 def hand_out(store: Store, stage: int, plan: StagePlan) -> None:

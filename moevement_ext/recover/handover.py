@@ -19,9 +19,8 @@ class Handover(msgspec.Struct, frozen=True):
     """Result of `Loop.hand_over` on the survivor."""
 
 
+_HANDOVER = msgspec.msgpack.Decoder(Handover)
+
+
 def handovers(reports: Sequence[Report]) -> list[Handover]:
-    return [
-        msgspec.msgpack.decode(report.details, type=Handover)
-        for report in reports
-        if report.details
-    ]
+    return [_HANDOVER.decode(report.details) for report in reports if report.details]

@@ -26,6 +26,9 @@ _KEY = 'launched'
 _PROTECTION = 'protection'
 
 
+_LAUNCHED = msgspec.msgpack.Decoder(tuple[str, str, bytes])
+
+
 def check(rank: Rank, inventories: Sequence[Inventory]) -> list[str]:
     """Check that settings agree; report differences by name, with both values. Collective.
 
@@ -100,7 +103,7 @@ def why_not(
     words = 'the job', f'rank {identity.rank}'
     if not store.check([_KEY]):
         return f'rank {identity.rank} is launched otherwise than the job'
-    run, topology, encoded = msgspec.msgpack.decode(store.get(_KEY), type=tuple[str, str, bytes])
+    run, topology, encoded = _LAUNCHED.decode(store.get(_KEY))
     job = settings.decode(encoded)
     found = differences(job, identity.settings, words)
     decisive = [*found.decisive, *of_protection(job, identity.settings, words)]

@@ -34,6 +34,9 @@ _TO_CONNECT = timedelta(seconds=20)
 _CLOCKS_DIFFER_S = 1.0
 
 
+_VERIFIED = msgspec.msgpack.Decoder(Verified)
+
+
 @dataclass
 class Phases:
     """Seconds of each phase of a localized recovery on this rank."""
@@ -132,7 +135,7 @@ class Outage:
         replayed = 0
         if verdict.window is not None:
             found = store.multi_get([_verified(rank) for rank in sorted(verdict.ranks)])
-            verified = together([msgspec.msgpack.decode(one, type=Verified) for one in found])
+            verified = together([_VERIFIED.decode(one) for one in found])
             replayed = verdict.target - verdict.window.start
         return Summary(
             iteration=verdict.target,

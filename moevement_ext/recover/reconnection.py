@@ -16,6 +16,8 @@ from moevement_ext.membership.report import Report
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.verdict import Localized
 
+_ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
+
 
 def connected_with(rank: int, verdict: Localized, reports: Sequence[Report]) -> frozenset[int]:
     """Return the ranks, including `rank`, connected with `rank` when the replay ends.
@@ -59,7 +61,7 @@ class Reconnection:
                 memory.addresses[other] = theirs.address
         for other in verdict.replacements:
             found = store.get(f'address/{other}')
-            memory.addresses[other] = msgspec.msgpack.decode(found, type=tuple[str, int])
+            memory.addresses[other] = _ADDRESS.decode(found)
         newest = verdict.target
         if verdict.window is not None and rank in verdict.beginning:
             newest = verdict.window.start

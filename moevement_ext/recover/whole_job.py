@@ -46,6 +46,9 @@ from moevement_ext.system.leaving import end_at_once
 logger = logging.getLogger(__name__)
 
 
+_INVENTORY = msgspec.msgpack.Decoder(Inventory)
+
+
 @dataclass
 class Predecessor:
     """Windows of an earlier start of the job, in host memory and on disk of all nodes."""
@@ -98,7 +101,7 @@ def find(
         stock, deaths=deaths.noted(store.shared), refused=[*stock.refused, *left]
     )
     inventories = [
-        msgspec.msgpack.decode(item, type=Inventory)
+        _INVENTORY.decode(item)
         for item in rank.exchange('windows', msgspec.msgpack.encode(found_here))
     ]
     refused = launched_alike.check(rank, inventories)

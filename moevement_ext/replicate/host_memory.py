@@ -67,6 +67,12 @@ Exchange = Callable[[bytes], list[bytes]]
 """Collective all-gather of bytes, by rank."""
 
 
+_ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
+
+
+_MEMBER = msgspec.msgpack.Decoder(Member)
+
+
 class HostMemory:
     """Window files, replicas held for others, ledger and server of one rank.
 
@@ -287,7 +293,7 @@ class HostMemory:
     def connect(self, exchange: Exchange) -> None:
         """Exchange the addresses of all ranks' servers. Collective."""
         address = msgspec.msgpack.encode(self.server.address)
-        decoded = (msgspec.msgpack.decode(item, type=tuple[str, int]) for item in exchange(address))
+        decoded = (_ADDRESS.decode(item) for item in exchange(address))
         self.addresses = list(decoded)
         self.addresses[self.rank] = self.server.address
 
@@ -481,4 +487,4 @@ class HostMemory:
 
 def _exchange_members(own: Member, exchange: Exchange) -> list[Member]:
     encoded = exchange(msgspec.msgpack.encode(own))
-    return [msgspec.msgpack.decode(item, type=Member) for item in encoded]
+    return [_MEMBER.decode(item) for item in encoded]

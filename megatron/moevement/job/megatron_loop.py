@@ -31,9 +31,12 @@ class MegatronHandover(msgspec.Struct, frozen=True):
     """Base of the count of floating point operations."""
 
 
+_HANDOVER = msgspec.msgpack.Decoder(MegatronHandover)
+
+
 def decode_handover(encoded: bytes) -> MegatronHandover:
     """Inverse of `MegatronLoop.hand_over`."""
-    return msgspec.msgpack.decode(encoded, type=MegatronHandover)
+    return _HANDOVER.decode(encoded)
 
 
 class MegatronLoop:

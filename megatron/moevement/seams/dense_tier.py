@@ -40,6 +40,9 @@ class DenseTier(NamedTuple):
     """Reason why it cannot be read."""
 
 
+_TIER = msgspec.msgpack.Decoder(DenseTier)
+
+
 _NONE = DenseTier(-1)
 
 
@@ -55,7 +58,7 @@ def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes
     if facts.load is None:
         return -1
     own = msgspec.msgpack.encode(_seen(facts, facts.load))
-    seen = [msgspec.msgpack.decode(item, type=DenseTier) for item in exchange('dense', own)]
+    seen = [_TIER.decode(item) for item in exchange('dense', own)]
     newest = max(tier.iteration for tier in seen)
     problems = {rank: tier.problem for rank, tier in enumerate(seen) if tier.problem}
     if newest >= 0:

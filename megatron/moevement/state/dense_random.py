@@ -47,6 +47,9 @@ class _Kept(msgspec.Struct):
     rng: RngState
 
 
+_KEPT = msgspec.msgpack.Decoder(_Kept)
+
+
 class DenseRandom:
     """Wraps upstream's save and load of dense checkpoints. Training thread only.
 
@@ -157,7 +160,7 @@ class DenseRandom:
             encoded = content[_CHECKSUM_BYTES:]
             if xxhash.xxh3_64_digest(encoded) != content[:_CHECKSUM_BYTES]:
                 return None
-            kept = msgspec.msgpack.decode(encoded, type=_Kept)
+            kept = _KEPT.decode(encoded)
             expected = _VERSION, self._topology, _digest_of(folder.parent)
         except (OSError, msgspec.MsgspecError):
             return None

@@ -78,6 +78,9 @@ class IterationState(msgspec.Struct):
     """Constants of each parameter group, stored for the same reason."""
 
 
+_STATE = msgspec.msgpack.Decoder(IterationState)
+
+
 def encode(state: IterationState) -> bytes:
     """Serialise for the context of a slot."""
     return msgspec.msgpack.encode(state)
@@ -85,7 +88,7 @@ def encode(state: IterationState) -> bytes:
 
 def decode(encoded: bytes) -> IterationState:
     """Inverse of `encode`."""
-    return msgspec.msgpack.decode(encoded, type=IterationState)
+    return _STATE.decode(encoded)
 
 
 def capture(

@@ -24,6 +24,9 @@ from moevement_ext.membership.exchange import Exchange
 _Key = tuple[tuple[tuple[str, bool | int | float | str | None], ...] | None, bool]
 
 
+_KEYS = msgspec.msgpack.Decoder(list[_Key])
+
+
 @contextmanager
 def of_all_ranks(exchange: Exchange) -> Iterator[None]:
     """Build optimizers within the context with the groups of all ranks of the job."""
@@ -34,7 +37,7 @@ def of_all_ranks(exchange: Exchange) -> Iterator[None]:
 
         def gather(_: Any, found: list[Any], own: list[_Key], group: Any = None) -> None:
             encoded = exchange(name, msgspec.msgpack.encode(own))
-            found[:] = [msgspec.msgpack.decode(keys, type=list[_Key]) for keys in encoded]
+            found[:] = [_KEYS.decode(keys) for keys in encoded]
 
         with patches.wrapped('torch.distributed:all_gather_object', gather):
             return build(*args, **kwargs)

@@ -23,6 +23,9 @@ _TENSOR = 1
 _SPARE_BYTES = 4096
 
 
+_PARTS = msgspec.msgpack.Decoder(tuple[str, list[int], bytes])
+
+
 class _Encoded(msgspec.Struct, array_like=True):
     iteration: int
     reduced: list[float]
@@ -124,7 +127,7 @@ def _capture() -> GeneratorStates:
 
 
 def _decode(state: bytes) -> _Encoded:
-    return msgspec.msgpack.decode(state, type=_Encoded, ext_hook=_tensor)
+    return _ENCODED.decode(state)
 
 
 def _encode(value: object) -> object:
@@ -142,7 +145,7 @@ def _encode(value: object) -> object:
 
 
 def _tensor(code: int, encoded: memoryview) -> torch.Tensor:
-    name, shape, content = msgspec.msgpack.decode(encoded, type=tuple[str, list[int], bytes])
+    name, shape, content = _PARTS.decode(encoded)
     dtype = dtype_of(name)
     assert code == _TENSOR and dtype is not None  # as `_encode` wrote it
     tensor = torch.empty(shape, dtype=dtype)
@@ -151,3 +154,6 @@ def _tensor(code: int, encoded: memoryview) -> torch.Tensor:
             torch.frombuffer(bytearray(content), dtype=torch.uint8)
         )
     return tensor
+
+
+_ENCODED = msgspec.msgpack.Decoder(_Encoded, ext_hook=_tensor)

@@ -49,6 +49,9 @@ class Directory(msgspec.Struct, frozen=True, array_like=True):
     entries: list[Entry] = []
 
 
+_DIRECTORY = msgspec.msgpack.Decoder(Directory)
+
+
 def window_capacity(slots: Iterable[tuple[int, int]]) -> int:
     """Bytes of a window file for slots of (payload, `slot.frame_bytes_bound`) bytes each."""
     return PREAMBLE_BYTES + sum(align_up(payload) + align_up(frame) for payload, frame in slots)
@@ -87,7 +90,7 @@ def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
     if size < capacity:
         raise TruncatedWindow(f'{path}: {size} of {capacity} bytes')
     try:
-        directory = msgspec.msgpack.decode(encoded, type=Directory)
+        directory = _DIRECTORY.decode(encoded)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptWindow(f'{path}: directory cannot be decoded: {error}') from error
     _check_entries(path, size, directory)

@@ -48,6 +48,9 @@ class RunSettings(msgspec.Struct, frozen=True):
     others."""
 
 
+_SETTINGS = msgspec.msgpack.Decoder(RunSettings)
+
+
 class Differences(NamedTuple):
     """Differences between two launches, or two ranks: one line per name, with both values."""
 
@@ -126,7 +129,7 @@ def decode(encoded: bytes) -> RunSettings:
     """Inverse of `encode`. Raises `ValueError` for other bytes."""
     try:
         text = zlib.decompressobj().decompress(encoded, _MAX_DECODED)
-        return msgspec.msgpack.decode(text, type=RunSettings)
+        return _SETTINGS.decode(text)
     except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ValueError(f'settings cannot be decoded: {error}') from error
 

@@ -182,6 +182,9 @@ class SlotContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """Loss of the owner in the iteration that led here; None if it had none."""
 
 
+_CONTEXT = msgspec.msgpack.Decoder(SlotContext)
+
+
 def older_experts(header: SlotHeader) -> frozenset[str]:
     """Experts whose state in a slot of a lossy strategy is of an earlier iteration."""
     copies = decode_context(header.context).copies if header.context else None
@@ -190,4 +193,4 @@ def older_experts(header: SlotHeader) -> frozenset[str]:
 
 def decode_context(encoded: bytes) -> SlotContext:
     """Decode the context of a verified slot header; `msgspec.MsgspecError` for other bytes."""
-    return msgspec.msgpack.decode(encoded, type=SlotContext)
+    return _CONTEXT.decode(encoded)

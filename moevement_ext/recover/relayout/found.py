@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _MOST_NAMED = 8
 
 
+_STOCK = msgspec.msgpack.Decoder(Stock)
+
+
 @dataclass
 class Candidate:
     """A window of another layout, whose owners' parts are on some nodes or disks."""
@@ -90,7 +93,7 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
     """
     stock = take_stock(rank.identity, rank.config, shelf)
     encoded = rank.exchange('other-layouts', msgspec.msgpack.encode(stock))
-    stocks = [msgspec.msgpack.decode(item, type=Stock) for item in encoded]
+    stocks = [_STOCK.decode(item) for item in encoded]
     beside = surplus.ask(rank, {one.host for one in stocks})
     stocks += beside.stocks
     everything = [

@@ -69,6 +69,12 @@ class SurplusAnswer(msgspec.Struct, frozen=True):
     port: int
 
 
+_ANSWER = msgspec.msgpack.Decoder(SurplusAnswer)
+
+
+_ANSWERS = msgspec.msgpack.Decoder(tuple[bytes, list[SurplusAnswer]])
+
+
 @dataclass(frozen=True)
 class Answers:
     """Answers of the surplus ranks that responded."""
@@ -142,7 +148,7 @@ def ask(rank: Rank, hosts: set[str]) -> Answers:
     secret, salt = given_in(os.environ), new_secret()
     found = _answers(Call(salt, sorted(hosts))) if rank.number == 0 else []
     encoded = rank.exchange('surplus', msgspec.msgpack.encode((salt, found)))[0]
-    salt, answers = msgspec.msgpack.decode(encoded, type=tuple[bytes, list[SurplusAnswer]])
+    salt, answers = _ANSWERS.decode(encoded)
     if secret is not None:
         return Answers(answers, of_attempt(secret, salt))
     if rank.number == 0 and any(answer.stock.seen for answer in answers):
@@ -167,9 +173,7 @@ def _answers(call: Call) -> list[SurplusAnswer]:
     silent = [one for one, answer in zip(_numbers(), left, strict=True) if answer is None]
     if silent:
         logger.warning('surplus ranks %s did not say which windows they see', silent)
-    return [
-        msgspec.msgpack.decode(answer, type=SurplusAnswer) for answer in left if answer is not None
-    ]
+    return [_ANSWER.decode(answer) for answer in left if answer is not None]
 
 
 def let_go() -> None:
