@@ -34,7 +34,7 @@ def run(settings: Settings) -> Iterator[Findings]:
         'replayed': found.replayed if found else 0,
         'phases_s': _slowest(killed),
     }
-    problems = compare(windows, killed, 'killed', 'the same without the kill')
+    problems = compare(windows, killed, 'killed')
     yield Findings(figures, problems + not_localized(killed))
 
 

@@ -73,14 +73,16 @@ class Trials(NamedTuple):
         return train(launch, kill and (lambda job: job.kill_after(kill.after, [kill.rank])))
 
 
-def compare(
-    expected: Trained, other: Trained, what: str, from_what: str = 'plain Megatron'
-) -> list[str]:
-    """Problems in the final state of another job; empty if states are equal."""
+def compare(expected: Trained, other: Trained, what: str) -> list[str]:
+    """Problems in the final state of a job that differs only in `what`; empty if states are equal.
+
+    Args:
+        expected: the job without it.
+        other: the job with it.
+        what: words for the report.
+    """
     kinds = other.different(expected)
-    if not kinds:
-        return []
-    return [f'{what}: the final state differs from {from_what} in {", ".join(kinds)}']
+    return [f'{what}: the final state differs in {", ".join(kinds)}'] if kinds else []
 
 
 def reduced(trained: Trained) -> list[str]:
