@@ -50,15 +50,17 @@ class Rig:
         self.device = device
         self.errors: queue.Queue[Exception] = queue.Queue()
         self.copier = Copier(device)
-        self.file = WindowFile.create(folder / 'test.window', 2**20 + 16 * 4 * ELEMENTS)
+        self.file = WindowFile.create(folder / 'test.window', 2**20 + 19 * 4 * ELEMENTS)
         pin(self.file)
         self.file.begin(named(0))
         self._slots = 0
         # What is loaded at its first use waits for all streams.
-        self.start([self.copy(0)], [self.copy(0)])
+        self.occupy_side_stream(1)
+        self.start([self.copy(0), self.copy(0)], [self.copy(0)])
         self.copier.wait()
         torch.cuda.synchronize()
         self.copier.drain()
+        self.copier._known_stalls()  # and takes the stall of this capture
 
     def copy(self, value: float, elements: int = ELEMENTS) -> _Copy:
         """From the device into a slot of the file."""
@@ -79,10 +81,10 @@ class Rig:
             in_pieces(volatile), lambda: pieces, lambda: _ignore(seal()), self.errors.put
         )
 
-    def occupy_side_stream(self) -> None:
+    def occupy_side_stream(self, cycles: int = BUSY_CYCLES) -> None:
         """Nothing queued on the copier's stream from now on is done soon."""
         with torch.cuda.stream(self.copier._stream):
-            torch.cuda._sleep(BUSY_CYCLES)
+            torch.cuda._sleep(cycles)
 
     def check(self) -> None:
         """Everything has arrived without an error."""
