@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -72,8 +72,15 @@ def code_of(folders: Iterable[Path]) -> str:
     return digest_of(sorted(found))
 
 
-# Digests of packages that users modify in place, taken right after this process (or its parent, if
-# it was forked) imported them.
+def _installed() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
+
+
+# Versions of packages, and digests of those that users modify in place, taken right after this
+# process (or its parent, if it was forked) imported them.
+_VERSIONS = dict(_installed())
 _CODE = {
     'megatron-core': code_of(Path(path) for path in megatron.core.__path__),
     'megatron-moevement': code_of([Path(moevement_ext.__file__).parent, Path(__file__).parents[1]]),
@@ -87,11 +94,7 @@ def versions(on_cpu: bool) -> Table:
     code changes, so the code of upstream and of this package is digested by file sizes.
     """
     found = {'python': platform.python_version(), 'megatron-moevement': moevement_ext.__version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    found |= _VERSIONS
     found |= {f'code of {name}': digest for name, digest in _CODE.items()}
     found['torch'] = str(torch.__version__)  # includes the CUDA version it was built for
     found['CUDA of torch'] = str(torch.version.cuda)
