@@ -4,6 +4,7 @@
 import gc
 
 import pretrain_gpt
+import tests.distributed.harness.cluster  # noqa: F401  # with the body of a worker: imports pytest
 
 pretrain_gpt.warm_up(['--sparse-ckpt'])
 # Otherwise the collector of every worker visits all imported objects, and copies their pages.
