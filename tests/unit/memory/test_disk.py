@@ -2,8 +2,8 @@
 """Copies of real window files on disk: torn, damaged, too large, of another past."""
 
 import os
-import subprocess
-import sys
+import resource
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +19,7 @@ from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from tests.distributed.conftest import mounted_tmpfs
+from tests.unit.forks import Forked
 from tests.unit.memory.samples import (
     RUN,
     TOPOLOGY,
@@ -167,28 +168,25 @@ def test_full_disk_keeps_its_windows(size: str, tmp_path: Path) -> None:
         disk.close()
 
 
+def _write_beyond_the_limit(folder: Path) -> None:
+    """Body of a process."""
+    disk = DiskWindows(folder / 'disk', 'run1', 0)
+    file = make_file(folder / 'memory', 0)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
+    try:
+        disk.write(file, IDENTITY)
+    except OSError as error:
+        print('refused:', error.strerror, flush=True)
+
+
 def test_disk_that_fills_up_during_a_write_leaves_no_file(
     disk: DiskWindows, tmp_path: Path
 ) -> None:
     """Simulated by a file size limit of the process, which the kernel enforces in a write."""
     disk.close()
-    code = f"""
-import pathlib, resource, signal, sys
-from moevement_ext.memory.disk import DiskWindows
-from tests.unit.memory.samples import make_file
-from tests.unit.memory.test_disk import IDENTITY
-folder = pathlib.Path({str(tmp_path)!r})
-disk = DiskWindows(folder / 'disk', 'run1', 0)
-file = make_file(folder / 'memory', 0)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, 70_000))
-try:
-    disk.write(file, IDENTITY)
-except OSError as error:
-    print('refused:', error.strerror)
-"""
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=300)
-    assert 'refused: File too large' in done.stdout, done.stderr
+    status, printed, errors = Forked(_write_beyond_the_limit, tmp_path).end(300)
+    assert status == 0 and 'refused: File too large' in printed, errors
     assert names(disk) == set()
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import signal
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
@@ -15,6 +15,7 @@ from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.protocol import Proceed, PutSlot
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.distributed.harness.ports import free_port
+from tests.unit.forks import Forked
 from tests.unit.memory.samples import SECRET, capacity, commit, digest, make_file, named
 from tests.unit.replicate.peers import (
     DEADLINE_S,
@@ -29,19 +30,13 @@ from tests.unit.replicate.peers import (
 
 pytestmark = pytest.mark.timed
 
-REPOSITORY = Path(__file__).parents[3]
 
-
-_HOLDER_PROGRAM = """
-import pathlib, sys
-from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.unit.memory.samples import SECRET, capacity
-store = NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node1')
-server = ReplicaServer(store, 1, {0: capacity()}, SECRET, ('127.0.0.1', int(sys.argv[2])))
-print(server.address[1], flush=True)
-sys.stdin.read()
-"""
+def _hold(shm: Path, port: int) -> None:
+    """Body of a process: serve until it is killed."""
+    store = NodeStore(shm, 'run1', 'node1')
+    server = ReplicaServer(store, 1, {0: capacity()}, SECRET, ('127.0.0.1', port))
+    print(server.address[1], flush=True)
+    signal.pause()
 
 
 def test_unreachable_peer_is_named() -> None:
@@ -69,35 +64,26 @@ def test_every_wait_has_a_deadline(shm: Path, greets: bool) -> None:
             assert time.monotonic() - began < DEADLINE_S
 
 
-def start_holder(shm: Path, port: int = 0) -> 'tuple[subprocess.Popen[str], int]':
-    process = subprocess.Popen(
-        [sys.executable, '-c', _HOLDER_PROGRAM, str(shm), str(port)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    assert process.stdout is not None
+def start_holder(shm: Path, port: int = 0) -> tuple[Forked, int]:
+    process = Forked(_hold, shm, port)
     return process, int(process.stdout.readline())
 
 
 def test_replicas_survive_the_death_of_the_holder(shm: Path, own: OwnerWindows) -> None:
     """The holder is killed; its successor serves what was committed and takes the rest again."""
-    process, port = start_holder(shm)
+    holder, port = start_holder(shm)
     client = ReplicaClient(('127.0.0.1', port), SECRET, timeout_s=DEADLINE_S)
-    with process:
-        put_window(client, commit(own, 0))
-        unfinished = commit(own, 3)
-        client.put_slot(OWNER, unfinished, 0)
-        process.kill()
+    put_window(client, commit(own, 0))
+    unfinished = commit(own, 3)
+    client.put_slot(OWNER, unfinished, 0)
+    holder.kill()
     with pytest.raises(PeerLost):
         ask(client)
-    process, _ = start_holder(shm, port)
-    with process:
-        assert stored(shm) == [(OWNER, named(0))]
-        put_window(client, unfinished)
-        assert stored(shm) == [(OWNER, named(0)), (OWNER, named(3))]
-        process.kill()
+    holder, _ = start_holder(shm, port)
+    assert stored(shm) == [(OWNER, named(0))]
+    put_window(client, unfinished)
+    assert stored(shm) == [(OWNER, named(0)), (OWNER, named(3))]
+    holder.kill()
     client.close()
 
 
