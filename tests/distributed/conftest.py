@@ -4,7 +4,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,14 +33,6 @@ TRAINING = """--micro-batch-size 1 --lr 2e-3 --min-lr 1e-4
  --lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 40 --weight-decay 0.1
  --clip-grad 0.5 --seed 1234 --num-workers 0 --eval-interval 1000 --eval-iters 0 --log-interval 1
  --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 257""".split()
-
-
-def with_quick(cases: Iterable[str], *quick: str) -> list[object]:
-    """Parameters: all cases, of which only some run without `--thorough`."""
-    known = list(cases)
-    assert set(quick) <= set(known)
-    thorough = pytest.mark.thorough
-    return [case if case in quick else pytest.param(case, marks=thorough) for case in known]
 
 
 @pytest.fixture(scope='session')

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.harness.judged import judged
 from tests.distributed.test_localized_recovery import BASE, BF16, PP_EP, check_localized, victims
+from tests.quick import with_quick
 
 pytestmark = ON_BOTH_BACKENDS
 

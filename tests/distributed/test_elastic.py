@@ -16,8 +16,9 @@ import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Relaid
-from tests.distributed.conftest import read_digest, with_quick
+from tests.distributed.conftest import read_digest
 from tests.distributed.harness.cluster import Cluster
+from tests.quick import with_quick
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.distributed.conftest import with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.test_elastic import MODEL, ONE, RESTART, THREE, Layout, again, relaid
+from tests.quick import with_quick
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.thorough]
 

@@ -8,10 +8,11 @@ import pytest
 
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.events import NextTier, Recovered
-from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.harness.judged import judged
 from tests.distributed.harness.local_cluster import launch
+from tests.quick import with_quick
 
 pytestmark = pytest.mark.timeout(400)
 

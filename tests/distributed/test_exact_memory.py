@@ -44,6 +44,7 @@ def test_localized_recovery_fits_the_planned_memory(
     check(job, reference)
 
 
+@pytest.mark.thorough
 def test_two_whole_job_recoveries_fit_the_planned_memory(
     job: Cluster, reference: Callable[..., dict]
 ) -> None:

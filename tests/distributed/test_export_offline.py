@@ -98,6 +98,7 @@ def digest_of(make: Make, flags: list[str], ranks: int, load: Path) -> dict:
     return read_digest(job)
 
 
+@pytest.mark.thorough
 def test_same_layout_resumes_from_the_export_bit_for_bit(
     cluster: Make, reference: Callable[..., dict], tmp_path: Path
 ) -> None:

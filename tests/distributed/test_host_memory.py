@@ -122,6 +122,7 @@ def test_job_allocates_memory_for_the_windows_in_force(
     assert differences(reference(*flags, ranks=1), read_digest(job)) == []
 
 
+@pytest.mark.thorough
 def test_slow_replicas_and_a_failed_capture_delay_windows_for_a_bounded_time(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.conftest import with_quick
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import training as probes
+from tests.quick import with_quick
 
 BF16 = '--bf16 --use-distributed-optimizer'
 PP2 = '--pipeline-model-parallel-size 2'

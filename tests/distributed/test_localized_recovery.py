@@ -11,9 +11,10 @@ import pytest
 from megatron.core.dist_checkpointing import load_common_state_dict
 
 from moevement_ext.events import FailureDetected, NextTier, Recovered, WindowPersisted
-from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest, with_quick
+from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import NCCL_LIKE, Cluster
 from tests.distributed.harness.faults import SEALED
+from tests.quick import with_quick
 
 pytestmark = ON_BOTH_BACKENDS
 

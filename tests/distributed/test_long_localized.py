@@ -22,6 +22,7 @@ from tests.distributed.harness.faults import SETTLED, Fault, InTurn, deaths, fau
 from tests.distributed.harness.output import scraped, upstream_lines
 from tests.distributed.probes import holding
 from tests.distributed.test_whole_job_recovery import skipped_by
+from tests.quick import with_quick
 from tests.unit.launch.conftest import dies
 
 pytestmark = pytest.mark.timeout(900)
@@ -172,39 +173,31 @@ def check_saves(dense: Path) -> None:
     assert counted[:-1] == [count * counted[0] for count in range(1, len(saved))]
 
 
-FOUR_STAGES = (
-    f'{FP32} --pipeline-model-parallel-size 4 {UNTIED} --train-iters 96 --global-batch-size 2'
-).split()
-IN_RECOVERIES = (
+FOUR_STAGES = f'{FP32} --pipeline-model-parallel-size 4 {UNTIED} --global-batch-size 2'
+OF_OTHERS = (
     Fault('during detection', '1:8:forward,3:8:detect'),
     Fault('during regrouping', '1:13:forward,2:13:regroup'),
     Fault('when a stage has caught up and is connected', '1:17:forward,2:17:resume'),
     Fault('while all connect', '0:22:forward,2:22:connect'),
-    Fault('replacement dies fetching', '1:28:forward,1:25:fetch'),
-    Fault('replacement dies loading', '1:34:forward,1:32:load'),
-    Fault('replacement dies converting', '1:40:forward,1:38:convert'),
-    Fault('replacement dies twice catching up', '1:44:forward,1:42:catch-up,1:43:catch-up', False),
-    Fault('replacement dies when it has caught up', '1:50:forward,1:49:replayed'),
-    Fault('same rank right after recovery', '3:55:forward,3:55:forward'),
-    Fault('neighbour right after recovery', '1:59:forward,2:59:backward'),
-    Fault('two adjacent stages at once', '1:64:forward,2:64:forward'),
-    Fault('two separate stages at once', '0:68:forward,2:68:forward'),
-    Fault('a far stage while it fetches', '0:74:forward', also=(3,)),
-    Fault('far stages while it converts and catches up', '0:80:forward', also=(2, 3)),
-    Fault('a far stage when it has caught up', '3:86:forward', also=(1,)),
-    Fault('a neighbour while it catches up', '0:92:forward', also=(1,)),
+    Fault('two adjacent stages at once', '1:28:forward,2:28:forward'),
+    Fault('two separate stages at once', '0:32:forward,2:32:forward'),
+    Fault('a far stage while it fetches', '0:38:forward', also=(3,)),
+    Fault('far stages while it converts and catches up', '0:44:forward', also=(2, 3)),
+    Fault('a far stage when it has caught up', '3:50:forward', also=(1,)),
+    Fault('a neighbour while it catches up', '0:56:forward', also=(1,)),
 )
-WENT_ON = {(0, 73): 1, (0, 79): 2, (3, 85): 1, (0, 91): 0}
+WENT_ON = {(0, 37): 1, (0, 43): 2, (3, 49): 1, (0, 55): 0}
 """Through how many failures, by rank and iteration to which it replayed; see `probes.cascading`."""
 
 
 def test_further_failures_during_recoveries(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
+    flags = f'{FOUR_STAGES} --train-iters 60'.split()
     job = fault_all(
-        lambda: cluster(*FOUR_STAGES, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
-        IN_RECOVERIES,
-        reference(*FOUR_STAGES),
+        lambda: cluster(*flags, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
+        OF_OTHERS,
+        reference(*flags),
         mutation='probes.cascading:far_and_near_ones_die',
     )
     for (rank, target), times in WENT_ON.items():
@@ -217,12 +210,35 @@ def test_further_failures_during_recoveries(
         assert len(began) == (1 if times else 2), (rank, target)
 
 
+OF_A_REPLACEMENT = (
+    *OF_OTHERS[:4],
+    Fault('fetching', '1:28:forward,1:25:fetch'),
+    Fault('loading', '1:34:forward,1:32:load'),
+    Fault('converting', '1:40:forward,1:38:convert'),
+    Fault('twice catching up', '1:44:forward,1:42:catch-up,1:43:catch-up', False),
+    Fault('when it has caught up', '1:50:forward,1:49:replayed'),
+    Fault('right after the recovery', '3:55:forward,3:55:forward'),
+    Fault('a neighbour right after the recovery', '1:59:forward,2:59:backward'),
+)
+
+
+@pytest.mark.thorough
+def test_deaths_of_replacements(
+    cluster: Callable[..., Cluster], reference: Callable[..., dict]
+) -> None:
+    flags = f'{FOUR_STAGES} --train-iters 63'.split()
+    fault_all(
+        lambda: cluster(*flags, '--sparse-ckpt-window', '3', *SETTLED, nodes=4),
+        OF_A_REPLACEMENT,
+        reference(*flags),
+    )
+
+
 TOGETHER = (
-    Fault('a worker', '1:8:forward'),
-    Fault('two at once', '2:14:forward,3:14:forward'),
-    Fault('another one while all convert', '2:20:forward,0:17:convert'),
-    Fault('another one while all catch up', '1:26:forward,3:24:catch-up'),
-    Fault('another one when all have caught up', '3:32:forward,2:31:replayed'),
+    Fault('two at once', '2:8:forward,3:8:forward'),
+    Fault('another one while all convert', '2:14:forward,0:11:convert'),
+    Fault('another one while all catch up', '1:20:forward,3:18:catch-up'),
+    Fault('another one when all have caught up', '3:26:forward,2:25:replayed'),
 )
 
 
@@ -231,7 +247,7 @@ def test_all_stages_roll_back_together(
     backend: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:
     """In the processes that live; nothing is logged."""
-    flags = f'{BF16} {PP_EP} {UNTIED} --train-iters 35'.split()
+    flags = f'{FP32} {PP_EP} {UNTIED} --train-iters 29'.split()
     together = ['--sparse-ckpt-window', '3', '--sparse-ckpt-recovery', 'global']
     job = fault_all(lambda: cluster(*flags, *together, *SETTLED), TOGETHER, reference(*flags))
     for rank in range(job.ranks):
@@ -288,7 +304,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize('name', LAYOUTS)
+@pytest.mark.parametrize('name', with_quick(LAYOUTS, 'virtual-stages-with-all-of-experts'))
 def test_localized_recovery_in_other_layouts(
     name: str, cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

@@ -18,6 +18,7 @@ FLAGS = f'{C4} {TWO_REPLICAS} --train-iters 20'.split()
 FAULTS = Fault('a stage', '1:12:backward'), Fault('the other one', '2:18:step')
 
 
+@pytest.mark.thorough
 def test_narrow_masters_with_fp8_weights(
     cluster: Callable[..., Cluster], reference: Callable[..., dict]
 ) -> None:

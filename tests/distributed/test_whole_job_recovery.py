@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from moevement_ext.events import Recovered, WindowPersisted
-from tests.distributed.conftest import differences, read_digest, with_quick
+from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import former_format
+from tests.quick import with_quick
 
 BF16 = '--bf16 --use-distributed-optimizer'
 PP_EP = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2'

@@ -36,11 +36,11 @@ class Kill(NamedTuple):
 
 
 FAR_AND_NEAR = (
-    Kill(0, 74, Phase.FETCH, 3),
-    Kill(0, 80, Phase.CONVERT, 2),
-    Kill(0, 80, Phase.CATCH_UP, 3),
-    Kill(3, 86, Phase.REPLAYED, 1),
-    Kill(0, 92, Phase.CATCH_UP, 1),
+    Kill(0, 38, Phase.FETCH, 3),
+    Kill(0, 44, Phase.CONVERT, 2),
+    Kill(0, 44, Phase.CATCH_UP, 3),
+    Kill(3, 50, Phase.REPLAYED, 1),
+    Kill(0, 56, Phase.CATCH_UP, 1),
 )
 WITHOUT_END = tuple(
     Kill(0, 8, phase, 3, occurrence)

@@ -15,6 +15,7 @@ import pytest
 from moevement_ext.launch.command_line import main, parse
 from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
+from tests.quick import with_quick
 from tests.unit.launch.conftest import Job, dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -151,7 +152,7 @@ def in_a_terminal() -> Iterator[None]:
 @pytest.mark.usefixtures('in_a_terminal')
 @pytest.mark.parametrize(
     'asked',
-    [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2],
+    with_quick([signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2], signal.SIGINT),
     ids=lambda asked: asked.name,
 )
 def test_interrupt_ends_all_workers(job: Job, asked: signal.Signals) -> None:

@@ -36,7 +36,7 @@ def store() -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     ('statuses', 'status', 'attempts'),
-    [('2,1,0', 2, 1), ('1,2,0', 0, 3)],
+    [('2,1,0', 2, 1), pytest.param('1,2,0', 0, 3, marks=pytest.mark.thorough)],
     ids=['from the start', 'a worker that was started again'],
 )
 def test_user_error_ends_the_agent_before_any_restart(
@@ -73,8 +73,8 @@ time.sleep(1000)
 @pytest.mark.parametrize(
     ('sent', 'expected'),
     [
-        (signal.SIGTERM, signal.SIGUSR1),
-        (signal.SIGUSR1, signal.SIGUSR1),
+        pytest.param(signal.SIGTERM, signal.SIGUSR1, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGUSR1, signal.SIGUSR1, marks=pytest.mark.thorough),
         (signal.SIGUSR2, signal.SIGTERM),
     ],
 )

@@ -17,6 +17,7 @@ from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import ForbiddenTransition
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.replicate.log_reader import LogReader
+from tests.quick import with_quick
 from tests.unit.recover.test_recovery import FIRST, ITERATIONS, train, train_through
 from tests.unit.recover.threaded_job import WINDOW, Expected, Fault, ThreadedJob, install
 
@@ -48,7 +49,7 @@ def went_on(job: ThreadedJob) -> Counter[int]:
     return Counter(event.went_on for event in job.recovered if event.replayed)
 
 
-@pytest.mark.parametrize('phase', OF_A_REPLAY)
+@pytest.mark.parametrize('phase', with_quick(OF_A_REPLAY, Phase.CONVERT))
 def test_replay_continues_when_a_distant_stage_is_lost(phase: Phase, fault_free: Expected) -> None:
     job = train_through([LOST, Fault(0, phase, kills=2)], fault_free)
     assert sorted(job.began) == [0, 2]
@@ -56,7 +57,7 @@ def test_replay_continues_when_a_distant_stage_is_lost(phase: Phase, fault_free:
     assert any(event.verified for event in job.recovered if event.replayed)
 
 
-@pytest.mark.parametrize('phase', OF_A_REPLAY)
+@pytest.mark.parametrize('phase', with_quick(OF_A_REPLAY, Phase.LOAD, Phase.REPLAYED))
 def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free: Expected) -> None:
     """Unless it is through before it hears of that: then it is not lost with the other any more."""
     job = train_through([LOST, Fault(0, phase, kills=1)], fault_free)
@@ -65,7 +66,7 @@ def test_a_replay_begins_again_when_a_neighbour_is_lost(phase: Phase, fault_free
     assert set(went_on(job)) == {0}
 
 
-@pytest.mark.parametrize('phase', OF_A_REPLAY)
+@pytest.mark.parametrize('phase', with_quick(OF_A_REPLAY, Phase.CATCH_UP))
 def test_replay_continues_when_another_replaying_stage_is_lost(
     phase: Phase, fault_free: Expected
 ) -> None:

@@ -13,6 +13,7 @@ from moevement_ext.config import GLOBAL
 from moevement_ext.faults import Phase
 from moevement_ext.recover import verdict
 from moevement_ext.recover.stage_replay import StageReplay
+from tests.quick import with_quick
 from tests.unit.recover import threaded_job
 from tests.unit.recover.test_recovery import DISTANCE, FIRST, ITERATIONS, train
 from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
@@ -53,7 +54,7 @@ def train_through(schedule: list[Fault], expected: Expected) -> ThreadedJob:
     return job
 
 
-@pytest.mark.parametrize('victim', range(STAGES))
+@pytest.mark.parametrize('victim', with_quick(range(STAGES), 2))
 def test_lost_worker_rolls_all_stages_back(victim: int, fault_free: Expected) -> None:
     phases = [Phase.FORWARD, Phase.P2P, Phase.NORM, Phase.STEP, Phase.AFTER_STEP, Phase.EVALUATE]
     schedule = [Fault(victim, phase, FIRST + DISTANCE * n) for n, phase in enumerate(phases)]
@@ -65,7 +66,9 @@ def test_two_workers_lost_at_once_are_recovered(fault_free: Expected) -> None:
     train_through([LOST, Fault(2, Phase.DETECT)], fault_free)
 
 
-@pytest.mark.parametrize('phase', [*OF_A_REPLAY, *OF_ANY])
+@pytest.mark.parametrize(
+    'phase', with_quick(OF_A_REPLAY + OF_ANY, Phase.CONVERT, Phase.REPLAYED, Phase.CONNECT)
+)
 def test_loss_during_a_recovery_is_recovered(phase: Phase, fault_free: Expected) -> None:
     """No rank continues without it."""
     job = train_through([LOST, Fault(0, phase)], fault_free)

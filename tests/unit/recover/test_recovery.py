@@ -24,6 +24,7 @@ from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verification import Verification
+from tests.quick import with_quick
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import (
     FakeLoop,
@@ -60,11 +61,7 @@ DISTANCE = WINDOW + 1
 ITERATIONS = FIRST + 2 * WINDOW * len(OF_A_REPLAY + OF_ANY_RANK)
 """The longest of these runs has no more."""
 
-VICTIMS = [
-    pytest.param(0, marks=pytest.mark.thorough),
-    1,
-    pytest.param(2, marks=pytest.mark.thorough),
-]
+VICTIMS = with_quick(range(STAGES), 1)
 
 MOST_LEFT_OPEN = 500
 """Descriptors, by processes that are killed in their first rendezvous, or while they close."""
@@ -116,7 +113,7 @@ def train_through(schedule: Sequence[Fault], expected: Expected) -> ThreadedJob:
     return job
 
 
-@pytest.mark.parametrize('victim', range(STAGES))
+@pytest.mark.parametrize('victim', VICTIMS)
 def test_job_survives_a_lost_rank_at_any_point_of_an_iteration(
     victim: int, fault_free: Expected
 ) -> None:

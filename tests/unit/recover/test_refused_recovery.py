@@ -18,6 +18,7 @@ import pytest
 from moevement_ext.faults import Phase
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.replicate.replicator import Replicator
+from tests.quick import with_quick
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
@@ -136,16 +137,10 @@ OTHER_NODE = Fault(0, Phase.DETECT, node_lost=True)
 
 
 @pytest.mark.parametrize(
-    ('meanwhile', 'times'),
-    [
-        (NOTHING_MORE, 1),
-        *((meanwhile, 2) for meanwhile in (NOTHING_MORE, SAME_RANK, OTHER_RANK, OTHER_NODE)),
-        *(
-            pytest.param(meanwhile, 1, marks=pytest.mark.thorough)
-            for meanwhile in (SAME_RANK, OTHER_RANK, OTHER_NODE)
-        ),
-    ],
+    'meanwhile',
+    with_quick([NOTHING_MORE, SAME_RANK, OTHER_RANK, OTHER_NODE], NOTHING_MORE, OTHER_NODE),
 )
+@pytest.mark.parametrize('times', with_quick([1, 2], 2))
 def test_refused_replay_is_not_continued(
     times: int,
     meanwhile: Fault | None,
@@ -189,7 +184,7 @@ def test_captures_of_a_replay_that_was_cut_off_are_no_evidence(
     assert [len(event.differing) for event in job.recovered if event.replayed] == [4]
 
 
-@pytest.mark.parametrize('on_disk', [0, 1, 2])
+@pytest.mark.parametrize('on_disk', with_quick([0, 1, 2], 0, 2))
 def test_refused_start_of_the_whole_job_is_not_continued(
     on_disk: int,
     stops: Callable[..., None],

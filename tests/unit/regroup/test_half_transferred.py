@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
+from tests.quick import with_quick
 from tests.unit.forks import context
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
@@ -29,7 +30,7 @@ NOT_HALF_WAY = 'was not half-way'
 STRIKES = {'kill': signal.SIGKILL, 'stop': signal.SIGSTOP}
 
 
-@pytest.mark.parametrize('mib', [64, 192])
+@pytest.mark.parametrize('mib', with_quick([64, 192], 64))
 @pytest.mark.parametrize('strike', STRIKES)
 @pytest.mark.parametrize('operation', ['recv', 'send'])
 def test_half_transferred_message_is_not_waited_for(operation: str, strike: str, mib: int) -> None:
@@ -41,7 +42,9 @@ def test_half_transferred_message_is_not_waited_for(operation: str, strike: str,
     assert_is_not_waited_for(begin)
 
 
-@pytest.mark.parametrize('operation', ['all_reduce', 'reduce_scatter', 'all_gather'])
+@pytest.mark.parametrize(
+    'operation', with_quick(['all_reduce', 'reduce_scatter', 'all_gather'], 'reduce_scatter')
+)
 def test_half_transferred_collective_is_not_waited_for(operation: str) -> None:
     def begin(job: ranks.Cluster) -> None:
         job.ranks[1].start(stop_in_collective, operation)

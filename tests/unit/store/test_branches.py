@@ -217,6 +217,7 @@ def test_branch_that_cannot_listen_is_reported() -> None:
         Branches('127.0.0.1', server.port, 1, '127.0.0.1', first_port=server.port)
 
 
+@pytest.mark.thorough
 def test_store_program_starts_branches_for_many_nodes() -> None:
     command = [sys.executable, '-m', 'moevement_ext.store', '--host', '127.0.0.1', '--port', '0']
     command += ['--nodes', str(NODES_OF_A_BRANCH + 1)]

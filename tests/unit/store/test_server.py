@@ -46,6 +46,7 @@ def test_server_ends_with_its_parent() -> None:
     store.close()
 
 
+@pytest.mark.thorough
 def test_store_with_a_closed_log_continues() -> None:
     """Like a full disk, a closed pipe must not end it."""
     store = OutsideStore()

@@ -43,7 +43,9 @@ if sys.argv[2] == 'leave':
 """
 
 
-@pytest.mark.parametrize(('how', 'code'), [('leave', 16), ('return', -6)])
+@pytest.mark.parametrize(
+    ('how', 'code'), [('leave', 16), pytest.param('return', -6, marks=pytest.mark.thorough)]
+)
 def test_waiting_threads_do_not_abort_the_process(how: str, code: int, tmp_path: Path) -> None:
     """A plain return from the program aborts with current CPython."""
     program = tmp_path / 'program.py'
