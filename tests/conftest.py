@@ -6,6 +6,9 @@ the CPU, without either, on any machine.
 """
 
 import gc
+
+gc.disable()  # during imports, until `pytest_collection_finish`
+
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +68,7 @@ def hide_devices(arguments: Sequence[str]) -> None:
 def pytest_collection_finish() -> None:
     """Skip the objects of all imports in collections of garbage, here and in forks."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # of those that are left when -m and -k have chosen

@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTED = """
-import runpy, sys
+import gc, runpy, sys
 runpy.run_path('pretrain_gpt.py', run_name=sys.argv[1])
 print(*{'torch', 'megatron.core', 'megatron.training'} & sys.modules.keys())
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
 """
 
 
