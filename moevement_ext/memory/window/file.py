@@ -141,8 +141,10 @@ class WindowFile:
             raise RefusedWindow(str(error)) from error
         file = cls(path, array, read_directory(path, array, array.size))
         if writable:
-            file.room = PREAMBLE_BYTES
-            file.make_room(file.capacity if room is None else max(room, file.used_bytes()))
+            # If this fails, pages of the window stay as they are: a recovery may need them.
+            file.room = file.used_bytes()
+            reserve_range(array, path, 0, file.room)
+            file.make_room(file.capacity if room is None else room)
             release_range(array, file.room, array.size)
         return file
 

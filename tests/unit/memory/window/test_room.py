@@ -271,3 +271,22 @@ def test_death_during_file_reuse_leaves_the_persisted_window(moment: str, store:
 def test_pages_released_one_step_too_early_are_detected(early: bool, store: NodeStore) -> None:
     """Window 3 is committed here and nowhere else: another rank goes back to window 0."""
     assert (0 in left_by(store, 'ranks do not agree yet', early)) != early
+
+
+@pytest.mark.parametrize('missing_from', [0, in_pages(SHORT)])
+def test_missing_space_at_a_restart_leaves_the_window_whole(
+    missing_from: int, store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = OwnerWindows(store, 0, 0, SIZE)
+    commit_short(windows, 0)
+    path = windows.committed()[0].path
+
+    def full(array: object, path: Path, begin: int, end: int) -> None:
+        if end > missing_from:
+            raise HostMemoryError('full')
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_module, 'reserve_range', full)
+        with pytest.raises(HostMemoryError):
+            OwnerWindows(restart(store), 0, 0, LONG)
+    assert WindowFile.open(path).verify(Expected(RUN, TOPOLOGY, 0, named(0)))
