@@ -436,7 +436,7 @@ class OwnerWindows:
         self._generations.append(Generation(file, index, FileState.FREE))
 
     def _adopt_cut_off(self, path: Path) -> bool:
-        """Adopt an incomplete window; False if the file is unreadable.
+        """Adopt an incomplete window; False if the file is unreadable, or still has another window.
 
         The file keeps its name: if this process dies soon, the next one compares with it, too.
         """
@@ -445,6 +445,8 @@ class OwnerWindows:
         except RefusedWindow as refusal:
             logger.warning('not used for verification: %s', refusal)
             return False
+        if file.name is None or path.name != writing_name(file.name):
+            return False  # the process ended between the rename and `WindowFile.begin`
         self._generations.append(Generation(file, self._next_index(), FileState.CUT_OFF))
         return True
 

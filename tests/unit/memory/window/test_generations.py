@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -484,3 +485,15 @@ def test_readers_never_see_a_torn_window_under_its_name(store: NodeStore) -> Non
     finished.set()
     reader.join()
     assert torn == []
+
+
+def test_file_that_was_renamed_but_not_begun_is_compared_with_nothing(store: NodeStore) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    refused = windows.begin(named(12), unjudged=True)
+    assert refused is not None
+    write_slot(refused, 0)
+    windows.abandon(refused)
+    killed = mock.patch.object(WindowFile, 'begin', side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        windows.begin(named(9))
+    assert OwnerWindows(restart(store), 0, 0, capacity()).headers_after(-1) == []
