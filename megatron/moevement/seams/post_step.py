@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import megatron.training.training as training
 import msgspec
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.moevement.built import (
     Chunks,
@@ -274,5 +275,6 @@ def forget_what_was_cut_off(checkpointing_context: dict[str, object] | None) -> 
     (`--ckpt-assume-constant-structure`); a new process asks the other ranks for it.
     """
     get_moe_metrics_tracker().clear()
+    MTPLossLoggingHelper.clean_metrics_in_tracker()
     for remembered in ('save_strategy', 'load_strategy', 'local_checkpoint_cache'):
         (checkpointing_context or {}).pop(remembered, None)

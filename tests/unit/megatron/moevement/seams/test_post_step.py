@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.training import training
 
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.seams.post_step import PostStep, PostStepProgress
+from megatron.moevement.seams.post_step import PostStep, PostStepProgress, forget_what_was_cut_off
 from tests.unit.each import each
 
 ITERATION = 6
@@ -284,3 +285,12 @@ def test_larger_batch_saves_nothing_without_a_save_folder() -> None:
     rank = Rank(dataclasses.replace(FACTS, save=None))
     rank.catch_up([rank.commit()], grows=True)
     assert rank.calls == [('validation', BEFORE)]
+
+
+def test_losses_of_further_tokens_that_were_not_reported_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the report of the next iteration adds them to its own."""
+    monkeypatch.setattr(MTPLossLoggingHelper, 'tracker', {'loss_values': torch.tensor([3.0])})
+    forget_what_was_cut_off(None)
+    assert MTPLossLoggingHelper.tracker['loss_values'].tolist() == [0.0]
