@@ -30,6 +30,9 @@ from moevement_ext import faults
 from moevement_ext.events import LossLogged
 from moevement_ext.job.localized_mode import LOOP_ENDS
 
+# Upstream's counts of the iterations since the last printed line.
+_COUNTS = ('advanced iterations', 'skipped iterations')
+
 
 class UpstreamTrainer:
     """Wraps the functions that upstream's `pretrain` calls. Training thread only.
@@ -223,8 +226,11 @@ class UpstreamTrainer:
         self._keep(total_loss_dict)
         try:
             result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        except Exception:  # upstream may have added a part of the losses
-            self._logged_losses, self._before_log = self._before_log, {}
+        except Exception:
+            # Upstream may have added a part of the losses; or it has printed their line and begun
+            # a new interval, and then waited for other ranks (`--timing-log-level`).
+            if any(total_loss_dict.get(count) for count in _COUNTS):
+                self._logged_losses, self._before_log = self._before_log, {}
             raise
         self._session.report(iteration)
         return result
