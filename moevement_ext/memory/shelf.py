@@ -29,7 +29,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_in
 from moevement_ext.memory.window.name import Count, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 
@@ -91,12 +91,17 @@ class Shelf:
     """Reads windows of other layouts of the run, in memory and on `disk` (`--sparse-ckpt-disk`).
 
     Any thread. Only the `remove*` methods write. `store` is the one of this layout.
+
+    Attributes:
+        unread: reasons why `look` skipped windows that are not damaged, by run: another release
+            may read them, or a disk that answers again.
     """
 
     def __init__(self, store: NodeStore, disk: Path | None) -> None:
         self._store = store
         self._node = store.path.name
         self._disk = disk
+        self.unread: dict[str, list[str]] = {}
         self._copies: dict[Part, list[_ShelvedCopy]] = {}
         self._verified: set[tuple[Path, int, int]] = set()
         self._lock = threading.Lock()
@@ -116,11 +121,15 @@ class Shelf:
         on_disk = () if self._disk is None else (self._disk / run).glob('rank*/lock')
         _require_idle([*store.path.glob('*/lock'), *on_disk])
         told = set()
+        self.unread[run] = []
         for stored, from_disk, opened in self._stored(store, run):
             try:
                 headers = opened(stored.path).headers
-            except RefusedWindow as refusal:
+            except (CorruptWindow, TruncatedWindow) as refusal:
                 logger.warning('refused: %s', refusal)
+                continue
+            except RefusedWindow as refusal:
+                self.unread[run].append(str(refusal))
                 continue
             part = Part(run, Window(stored.name, headers[0].window), stored.owner, from_disk)
             if part not in told:

@@ -147,11 +147,12 @@ def require_exact(candidate: Candidate, started: int) -> None:
 
 
 def _say_refused(rank: Rank, refused: Sequence[str]) -> None:
-    """Report windows of another training; raises `UserError` with `--sparse-ckpt-strict`."""
+    """Report windows that cannot be used; raises `UserError` with `--sparse-ckpt-strict`."""
     if refused and rank.config.strict:
         raise UserError(
-            f'--sparse-ckpt-strict: windows of the run are of another training: {told(refused)}. '
-            'Start it with the flags it had, or give it another --sparse-ckpt-run-id.'
+            '--sparse-ckpt-strict: windows of the run in another layout cannot be used: '
+            f'{told(refused)}. Start it with the flags and the release that it had, or give it '
+            'another --sparse-ckpt-run-id.'
         )
     for reason in refused if rank.number == 0 else ():
         logger.warning('refused: windows in another layout, %s', reason)

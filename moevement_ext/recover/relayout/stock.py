@@ -30,9 +30,9 @@ class Stock(msgspec.Struct, frozen=True):
 
     seen: list[_Seen]
     runs: list[str]
-    """Directories that contain only windows of this training."""
+    """Directories that contain only windows of this training; damaged ones do not count."""
     refused: list[str] = []
-    """Reasons to refuse windows of another training, by name, with both values."""
+    """Reasons to refuse windows: another training, by name with both values, or another release."""
     host: str = ''
     """Machine of the process."""
 
@@ -56,7 +56,9 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
     for run in shelf.runs():
         parts = list(shelf.look(run))
         ours = [one for one in parts if _training(one[1]) == placed.training]
-        if len(ours) == len(parts):
+        unread = shelf.unread.get(run, [])
+        refused.update(f'{run}: {reason}' for reason in unread)
+        if len(ours) == len(parts) and not unread:
             runs.append(run)
         foreign = (header for _, header in parts if _training(header) != placed.training)
         refused.update(f'{run}: {_in_what(header, identity)}' for header in foreign)

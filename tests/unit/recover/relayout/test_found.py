@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parts of windows of another layout count for a strategy."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import UserError
-from moevement_ext.memory.shelf import Part
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.shelf import Part, Shelf
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
@@ -18,6 +21,7 @@ from moevement_ext.recover.relayout.found import (
     require_exact,
 )
 from moevement_ext.recover.relayout.stock import take_stock
+from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, tmpfs_directory
 
 PLACED = Placed('training', Layout(2, data=2), Seat())
 HEADER = SlotHeader(
@@ -65,8 +69,24 @@ def test_disk_only_strategy_ignores_host_memory(
 ) -> None:
     window = Window(WindowName(4, 'plan'), 1)
     parts = [(Part('run.a', window, 0, on_disk), HEADER) for on_disk in (False, True)]
-    shelf = SimpleNamespace(runs=lambda: ['run.a'], look=lambda run: parts)
+    shelf = SimpleNamespace(runs=lambda: ['run.a'], look=lambda run: parts, unread={})
     identity = RankIdentity('run', 'topology', 0, placed=PLACED)
     stock = take_stock(identity, SparseCheckpointConfig(**given), shelf)  # type: ignore[arg-type]
     assert [seen.part.on_disk for seen in stock.seen] == counting
     assert stock.runs == ['run.a'], 'what is in memory is freed all the same'
+
+
+@pytest.mark.parametrize('damaged', [False, True])
+def test_only_unreadable_windows_are_deleted_unread(damaged: bool) -> None:
+    """A window of another release is none."""
+    with tmpfs_directory() as shm:
+        other = NodeStore(shm, f'{RUN}.11111111', 'node0')
+        path = commit(OwnerWindows(other, 0, 0, capacity()), 30).path
+        other.close()
+        with open(path, 'r+b') as file:
+            file.seek(40 if damaged else len(b"MoEvWin\0"))
+            file.write(bytes([FORMAT_VERSION + 1]))
+        shelf = Shelf(NodeStore(shm, f'{RUN}.22222222', 'node0'), None)
+        identity = RankIdentity(RUN, TOPOLOGY, 0, placed=PLACED)
+        stock = take_stock(identity, SparseCheckpointConfig(dir=str(shm)), shelf)
+        assert bool(stock.runs) == damaged and bool(stock.refused) != damaged
