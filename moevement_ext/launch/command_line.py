@@ -127,8 +127,8 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         '--max-restarts',
         **number,
         default=LaunchConfig.max_restarts,
-        help='Total number of replaced workers, or of restarts of all workers. The next death ends '
-        'the job, as do three errors of one rank within ten minutes. Default: %(default)s.',
+        help='Restarts of one rank, alone or with all others. Its next death ends the job, as do '
+        'three errors of one rank within ten minutes. Default: %(default)s.',
     )
     add(
         '--log-dir',

@@ -37,7 +37,7 @@ class Replacements:
     def add(self, end: BadEnd, blamed: Sequence[Worker]) -> None:
         """Count a replacement of `end`'s worker, together with errors of the `blamed` workers.
 
-        Raises `LaunchError` if a limit is reached, or the rank failed too often.
+        Raises `LaunchError` if the rank was restarted, or failed, too often.
         """
         if end.is_error:
             end.worker.errors.append(end.at)
@@ -48,7 +48,8 @@ class Replacements:
                 f'{end.how}; it failed by itself {len(recent)} times within '
                 f'{_ERRORS_WITHIN_S / 60:.0f} minutes{end.worker.last_words()}'
             )
-        if self._count >= self._config.max_restarts:
+        # By rank: a lost node, or a whole job that starts again, may be hundreds of them.
+        if end.worker.restarts >= self._config.max_restarts:
             raise LaunchError(
                 f'{end.how} and --max-restarts {self._config.max_restarts} is used up.'
             )

@@ -3,7 +3,7 @@
 
 import pytest
 
-from moevement_ext.errors import EXIT_USER_ERROR
+from moevement_ext.errors import EXIT_USER_ERROR, EXIT_WHOLE_JOB
 from moevement_ext.launch.launcher_events import JobFailed
 from tests.unit.launch.conftest import Job
 
@@ -28,3 +28,9 @@ def test_user_error_of_a_replacement_does_not_end_the_job(job: Job) -> None:
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', f'1.1=exit:{EXIT_USER_ERROR}', nodes=2) == 0
     assert len(job.started(0)) == 1
+
+
+def test_loss_of_all_ranks_is_one_restart_of_each(job: Job) -> None:
+    job.finish_when = lambda: len(job.started()) == 6
+    flags = [f'{rank}.0=exit:{EXIT_WHOLE_JOB}' for rank in range(3)]
+    assert job.run(*flags, nodes=3, max_restarts=1) == 0
