@@ -87,6 +87,7 @@ class Machine:
         self._running: dict[int, _Running] = {}
         self._logs = set[Path]()
         self._pages: ReservedPages | None = None
+        self._reserving: threading.Thread
 
     def obey(self, message: messages.FromSupervisor) -> None:
         """Carry out an order of the supervisor; `TemplateLost` if no worker can start."""
@@ -112,6 +113,7 @@ class Machine:
         if self._template is not None:
             self._template.close()
         if self._pages is not None:
+            self._end_reserving(self._pages)
             self._pages.remove()
 
     def _start(self, order: messages.StartWorker) -> None:
@@ -191,10 +193,18 @@ class Machine:
 
     def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:
         """Reserve pages on a thread of its own, so that orders are not delayed."""
+        if self._pages is not None:
+            self._end_reserving(self._pages)
         self._pages = ReservedPages(memory)
-        threading.Thread(
+        self._reserving = threading.Thread(
             target=self._pages.reserve, args=(sizes,), name='launch-reserve', daemon=True
-        ).start()
+        )
+        self._reserving.start()
+
+    def _end_reserving(self, pages: ReservedPages) -> None:
+        """Wait at most for the file in hand: a file made after `remove` would stay."""
+        pages.end()
+        self._reserving.join()
 
     def _simulate_node_loss(self, node: str, memory: NodeStore) -> None:
         here = [running.child for running in self._running.values() if running.node == node]

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class ReservedPages:
     def __init__(self, store: NodeStore) -> None:
         self._root = store.root
         self.path = store.reserved
+        self._ended = threading.Event()
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Replace all earlier files by files of these sizes; if they do not all fit, keep none."""
@@ -34,10 +36,16 @@ class ReservedPages:
         try:
             private.make_directories(self._root, self.path)
             for number, nbytes in enumerate(sizes):
+                if self._ended.is_set():
+                    break
                 map_anew(self.path / str(number), max(nbytes, 1))
         except (HostMemoryError, OSError) as error:  # a rank that comes reserves for itself
             logger.warning('no pages are reserved for ranks that may start here: %s', error)
             self.remove()
+
+    def end(self) -> None:
+        """Let `reserve` make no further file; `remove` after it has returned leaves none."""
+        self._ended.set()
 
     def take(self, nbytes: int, to: Path) -> bool:
         """Rename the smallest file of at least `nbytes`, or the largest, to `to`; False if none."""

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+import mmap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_ext.memory import reserved_pages
+from moevement_ext.memory.mapped import map_anew
+from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.reserved_pages import ReservedPages
+from tests.unit.memory.samples import tmpfs_directory
+
+
+def test_no_file_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slowly(path: Path, nbytes: int) -> Any:
+        made = map_anew(path, nbytes)
+        began.set()
+        assert go_on.wait(60)
+        return made
+
+    monkeypatch.setattr(reserved_pages, 'map_anew', slowly)
+    with tmpfs_directory() as root:
+        pages = ReservedPages(NodeStore(root, 'run', 'c'))
+        reserving = threading.Thread(target=pages.reserve, args=([mmap.PAGESIZE] * 3,))
+        reserving.start()
+        assert began.wait(60)
+        pages.end()
+        go_on.set()
+        reserving.join()
+        assert [path.name for path in pages.path.iterdir()] == ['0']
