@@ -22,7 +22,11 @@ from moevement_ext.system.name_lookups import ask_again_soon
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    """Serve until SIGTERM or SIGINT; returns the exit status of a process that the signal ends.
+
+    With status 0 the store would count as completed, so that Kubernetes would create no other one
+    in place of a pod that is deleted, as when its node is drained.
+    """
     ask_again_soon()
     args = parse_arguments(argv)
     allow_many_connections()
@@ -30,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         listening = listen(args.host, args.port)
         branches = _branches(args, listening.getsockname()[1])
     with closing(branches):
-        keep_serving(listening, args.host, branches.ports)
-    return 0
+        return 128 + keep_serving(listening, args.host, branches.ports)
 
 
 def _branches(args: argparse.Namespace, port: int) -> Branches:

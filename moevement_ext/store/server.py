@@ -52,8 +52,8 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> None:
-    """Have a process serve, and another one when it dies; returns after SIGTERM or SIGINT.
+def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> int:
+    """Have a process serve, and another one when it dies; returns SIGTERM or SIGINT, once received.
 
     Clients that connect meanwhile wait. Called by a process without other threads.
 
@@ -66,22 +66,22 @@ def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int
     while True:
         began = time.monotonic()
         server = _start(listening, host, branch_ports)
-        if _is_to_end(server):
+        if ended_by := _signal_to_end(server):
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
-            return
+            return ended_by
         _say(f'process {server} died; another one serves, empty')
         if time.monotonic() < began + _PAUSE_S:
             time.sleep(_PAUSE_S)
 
 
-def _is_to_end(server: int) -> bool:
-    """Wait for a signal to end, True, or until the process that serves is dead."""
-    while signal.sigwait((*_ENDS, signal.SIGCHLD)) not in _ENDS:
+def _signal_to_end(server: int) -> int:
+    """Wait for a signal to end, or until the process that serves is dead: 0."""
+    while (received := signal.sigwait((*_ENDS, signal.SIGCHLD))) not in _ENDS:
         ended, _ = os.waitpid(server, os.WNOHANG)
         if ended:  # else it was stopped, or goes on
-            return False
-    return True
+            return 0
+    return received
 
 
 def _start(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> int:

@@ -38,7 +38,7 @@ LOST = 'sparse checkpointing: the store of the job is lost'
 def store() -> Iterator[OutsideStore]:
     made = OutsideStore()
     yield made
-    assert made.close() == 0
+    assert made.close() == 128 + signal.SIGTERM
 
 
 def job_in(store: OutsideStore, cluster: Callable[..., Cluster]) -> Cluster:
