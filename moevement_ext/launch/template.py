@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Self
 
 from moevement_ext.launch.child import OwnChild, SpawnedChild
 from moevement_ext.launch.launch_errors import LaunchError
+from moevement_ext.system import orphans
 
 _SPARE = Path(__file__).with_name('spare.py')
 _MAX_ANSWER_BYTES = 64
@@ -64,7 +65,7 @@ class Template:
         with other:
             process = SpawnedChild(
                 [str(_SPARE), program, str(other.fileno()), *flags],
-                environment,
+                {**environment, orphans.SPARE: '1'},
                 stdout=log,
                 stderr=log,
                 pass_fds=[other.fileno()],

@@ -20,6 +20,8 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
+SPARE = 'MOEVEMENT_SPARE'
+"""Environment variable of a hot spare, also in `/proc` of the workers that it forks."""
 # Environment variable of a worker's children: the run's host memory directory.
 _RUN = 'MOEVEMENT_RUN'
 _SAME_RANK = ('RANK', 'MOEVEMENT_NODE')
@@ -104,8 +106,9 @@ def _is_orphan(
         parent = process.ppid()
         if parent == own.launcher or parent in family:
             return False
-        # `RANK` alone may be set for a whole container, process 1 included.
-        return 'LOCAL_RANK' not in psutil.Process(parent).environ()
+        # `RANK` alone may be set for a whole container, process 1 included. Of a worker that a
+        # spare has forked, one sees the spare's environment.
+        return not {'LOCAL_RANK', SPARE} & psutil.Process(parent).environ().keys()
     except psutil.NoSuchProcess:  # the parent, or the process itself
         return bool(process.is_running())
     except psutil.Error:  # the parent is not this user's, so it is no worker

@@ -5,10 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from moevement_ext.system import orphans
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,6 +30,18 @@ _SUCCESSOR = """
 from pathlib import Path
 from moevement_ext.system.orphans import end_orphans
 print(*end_orphans(Path('/dev/shm/runs/a')))
+"""
+
+
+_FORKS_A_WORKER = """
+import os, subprocess, sys
+if os.fork() == 0:
+    place = dict(variable.split('=', 1) for variable in sys.argv[1:])
+    os.environ.update(place, MOEVEMENT_RUN='/dev/shm/runs/a')
+    child = subprocess.Popen(['sleep', '600'])
+    print(child.pid, os.getpid(), flush=True)
+    child.wait()
+os.wait()
 """
 
 
@@ -101,6 +116,23 @@ def test_successor_ends_only_orphans_of_the_killed_worker(workers: dict, port: s
 def test_live_worker_keeps_its_children(workers: dict, port: str) -> None:
     assert succeed(0, port) == []
     assert all(child.is_running() for _, child in workers.values())
+
+
+def test_live_worker_that_a_spare_has_forked_keeps_its_children(
+    started: list[psutil.Process],
+) -> None:
+    worker = environment(0)
+    names = ('RANK', 'LOCAL_RANK', 'MOEVEMENT_NODE', 'MASTER_PORT', 'MASTER_ADDR')
+    place = [f'{name}={worker.pop(name)}' for name in names]
+    spare = subprocess.Popen(
+        [sys.executable, '-c', _FORKS_A_WORKER, *place],
+        env={**worker, orphans.SPARE: '1'}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert spare.stdout is not None
+    started += map(psutil.Process, [*map(int, spare.stdout.readline().split()), spare.pid])
+    time.sleep(0.1)  # start times are in hundredths of a second: the next launch is a later one
+    assert succeed(0, '4712') == []
+    assert all(process.is_running() for process in started)
 
 
 @pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
