@@ -123,6 +123,15 @@ def test_nccl_check_runs_in_a_container_image(elsewhere: Path) -> None:
     assert asked[asked.index('-m') - 1] == 'python3' and PYXIS.split()[0] in asked
 
 
+def test_nccl_check_runs_a_python_whose_path_has_a_space(elsewhere: Path) -> None:
+    python = str(elsewhere / 'python')
+    script = 'slurm_nccl_check.sbatch'
+    result = submit(script, elsewhere, MOEVEMENT_HOME=str(ROOT), PYTHON=python)
+    assert result.returncode == 0, result.stderr
+    asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()
+    assert asked[asked.index('-m') - 1] == python
+
+
 @pytest.mark.parametrize(
     'script', sorted((ROOT / 'scripts').glob('*.sbatch')), ids=lambda p: p.name
 )
