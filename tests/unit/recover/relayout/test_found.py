@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parts of windows of another layout count for a strategy."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +83,7 @@ def test_only_unreadable_windows_are_deleted_unread(damaged: bool) -> None:
         path = commit(OwnerWindows(other, 0, 0, capacity()), 30).path
         other.close()
         with open(path, 'r+b') as file:
-            file.seek(40 if damaged else len(b"MoEvWin\0"))
+            file.seek(40 if damaged else len(b'MoEvWin\0'))
             file.write(bytes([FORMAT_VERSION + 1]))
         shelf = Shelf(NodeStore(shm, f'{RUN}.22222222', 'node0'), None)
         identity = RankIdentity(RUN, TOPOLOGY, 0, placed=PLACED)
