@@ -271,6 +271,10 @@ class WindowLifecycle:
         self._replicator.abandon_after(window.start)
         self._tracker.withdraw_after(window)
 
+    def withdraw_unpersisted(self) -> None:
+        """Withdraw windows whose holder is gone, until `change_peers` has replaced their copies."""
+        self._tracker.withdraw_unpersisted()
+
     def go_back_to(self, window: WindowName) -> None:
         """Continue from `window`, which is protected; later windows are captured again."""
         self.withdraw_after(window)

@@ -109,15 +109,16 @@ class PersistenceTracker:
         is in the store, which takes some requests, or after a timeout if the store does not
         answer.
         """
-        done = threading.Event()
-        self._enqueue(partial(self._withdraw, window, done), waits=True)
-        if not done.wait(_WITHDRAW_SECONDS):
-            logger.warning(
-                'sparse checkpointing: windows after %d could not be withdrawn in %g s; they may '
-                'count as persisted too early',
-                window.start,
-                _WITHDRAW_SECONDS,
-            )
+        self._wait_for(partial(self._withdraw, window), f'windows after {window.start}')
+
+    def withdraw_unpersisted(self) -> None:
+        """Undo the reports of this rank about windows that are not persisted.
+
+        A holder of their replicas is gone: they count again once its successor has them. Called
+        before the successor can report its own part, which may be the last one. Otherwise as
+        `withdraw_after`.
+        """
+        self._wait_for(self._withdraw_unpersisted, 'windows without all their copies')
 
     def stop(self) -> None:
         """End the thread; a thread that waits for a lost store is abandoned."""
@@ -129,6 +130,22 @@ class PersistenceTracker:
     @property
     def _store(self) -> Store:
         return self._connection.store
+
+    def _wait_for(self, task: Callable[[], None], what: str) -> None:
+        done = threading.Event()
+
+        def carry_out() -> None:
+            task()
+            done.set()
+
+        self._enqueue(carry_out, waits=True)
+        if not done.wait(_WITHDRAW_SECONDS):
+            logger.warning(
+                'sparse checkpointing: %s could not be withdrawn in %g s; they may count as '
+                'persisted too early',
+                what,
+                _WITHDRAW_SECONDS,
+            )
 
     def _enqueue(self, task: Callable[[], None], waits: bool = False) -> None:
         with self._changed:
@@ -209,7 +226,7 @@ class PersistenceTracker:
             if self._replace(found, _Standing(standing.withdrawals, agreed)):
                 return
 
-    def _withdraw(self, window: WindowName, done: threading.Event) -> None:
+    def _withdraw(self, window: WindowName) -> None:
         agreed = _decoded(self._read()).agreed
         counted = self._counted_windows()
         kept = [other for other in counted if other.start <= window.start]
@@ -222,7 +239,21 @@ class PersistenceTracker:
             self._void_publication(window)
         if self._awaited is not None and self._awaited.start > window.start:
             self._awaited = max(kept, default=None)
-        done.set()
+
+    def _withdraw_unpersisted(self) -> None:
+        agreed = _decoded(self._read()).agreed
+        counted = self._counted_windows()
+        kept = [other for other in counted if agreed.is_persisted(other.start)]
+        if kept == counted:
+            return
+        for other in counted:
+            if other not in kept:
+                self._take_back(other)
+        self._note(kept)
+        found = self._read()
+        # Invalidates pending publications, as does any other change of the key meanwhile.
+        self._replace(found, _Standing(_decoded(found).withdrawals + 1, _decoded(found).agreed))
+        self._awaited = None
 
     def _take_back(self, window: WindowName) -> None:
         """Lower the count of a window, unless it was published: then its count is deleted.

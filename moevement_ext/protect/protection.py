@@ -295,6 +295,11 @@ class Protection:
         self._withdraw_on_disk(window)
         self.windows.withdraw_after(window)
 
+    def lose_holders(self, lost: frozenset[int]) -> None:
+        """Let windows count again only once new processes of these ranks have their replicas."""
+        if not lost.isdisjoint(self.memory.copies.reached(self._rank.number)):
+            self.windows.withdraw_unpersisted()
+
     def reach_peers(self, newest: int) -> None:
         """Offer windows up to start `newest`, the rest being recaptured, to new holders."""
         if self._reached == self.memory.peer_addresses():

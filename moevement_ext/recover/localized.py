@@ -175,6 +175,8 @@ class LocalizedRecovery:
             self._protection.withdraw_after(verdict.window.name)
         else:
             self._sends_no_more()
+        if self._rank.number not in verdict.replacements:
+            self._protection.lose_holders(verdict.replacements)
         self._reconnection.exchange_addresses(verdict)
         self._phases.respawn += time.perf_counter() - began
         with self._outage.replay(), self._on_trial(verdict):

@@ -95,6 +95,20 @@ def test_one_missing_report_delays_only_its_window(job: Job) -> None:
     assert all(heard.empty() for heard in job.persisted)
 
 
+def test_window_counts_again_once_its_new_holder_has_it(job: Job) -> None:
+    job.report(window(0), 0, 1, 2)
+    assert job.next_persisted() == [window(0)] * WORLD
+    job.report(window(4), 0, 1)
+    job.wait_until_counted(window(4), 2)
+    job.trackers[0].withdraw_unpersisted()
+    assert job.store.add('complete/4/a', 0) == 1
+    job.report(window(4), 2)
+    job.wait_until_counted(window(4), 2)
+    assert all(heard.empty() for heard in job.persisted)
+    job.report(window(4), 0)
+    assert job.next_persisted() == [window(4)] * WORLD
+
+
 def test_windows_of_different_plans_do_not_count_together(job: Job) -> None:
     job.report(window(4, 'a'), 0, 1)
     job.report(window(4, 'b'), 2)

@@ -19,6 +19,7 @@ from moevement_ext.memory.early import EarlyReservation, _KeptFile
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
@@ -123,6 +124,22 @@ def test_job_survives_a_lost_rank_at_any_point_of_an_iteration(
 @pytest.mark.parametrize('victim', VICTIMS)
 def test_job_survives_a_lost_rank_while_any_slot_is_kept(victim: int, fault_free: Expected) -> None:
     die_one_after_the_other(victim, OF_A_SLOT, fault_free)
+
+
+def test_windows_of_which_a_lost_rank_had_the_replica_count_again_later(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a window is persisted, and the one before is overwritten, without its copy."""
+    owners = []
+    withdraw = PersistenceTracker.withdraw_unpersisted
+
+    def noted(tracker: PersistenceTracker) -> None:
+        owners.append(tracker._rank)
+        withdraw(tracker)
+
+    monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
+    train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
+    assert len(owners) == 1 and owners != [1]
 
 
 def die_one_after_the_other(victim: int, phases: Sequence[Phase], expected: Expected) -> None:
