@@ -5,6 +5,7 @@
 buckets, optimizers and schedules to them stay valid.
 """
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import xxhash
 from torch._C._distributed_c10d import Backend, ProcessGroup
-from torch.distributed import PrefixStore, Store, default_pg_timeout
+from torch.distributed import DistError, PrefixStore, Store, default_pg_timeout
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.regroup import connecting, gloo, internals, waits
@@ -397,9 +398,11 @@ class ProcessGroups:
 
     def _forget_addresses(self) -> None:
         """Delete the last renewal's addresses, as its groups are connected or given up."""
-        for kind, store, rank in self._addresses:
-            kind.forget(store, rank)
-        self._addresses.clear()
+        addresses, self._addresses = self._addresses, []
+        # Their connection may be lost since; then rank 0 deletes them with the keys of the round.
+        with contextlib.suppress(DistError):
+            for kind, store, rank in addresses:
+                kind.forget(store, rank)
 
     def _take_up(self) -> None:
         """Update the list of existing groups, in order of creation. Under the lock."""

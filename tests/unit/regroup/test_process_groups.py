@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import DistNetworkError, PrefixStore
 
 from moevement_ext.regroup import internals, process_groups
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
@@ -370,3 +370,14 @@ def _all_of(replaced: list[EndsSlowly]) -> list[EndsSlowly]:
     taken = replaced[:]
     replaced.clear()
     return taken
+
+
+def test_addresses_behind_a_lost_connection_are_left() -> None:
+    class Unreachable:
+        def forget(self, store: object, rank: int) -> None:
+            raise DistNetworkError('the connection is lost')
+
+    groups = object.__new__(process_groups.ProcessGroups)
+    groups._addresses = [(Unreachable(), None, 0)]  # type: ignore[list-item]
+    groups._forget_addresses()
+    assert not groups._addresses
