@@ -449,9 +449,18 @@ class Job:
             keeps = self.trainer.iteration < self._last
         if keeps:
             self.part()
-        torch.distributed.barrier()  # no rank frees windows that another may need to recover
+        self.end_together()
         announce(self.rank.number, 0, freed=not (keeps or reads_memory()))
         self.close(remove=not keeps)
+
+    def end_together(self) -> None:
+        """Wait until all ranks end, so that none frees windows that another one needs.
+
+        Raises `RoundEnded` if a rank was lost before: NCCL's barrier returns then, too.
+        """
+        torch.distributed.barrier()
+        if self.membership is not None:
+            self.membership.barrier('trained')
 
     def write_digest(self, path: str) -> None:
         """Write SHA-256 digests of the state, for `tools.compare_digests`. Collective."""

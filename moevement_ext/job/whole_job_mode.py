@@ -219,9 +219,9 @@ class WholeJobMode:
         assert self._restart is not None
         conversion = self._restart.conversion
         conversion.run(self.trainer, self._verification)
-        self._converting = False
         first, last = conversion.first, conversion.last
         self.converted(last)
+        self._converting = False
         self.rank.events.iteration = last.iteration
         self._verification.check(last.iteration)
         self._restart.seconds |= {'load': conversion.load_s, 'convert': conversion.replay_s}

@@ -65,7 +65,7 @@ class LocalizedRecovery:
         self._trainer = trainer
         self._protection = protection
         self._position = position
-        self._replay = StageReplay(rank, trainer, protection, self._enters, self._raise_if_broken)
+        self._replay = StageReplay(rank, trainer, protection, self._enters, self._trust_collectives)
         self._refused: list[Window] = []
         self._lost_sources = 0
         self._fruitless = Fruitless()
@@ -85,14 +85,21 @@ class LocalizedRecovery:
     def updating(self) -> None:
         """Record that the optimizer is about to write.
 
-        Raises `RoundEnded` if a failure was announced: the last reduction may be invalid
-        (NCCL's waits return when they are aborted).
+        Raises `RoundEnded` if a failure was announced: the last reduction may be invalid.
         """
-        self._membership.synchronize()
-        self._raise_if_broken()
+        self._trust_collectives()
         self._position.updating()
         if not self._position.rebuilding:
             self._membership.not_updating.clear()
+
+    def _trust_collectives(self) -> None:
+        """Wait for the GPU; raise `RoundEnded` if the results so far may be invalid.
+
+        NCCL's waits return when they are aborted, and leave any bytes. So before a state counts
+        as whole, no failure may have been announced.
+        """
+        self._membership.synchronize()
+        self._raise_if_broken()
 
     def committing(self) -> None:
         """Record that the optimizer has written and the parameters are gathered.
@@ -119,7 +126,11 @@ class LocalizedRecovery:
             self._outage.say()
 
     def converted(self, start: Start) -> None:
-        """Record that all stages have converted their windows together, to `start`."""
+        """Record that all stages have converted their windows together, to `start`.
+
+        Raises `RoundEnded` if the last replayed iteration may be invalid.
+        """
+        self._trust_collectives()
         self._position.reached(start)
         self._position.rebuilt()
 
@@ -255,6 +266,8 @@ class LocalizedRecovery:
         reports = self._membership.reports
         # Kept on all ranks: the refusing rank may be lost, and its replacement lacks the list.
         self._refused = sorted({window for report in reports for window in report.refused})
+        if not all(report.survivor for report in reports):
+            self._lost_sources = 0  # the source that did not answer was the process that died
         verdict = self._fruitless.met(reports, self._follows_from(reports))
         if isinstance(verdict, WholeJob):
             self.give_up(verdict.reason)
@@ -405,6 +418,7 @@ class LocalizedRecovery:
         if rank in verdict.copies:
             self._protection.stop_capturing()
         self._trainer.operators.copy(source)
+        self._trust_collectives()
         if rank in verdict.copies:
             self._position.reached(Start(verdict.target, store.get(f'state/{rank}')))
             self._position.rebuilt()

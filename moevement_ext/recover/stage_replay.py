@@ -50,9 +50,9 @@ _DAMAGES = (RefusedWindow, CorruptLog, PeerRefused)
 class StageReplay:
     """Replays the stage of this rank. Training thread only, except `interrupt`.
 
-    `enters` is called with the name of each phase that begins; `raise_if_broken` raises
-    RoundEnded if another failure was announced. `verification` compares the newest replay with
-    earlier captures.
+    `enters` is called with the name of each phase that begins; `trust_collectives` raises
+    RoundEnded if another failure was announced, so that results may be invalid. `verification`
+    compares the newest replay with earlier captures.
     """
 
     Refused = _WindowRefused
@@ -64,14 +64,14 @@ class StageReplay:
         trainer: Trainer,
         protection: Protection,
         enters: Callable[[str], None],
-        raise_if_broken: Callable[[], None],
+        trust_collectives: Callable[[], None],
     ) -> None:
         self._rank = rank
         self._lossy = rank.config.lossy
         self._trainer = trainer
         self._protection = protection
         self._enters = enters
-        self._raise_if_broken = raise_if_broken
+        self._trust_collectives = trust_collectives
         self._waiting: list[LogReader | ArrivingWindow] = []
         self.fetch_s = self.convert_s = self.catch_up_s = 0.0
         self.replayed = 0
@@ -174,6 +174,7 @@ class StageReplay:
         self._enters('convert')
         with nullcontext() if verdict.together else self._from_logs(start, target):
             conversion.run(trainer, self.verification)
+            self._trust_collectives()
             position.reached(conversion.last)
             self.verification.check(conversion.last.iteration)
             lost = self._protection.roll_back(conversion.window, conversion.file())
@@ -242,7 +243,7 @@ class StageReplay:
         """Within the context `interrupt` ends `waiting`; an earlier failure is checked here."""
         self._waiting.append(waiting)
         try:
-            self._raise_if_broken()
+            self._trust_collectives()
             yield waiting
         finally:
             self._waiting.remove(waiting)

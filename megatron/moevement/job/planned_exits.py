@@ -46,7 +46,9 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     if code not in (0, *_RERUN) or not torch.distributed.is_initialized():
         raise ending
     faults.point(Phase.EXIT)
-    remove = _saved(facts, session.job.committed) and _is_loaded(facts, code) and not reads_memory()
+    saved = _saved(facts, session.job.committed)
+    session.job.end_together()
+    remove = saved and _is_loaded(facts, code) and not reads_memory()
     if not remove:
         session.job.part()
     announce(facts.rank, int(code), freed=remove)
