@@ -299,6 +299,8 @@ class Protection:
         """Let windows count again only once new processes of these ranks have their replicas."""
         if not lost.isdisjoint(self.memory.copies.reached(self._rank.number)):
             self.windows.withdraw_unpersisted()
+            # A new process may have got the very address of the lost one.
+            self._reached = []
 
     def reach_peers(self, newest: int) -> None:
         """Offer windows up to start `newest`, the rest being recaptured, to new holders."""

@@ -19,12 +19,15 @@ from moevement_ext.memory.early import EarlyReservation, _KeptFile
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.name import WindowName
+from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.verification import Verification
+from moevement_ext.replicate.client import ReplicaClient
+from moevement_ext.replicate.host_memory import HostMemory
 from tests.quick import with_quick
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import (
@@ -140,6 +143,22 @@ def test_windows_of_which_a_lost_rank_had_the_replica_count_again_later(
     monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
     train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
     assert len(owners) == 1 and owners != [1]
+
+
+def test_windows_are_offered_to_a_replacement_with_the_address_of_the_lost_process(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostMemory, 'peer_addresses', lambda memory: [('the same', 1)])
+    offered = []
+    change_peers = WindowLifecycle.change_peers
+
+    def noted(windows: WindowLifecycle, peers: dict[int, ReplicaClient], newest: int) -> None:
+        offered.append(newest)
+        change_peers(windows, peers, newest)
+
+    monkeypatch.setattr(WindowLifecycle, 'change_peers', noted)
+    train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
+    assert len(offered) == 1
 
 
 def die_one_after_the_other(victim: int, phases: Sequence[Phase], expected: Expected) -> None:
