@@ -8,7 +8,7 @@ Checked against megatron-core 0.19.2.
 """
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class BrokenIteration:
     """
 
     def __init__(self, model: Chunks, operators: Mapping[str, Operator]) -> None:
-        _check()
+        _check(model)
         self._model = model
         self._buffers = [
             buffer
@@ -92,7 +92,7 @@ class BrokenIteration:
 
     def _release_chunk(self, chunk: DistributedDataParallel) -> None:
         """Drop pending collectives, and reset the hooks to the state of a new model."""
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        for group in _bucket_groups(chunk):
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
             # A new process determines in its first batch the order in which gradients become
@@ -108,11 +108,20 @@ class BrokenIteration:
 
 def _reset_shared_experts(chunk: DistributedDataParallel) -> None:
     """Reset shared experts, which overlap with the token exchange by a state machine per layer."""
+    for module in _overlapping_experts(chunk):
+        module._overlap_state = SharedExpertState.IDLE
+        module.cached_fc1_input = module.cached_fc2_input = None
+        module.cached_fc2_output = module.cached_output = None
+
+
+def _bucket_groups(chunk: DistributedDataParallel) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
+def _overlapping_experts(chunk: DistributedDataParallel) -> Iterator[SharedExpertMLP]:
     for module in chunk.modules():
         if isinstance(module, SharedExpertMLP) and module.config.moe_shared_expert_overlap:
-            module._overlap_state = SharedExpertState.IDLE
-            module.cached_fc1_input = module.cached_fc2_input = None
-            module.cached_fc2_output = module.cached_output = None
+            yield module
 
 
 def _metrics() -> dict[str, torch.Tensor]:
@@ -130,8 +139,24 @@ def _timers() -> list[Any]:
     return list(timers._timers.values()) if timers is not None else []
 
 
-def _check() -> None:
+# Attributes that are set here; a name that upstream no longer reads would change nothing.
+_OF_BUCKET_GROUPS = (
+    *('grad_reduce_handle', 'param_gather_handle', 'param_gather_dispatched', 'is_first_batch'),
+    *('per_param_grad_ready_counts', 'golden_per_param_grad_ready_counts'),
+    *('is_last_microbatch', 'grad_reduce_finished'),
+)
+_OF_OVERLAPPING_EXPERTS = (
+    *('_overlap_state', 'cached_fc1_input', 'cached_fc2_input', 'cached_fc2_output'),
+    'cached_output',
+)
+
+
+def _check(model: Chunks) -> None:
+    groups = [group for chunk in model for group in _bucket_groups(chunk)]
+    experts = [module for chunk in model for module in _overlapping_experts(chunk)]
     for owner, names in (
+        *((group, _OF_BUCKET_GROUPS) for group in groups),
+        *((module, _OF_OVERLAPPING_EXPERTS) for module in experts),
         (RerunState, ('NOT_RUNNING_YET',)),
         (RerunMode, ('DISABLED',)),
         (SharedExpertState, ('IDLE',)),

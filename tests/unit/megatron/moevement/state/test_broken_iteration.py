@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  #
 
 from megatron.moevement.state.broken_iteration import BrokenIteration  # noqa: E402
 from megatron.moevement.state.model_operators import Operator  # noqa: E402
+from moevement_ext.errors import SparseCheckpointError  # noqa: E402
 
 
 @pytest.fixture
@@ -41,3 +42,15 @@ def test_buffers_of_all_dtypes_and_metrics_are_rolled_back(losses: torch.Tensor)
         broken.roll_back()
         assert losses.tolist() == [3.0, 0.0]
         assert all(torch.equal(buffers[name], before[name]) for name in buffers)
+
+
+def test_renamed_attribute_of_a_bucket_group_is_refused_at_the_start() -> None:
+    class Group:
+        param_gather_handle = grad_reduce_handle = None
+
+    class Chunk(torch.nn.Module):
+        bucket_groups = (Group(),)
+        expert_parallel_bucket_groups = ()
+
+    with pytest.raises(SparseCheckpointError, match='Group.* has no param_gather_dispatched'):
+        BrokenIteration([Chunk()], {})
