@@ -2,7 +2,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -251,7 +251,17 @@ def test_a_count_that_was_left_behind_does_not_count(job: Job) -> None:
     wait_for(lambda: all(agreed.persisted == window(4) for agreed in job.agreed))
 
 
-def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
+@pytest.mark.parametrize(
+    'withdraw',
+    [
+        lambda tracker: tracker.withdraw_after(window(0)),
+        lambda tracker: tracker.withdraw_unpersisted(),
+    ],
+    ids=['after_a_window', 'unpersisted'],
+)
+def test_a_window_about_to_be_published_can_still_be_withdrawn(
+    withdraw: Callable[[PersistenceTracker], None],
+) -> None:
     """The last rank has counted, and is held up before it publishes."""
     server = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     heard: queue.Queue[Agreed] = queue.Queue()
@@ -261,13 +271,13 @@ def test_a_window_about_to_be_published_can_still_be_withdrawn() -> None:
 
     class Slow(PersistenceTracker):
         def _publish(self, persisted: WindowName) -> None:
-            first.withdraw_after(window(0))
+            withdraw(first)
             super()._publish(persisted)
 
         def _replace(self, found: str, standing: object) -> bool:
             if late:
                 late.pop()
-                first.withdraw_after(window(0))
+                withdraw(first)
             return super()._replace(found, standing)  # type: ignore[arg-type]
 
     first = PersistenceTracker(connection(), 0, 2, heard.put)
