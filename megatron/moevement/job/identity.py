@@ -95,6 +95,9 @@ _PROGRESS = (
 ).split()
 INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
 
+# With one of these, training continues not the run of the dense checkpoint, but begins another.
+_OTHER_START = ('finetune', 'no_load_optim', 'no_load_rng')
+
 _STRATEGY = 'sparse_ckpt_strategy'
 
 _PLAIN = (type(None), bool, float, str, bytes, torch.dtype, torch.device, PurePath, timedelta)
@@ -147,12 +150,17 @@ def _counting(settings: Settings) -> dict[str, object]:
     The strategy counts, although it changes no bit: its windows have other content. The default is
     left out, as windows of earlier versions do not name it.
 
+    The dense checkpoint to start from is left out, as a job that goes on may load its own one. It
+    counts with flags that start a run of its own from a checkpoint.
+
     The number of query groups is left out where it is unused: with `--use-checkpoint-args` it is 1
     before the first checkpoint, and the number of heads afterwards.
     """
     found = {name: value for name, value in settings.items() if counts(name)}
     if settings.get(_STRATEGY, MOEVEMENT) != MOEVEMENT:
         found[_STRATEGY] = settings[_STRATEGY]
+    if any(settings.get(name) for name in _OTHER_START):
+        found['load'] = settings.get('load')
     if not found.get('group_query_attention'):
         found.pop('num_query_groups', None)
     return found

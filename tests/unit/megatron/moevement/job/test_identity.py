@@ -140,6 +140,16 @@ def test_query_groups_count_only_with_grouped_attention(defaults: Namespace) -> 
     assert _identities(_changed(grouped, 'num_query_groups')) != _identities(grouped)
 
 
+@pytest.mark.parametrize('flag', ['finetune', 'no_load_optim', 'no_load_rng'])
+def test_other_checkpoint_to_start_from_is_another_run(defaults: Namespace, flag: str) -> None:
+    """Else the windows of the first run would go on with its weights in the second."""
+    first, other = (
+        Namespace(**{**vars(defaults), flag: True, 'load': path}) for path in ('base-a', 'base-b')
+    )
+    assert _identities(first) != _identities(other)
+    assert _identities(first) == _identities(Namespace(**vars(first)))
+
+
 def test_every_flag_counts_unless_listed(defaults: Namespace) -> None:
     """A flag that upstream adds is in no list, so it counts."""
     named = identity.INDIFFERENT | identity.LAYOUT
