@@ -39,7 +39,8 @@ Setting = bool | int | float | str | None | list[float]
 """A value of a parameter group or a schedule; a tuple of numbers (betas) becomes a list."""
 
 # Training itself changes these keys of a group; they are restored from other fields of the state.
-_CHANGING = ('params', 'step', 'lr', 'weight_decay', 'num_steps')
+_CHANGING = ('params', 'step', 'lr', 'num_steps')
+WEIGHT_DECAY = 'weight_decay'
 
 
 class RngState(GeneratorStates):
@@ -76,7 +77,8 @@ class IterationState(msgspec.Struct):
     """Constants of the schedule. A dense checkpoint may differ from the flags, and a new
     process does not load that checkpoint."""
     groups: list[dict[str, Setting]] = []
-    """Constants of each parameter group, stored for the same reason."""
+    """Constants of each parameter group, stored for the same reason, and its weight decay: after a
+    dense load, upstream computes that of the next iteration before it takes the checkpoint's."""
 
 
 _STATE = msgspec.msgpack.Decoder(IterationState)
@@ -128,10 +130,19 @@ def restore(
     _restore_settings(state, optimizer, scheduler)
     scheduler.num_steps = state.scheduler_steps
     scheduler.step(increment=0)  # recomputes learning rate and weight decay of every group
+    for group, settings in zip(optimizer.param_groups, state.groups, strict=False):
+        if WEIGHT_DECAY in settings:
+            group[WEIGHT_DECAY] = settings[WEIGHT_DECAY]
     for scaler, saved in zip(_scalers(optimizer), state.scalers, strict=True):
         _restore_scaler(scaler, saved)
     _restore_group_steps(optimizer, state.group_steps)
     restore_rng(state.rng)
+
+
+def forget_weight_decay(state: IterationState) -> None:
+    """Let a restore of `state` compute the weight decay, for a changed scheduler position."""
+    for settings in state.groups:
+        settings.pop(WEIGHT_DECAY, None)
 
 
 def restore_counters(state: IterationState, counters: Counters) -> None:

@@ -188,6 +188,24 @@ def test_new_process_restores_constants_of_a_dense_checkpoint() -> None:
     assert one.item() == other.item() != 0.0
 
 
+def test_first_iteration_after_a_dense_load_repeats_its_weight_decay() -> None:
+    """Upstream computes it before it takes the schedule of the checkpoint."""
+    saved, trained, fresh = Loop(), Loop(), Loop()
+    saved.train(4)
+    saved.scheduler.start_wd, saved.scheduler.end_wd = 0.01, 0.02
+    trained.scheduler.use_checkpoint_opt_param_scheduler = True
+    trained.scheduler.load_state_dict(saved.scheduler.state_dict())
+    first, state = trained.rates(), trained.captured()
+    fresh.restore(state)
+    assert fresh.rates() == first
+    for loop in (trained, fresh):
+        loop.train(4)
+    assert fresh.rates() == trained.rates()
+    assert fresh.rates()[1] < 0.02 < first[1]
+    trained.restore(state)
+    assert trained.rates() == first
+
+
 def test_move_to_sets_the_counters() -> None:
     loop = Loop()
     iteration_state.move_to(5, SAMPLES, loop.counters)
