@@ -14,9 +14,9 @@ from megatron.moevement.job.possible_layouts import Bound
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.canonical import canonical_name
 from megatron.moevement.state.expert_division import ExpertDivision, is_of_an_expert
+from megatron.moevement.state.global_scalars import reduced_by
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.model_operators import shares_embedding
-from megatron.moevement.state.optimizer_state import links
 from megatron.moevement.state.relaid_state import relaid, streams_of, told_streams
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.relaying import Division
@@ -50,7 +50,7 @@ class MegatronRelaying:
         self._shared = shares_embedding(training.model)
         self._seats: Mapping[int, Seat] = {}
         self._shards_before = self._layout.expert_tensor
-        config = get_model_config(training.model[0])
+        self._config = config = get_model_config(training.model[0])
         self._bound = Bound(config.moe_mlp_glu_interleave_size is not None, own_data)
         gated, shards = config.gated_linear_unit, self._layout.expert_tensor
         self._experts = ExpertDivision(training.operators, shards, gated)
@@ -96,7 +96,7 @@ class MegatronRelaying:
                 streams_of(self._seat, self._seats, self._each_data_rank),
                 get_expert_parallel_rng_tracker_name(),
                 self._built,
-                len(list(links(self._training.optimizer))),
+                reduced_by(self._training.optimizer, self._config),
             )
         )
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import msgspec
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.utils import get_model_config
 
 from megatron.moevement.checking import told
 from megatron.moevement.counters import Counters
 from megatron.moevement.offline import building, run_flags, saving
 from megatron.moevement.offline.filling import DenseSlot, Filling
 from megatron.moevement.state import iteration_state
+from megatron.moevement.state.global_scalars import reduced_by
 from megatron.moevement.state.iteration_state import IterationState
-from megatron.moevement.state.optimizer_state import links
 from megatron.moevement.state.relaid_state import Streams, relaid
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.errors import UserError
@@ -65,7 +66,8 @@ def _for_this_rank(
     built = iteration_state.capture(
         counters, 0, training.optimizer, training.scheduler, states[min(states)].scalars, 0.0
     )
-    experts, norms = get_expert_parallel_rng_tracker_name(), len(list(links(training.optimizer)))
-    state = relaid(states, Streams(None, None), experts, built, norms)
+    experts = get_expert_parallel_rng_tracker_name()
+    reduced = reduced_by(training.optimizer, get_model_config(training.model[0]))
+    state = relaid(states, Streams(None, None), experts, built, reduced)
     step = max((step for step in state.group_steps if step is not None), default=None)
     return msgspec.structs.replace(state, group_steps=built.group_steps), step

@@ -18,13 +18,17 @@ Checked against megatron-core 0.19.2.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 import torch
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron.moevement.built import Chunks, MegatronOptimizer, TransformerConfig
 from megatron.moevement.seams import patches
+from megatron.moevement.seams.upstream import detaches_heads
 from megatron.moevement.state.optimizer_state import links
 from moevement_ext import faults
 from moevement_ext.errors import SparseCheckpointError
@@ -137,6 +141,34 @@ class ScalarRecorder:
             yield
         finally:
             self._replayed = None
+
+
+class Reduced(NamedTuple):
+    """Scalars that an optimizer reduces in a step."""
+
+    overflows: int = 1
+    norms: int = 1
+    """Gradient norms of one set of gradients."""
+    sets: int = 1
+    """Sets of gradients with separate norms."""
+
+
+def reduced_by(optimizer: MegatronOptimizer, config: TransformerConfig) -> Reduced:
+    """Scalars that upstream's optimizer reduces in a step, for this model configuration."""
+    separate = detaches_heads(config) and optimizer.config.clip_grad > 0
+    overflows = len(list(links(optimizer)))
+    return Reduced(overflows, _norms_of_a_set(optimizer), 1 + separate)
+
+
+def _norms_of_a_set(optimizer: MegatronOptimizer) -> int:
+    """Chained optimizers reduce one norm together if their gradients are on the same ranks."""
+    if not isinstance(optimizer, ChainedOptimizer) or not optimizer.chained_optimizers:
+        return 1
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        return 1
+    if optimizer.grads_states_parallel_group_is_shared():
+        return 1
+    return len(optimizer.chained_optimizers)
 
 
 def check_room(optimizer: MegatronOptimizer, detached_heads: bool) -> None:

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron.moevement.state.global_scalars import GlobalScalars
+from megatron.moevement.state.global_scalars import GlobalScalars, Reduced
 from megatron.moevement.state.iteration_state import (
+    WEIGHT_DECAY,
     IterationState,
     RngState,
     ScalerState,
@@ -26,7 +27,9 @@ from moevement_ext.memory.window.placed import Layout, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
 
 # What distinguishes a group in any layout; `is_expert_parallel` only if there are several.
-_OF_A_GROUP = ('wd_mult', 'lr_mult', 'is_decoupled_lr', 'default_config')
+_OF_A_GROUP = ('wd_mult', 'lr_mult', 'is_decoupled_lr', 'default_config', 'optimizer')
+# These also do, but those of a job that started from a dense checkpoint may not be the flags'.
+_RATES = ('max_lr', 'min_lr', 'start_wd', 'end_wd', 'eps', 'betas')
 _EXPERTS = 'is_expert_parallel'
 
 
@@ -88,7 +91,7 @@ def relaid(
     streams: Streams,
     experts_name: str,
     present: IterationState,
-    norms: int,
+    reduced: Reduced,
 ) -> IterationState:
     """State of this rank at the iteration of the owners' states.
 
@@ -97,10 +100,11 @@ def relaid(
         streams: owners of the random numbers.
         experts_name: the tracker's name of the experts' generator.
         present: state of this rank right after it was built.
-        norms: number of optimizers, each of which may reduce a gradient norm.
+        reduced: scalars that this rank's optimizer reduces in a step.
 
     Raises:
-        RefusedWindow: owners contradict each other.
+        RefusedWindow: owners contradict each other, or have parameter groups that cannot be told
+            apart.
     """
     first = states[min(states)]
     for owner, state in states.items():
@@ -119,9 +123,9 @@ def relaid(
         first,
         rng=_random(states, streams, experts_name, present.rng),
         scalers=_scalers(list(states.values()), len(present.scalers)),
-        scalars=_scalars([state.scalars for state in states.values()], norms),
+        scalars=_scalars([state.scalars for state in states.values()], reduced),
         groups=[
-            {**group, **found.settings} if found else group
+            {**_without_decay(group), **found.settings} if found else group
             for group, found in zip(present.groups, matched, strict=True)
         ],
         group_steps=_steps(states, matched),
@@ -134,19 +138,39 @@ class _KnownGroup(NamedTuple):
 
 
 def _matching(group: Mapping[str, Setting], states: Sequence[IterationState]) -> _KnownGroup | None:
-    """The owner's group that `group` continues, preferably of the same kind of parameters."""
-    found = [
+    """The owners' group that `group` continues, preferably of the same kind of parameters."""
+    known = [
         _KnownGroup(other, step)
         for state in states
         for other, step in zip(state.groups, state.group_steps, strict=True)
-        if all(other.get(name) == group.get(name) for name in _OF_A_GROUP)
     ]
-    alike = [one for one in found if one.settings.get(_EXPERTS) == group.get(_EXPERTS)]
-    chosen = next(iter(alike or found), None)
-    if chosen is None:
+    found = _same(known, group, _OF_A_GROUP)
+    found = _same(found, group, (_EXPERTS,)) or found
+    found = _same(found, group, _RATES) or found
+    if not found:
         return None
-    settings = {name: value for name, value in chosen.settings.items() if name != _EXPERTS}
-    return _KnownGroup(settings, chosen.step)
+    settings = [
+        {name: value for name, value in one.settings.items() if name != _EXPERTS} for one in found
+    ]
+    if any(other != settings[0] for other in settings):
+        raise RefusedWindow(
+            'parameter groups that differ only in their rates have other rates than the flags '
+            'give, so they cannot be told apart in another layout'
+        )
+    return _KnownGroup(settings[0], found[0].step)
+
+
+def _same(
+    known: Sequence[_KnownGroup], group: Mapping[str, Setting], names: Sequence[str]
+) -> list[_KnownGroup]:
+    """Known groups that have the values of `group` under these names."""
+    return [
+        one for one in known if all(one.settings.get(name) == group.get(name) for name in names)
+    ]
+
+
+def _without_decay(group: Mapping[str, Setting]) -> dict[str, Setting]:
+    return {name: value for name, value in group.items() if name != WEIGHT_DECAY}
 
 
 def _steps(
@@ -186,15 +210,24 @@ def _scalers(states: Sequence[IterationState], count: int) -> list[ScalerState]:
     return [known[0]] * count
 
 
-def _scalars(known: Sequence[GlobalScalars], norms: int) -> GlobalScalars:
+def _scalars(known: Sequence[GlobalScalars], reduced: Reduced) -> GlobalScalars:
     """Reduced scalars as another number of optimizers would have reduced them.
 
-    The total norm is the root of the sum of the squares of all optimizers' norms.
+    The total norm of a set is the root of the sum of the squares of all optimizers' norms.
     """
     longest = max(known, key=lambda one: (len(one.grad_norms), len(one.overflows)))
-    if len(longest.grad_norms) == norms or not longest.grad_norms:
-        norm = list(longest.grad_norms)
-    else:
-        norm = [math.hypot(*longest.grad_norms)] + [0.0] * (norms - 1)
-    overflows = [any(longest.overflows)] * norms if longest.overflows else []
-    return GlobalScalars(norm, overflows, longest.num_tokens)
+    before = len(longest.grad_norms) // reduced.sets
+    if before * reduced.sets != len(longest.grad_norms):
+        raise RefusedWindow(
+            f'a step reduced {len(longest.grad_norms)} gradient norms of {reduced.sets} sets'
+        )
+    norms = []
+    for start in range(0, len(longest.grad_norms), before or 1):
+        norms += _as_many(longest.grad_norms[start : start + before], reduced.norms)
+    overflows = [any(longest.overflows)] * reduced.overflows if longest.overflows else []
+    return GlobalScalars(norms, overflows, longest.num_tokens)
+
+
+def _as_many(norms: Sequence[float], count: int) -> list[float]:
+    """`count` norms with the same total."""
+    return list(norms) if len(norms) == count else [math.hypot(*norms)] + [0.0] * (count - 1)
