@@ -6,9 +6,10 @@ are wanted. They can be computed later: then a backward pass puts aside what the
 `backward_dw` computes the oldest. `tests/transformer_engine` compares the two.
 """
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx: Any,
         tokens: torch.Tensor,
         splits: list[int],
-        later: deque | None,
+        later: Queue | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         ctx.weights_require_grad = weights[0].requires_grad
@@ -52,7 +53,7 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.later is None:
             compute()
         else:
-            ctx.later.append(compute)  # what is returned now has no values yet
+            ctx.later.put(compute)  # what is returned now has no values yet
         return of_tokens, None, None, *of_weights
 
 
@@ -81,31 +82,34 @@ class GroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.num_gemms = num_gemms
-        self._later: deque[Callable[[], list[torch.Tensor]]] | None = None
+        self.wgrad_store = SimpleNamespace(context=Queue() if delay_wgrad_compute else None)
         self._hooks: list[Callable[[], None]] = []
         for number in range(num_gemms):
             weight = torch.empty(out_features, in_features, dtype=params_dtype)
             init_method(weight)
             self.register_parameter(f'weight{number}', torch.nn.Parameter(weight))
         if delay_wgrad_compute:
-            self._later = deque()
             for weight in self.parameters():
                 weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
         """Args: tokens [tokens, in_features], sorted by expert; how many there are of each."""
-        return _GroupedProduct.apply(inp, m_splits, self._later, *self.parameters())
+        return _GroupedProduct.apply(inp, m_splits, self.wgrad_store.context, *self.parameters())
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         self._hooks.append(hook)
 
     def backward_dw(self) -> None:
         """Compute what the oldest backward pass has put aside."""
-        if self._later is None:
+        if self.wgrad_store.context is None:
             return
-        if not self._later:  # versions differ in whether a grouped layer minds; others do
+        if (
+            self.wgrad_store.context.empty()
+        ):  # versions differ in whether a grouped layer minds; others do
             raise RuntimeError('Pop empty queue')
-        for weight, gradient in zip(self.parameters(), self._later.popleft()(), strict=True):
+        for weight, gradient in zip(
+            self.parameters(), self.wgrad_store.context.get()(), strict=True
+        ):
             weight.grad = gradient
         for hook in self._hooks:
             hook()

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from megatron.moevement.seams.patches import TAKING
-from megatron.moevement.state import scaling, stored
+from megatron.moevement.state import put_aside, scaling, stored
 
 pytestmark = [pytest.mark.transformer_engine, pytest.mark.thorough]
 
@@ -161,6 +161,22 @@ def test_experts_of_a_grouped_layer_have_numbered_parameters() -> None:
     }
     assert {'weight', 'bias'} <= named
     assert 'weights[0].requires_grad' in layer
+
+
+def test_parts_that_an_interrupted_iteration_leaves_are_there() -> None:
+    base = class_of('module/base.py', 'TransformerEngineBaseModule')
+    operation = class_of('ops/basic/grouped_linear.py', 'GroupedLinear')
+    assert all(put_aside.QUEUE in set(attributes_set(node)) for node in (base, operation))
+    assert 'context' in set(attributes_set(class_of('module/_common.py', 'WeightGradStore')))
+    for file, name in (
+        ('quantization.py', put_aside.STASH),
+        ('distributed.py', put_aside.FIRST),
+    ):
+        declared = (node for node in ast.walk(tree(file)) if isinstance(node, ast.AnnAssign))
+        assert any(isinstance(one.target, ast.Name) and one.target.id == name for one in declared)
+    assert 'quantization_state' in {
+        node.attr for node in ast.walk(tree('quantization.py')) if isinstance(node, ast.Attribute)
+    }
 
 
 # ---- tensors

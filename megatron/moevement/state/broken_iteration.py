@@ -22,6 +22,7 @@ from megatron.training import global_vars
 
 from megatron.moevement.built import Chunks, DistributedDataParallel
 from megatron.moevement.state.model_operators import Operator
+from megatron.moevement.state.put_aside import drop_put_aside
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.batches import copy_all
 
@@ -89,6 +90,7 @@ class BrokenIteration:
             chunk.train()
             self._release_chunk(chunk)
             _reset_shared_experts(chunk)
+        drop_put_aside(self._model)
 
     def _release_chunk(self, chunk: DistributedDataParallel) -> None:
         """Drop pending collectives, and reset the hooks to the state of a new model."""
