@@ -191,7 +191,11 @@ class Replicator:
     ) -> None:
         """Replace the peers after a recovery, and offer these committed windows to new peers."""
         with self._changed:
-            self._retired.extend(peer.client for peer in self._peers.values())
+            addresses = {client.address for client in peers.values()}
+            for peer in self._peers.values():
+                self._retired.append(peer.client)
+                if peer.client.address not in addresses:  # a lost node may not answer for minutes
+                    peer.client.interrupt()
             self._peers = {rank: _Peer(client) for rank, client in peers.items()}
             for file in windows:
                 for slot in file.slots():
@@ -375,4 +379,6 @@ class Replicator:
                 # The peer may have restarted and lost received slots: offer all slots again.
                 peer.sent.clear()
                 delay = peer.backoff()
+                if peer not in self._peers.values():
+                    return
             self._on_degraded(f'replica on rank {rank}: {error}; next attempt in {delay:.1f} s')

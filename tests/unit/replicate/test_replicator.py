@@ -260,6 +260,21 @@ def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
             assert events.next_replicated() == named(0)
 
 
+def test_new_peers_take_over_from_one_that_does_not_answer(shm: Path, own: OwnerWindows) -> None:
+    """As after a loss of power: nothing ends the connection, and its deadline is minutes away."""
+    events = Events()
+    with silent_peer(greets=True) as address, serving(shm, 1) as server:
+        with replicating(events, address, timeout_s=1000.0) as replicator:
+            client = replicator._peers[1].client
+            file = commit(own, 0)
+            submit_all(replicator, file)
+            wait_for(lambda: client._connection is not None)
+            new = {1: ReplicaClient(server.address, SECRET, DEADLINE_S)}
+            replicator.set_peers(new, [file])
+            assert events.next_replicated() == named(0)
+    assert events.degraded.empty(), 'of a peer that is one no more'
+
+
 def test_the_window_under_way_outlasts_older_ones_that_new_peers_are_offered(
     shm: Path, own: OwnerWindows
 ) -> None:
