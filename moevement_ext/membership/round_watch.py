@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, Store
 
+from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.heartbeats import Heartbeats, turn_of
 from moevement_ext.membership.rendezvous import (
@@ -25,6 +26,7 @@ from moevement_ext.membership.rendezvous import (
     see_to_the_end,
 )
 from moevement_ext.store.connection_pool import Connections
+from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +112,14 @@ class RoundWatch:
                 self.announced = time.time() if announced is None else announced
                 self.reason = reason
                 self.broken.set()
-                self._on_broken(reason)
+                self._wake_up(reason)
+
+    def _wake_up(self, reason: str) -> None:
+        try:
+            self._on_broken(reason)
+        except Exception:  # waits that nothing ends would last for ever, with heartbeats
+            logger.exception('sparse checkpointing: rank %d cannot end its waits', self._rank)
+            end_at_once(EXIT_STUCK)
 
     def wait_until_woken(self) -> None:
         """Return when all are, if the round is over."""

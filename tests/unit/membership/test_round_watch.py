@@ -12,6 +12,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership import round_watch as detect
 from moevement_ext.membership.heartbeats import Heartbeats, hear
 from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
@@ -382,3 +383,19 @@ def test_heartbeats_continue_until_the_rank_has_left(job: Job, fast_heartbeats: 
     while hear(job.store, 0, 0) < heartbeats + 3:
         time.sleep(0.01)
     watch.stop()
+
+
+def test_process_that_cannot_end_its_waits_ends_itself(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NCCL it would wait for ever, with heartbeats, and all other ranks for it."""
+    ended: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(detect, 'end_at_once', ended.put)
+
+    def no_more_threads(reason: str) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watch = job.watch(0, [1, 2])
+    watch._on_broken = no_more_threads
+    end_round(job.store, 0, 'rank 1 was killed')
+    assert ended.get(timeout=DEADLINE_S) == EXIT_STUCK
