@@ -14,6 +14,7 @@ import torch
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import gib
+from moevement_ext.memory.device import bind_thread
 from moevement_ext.memory.mapped import in_pages
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class _Registered(NamedTuple):
     """Registered from the beginning of the file, in whole pages."""
     end: Callable[[], object]
     """Ends the registration; without effect when called again."""
+    device: torch.device
+    """Current device of the thread that registered."""
 
 
 _pinned: weakref.WeakKeyDictionary[_MappedFile, _Registered] = weakref.WeakKeyDictionary()
@@ -56,7 +59,8 @@ def pin(file: _MappedFile, nbytes: int | None = None) -> None:
     # The next file may be mapped at the same address once this one is gone.
     end = weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer)
     end.atexit = False
-    _pinned[file] = _Registered(nbytes, end)
+    device = torch.device('cuda', torch.cuda.current_device())
+    _pinned[file] = _Registered(nbytes, end, device)
 
 
 @contextmanager
@@ -64,22 +68,25 @@ def pinned_as_far_as(file: _MappedFile, nbytes: int) -> Iterator[None]:
     """Register the first `nbytes` of a registered file instead; a failure only makes copies slower.
 
     The bytes must have pages, and no copy to the file may be in progress. Inside the context,
-    pages after `nbytes` are not registered and can be freed. Any thread whose device is set.
+    pages after `nbytes` are not registered and can be freed. Any thread; its device is set.
     """
     registered = _pinned.get(file)
     if registered is None or registered.nbytes == in_pages(nbytes):
         yield
         return
     del _pinned[file]
+    bind_thread(registered.device)
     registered.end()
     yield
     _pin_or_warn(file, nbytes)
 
 
 def pin_like(other: _MappedFile, file: _MappedFile) -> None:
-    """Register a new file if `other` is, on a thread as `pin`; failures make copies slower."""
-    if other not in _pinned:
+    """Register a new file if `other` is; failures make copies slower. Any thread, as above."""
+    registered = _pinned.get(other)
+    if registered is None:
         return
+    bind_thread(registered.device)
     _pin_or_warn(file, None)
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import mmap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from moevement_ext.errors import HostMemoryError
+from moevement_ext.memory import device
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
@@ -28,13 +32,23 @@ class Runtime:
         self.last_error = 0
         self.registered: list[tuple[int, int]] = []
         self.unregistered: list[int] = []
+        self.devices = {threading.get_ident(): torch.device('cuda', 3)}
+        self.used: list[torch.device] = []
+
+    def current_device(self) -> int:
+        return self.devices.get(threading.get_ident(), torch.device('cuda', 0)).index
+
+    def set_device(self, device: torch.device) -> None:
+        self.devices[threading.get_ident()] = device
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        self.used.append(torch.device('cuda', self.current_device()))
         self.registered.append((pointer, size))
         self.last_error = self.status
         return self.status
 
     def cudaHostUnregister(self, pointer: int) -> None:
+        self.used.append(torch.device('cuda', self.current_device()))
         self.unregistered.append(pointer)
 
     def launch(self, *args: object, **kwargs: object) -> None:
@@ -45,7 +59,12 @@ class Runtime:
 
 
 def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, 'cuda', SimpleNamespace(cudart=lambda: runtime))
+    cuda = SimpleNamespace(
+        cudart=lambda: runtime, current_device=runtime.current_device, set_device=runtime.set_device
+    )
+    monkeypatch.setattr(torch, 'cuda', cuda)
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: 0)
+    monkeypatch.setattr(device, 'driver', lambda: driver)
     monkeypatch.setattr(torch, 'zeros', runtime.launch)
 
 
@@ -133,6 +152,26 @@ def test_pinned_range_follows_the_reserved_range_of_a_file(monkeypatch: pytest.M
         windows.make_room(short)
         assert released == [(used.array.ctypes.data, 2)], 'the device writes to none of them'
         assert runtime.registered == [(used.array.ctypes.data, in_pages(short))]
+
+
+def test_other_threads_pin_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the runtime makes a context on GPU 0, in which rank 0 may run out of memory."""
+    runtime = Runtime(0)
+    use(runtime, monkeypatch)
+    long, short = capacity(), capacity(window=1)
+    with tmpfs_directory() as shm:
+        windows = OwnerWindows(NodeStore(shm, 'run', 'node'), 0, 0, FileSize(long, short))
+        for file in windows.files():
+            pin(file, file.room)
+        for call in (
+            partial(windows.make_room, long),
+            partial(windows.begin_larger, named(0), long + mmap.PAGESIZE),
+        ):
+            done = len(runtime.used)
+            with ThreadPoolExecutor(1) as tracker:
+                tracker.submit(call).result()
+            assert len(runtime.used) > done
+    assert set(runtime.used) == {torch.device('cuda', 3)}
 
 
 def test_log_map_stays_registered_while_a_copy_uses_it(

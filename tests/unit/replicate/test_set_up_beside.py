@@ -59,6 +59,9 @@ class Gpu:
     def set_device(self, device: torch.device) -> None:
         self.bound[threading.get_ident()] = device
 
+    def current_device(self) -> int:
+        return self.bound[threading.get_ident()].index
+
     def cudart(self) -> 'Gpu':
         return self
 
