@@ -395,7 +395,7 @@ class Job:
             lost = guard.store_lost if guard is not None and outside else None
             return WholeJobMode(self.rank, self.trainer, protection, self._restart, lost)
         membership = self.membership
-        protection.windows.in_vain = lambda: membership.broken
+        protection.stop_waiting_if(lambda: membership.broken)
         return LocalizedMode(self.rank, self.trainer, protection, self._restart, membership)
 
     def failed(self) -> None:

@@ -4,7 +4,7 @@
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -189,6 +189,12 @@ class Protection:
         self._started = True
         cycle, held, reached = present.schedule(), self._operators, len(self._reached)
         rank.events.emit(protected_event(rank, self.planner, held, memory, reached, cycle))
+
+    def stop_waiting_if(self, in_vain: Callable[[], bool]) -> None:
+        """Let no wait of the training thread go on once `in_vain` is true: a rank is lost."""
+        self.windows.in_vain = in_vain
+        if self.memory.log is not None:
+            self.memory.log.in_vain = in_vain
 
     def captured_after(self, start: int) -> list[SlotHeader]:
         """Headers to verify a recovery from the window at `start`; empty without checks.

@@ -34,6 +34,9 @@ from moevement_ext.memory.upstream_log.ring_map import RingMap
 
 logger = logging.getLogger(__name__)
 
+# Pause between two looks whether a wait for room is in vain.
+_POLL_S = 0.05
+
 
 class _Record:
     """Place of one tensor in the ring; `logged` is None until all its bytes have arrived."""
@@ -103,6 +106,8 @@ class UpstreamLog:
         self._counts: Counter[Direction] = Counter()  # of that iteration
         self._paused = False
         self._waited_in_vain = False
+        self.in_vain: Callable[[], bool] = lambda: False
+        """True once the wait for room cannot help, as a rank is lost."""
         self._forgetting = False
         self._closed = False
         self._resizing = threading.Lock()
@@ -265,10 +270,14 @@ class UpstreamLog:
             f'{self._description} is full: training waits up to {self._max_wait_s:g} s for the '
             f'next window to be persisted. Enlarge the log if this is seen again'
         )
+        deadline = time.monotonic() + self._max_wait_s
         with self._changed:
-            self._waited_in_vain = not self._changed.wait_for(
-                lambda: not self._room_may_come(iteration, nbytes), self._max_wait_s
-            )
+            while self._room_may_come(iteration, nbytes):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or self.in_vain():
+                    self._waited_in_vain = True
+                    return
+                self._changed.wait(min(remaining, _POLL_S))
 
     def _room_may_come(self, iteration: int, nbytes: int) -> bool:
         if self._closed or nbytes > self._ring.capacity or self._ring.fits(nbytes):

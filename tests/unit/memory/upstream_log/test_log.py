@@ -315,6 +315,21 @@ def test_append_waits_for_space(shm: Path, reports: Reports) -> None:
         assert reports.count() == 0
 
 
+def test_append_does_not_wait_once_a_rank_is_lost(shm: Path, reports: Reports) -> None:
+    """The window that would make room comes after the recovery, for which all ranks meet."""
+    lost = threading.Event()
+    with opened(shm / 'log', reports, regions=2, max_wait_s=1000) as log:
+        log.in_vain = lost.is_set
+        log.append(0, DOWN, region(0))
+        log.append(1, DOWN, region(1))
+        with ThreadPoolExecutor(1) as pool:
+            appending = pool.submit(log.append, 2, DOWN, region(2))
+            assert 'training waits' in reports.next()
+            lost.set()
+            appending.result(DEADLINE_S)
+        assert value(log, 2, DOWN, 0) == 2
+
+
 def test_oldest_whole_iterations_are_forgotten(shm: Path, reports: Reports) -> None:
     with opened(shm / 'log', reports, regions=5, max_wait_s=0.01) as log:
         for iteration in range(3):
