@@ -294,6 +294,9 @@ class _Named(msgspec.Struct):
     event: str
 
 
+# Seconds for which an event waits for the thread that writes another one.
+_TO_WRITE_S = 1.0
+
 _NAME = msgspec.json.Decoder(_Named)
 
 
@@ -354,6 +357,7 @@ class EventLog:
     def __init__(self, directory: str | None, rank: int, required: bool = True) -> None:
         self._rank = rank
         self._in_turn = threading.Lock()
+        self._hangs = False
         self._file: EventFile | None = None
         self.iteration = 0
         self.recoveries = 0
@@ -373,11 +377,30 @@ class EventLog:
     def emit(self, event: Event) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration."""
         if self._file is not None:
-            with self._in_turn:  # no later line comes between the clock and the file
-                self._file.append(encode(event, self._rank, os.getpid(), self.iteration))
+            self._write(self._file, event)
         self.recoveries += isinstance(event, Recovered)
         for listener in self.listeners:
             listener(event)
+
+    def _write(self, file: EventFile, event: Event) -> None:
+        """Write in turn: no later line comes between the clock and the file.
+
+        A file system that does not answer blocks one thread, and costs the events of the others.
+        """
+        if not self._in_turn.acquire(timeout=0.0 if self._hangs else _TO_WRITE_S):
+            if not self._hangs:
+                self._hangs = True
+                logger.warning(
+                    'sparse checkpointing: the file system of --sparse-ckpt-events does not '
+                    'answer: events of rank %d are lost until it does',
+                    self._rank,
+                )
+            return
+        try:
+            self._hangs = False
+            file.append(encode(event, self._rank, os.getpid(), self.iteration))
+        finally:
+            self._in_turn.release()
 
     def close(self) -> None:
         if self._file is not None:

@@ -225,11 +225,13 @@ class WindowLifecycle:
             self._keep(file, header)
 
     def _keep(self, file: WindowFile, header: SlotHeader) -> None:
-        if header.slot == header.window - 1:
+        is_last = header.slot == header.window - 1
+        if is_last:
             self._windows.commit(file)
-            self._note_committed(file, header)
         faults.point(Phase.REPLICATE)
         self._replicator.submit(file, header.slot)
+        if is_last:  # after the rest, as the disk of the events may not answer
+            self._note_committed(file, header)
 
     def _note_committed(self, file: WindowFile, last: SlotHeader) -> None:
         figures = self.statistics

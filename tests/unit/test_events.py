@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import fcntl
 import itertools
 import json
 import os
@@ -14,7 +15,8 @@ import pytest
 
 from moevement_ext import events
 from moevement_ext.errors import UserError
-from moevement_ext.events import EventLog
+from moevement_ext.events import EventLog, Finished
+from tests.unit.replicate.peers import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 LONG = 'x' * 20_000
@@ -212,7 +214,8 @@ def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:
 _VICTIM = """
 import itertools, sys
 from moevement_ext import events
-from moevement_ext.events import EventLog
+from moevement_ext.events import EventLog, Finished
+from tests.unit.replicate.peers import wait_for
 log = EventLog(sys.argv[1], 0)
 for count in itertools.count():
     log.iteration = count
@@ -299,3 +302,28 @@ def test_full_file_system_ends_the_log_and_nothing_else(
     log.emit(events.WorkerStarted())
     log.emit(events.WorkerStarted())
     assert caplog.text.count('no more events are written') == 1
+
+
+def test_file_system_that_does_not_answer_blocks_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(events, '_TO_WRITE_S', 0.01)
+    os.mkfifo(tmp_path / 'rank0.jsonl')
+    descriptor = os.open(tmp_path / 'rank0.jsonl', os.O_RDWR)
+    log = EventLog(tmp_path, 0)
+    assert log._file is not None and log._file._file is not None
+    full = b' ' * fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+    os.write(descriptor, full)
+    with ThreadPoolExecutor(1) as pool:
+        blocked = pool.submit(log.emit, Finished(removed=True))
+        wait_for(log._in_turn.locked)
+        for _ in range(3):
+            log.emit(Finished(removed=True))
+        assert not blocked.done()
+        os.read(descriptor, len(full))
+        blocked.result(60.0)
+    log.emit(Finished(removed=True))
+    assert os.read(descriptor, 1 << 16).count(b'"finished"') == 2
+    assert caplog.text.count('does not answer') == 1
+    log.close()
+    os.close(descriptor)
