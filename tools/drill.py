@@ -1,9 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the drill in `tools.chaos.drill`."""
+r"""Game day: runs a short job with your flags twice, with a worker and then a node killed.
 
+    sbatch scripts/slurm_drill.sbatch <flags of pretrain_gpt.py>
+    python -m tools.drill --nodes 2 -- <flags of pretrain_gpt.py>       # on emulated nodes, here
+
+In a batch script of Slurm the job runs under the launcher for Slurm, and the drill kills a node of
+the allocation: its agent, its workers and its windows. Without a spare node it kills only a worker.
+The drill neither loads nor writes checkpoints of the real run, and leaves its windows alone. It
+deletes its own windows on all nodes, also after a job that failed.
+
+The final states of both runs are compared, bit for bit; where newer captures exist, each recovery
+is also verified against them. GPU problems during the drill are listed.
+
+Exit status: 0 the job recovered from every failure with the bits of the undisturbed one, 1 it did
+not, 2 the drill could not run.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
 import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from tools.chaos.drill import main
+from rich.console import Console
+
+from tools.chaos.drill_flags import DIGEST, EVENTS, drill_flags
+from tools.chaos.verdict import devices, problems, recoveries, table
+from tools.lab.arguments import Parser
+from tools.lab.benchmark import exit_on_sigterm, print_failure
+from tools.lab.digests import kinds_of_difference, read_digest
+from tools.lab.errors import LabError
+from tools.lab.evidence import read_events
+from tools.lab.launch import PROGRAM, ROOT
+from tools.lab.trainer_flags import parse_trainer_flags
+
+_END = '--'
+_UNDISTURBED = 'undisturbed'
+_DISTURBED = 'disturbed'
+_DELETED_S = 120.0
+
+
+class _Job(NamedTuple):
+    """Launch parameters of the drill."""
+
+    command: list[str]
+    """Command line of the launcher, up to its `--`."""
+    nodes: int
+    workers_per_node: int
+    spare: bool
+    """A spare can replace a lost node."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    own = given[: given.index(_END)] if _END in given else given
+    args = _parser().parse_args(own)
+    console = Console()
+    exit_on_sigterm()
+    try:
+        return _hold(args, given[len(own) + 1 :], console)
+    except LabError as error:
+        print_failure(console, 'drill', error)
+        return 2
+
+
+def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> int:
+    if not flags:
+        raise LabError(f'no flags of pretrain_gpt.py: put {_END} and them after the other flags')
+    if not 0 < args.first < args.second < args.iterations:
+        raise LabError(
+            f'--first {args.first} --second {args.second} --iterations {args.iterations}: each '
+            'must be above the one before'
+        )
+    if args.nodes < 1 or args.workers_per_node < 1:
+        raise LabError('--nodes and --workers-per-node: give numbers of 1 or more')
+    job_flags = parse_trainer_flags(flags)  # exits if a flag is wrong
+    memory = [root for root in (job_flags.sparse_ckpt_dir, job_flags.sparse_ckpt_disk) if root]
+    run_id = f'drill-{uuid.uuid4().hex[:8]}'
+    folder = (args.output or Path('runs', run_id)).absolute()
+    if folder.exists():
+        raise LabError(f'--output {folder} is there already: give another folder')
+    job = _job(args)
+    faults = ['--kill', f'0@{args.first}']
+    if job.spare:
+        faults += ['--kill-node', f'{job.nodes - 1}@{args.second}']
+    for name, staged in ((_UNDISTURBED, []), (_DISTURBED, faults)):
+        own = folder / name
+        command = [*job.command, '--log-dir', str(own / 'logs'), *staged, _END, str(ROOT / PROGRAM)]
+        console.print(f'drill: the {name} job, in {own}', soft_wrap=True)
+        try:
+            status = _run([*command, *drill_flags(flags, args.iterations, f'{run_id}-{name}', own)])
+        finally:
+            remove_memory(memory, f'{run_id}-{name}')
+        if status != 0:
+            if not staged:  # nothing ran yet: wrong flags, for example
+                raise LabError(f'the {name} job ended with status {status}; see its output above')
+            console.print(f'drill NOT passed: the {name} job ended with status {status}')
+            return 1
+    return _report(folder, job, len(faults) // 2, console)
+
+
+def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
+    states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
+    undisturbed, events = (
+        read_events(folder / name / EVENTS) for name in (_UNDISTURBED, _DISTURBED)
+    )
+    ranks = job.nodes * job.workers_per_node
+    console.print(table(recoveries(events, ranks)))
+    for line in devices([*undisturbed, *events]):
+        console.print(line, style='yellow', markup=False, soft_wrap=True)
+    found = problems(events, ranks, failures, kinds_of_difference(*states))
+    for line in found:
+        console.print(line, style='bold red', markup=False, soft_wrap=True)
+    node = ', a node' if job.spare else ' (no spare: no node)'
+    verdict = 'NOT passed' if found else 'passed, all bits are equal'
+    lost = f'drill {verdict}: lost a worker{node}; logs and events are in {folder}'
+    console.print(lost, soft_wrap=True)
+    return 1 if found else 0
+
+
+def _job(args: argparse.Namespace) -> _Job:
+    python, workers = sys.executable, args.workers_per_node
+    each = ['--workers-per-node', str(workers)]
+    if 'SLURM_JOB_NODELIST' not in os.environ:
+        launcher = [python, str(ROOT / 'scripts' / 'local_cluster.py'), '--nodes', str(args.nodes)]
+        return _Job([*launcher, *each], args.nodes, workers, spare=True)
+    nodes = int(os.environ['SLURM_JOB_NUM_NODES']) - args.spare_nodes
+    if nodes < 1:
+        raise LabError(f'--spare-nodes {args.spare_nodes} leaves no node to train on')
+    launcher = [python, '-m', 'moevement_ext.slurm', '--spare-nodes', str(args.spare_nodes)]
+    return _Job([*launcher, *each], nodes, workers, args.spare_nodes > 0)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run the launcher; returns its exit status. It ends with this process."""
+    launcher = subprocess.Popen(command)
+    try:
+        return launcher.wait()
+    finally:
+        launcher.terminate()
+        launcher.wait()
+
+
+def remove_memory(roots: Sequence[str], run_id: str) -> None:
+    """Delete the directories of a run in all its layouts, on each node of the allocation, if any.
+
+    Raises `LabError`, with the command to repeat, if a node cannot be reached.
+    """
+    places = [
+        f'{shlex.quote(root)}/{part}{run_id}*' for root in roots for part in ('', '.metrics/')
+    ]
+    remove = f'rm -rf {" ".join(places)}'
+    # All nodes delete the same directory of a shared disk; one of them may come too late.
+    command = ['sh', '-c', f'{remove} || {remove}']
+    if 'SLURM_JOB_NODELIST' in os.environ:
+        command = ['srun', '--no-kill', '--overlap', '--ntasks-per-node=1', *command]
+    try:
+        subprocess.run(command, check=True, timeout=_DELETED_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LabError(
+            f'windows of {run_id} stay in host memory ({error}); delete them: {shlex.join(command)}'
+        ) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog='python -m tools.drill',
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add('--nodes', type=int, default=2, metavar='N', help='emulated nodes, without Slurm (2)')
+    add('--spare-nodes', type=int, default=1, metavar='N', help='spare nodes of the allocation (1)')
+    add('--workers-per-node', type=int, default=1, metavar='N', help='ranks on each node (1)')
+    add('--first', type=int, default=20, metavar='N', help='iteration to kill a worker at (20)')
+    add('--second', type=int, default=40, metavar='N', help='iteration to kill a node at (40)')
+    add('--iterations', type=int, default=60, metavar='N', help='iterations to train (60)')
+    add('--output', type=Path, metavar='DIR', help='folder of logs and events, on all nodes '
+        '(runs/drill-...)')  # fmt: skip
+    return parser
+
 
 if __name__ == '__main__':
     sys.exit(main())

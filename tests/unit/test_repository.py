@@ -267,7 +267,7 @@ def test_slurm_example_uses_flags_that_exist(
 
 @pytest.mark.parametrize('flags', [(), ('--bf16', '--num-layers', '4')])
 def test_slurm_drill_uses_flags_that_exist(flags: tuple[str, ...], tmp_path: Path) -> None:
-    from tools.chaos.drill import _parser
+    from tools.drill import _parser
 
     command = slurm_command('slurm_drill.sbatch', tmp_path, *flags)
     assert command[:2] == ['-m', 'tools.drill']

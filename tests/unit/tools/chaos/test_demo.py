@@ -19,8 +19,8 @@ from moevement_ext.events import (
 )
 from tests.unit.tools.samples import event
 from tools.chaos import demo_summary
-from tools.chaos.demo import parse_arguments
 from tools.chaos.demo_summary import PHASES, CapturedBytes, LocalizedRecovery, Result
+from tools.demo import parse_arguments
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.four_ranks import STAGE_RANKS, WORKERS_PER_NODE, WORLD_SIZE, training_flags

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
-from tools.chaos import drill
-from tools.chaos.drill import main
+from tools import drill
 from tools.chaos.verdict import devices, problems, recoveries, replaced, table
+from tools.drill import main
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.chaos import drill
+from tools import drill
 from tools.chaos.drill_flags import value_of
-from tools.chaos.drill_memory import remove_memory
 from tools.lab.errors import LabError
 
 SRUN = """\
@@ -41,7 +40,7 @@ def test_windows_of_one_run_are_deleted_on_all_nodes(
     monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
     if in_slurm:
         monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
-    remove_memory([str(root)], 'drill-12-disturbed')
+    drill.remove_memory([str(root)], 'drill-12-disturbed')
     assert sorted(path.name for path in root.iterdir()) == ['.metrics', 'run-7.0a1b2c3d']
     assert other.exists() and (root / '.metrics' / 'run-7').exists()
     assert not (root / '.metrics' / 'drill-12-disturbed').exists()
@@ -56,7 +55,7 @@ def test_nodes_that_cannot_be_reached_are_reported(
     monkeypatch.setenv('PATH', str(tmp_path))
     monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
     with pytest.raises(LabError, match="delete them: srun .* 'rm -rf /dev/shm/m/drill-12"):
-        remove_memory(['/dev/shm/m'], 'drill-12-disturbed')
+        drill.remove_memory(['/dev/shm/m'], 'drill-12-disturbed')
 
 
 def test_a_job_that_failed_leaves_no_windows(
