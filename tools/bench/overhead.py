@@ -271,7 +271,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda console: measure(args, console),
         overhead_report.print_report,
         args.json,
-        passed=lambda report: report.exact,
     )
 
 

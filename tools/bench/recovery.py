@@ -202,11 +202,7 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     return run_benchmark(
-        'bench_recovery',
-        lambda console: measure(args, console),
-        print_report,
-        args.json,
-        passed=lambda report: report.exact,
+        'bench_recovery', lambda console: measure(args, console), print_report, args.json
     )
 
 

@@ -221,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda console: measure(args, console),
         lambda report, console: show(report, console, args),
         args.json,
-        passed=lambda report: report.exact,
     )
 
 
