@@ -12,7 +12,6 @@ Exit status: 0 the job would be protected, 2 the start would be refused, or a fl
 """
 
 import os
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,34 +19,29 @@ from typing import TYPE_CHECKING
 from megatron.moevement.seams import cpu_device, preflight
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.system import user_errors
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, at_least, split_at_end
 
 if TYPE_CHECKING:
     from megatron.moevement.checking import Judgement
 
-_END = '--'
 _LOCALIZED = 'a failure is recovered on the stages that lost a worker alone'
 _UNDER = ', under a launcher that keeps the others running (docs/start.md)'
 _WHOLE_JOB = 'a failure restarts all workers, which recover together from windows in host memory'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    own = given[: given.index(_END)] if _END in given else given
+    own, flags = split_at_end(argv)
     parser = Parser(prog='python -m tools.check', description=__doc__)
     parser.add_argument(
         '--nproc',
-        type=int,
+        type=at_least(1),
         default=os.environ.get('WORLD_SIZE'),
         metavar='N',
         help='ranks of the job; default: WORLD_SIZE, else the fewest that parallel sizes need',
     )
     args = parser.parse_args(own)
-    flags = given[len(own) + 1 :]
     if not flags:
-        parser.error(f'give {_END} and the flags of the job')
-    if args.nproc is not None and args.nproc < 1:
-        parser.error(f'--nproc {args.nproc} must be at least 1')
+        parser.error('give -- and the flags of the job')
     with user_errors.in_one_line():
         preflight.check_installation()
     if cpu_device.needed():

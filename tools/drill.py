@@ -30,7 +30,7 @@ from rich.console import Console
 
 from tools.chaos.drill_flags import DIGEST, EVENTS, drill_flags
 from tools.chaos.verdict import devices, problems, recoveries, table
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, split_at_end
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
@@ -56,13 +56,12 @@ class _Job(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    own = given[: given.index(_END)] if _END in given else given
+    own, flags = split_at_end(argv)
     args = _parser().parse_args(own)
     console = Console()
     exit_on_sigterm()
     try:
-        return _hold(args, given[len(own) + 1 :], console)
+        return _hold(args, flags, console)
     except LabError as error:
         print_failure(console, 'drill', error)
         return 2

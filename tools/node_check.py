@@ -41,7 +41,7 @@ from moevement_ext.memory.cgroup import memory_left
 from moevement_ext.memory.file_system import is_in_memory
 from tools.chaos.drill_flags import value_of
 from tools.lab import tables
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, split_at_end
 from tools.lab.errors import LabError
 from tools.plan.__main__ import job_from
 from tools.plan.__main__ import parse_arguments as parse_plan
@@ -325,8 +325,7 @@ def _split(given: list[str]) -> tuple[list[str], list[str]]:
     known = [flag for action in _parser()._actions for flag in action.option_strings]
     if given and _END not in given and given[0].partition('=')[0] not in known:
         return [], given
-    own = given[: given.index(_END)] if _END in given else given
-    return own, given[len(own) + 1 :]
+    return split_at_end(given)
 
 
 def _check(place: Place, args: argparse.Namespace, directory: Path) -> list[RankReport]:

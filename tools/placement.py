@@ -24,7 +24,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, at_least
 from tools.lab.tables import table
 from tools.simulate import placement as expert_placement
 from tools.simulate.placement import Placed, survival_report
@@ -51,21 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog='python -m tools.placement', description=__doc__.split('\n')[0])
+    positive = at_least(1)
     commands = parser.add_subparsers(dest='command', required=True)
     ranks = commands.add_parser('ranks', help="copies of ranks' states")
     experts = commands.add_parser('experts', help='replicas of experts')
     for command in (ranks, experts):
-        command.add_argument('--nodes', type=_positive, required=True)
-        command.add_argument('--failed', type=_positive, default=4, help='most failures at once')
+        command.add_argument('--nodes', type=positive, required=True)
+        command.add_argument('--failed', type=positive, default=4, help='most failures at once')
         command.add_argument('--json', action='store_true')
-    ranks.add_argument('--gpus-per-node', type=_positive, default=8)
-    ranks.add_argument('--nodes-per-switch', type=_positive, help='links within a switch are cheap')
+    ranks.add_argument('--gpus-per-node', type=positive, default=8)
+    ranks.add_argument('--nodes-per-switch', type=positive, help='links within a switch are cheap')
     ranks.add_argument(
-        '--same-state', type=_positive, default=1, help='data-parallel ranks with the same state'
+        '--same-state', type=positive, default=1, help='data-parallel ranks with the same state'
     )
-    experts.add_argument('--slots', type=_positive, required=True, help='experts a node can hold')
-    experts.add_argument('--experts', type=_positive, required=True)
-    experts.add_argument('--least', type=_positive, default=2, help='replicas of each expert')
+    experts.add_argument('--slots', type=positive, required=True, help='experts a node can hold')
+    experts.add_argument('--experts', type=positive, required=True)
+    experts.add_argument('--least', type=positive, default=2, help='replicas of each expert')
     experts.add_argument(
         '--skew', type=_power, default=1.0, help='tokens of the i-th expert grow as i to this power'
     )
@@ -172,13 +173,6 @@ def _power(text: str) -> float:
     if not abs(value) <= _MOST_SKEW:
         rule = f'give a number from -{_MOST_SKEW} to {_MOST_SKEW}'
         raise argparse.ArgumentTypeError(f'{text}: {rule}')
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f'{value}: must be 1 or more')
     return value
 
 

@@ -11,7 +11,6 @@ file system shared with the nodes; the tool does not contact the job itself.
 Exit status: 0 done, 2 there are no events to read.
 """
 
-import argparse
 import contextlib
 import sys
 import time
@@ -26,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, above_0
 from tools.lab.errors import LabError
 from tools.lab.following import Follower
 from tools.lab.history import Episode, History, Pace, read_history, shares
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('--once', action='store_true', help='print the present state and exit')
     parser.add_argument(
-        '--every', type=_seconds, default=2.0, metavar='S', help='seconds (default: %(default)s)'
+        '--every', type=above_0, default=2.0, metavar='S', help='seconds (default: %(default)s)'
     )
     args = parser.parse_args(argv)
     console = Console()
@@ -68,13 +67,6 @@ def _follow(follower: Follower, every_s: float, console: Console) -> None:
                 live.update(show(history, time.time()), refresh=True)
             if history is None or not history.finished:
                 time.sleep(every_s)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f'{text}: give a number above 0')
-    return value
 
 
 _RECOVERIES = 5

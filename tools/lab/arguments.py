@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line parser of the tools."""
+"""Command line parser of the tools, and types of arguments."""
 
 import argparse
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from moevement_ext.command import shown
@@ -33,3 +35,27 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USER_ERROR, shown(usage_error(self, message)))
+
+
+def split_at_end(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Arguments before and after the first `--`; of this process if None."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    end = given.index('--') if '--' in given else len(given)
+    return given[:end], given[end + 1 :]
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        value = int(text) if text.isdecimal() else least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f'{text}: give a whole number, {least} or more')
+        return value
+
+    return whole_number
+
+
+def above_0(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f'{text}: give a number above 0')
+    return value

@@ -34,7 +34,7 @@ from moevement_ext.plan.byte_planner import (
     bytes_over_budget,
     fewest_slots,
 )
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, above_0, at_least, split_at_end
 from tools.lab.tables import table
 from tools.plan.description import (
     DescriptionError,
@@ -123,14 +123,13 @@ def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: C
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, MegatronFlags]:
-    given = list(sys.argv[1:] if argv is None else argv)
-    cut = given.index('--') if '--' in given else len(given)
+    own, flags = split_at_end(argv)
     parser = Parser(prog='python -m tools.plan', description=__doc__)
     _add_operator_flags(parser)
     _add_job_flags(parser)
     _add_protection_flags(parser)
     _add_failure_flags(parser)
-    args = parser.parse_args(given[:cut])
+    args = parser.parse_args(own)
     if args.operators and args.budget_bytes is None:
         parser.error('--budget-bytes is missing: --operators needs the bytes a slot may hold')
     if not args.operators:
@@ -138,7 +137,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Meg
             parser.error('give --iteration-time or --mfu (or --operators with --budget-bytes)')
         if args.algorithm != BY_BYTES:
             parser.error('--algorithm is for --operators; a whole plan shows both')
-    return args, parse_megatron_flags(given[cut + 1 :])
+    return args, parse_megatron_flags(flags)
 
 
 def _add_operator_flags(parser: argparse.ArgumentParser) -> None:
@@ -161,17 +160,17 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
              metavar='NAME|FILE'),
         Flag('--cluster', f'a file or one of {", ".join(CLUSTERS)} (default: h100)',
              default='h100', metavar='NAME|FILE'),
-        Flag('--gpus', 'of the job (default: as the model says)', _count),
+        Flag('--gpus', 'of the job (default: as the model says)', at_least(1)),
         Flag('--to-layout', 'a second one, side by side: what moves if it picks the windows up',
              metavar=FORM),
     )  # fmt: skip
     add_flags(
         group.add_mutually_exclusive_group(),
-        Flag('--iteration-time', 'seconds', _positive, metavar='S'),
-        Flag('--mfu', 'model FLOPs utilization, to compute it from', _positive),
+        Flag('--iteration-time', 'seconds', above_0, metavar='S'),
+        Flag('--mfu', 'model FLOPs utilization, to compute it from', above_0),
     )
     of_machine = [
-        Flag(f'--{name}', f"of a {whose}, not the cluster's", _positive, metavar=unit)
+        Flag(f'--{name}', f"of a {whose}, not the cluster's", above_0, metavar=unit)
         for name, unit, whose in (
             ('copy-bandwidth', 'GB/s', 'GPU'), ('network-bandwidth', 'GB/s', 'node'),
             ('host-memory', 'GB', 'node'), ('gpu-memory', 'GB', 'GPU'),
@@ -210,7 +209,7 @@ def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group('failures')
     add_flags(
         group.add_mutually_exclusive_group(),
-        Flag('--mtbf', 'seconds between failures', _positive, metavar='S'),
+        Flag('--mtbf', 'seconds between failures', above_0, metavar='S'),
         Flag('--gpu-hours-per-failure', f'a number or one of {", ".join(GPU_HOURS_PER_FAILURE)} '
              f'(default: {_DEFAULT_FAILURES})', _gpu_hours,
              GPU_HOURS_PER_FAILURE[_DEFAULT_FAILURES], 'H'),
@@ -276,21 +275,8 @@ def _bytes(text: str) -> int:
     return int(text) if text.isdecimal() else int(value)
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f'{text}: give a number above 0')
-    return value
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'{text}: give a whole number, 1 or more')
-    return int(text)
-
-
 def _gpu_hours(text: str) -> float:
-    return GPU_HOURS_PER_FAILURE.get(text) or _positive(text)
+    return GPU_HOURS_PER_FAILURE.get(text) or above_0(text)
 
 
 def _run_operators(args: argparse.Namespace, console: Console, problems: Console) -> int:

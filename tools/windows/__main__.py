@@ -36,7 +36,7 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, at_least, split_at_end
 from tools.lab.text import size
 from tools.windows.choosing import newest
 from tools.windows.export import TORCH_DIST, ExportError, export, source
@@ -46,7 +46,6 @@ from tools.windows.pruning import prunable, remove
 _KEEP = 2
 _WIDE = 100
 _ONLY_WIDE = ('slots', 'held by', 'state')
-_END = '--'
 _OF_A_RUN = ('export', 'check')
 
 
@@ -81,7 +80,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument('directory', type=Path, metavar='DIR')
         if name == 'prune':
             command.add_argument(
-                '--keep', type=_count, default=_KEEP, metavar='N',
+                '--keep', type=at_least(0), default=_KEEP, metavar='N',
                 help=f'windows of each run that stay ({_KEEP}); 0: nothing stays',
             )  # fmt: skip
             command.add_argument('--yes', action='store_true', help='delete the files')
@@ -99,16 +98,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     command = commands.add_parser('check', help='would a job with these flags go on from them')
     command.add_argument('directory', type=Path, metavar='DIR')
     command.add_argument(
-        '--nproc', type=_count, metavar='N',
+        '--nproc', type=at_least(0), metavar='N',
         help='ranks of the job; default: as many as the windows had, or the fewest for the flags',
     )  # fmt: skip
-    given = list(sys.argv[1:] if argv is None else argv)
-    own = given[: given.index(_END)] if _END in given else given
+    own, launch = split_at_end(argv)
     args = parser.parse_args(own)
-    args.launch = given[len(own) + 1 :]
+    args.launch = launch
     if bool(args.launch) != (args.command in _OF_A_RUN):
         parser.error(
-            f'{_END} and the command that launches the run, or its flags, belong to '
+            '-- and the command that launches the run, or its flags, belong to '
             f'{" and ".join(_OF_A_RUN)}, and to them only'
         )
     return args
@@ -204,13 +202,6 @@ def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
         print(path)
     print(f'would delete: {len(pruned.files)} files, {freed}; with --yes it does')
     return 0
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f'{value}: must be 0 or more')
-    return value
 
 
 if __name__ == '__main__':

@@ -120,7 +120,7 @@ def test_nothing_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ('flags', 'said'),
     [
         ([], 'give -- and the flags of the job'),
-        (['--nproc', '0', '--', '--bf16'], '--nproc 0 must be at least 1'),
+        (['--nproc', '0', '--', '--bf16'], '--nproc: 0: give a whole number, 1 or more'),
         (['--', '--sparse-ckpt-windw', '3'], 'did you mean --sparse-ckpt-window?'),
         (['--', '--nonsense'], 'unrecognized arguments: --nonsense (pretrain_gpt.py --help'),
     ],
