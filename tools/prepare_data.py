@@ -19,7 +19,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import sys
 import sysconfig
 import tempfile
@@ -32,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 from tools.lab.arguments import Parser
+from tools.lab.benchmark import exit_on_sigterm
 
 STDLIB = 'stdlib'
 BYTES = 'bytes'
@@ -417,11 +417,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def exit_on_sigterm(signum: int, frame: object) -> None:
-    """Handler of SIGTERM: raises SystemExit, so that the unfinished dataset is removed."""
-    sys.exit(128 + signum)
-
-
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, exit_on_sigterm)
+    exit_on_sigterm()  # the unfinished dataset is removed
     sys.exit(main())
