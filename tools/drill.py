@@ -34,7 +34,7 @@ from tools.lab.arguments import Parser, split_at_end
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
-from tools.lab.evidence import read_events
+from tools.lab.following import read_events
 from tools.lab.launch import PROGRAM, ROOT
 from tools.lab.trainer_flags import parse_trainer_flags
 

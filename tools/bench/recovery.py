@@ -55,7 +55,8 @@ from tools.bench.recovery_report import (
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.errors import LabError
-from tools.lab.evidence import Tier, read_events
+from tools.lab.evidence import Tier
+from tools.lab.following import read_events
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, add_share_gpu

@@ -40,8 +40,9 @@ from tools.lab.arguments import Parser
 from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
 from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of, read_events
+from tools.lab.evidence import kind_of
 from tools.lab.figures import Spread
+from tools.lab.following import read_events
 from tools.lab.hardware import Hardware
 from tools.lab.job import memory_directory
 from tools.lab.launch import Launch

@@ -20,7 +20,8 @@ from tools.chaos.model import COMMON_FLAGS, Layout
 from tools.lab import models
 from tools.lab.digests import Difference, differences, read_digest
 from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of, read_events
+from tools.lab.evidence import kind_of
+from tools.lab.following import read_events
 from tools.lab.job import Job
 from tools.lab.launch import Launch
 from tools.lab.local_cluster import log_file

@@ -3,7 +3,6 @@
 
 import enum
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.events import (
@@ -16,20 +15,12 @@ from moevement_ext.events import (
     RecoveryStarted,
     WindowPersisted,
     WorkerStarted,
-    decode,
 )
 from tools.lab.run_log import Iteration
 
 _ATTEMPT = (WorkerStarted, FailureDetected, RecoveryStarted, NextTier, Recovered)
 _WHOLE_JOB = 'the whole job'
 _POST_STEP = 'post-step'
-
-
-def read_events(folder: Path) -> list[Event]:
-    """All complete events of a run in the order of time."""
-    paths = sorted(folder.glob('rank*.jsonl'))
-    found = [event for path in paths for event in decode(path.read_bytes())]
-    return sorted(found, key=lambda event: event.time)
 
 
 def kind_of[E: Event](events: Iterable[Event], kind: type[E]) -> list[E]:

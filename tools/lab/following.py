@@ -67,3 +67,8 @@ class Follower:
         if new:
             self.events = sorted([*self.events, *new], key=lambda event: event.time)
         return sorted(new, key=lambda event: event.time)
+
+
+def read_events(folder: Path) -> list[Event]:
+    """All events of a run in the order of time; a job that ended early may not have the folder."""
+    return Follower(folder).look() if folder.is_dir() else []

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from msgspec import UNSET
 
 from moevement_ext.events import (
@@ -29,7 +28,8 @@ from moevement_ext.events import (
     WorkerStarted,
 )
 from tools.lab.errors import LabError
-from tools.lab.evidence import kind_of, read_events
+from tools.lab.evidence import kind_of
+from tools.lab.following import Follower
 from tools.lab.plots import Doing, Span
 
 PROCESS_START = 'process_start'
@@ -461,13 +461,7 @@ def read_history(folder: Path) -> History:
     Raises:
         LabError: there are no events, or a file has another format.
     """
-    try:
-        events = read_events(folder)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise LabError(
-            f'{folder}: a file rank<N>.jsonl holds no events: {error}; give the folder of '
-            '--sparse-ckpt-events'
-        ) from error
+    events = Follower(folder).look()
     if not events:
         raise LabError(
             f'{folder}: there are no events (rank<N>.jsonl) in it; give the folder of '

@@ -13,7 +13,8 @@ import pytest
 from moevement_ext.events import RecoveryPhase
 from tools.chaos.aiming import Aim
 from tools.chaos.landing import Phase, landed
-from tools.lab.evidence import kind_of, read_events
+from tools.lab.evidence import kind_of
+from tools.lab.following import read_events
 
 pytestmark = pytest.mark.timed
 
