@@ -20,11 +20,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser, at_least
+from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.simulate import placement as expert_placement
 from tools.simulate.placement import Placed, survival_report
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'placement: {error}', file=sys.stderr)
         return 2
     if args.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found)).decode() + '\n')
+        print_json(found)
     elif args.command == 'ranks':
         Console().print(ranks_table(found['placements']))
     else:

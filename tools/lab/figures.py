@@ -57,6 +57,12 @@ def write_json(target: Path, report: Any) -> None:
         partial.write_bytes(content)
 
 
+def print_json(value: object, indent: int = 2) -> None:
+    """Print to standard output; infinity, which JSON lacks, becomes null."""
+    encoded = msgspec.json.encode(value, enc_hook=float)  # msgspec takes no floats of NumPy
+    print(msgspec.json.format(encoded, indent=indent).decode())
+
+
 def _rounded(value: Any) -> Any:
     """Round floats to 5 significant digits; a benchmark is no more precise."""
     plain = msgspec.to_builtins(value)

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
 from moevement_ext.config import AUTO
@@ -35,6 +34,7 @@ from moevement_ext.plan.byte_planner import (
     fewest_slots,
 )
 from tools.lab.arguments import Parser, above_0, at_least, split_at_end
+from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.plan.description import (
     DescriptionError,
@@ -288,7 +288,7 @@ def _run_operators(args: argparse.Namespace, console: Console, problems: Console
         problems.print(text, markup=False, highlight=False, soft_wrap=True)
     if args.json:
         sizes = _sizes(plan, operators)
-        _print_json({'window': plan.window, 'slots': plan.slots, 'slot_bytes': sizes})
+        print_json({'window': plan.window, 'slots': plan.slots, 'slot_bytes': sizes})
     else:
         print_slots(plan, operators, console)
     return 0
@@ -301,7 +301,7 @@ def _run_job(args: argparse.Namespace, megatron: MegatronFlags, console: Console
         layout = other_layout(args.to_layout, job.layout)
         return _run_both(plan, plan_job(with_layout(job, layout, args.mfu)), args, megatron)
     if args.json:
-        _print_json(as_json(plan, megatron.unused))
+        print_json(as_json(plan, megatron.unused))
     else:
         print_plan(plan, console, megatron.unused)
     reason = infeasible(plan)
@@ -314,7 +314,7 @@ def _run_both(
     before: JobPlan, after: JobPlan, args: argparse.Namespace, megatron: MegatronFlags
 ) -> int:
     if args.json:
-        _print_json(both_as_json(before, after, megatron.unused))
+        print_json(both_as_json(before, after, megatron.unused))
     else:
         print_both(before, after, Console())
     reason = why_not(before, after)
@@ -329,10 +329,6 @@ def _flag_error(error: FieldError, args: argparse.Namespace, megatron: MegatronF
     own = None if getattr(args, name, None) is None else '--' + name.replace('_', '-')
     flag = own or megatron.named(error.field)
     return str(error) if flag is None else f'{flag} {error.problem}'
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    print(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

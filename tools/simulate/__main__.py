@@ -30,8 +30,9 @@ from rich.console import Console
 
 from moevement_ext.plan.strategy import intervals
 from tools.lab.arguments import Parser
+from tools.lab.figures import print_json
 from tools.lab.tables import table
-from tools.simulate import closed_form, flags, terminal
+from tools.simulate import closed_form, flags
 from tools.simulate.closed_form import Dense
 from tools.simulate.experts import PartialRun
 from tools.simulate.fields import FieldError
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with flags.errors(parser):
         found = compute(args)
     if args.json:
-        terminal.print_json(found)
+        print_json(found)
     else:
         print_answer(found, Console())
     return 0

@@ -31,12 +31,13 @@ import numpy as np
 from rich.console import Console
 
 from tools.lab.arguments import Parser
+from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.plan.layout import spread
 from tools.simulate import fields, flags
 from tools.simulate.fields import FieldError
 from tools.simulate.profile import ProfileError
-from tools.simulate.terminal import Flag, add_flags, print_json
+from tools.simulate.terminal import Flag, add_flags
 
 FORMAT = 'moevement-stages/1'
 _COMPUTE, _SYNC, _UPDATE = ('forward-compute', 'backward-compute'), 'all-grads-sync', 'optimizer'

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
+from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.simulate import flags, terminal
 from tools.simulate.closed_form import Dense
@@ -213,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not points:
         return 2
     if args.json:
-        terminal.print_json([vars(point) for point in points])
+        print_json([vars(point) for point in points])
     else:
         print_table(points, args.over, args.show, console)
     if args.plot:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, JSON without infinity, and errors of pictures."""
+"""Flags, and errors of pictures."""
 
 import argparse
-import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,21 +25,6 @@ def add_flags(container: Any, *flags: Flag) -> None:
         name, *values = flag
         given = zip(Flag._fields[1:], values, strict=True)
         container.add_argument(name, **{key: value for key, value in given if value is not None})
-
-
-def print_json(value: object, indent: int | None = 2) -> None:
-    """Print to standard output; infinity, which JSON lacks, becomes None."""
-    print(json.dumps(_finite(value), indent=indent))
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 @contextmanager

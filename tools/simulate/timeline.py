@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from tools.lab.arguments import Parser
+from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.simulate import flags, terminal
 from tools.simulate.failures import Renewal
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = timelines(args, names_of(parser, args.systems))
     if args.json:
         plain = {name: _plain(timeline, args.bins) for name, timeline in found.items()}
-        terminal.print_json(plain, indent=None)
+        print_json(plain, indent=0)
     else:
         _print_table(found)
     if args.plot:

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser, at_least, split_at_end
+from tools.lab.figures import print_json
 from tools.lab.text import size
 from tools.windows.choosing import newest
 from tools.windows.export import TORCH_DIST, ExportError, export, source
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == 'prune':
         return _prune(found, args)
     if args.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(_as_json(found))).decode() + '\n')
+        print_json(_as_json(found))
     else:
         _print(found, args.directory, Console())
     return int(any(one.problem is not None and one.state == 'committed' for one in found))

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser
+from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.simulate.paper import memory, tables
 from tools.simulate.paper.cells import Cell, Constants, Verdict, all_cells, fit_all
@@ -116,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     report = recompute()
     if args.json:
-        encoded = msgspec.json.encode(report)
-        sys.stdout.write(msgspec.json.format(encoded, indent=1).decode() + '\n')
+        print_json(report)
     else:
         console = Console()
         print_report(report, console if console.is_terminal else Console(width=PIPE_WIDTH))
