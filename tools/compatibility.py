@@ -18,6 +18,7 @@ from megatron.moevement.job.compatibility.refused_flags import REFUSED
 from megatron.moevement.job.compatibility.rule import Rule
 from megatron.moevement.job.compatibility.whole_job_flags import WHOLE_JOB
 from tools.lab.arguments import Parser
+from tools.lab.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'compatibility.md'
@@ -109,7 +110,7 @@ def _versions() -> str:
         f'is built on `{image[1]}`. At its start a job compares the parts of megatron-core that it '
         'replaces with those it was written for, and ends with their names if they differ.'
     )
-    rows = _table(('PyTorch', 'megatron-core', 'Transformer Engine', 'Checked by'), CHECKED)
+    rows = markdown(('PyTorch', 'megatron-core', 'Transformer Engine', 'Checked by'), CHECKED)
     return f'## Versions\n\n{textwrap.fill(text, _WIDTH)}\n\n{rows}'
 
 
@@ -121,7 +122,7 @@ def _rules(rules: Iterable[Rule]) -> str:
     cells = [
         (', '.join(map(_condition, alike)), why, _remedies(alike)) for why, alike in rows.items()
     ]
-    return _table(('Flag', 'Why', 'Instead'), cells)
+    return markdown(('Flag', 'Why', 'Instead'), cells)
 
 
 def _condition(rule: Rule) -> str:
@@ -136,11 +137,6 @@ def _remedies(rules: Sequence[Rule]) -> str:
     if len(flags) == 1:
         return next(iter(flags))
     return '; '.join(f'{", ".join(named)}: {remedy}' for remedy, named in flags.items())
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ['---'] * len(head), *rows]
-    return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
 
 
 if __name__ == '__main__':

@@ -22,6 +22,7 @@ from megatron.moevement.arguments import add_arguments
 from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import SparseCheckpointConfig
 from tools.lab.arguments import Parser
+from tools.lab.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / 'docs' / 'flags.md'
@@ -53,8 +54,6 @@ behaves as plain Megatron. Flags of Megatron that are refused:
 [compatibility.md](compatibility.md). What to begin with: [flags by
 scale](memory.md#flags-by-scale).
 
-| Flag | Default | Meaning |
-| --- | --- | --- |
 """
 _DEFAULT = re.compile(r' ?Default: (.*)\.$')
 
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def document() -> str:
-    return _HEAD + ''.join(f'| {" | ".join(row)} |\n' for row in rows())
+    return _HEAD + markdown(('Flag', 'Default', 'Meaning'), rows())
 
 
 def with_fields(page: str) -> str:

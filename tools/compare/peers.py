@@ -32,7 +32,7 @@ from rich.console import Console
 from tools.bench.host_memory import LOG, files_by_kind
 from tools.compare import peer_program, peer_rows, running
 from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
-from tools.lab import four_ranks
+from tools.lab import four_ranks, tables
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import add_output_flags, prepare, run_benchmark
 from tools.lab.cpu_clock import Spent, memory_bytes, spent
@@ -278,9 +278,8 @@ def print_report(report: PeerReport, console: Console) -> None:
 
 
 def markdown(report: PeerReport) -> str:
-    lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
-    lines += [[row.title, *cells(row)] for row in report.rows.values()]
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines) + '\n'
+    rows = ((row.title, *cells(row)) for row in report.rows.values())
+    return tables.markdown(('', *COLUMNS), rows)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -14,6 +14,7 @@ from tools.compare.prediction import predicted
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import RANKS, Course, Lived
 from tools.compare.trace import PlannedFault
+from tools.lab import tables
 from tools.lab.figures import Spread, medians
 from tools.lab.hardware import Hardware
 from tools.lab.tables import say, table
@@ -237,10 +238,9 @@ def marked(row: RowResult) -> str:
 
 
 def markdown(report: Comparison) -> str:
-    lines = [['', *COLUMNS], ['---'] * (1 + len(COLUMNS))]
-    lines += [[marked(row).replace('*', '\\*'), *cells(row)] for row in report.rows.values()]
-    table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    rows = ((marked(row).replace('*', '\\*'), *cells(row)) for row in report.rows.values())
     text = ' '.join(caption(report.conditions)).replace('*', '\\*')
-    parts = [textwrap.fill(text, _WIDTH, break_on_hyphens=False), table]
+    parts = [textwrap.fill(text, _WIDTH, break_on_hyphens=False)]
+    parts += [tables.markdown(('', *COLUMNS), rows).rstrip()]
     parts += [textwrap.fill(' '.join(notes(report)), _WIDTH)] if notes(report) else []
     return '\n\n'.join(parts) + '\n'

@@ -37,3 +37,9 @@ def table(
     for cells, style in zip(listed, styles or [None] * len(listed), strict=True):
         made.add_row(*cells, style=style)
     return made
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for a document."""
+    lines = (head, ['---'] * len(head), *rows)
+    return ''.join(f'| {" | ".join(line)} |\n' for line in lines)

@@ -7,6 +7,7 @@ python -m tools.plan.table
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.budget import GIB
 from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.lab.tables import markdown
 from tools.plan.planning import Job, ProtectionSettings, iteration_seconds, plan_job
 from tools.plan.presets import CLUSTERS, PRESETS
 from tools.plan.report import infeasible
@@ -42,8 +43,7 @@ def table() -> str:
         [f'`{model}`', *(cell(preset_job(model, cluster)) for cluster in CLUSTERS)]
         for model in PRESETS
     ]
-    lines = [head, ['---'] * len(head), *rows]
-    return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+    return markdown(head, rows)
 
 
 if __name__ == '__main__':
