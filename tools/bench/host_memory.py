@@ -25,7 +25,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import map_new
@@ -35,6 +34,7 @@ from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, Launcher
 from tools.lab.run_log import RunLog
+from tools.lab.tables import table
 from tools.lab.trained import train
 
 _POLL_S = 0.25
@@ -164,17 +164,14 @@ def reserve(folder: Path, tries: int) -> list[float]:
 
 def show(report: MemoryReport, console: Console) -> None:
     kinds = sorted({kind for one in report.accounts for kind in one.most})
-    table = Table('MiB of all ranks (largest, last)', *(one.windows for one in report.accounts))
-    for kind in kinds:
-        table.add_row(
-            kind,
-            *(
-                f'{one.most.get(kind, 0) / MIB:.1f}, {one.last.get(kind, 0) / MIB:.1f}'
-                for one in report.accounts
-            ),
-        )
-    table.add_row('window', *(f'{one.captured / MIB:.1f}' for one in report.accounts))
-    console.print(table)
+    rows = [
+        (kind, *(f'{one.most.get(kind, 0) / MIB:.1f}, {one.last.get(kind, 0) / MIB:.1f}'
+                 for one in report.accounts))
+        for kind in kinds
+    ]  # fmt: skip
+    rows.append(('window', *(f'{one.captured / MIB:.1f}' for one in report.accounts)))
+    columns = ('MiB of all ranks (largest, last)', *(one.windows for one in report.accounts))
+    console.print(table(columns, rows))
 
 
 def measure(args: argparse.Namespace, console: Console) -> MemoryReport:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from moevement_ext.events import Event, Protected, WorkerStarted
 from moevement_ext.launch.hosts import SlurmStarter
@@ -47,6 +46,7 @@ from tools.lab.hardware import Hardware
 from tools.lab.job import memory_directory
 from tools.lab.launch import Launch
 from tools.lab.run_log import parse_log
+from tools.lab.tables import say, table
 from tools.lab.trained import DIGEST, train
 
 _HOSTS = ('a', 'b', 'c')
@@ -201,17 +201,16 @@ def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
 
 
 def show(report: SpareNodeReport, console: Console) -> None:
-    console.print(report.hardware.line(), highlight=False, soft_wrap=True, markup=False)
-    table = Table('', 's to a new iteration', 'of them set-up', 'GiB a rank', 'GiB in advance')
-    for way, runs in report.rounds.items():
-        table.add_row(
-            way,
-            Spread.of([one.seconds for one in runs]).text(),
-            Spread.of([one.set_up_s for one in runs]).text(),
-            f'{max(one.kept for one in runs) / 2**30:.2f}',
-            f'{min(one.in_advance for one in runs) / 2**30:.2f}',
-        )
-    console.print(table)
+    say(console, report.hardware.line())
+    columns = ('', 's to a new iteration', 'of them set-up', 'GiB a rank', 'GiB in advance')
+    rows = (
+        (way, Spread.of([one.seconds for one in runs]).text(),
+         Spread.of([one.set_up_s for one in runs]).text(),
+         f'{max(one.kept for one in runs) / 2**30:.2f}',
+         f'{min(one.in_advance for one in runs) / 2**30:.2f}')
+        for way, runs in report.rounds.items()
+    )  # fmt: skip
+    console.print(table(columns, rows))
     differ = sorted(
         {kind for runs in report.rounds.values() for one in runs for kind in one.different}
     )

@@ -17,6 +17,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import SlotHeader, decode_context
 from tools.chaos.verdict import problems, recoveries, replaced
+from tools.lab import tables
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of, ranks_with
 from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE
@@ -220,10 +221,6 @@ def _median_ms(iterations: Sequence[Iteration], numbers: set[int]) -> float:
 
 
 def print_summary(result: Result, console: Console) -> None:
-    table = Table(title='Fault-free run against the run that lost a node', title_justify='left')
-    table.add_column('')
-    table.add_column('fault-free', justify='right')
-    table.add_column('recovered', justify='right')
     recovery, (plain_ms, sparse_ms) = result.recovery, result.iteration_ms
     replayed = ', '.join(
         f'{stage.replayed} (stage {number})' for number, stage in enumerate(recovery.stages)
@@ -231,23 +228,21 @@ def print_summary(result: Result, console: Console) -> None:
     slot = result.slot_over_dense
     dense = sum(rank.dense for rank in result.captured.values())
     verdict = '[bold green]equal[/]' if result.bit_identical else '[bold red]DIFFERENT[/]'
-    for name, (plain, sparse) in zip(('first loss', 'final loss'), result.losses, strict=True):
-        table.add_row(name, f'{plain:.4f}', f'{sparse:.4f}')
     first, second = (digest[:12] for digest in result.digests)
-    table.add_row('digest of the final state', first, f'{second}  {verdict}')
-    table.add_row('iterations replayed', '-', replayed)
-    table.add_row('seconds, kill to new iteration', '-', f'{recovery.seconds:.1f}')
-    table.add_row(
-        'median iteration (ms)',
-        f'{plain_ms:.0f}',
-        f'{sparse_ms:.0f}  ({result.overhead - 1:+.1%})',
-    )
-    table.add_row(
-        'bytes a checkpoint (all ranks)',
-        f'{dense / MIB:.2f} MiB dense',
-        f'{slot * dense / MIB:.2f} MiB a slot  ({slot:.0%})',
-    )
-    for shown in ('', table, '', _stage_table(recovery)):
+    losses = zip(('first loss', 'final loss'), result.losses, strict=True)
+    rows = [
+        *((name, f'{plain:.4f}', f'{sparse:.4f}') for name, (plain, sparse) in losses),
+        ('digest of the final state', first, f'{second}  {verdict}'),
+        ('iterations replayed', '-', replayed),
+        ('seconds, kill to new iteration', '-', f'{recovery.seconds:.1f}'),
+        ('median iteration (ms)', f'{plain_ms:.0f}',
+         f'{sparse_ms:.0f}  ({result.overhead - 1:+.1%})'),
+        ('bytes a checkpoint (all ranks)', f'{dense / MIB:.2f} MiB dense',
+         f'{slot * dense / MIB:.2f} MiB a slot  ({slot:.0%})'),
+    ]  # fmt: skip
+    title = 'Fault-free run against the run that lost a node'
+    both = tables.table(('', '>fault-free', '>recovered'), rows, title=title, title_justify='left')
+    for shown in ('', both, '', _stage_table(recovery)):
         console.print(shown)
 
 

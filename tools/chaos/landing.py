@@ -11,6 +11,7 @@ from rich.table import Table
 from moevement_ext.events import Event, RecoveryPhase
 from tools.lab.evidence import kind_of
 from tools.lab.job import Kind
+from tools.lab.tables import table
 
 ALL = 'all'
 _OVER = 'over'
@@ -132,15 +133,11 @@ class Coverage:
 
     def table(self) -> Table:
         """Phase x kind, with the number of faults; empty required cells are highlighted."""
-        table = Table(title='faults by the phase in which they landed')
-        table.add_column('phase')
-        for kind in Kind:
-            table.add_column(kind, justify='right')
         empty = set(self.empty())
-        for phase in Phase:
-            counts = []
-            for kind in Kind:
-                cell = Cell(phase, kind)
-                counts.append('[bold red]0[/]' if cell in empty else str(self._landed[cell] or ''))
-            table.add_row(phase, *counts)
-        return table
+
+        def count(cell: Cell) -> str:
+            return '[bold red]0[/]' if cell in empty else str(self._landed[cell] or '')
+
+        columns = ('phase', *(f'>{kind}' for kind in Kind))
+        rows = ((phase, *(count(Cell(phase, kind)) for kind in Kind)) for phase in Phase)
+        return table(columns, rows, title='faults by the phase in which they landed')
