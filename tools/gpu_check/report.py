@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The findings of all stages so far: one file, kept between calls."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 NOTHING = Findings({}, [])
-
-
-def together(parts: Iterable[Findings]) -> Findings:
-    found = NOTHING
-    for part in parts:
-        found = found.and_then(part)
-    return found
 
 
 class StageResult(msgspec.Struct, frozen=True):

@@ -23,7 +23,6 @@ _CONVERTED = ' sparse ckpt | converted window: '
 _VALIDATED = re.compile(
     r'validation loss at iteration (?P<iteration>\d+) \| lm loss value: (?P<loss>[\d.E+-]+) \|'
 )
-_SAVED = re.compile(r'save-checkpoint \.+: \([\d.]+, (?P<ms>[\d.]+)\)')
 
 
 class LogError(LabError):
@@ -57,8 +56,6 @@ class RunLog:
 
     attempts: list[list[Iteration]]
     captured: list[Captured]
-    saved_ms: list[float] = field(default_factory=list)
-    """Milliseconds of each dense checkpoint, on the slowest rank."""
     validated: dict[int, float] = field(default_factory=dict)
     """Validation loss by iteration; the newest one if it was computed again."""
 
@@ -95,7 +92,6 @@ def parse_log(text: str) -> RunLog:
     """
     attempts: list[list[Iteration]] = []
     captured: list[Captured] = []
-    saved_ms: list[float] = []
     validated: dict[int, float] = {}
     restarted = True
     for line in text.splitlines():
@@ -119,13 +115,11 @@ def parse_log(text: str) -> RunLog:
                     float(found['exposed']),
                 )
             )
-        elif found := _SAVED.search(line):
-            saved_ms.append(float(found['ms']))
         elif found := _VALIDATED.search(line):
             validated[int(found['iteration'])] = float(found['loss'])
         elif _CONVERTED in line:
             restarted = True
-    return RunLog(attempts, captured, saved_ms, validated)
+    return RunLog(attempts, captured, validated)
 
 
 def read_log(path: Path) -> RunLog:

@@ -53,10 +53,6 @@ def _training(model: dict[str, Any], experts: dict[str, Any], **others: Any) -> 
 
 
 _KNOWN = tomllib.loads(files(__package__).joinpath('presets.toml').read_text('utf-8'))
-PUBLISHED: dict[str, dict[str, float]] = {
-    name: sections['published'] for name, sections in _KNOWN['models'].items()
-}
-"""Published parameters by name, in 1e9: `total` and, if the shape determines it, `active`."""
 PRESETS = {name: _training(**sections) for name, sections in _KNOWN['models'].items()}
 """Models by name; the first four belong to the paper's evaluation."""
 CLUSTERS = {name: Cluster(name, **figures) for name, figures in _KNOWN['clusters'].items()}

@@ -47,12 +47,10 @@ class Table(msgspec.Struct, frozen=True):
     """Table 3 or Table 7."""
 
     name: str
-    caption: str
     run_s: float
     gpus: int
     mtbf_s: dict[str, float]
     """Mean seconds between failures, by the name of the column."""
-    iteration_s_how: str
     settings: list[Setting]
     notes: list[tuple[str, str]]
     """A cell, and its unreadable or corrected value."""

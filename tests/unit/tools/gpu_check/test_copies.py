@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What has been measured of copies is kept, whatever fails after it."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_figures_of_the_probe_survive_a_later_failure(
 
     monkeypatch.setattr(copies, '_probe', on_the_cpu)
     parts = run_stage('copies', Settings(tmp_path / 'output', tmp_path, gpu=False))
-    found = report.together(parts)
+    found = functools.reduce(report.Findings.and_then, parts)
     assert found.figures['registered_gb_s_1'] > 0
     assert found.figures['connections_1']['small_copy']['beside']['p99_ms'] > 0
     assert 'busy_over_limit_8' not in found.figures

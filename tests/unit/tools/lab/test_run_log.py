@@ -38,11 +38,6 @@ def test_captured_bytes_belong_to_the_iteration_logged_before() -> None:
     assert log.captured == [Captured(3, 2, 77, 0.3)]
 
 
-def test_a_dense_checkpoint_counts_as_the_slowest_rank_does() -> None:
-    line = '    save-checkpoint ................................: (12.34, 56.78)\n'
-    assert parse_log(iteration_line(3, 1) + line).saved_ms == [56.78]
-
-
 def test_wall_seconds_have_the_stall_of_saving_in_them() -> None:
     times = ((1, 1.0), (2, 2.0), (3, 2.5), (4, 4.5))
     log = parse_log(''.join(iteration_line(number, time) for number, time in times))

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from tools.plan.model import LatentAttention, ModelShape, Weights
-from tools.plan.presets import PRESETS, PUBLISHED
+from tools.plan.presets import _KNOWN, PRESETS
 
 TINY = ModelShape(
     'tiny', layers=2, hidden_size=8, attention_heads=2, vocab_size=100, ffn_hidden_size=16,
@@ -16,7 +16,7 @@ TINY = ModelShape(
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_preset_has_its_published_size(name):
-    model, published = PRESETS[name].model, PUBLISHED[name]
+    model, published = PRESETS[name].model, _KNOWN['models'][name]['published']
     assert model.total_parameters / 1e9 == pytest.approx(published['total'], rel=0.02)
     if 'active' in published:
         assert model.active_parameters / 1e9 == pytest.approx(published['active'], rel=0.035)
