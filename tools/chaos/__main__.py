@@ -68,10 +68,9 @@ from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.digests import DigestFileError
 from tools.lab.errors import LabError
 from tools.lab.job import Kind, memory_directory
-from tools.lab.launch import Launcher, add_share_gpu
+from tools.lab.launch import add_share_gpu
 from tools.lab.models import prepare_text
 
-RANDOM = 'random'
 _MOST_SHOWN = 8
 _ALWAYS = (Kind.KILL, Kind.STOP, Kind.NODE, Kind.DOUBLE)
 
@@ -81,20 +80,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add('--faults', type=int, default=20, help='number of faults (default: 20)')
     add('--seed', type=int, help='seed of all draws (default: the time)')
-    add('--configurations', type=int, help='number to draw; without it, one, from the next flags')
-    add('--layout', default='pp2-ep2', help='pp2-ep2 (default), pp4, pp2-dp2, pp2-vp2, pp2-tp2 ...')
-    add('--nodes', type=int, help='emulated nodes (default: one for each rank, up to 4)')
-    add('--workers-per-node', type=int, help='default: what the layout needs')
-    add('--spares', type=int, default=1, help='hot spares (default: 1)')
+    add('--configurations', type=int, help='number to draw (default: pp2-ep2 in bf16 alone)')
     add('--fork', action='store_true', help='fork the workers of the local launcher from one '
         'process that has imported Megatron, instead of hot spares: quick starts')  # fmt: skip
-    add(
-        '--launcher',
-        choices=list(Launcher),
-        default=Launcher.LOCAL,
-        help='local: one for all nodes (default); torchrun: an agent for each',
-    )
-    add('--window', default=RANDOM, help='iterations per window, or random for each job (default)')
     add('--kinds', help=f'of {",".join(Kind)} (default: {",".join(_ALWAYS)}; all of them with '
         '--configurations)')  # fmt: skip
     add('--cover', default='', metavar='PHASES:KINDS',
@@ -139,20 +127,16 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         ValueError: a flag breaks a rule; the message names both.
     """
-    for name in ('faults', 'nodes', 'faults_per_job', 'configurations', 'hang_timeout'):
+    for name in ('faults', 'faults_per_job', 'configurations', 'hang_timeout'):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f'--{name.replace("_", "-")} must be at least 1')
     if not 0 <= args.aimed <= 1:
         raise ValueError(f'--aimed {args.aimed} must be from 0 to 1')
-    for name, meaning in (('layout', parse_layout), ('cover', parse_cells)):
-        try:
-            setattr(args, name, meaning(getattr(args, name)))
-        except ValueError as error:
-            raise ValueError(f'--{name} {error}') from error
-    _check_nodes(args)
-    if args.window != RANDOM and not (args.window.isdecimal() and int(args.window) > 0):
-        raise ValueError(f'--window {args.window} must be a whole number above 0, or {RANDOM}')
+    try:
+        args.cover = parse_cells(args.cover)
+    except ValueError as error:
+        raise ValueError(f'--cover {error}') from error
     if args.fork and args.share_gpu:
         raise ValueError('--fork --share-gpu: CUDA does not work in a fork; leave out --fork')
     if args.stand_ins and (args.share_gpu or not args.configurations):
@@ -162,44 +146,18 @@ def check(args: argparse.Namespace) -> None:
     if not names or not set(names) <= set(Kind):
         raise ValueError(f'--kinds {args.kinds} must be some of {",".join(Kind)}')
     args.kinds = [Kind(name) for name in names]
-    possible = list(Kind) if args.configurations else given(args, 1).kinds()
-    refused = {*args.kinds, *(cell.kind for cell in args.cover)} - set(possible)
-    if refused:
-        raise ValueError(
-            f'--kinds {",".join(sorted(refused))}: not possible here; a lost node needs --nodes 2 '
-            'or more (no replica survives the only one), a double fault two ranks, an agent '
-            'torchrun'
-        )
+    if not args.configurations and Kind.AGENT in {*args.kinds, *(cell.kind for cell in args.cover)}:
+        raise ValueError(f'--kinds {Kind.AGENT} needs torchrun, which only --configurations draw')
 
 
-def _check_nodes(args: argparse.Namespace) -> None:
-    ranks = args.layout.ranks
-    if args.nodes is None:
-        args.nodes = min(4, ranks) if args.workers_per_node is None else (
-            ranks // args.workers_per_node
-        )  # fmt: skip
-    if args.workers_per_node is None:
-        args.workers_per_node = max(1, ranks // args.nodes)
-    if args.nodes * args.workers_per_node != ranks:
-        raise ValueError(
-            f'--layout {args.layout.name} has {ranks} ranks; --nodes {args.nodes} '
-            f'--workers-per-node {args.workers_per_node} is another number'
-        )
-    if args.launcher == Launcher.TORCHRUN and args.workers_per_node > 1:
-        raise ValueError('--launcher torchrun needs --workers-per-node 1: an agent restarts all')
-
-
-def given(args: argparse.Namespace, job: int) -> Configuration:
-    """The configuration that the flags give, with the window of job `job`."""
-    drawn = args.window == RANDOM
+def _usual(args: argparse.Namespace, job: int) -> Configuration:
+    """What is not drawn, with the window of job `job`."""
     return Configuration(
-        layout=args.layout,
-        precision=Precision.BF16,
-        features=(Feature.DROPOUT,),
-        window=draw_window(args.seed or 0, job, LONGEST_WINDOW) if drawn else int(args.window),
-        nodes=args.nodes,
-        spares=args.spares,
-        launcher=Launcher(args.launcher),
+        parse_layout('pp2-ep2'),
+        Precision.BF16,
+        (Feature.DROPOUT,),
+        draw_window(args.seed or 0, job, LONGEST_WINDOW),
+        nodes=4,
         share_gpu=args.share_gpu,
         fork=args.fork,
         hang_timeout_s=args.hang_timeout,
@@ -219,7 +177,7 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
             return random._replace(
                 share_gpu=args.share_gpu, fork=args.fork, hang_timeout_s=args.hang_timeout
             )
-        return given(args, job)
+        return _usual(args, job)
 
     coverage = Coverage(args.cover)
     results.count(coverage)
@@ -235,7 +193,7 @@ def _campaign(args: argparse.Namespace, results: Results, console: Console) -> C
             kinds=args.kinds,
             aimed=args.aimed if args.cover else 0.0,
             patient=bool(args.configurations),
-            longest_window=0 if args.configurations or args.window != RANDOM else LONGEST_WINDOW,
+            longest_window=0 if args.configurations else LONGEST_WINDOW,
         ),
         results=results,
         coverage=coverage,

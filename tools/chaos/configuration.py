@@ -172,14 +172,8 @@ class Configuration(NamedTuple):
 
     def kinds(self) -> list[Kind]:
         """Kinds of faults that are possible in such a job."""
-        impossible: set[Kind] = set()
-        if self.launcher is not Launcher.TORCHRUN:
-            impossible.add(Kind.AGENT)
-        if self.nodes == 1:
-            impossible.add(Kind.NODE)
-        if self.layout.ranks == 1:
-            impossible.add(Kind.DOUBLE)
-        return [kind for kind in Kind if kind not in impossible]
+        agents = self.launcher is Launcher.TORCHRUN
+        return [kind for kind in Kind if agents or kind is not Kind.AGENT]
 
     def detection_s(self, kind: Kind) -> float:
         """Seconds until a fault of this kind is noticed."""

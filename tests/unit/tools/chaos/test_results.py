@@ -111,19 +111,11 @@ def test_two_campaigns_do_not_share_a_folder(
 @pytest.mark.parametrize(
     ('flags', 'complaint'),
     [
-        ('--layout pp2+ep2', '--layout'),
-        ('--layout pp2-ep2-dp3', 'multiple of ep'),
-        ('--layout pp2-dp3', 'must divide'),
-        ('--layout pp0', 'at least 1'),
-        ('--nodes 3', 'another number'),
         ('--faults 0', '--faults must be at least 1'),
-        ('--window none', '--window none'),
         ('--kinds kill,burn', '--kinds kill,burn'),
-        ('--nodes 1 --workers-per-node 4', 'no replica survives'),
-        ('--kinds agent', 'an agent torchrun'),
+        ('--kinds agent', 'needs torchrun'),
         ('--cover meet', 'phases:kinds'),
         ('--aimed 2', '--aimed 2'),
-        ('--launcher torchrun --nodes 2', '--launcher torchrun needs'),
     ],
 )
 def test_wrong_flags_are_named(
