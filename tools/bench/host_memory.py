@@ -33,6 +33,7 @@ from tools.lab.arguments import Parser
 from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, Launcher
+from tools.lab.models import sparse_flags
 from tools.lab.run_log import RunLog
 from tools.lab.tables import table
 from tools.lab.trained import train
@@ -137,7 +138,7 @@ def account(windows: str, data: Path, output: Path, args: argparse.Namespace) ->
         flags = model.training_flags(data, args.ranks, args.iterations)
         flags += _ALONE if args.ranks == 1 else []
         if windows != _PLAIN:
-            flags += model.sparse_flags(memory, windows)
+            flags += sparse_flags(memory, model.RUN_ID, windows)
         nodes = min(model.NODES, args.ranks)
         launch = Launch(output / windows, flags, nodes, args.ranks // nodes)
         log = train(launch, sample, Launcher.TORCHRUN).log

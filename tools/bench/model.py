@@ -35,20 +35,6 @@ def training_flags(
         precision: a key of `precisions.FLAGS` or `NATIVE`; None: `models.native_precision`.
     """
     kind = (precisions.FLAGS | precisions.NATIVE)[precision or models.native_precision()]
-    return [
-        *_MODEL.flags(),
-        *models.TRAINING,
-        *_TRAINING,
-        *kind.split(),
-        *models.TEXT,
-        *models.NO_EVALUATION,
-        *('--pipeline-model-parallel-size', str(ranks // NODES)),
-        *('--expert-model-parallel-size', '2'),
-        *models.data_flags(data),
-        *('--train-iters', str(iterations)),
-    ]
-
-
-def sparse_flags(memory: Path, window: str) -> list[str]:
-    """Flags of sparse checkpointing with windows of `window` iterations, or `auto`."""
-    return models.sparse_flags(memory, RUN_ID, window)
+    sizes = ['--pipeline-model-parallel-size', str(ranks // NODES)]
+    sizes += ['--expert-model-parallel-size', '2']
+    return _MODEL.training_flags([*_TRAINING, *kind.split(), *sizes], data, iterations)

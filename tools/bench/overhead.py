@@ -51,7 +51,7 @@ from tools.lab.evidence import kind_of
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import PROGRAM, Launch, Launcher
-from tools.lab.models import dense_flags
+from tools.lab.models import dense_flags, sparse_flags
 from tools.lab.trained import train
 
 _POLL_S = 0.25
@@ -151,13 +151,13 @@ class Bench(NamedTuple):
         """Flags of a way to protect a run, except the folder of events."""
         match variant:
             case 'sparse' | 'sparse-against':
-                return model.sparse_flags(memory, self.window)
+                return sparse_flags(memory, model.RUN_ID, self.window)
             case 'sparse-disk':
                 # The next window is copied as soon as all ranks have copied the one before.
                 disk = ['--sparse-ckpt-disk', str(checkpoints), '--sparse-ckpt-disk-every', '1']
-                return [*model.sparse_flags(memory, self.window), *disk]
+                return [*sparse_flags(memory, model.RUN_ID, self.window), *disk]
             case 'dense-in-memory':
-                return model.sparse_flags(memory, '1')
+                return sparse_flags(memory, model.RUN_ID, 1)
             case 'torch-dist-sync' | 'torch-dist-async':
                 return dense_flags(checkpoints, 1, asynchronous=variant == ASYNC)
         return []

@@ -60,7 +60,7 @@ from tools.lab.following import read_events
 from tools.lab.hardware import Hardware
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, add_share_gpu
-from tools.lab.models import dense_flags, native_precision
+from tools.lab.models import dense_flags, native_precision, sparse_flags
 from tools.lab.run_log import RunLog
 from tools.lab.trained import Trained, train
 
@@ -152,8 +152,7 @@ class Bench(NamedTuple):
         return Launch(folder, flags, STAGES, 1, max_restarts, spares, share_gpu=self.share_gpu)
 
     def _sparse_flags(self, memory: Path, folder: Path, recovery: str) -> list[str]:
-        flags = model.sparse_flags(memory, str(self.window))
-        flags += ['--sparse-ckpt-events', str(folder / 'events')]
+        flags = sparse_flags(memory, model.RUN_ID, self.window, folder / 'events')
         return [*flags, '--sparse-ckpt-recovery', recovery]
 
     def _checkpoints(self) -> tempfile.TemporaryDirectory[str]:

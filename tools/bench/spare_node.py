@@ -45,6 +45,7 @@ from tools.lab.following import read_events
 from tools.lab.hardware import Hardware
 from tools.lab.job import memory_directory
 from tools.lab.launch import Launch
+from tools.lab.models import sparse_flags
 from tools.lab.run_log import parse_log
 from tools.lab.tables import say, table
 from tools.lab.trained import DIGEST, train
@@ -194,7 +195,7 @@ def measure(args: argparse.Namespace, console: Console) -> SpareNodeReport:
             folder = output / f'{number}-{way.replace(" ", "-")}'
             folder.mkdir()
             with memory_directory() as memory:
-                flags = [*plain, *model.sparse_flags(memory, '1'), *_log_of(args.gib)]
+                flags = [*plain, *sparse_flags(memory, model.RUN_ID, 1), *_log_of(args.gib)]
                 done.append(lose_a_node(folder, Launch(folder, flags, _STAGES, 1), way, reference))
             console.print(f'{number}: {done[-1].seconds:6.2f} s  {way}', highlight=False)
     return SpareNodeReport(hardware, rounds)

@@ -138,12 +138,4 @@ def _return(windows: Trained, killed: Trained) -> dict[str, Any]:
 def _flags(settings: Settings) -> list[str]:
     model, layers = (_LARGE, _LARGE_LAYERS) if settings.gpu else (_TINY, _TINY_LAYERS)
     data = models.prepare_text(settings.output / 'data', megabytes=1)
-    return [
-        *model.flags(),
-        *models.TRAINING,
-        *_TRAINING,
-        *models.TEXT,
-        *models.NO_EVALUATION,
-        *models.data_flags(data),
-        *('--num-layers', str(layers), '--train-iters', str(ITERATIONS)),
-    ]
+    return model.training_flags([*_TRAINING, '--num-layers', str(layers)], data, ITERATIONS)

@@ -22,13 +22,5 @@ _TRAINING = (
 
 def training_flags(data: Path, iterations: int, precision: str = 'bf16') -> list[str]:
     """Flags of plain Megatron. `precision`: a key of `precisions.NATIVE`."""
-    return [
-        *_MODEL.flags(),
-        *models.TRAINING,
-        *_TRAINING,
-        *precisions.NATIVE[precision].split(),
-        *models.TEXT,
-        *models.NO_EVALUATION,
-        *models.data_flags(data),
-        *('--train-iters', str(iterations)),
-    ]
+    own = [*_TRAINING, *precisions.NATIVE[precision].split()]
+    return _MODEL.training_flags(own, data, iterations)

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,13 @@ class ToyModel(NamedTuple):
             *('--num-attention-heads', str(self.heads), '--num-experts', str(self.experts)),
             *('--seq-length', str(self.sequence), '--max-position-embeddings', str(self.sequence)),
         ]
+
+    def training_flags(self, own: Iterable[str], data: Path, iterations: int) -> list[str]:
+        """Flags of plain Megatron: `own` ones, and what small jobs have in common."""
+        return [
+            *self.flags(), *TRAINING, *own, *TEXT, *NO_EVALUATION, *data_flags(data),
+            '--train-iters', str(iterations),
+        ]  # fmt: skip
 
 
 def native_precision(gpu: bool = False) -> str:
