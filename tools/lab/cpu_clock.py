@@ -55,22 +55,19 @@ class CpuClock:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._workers: list[psutil.Process] = []
-        self._times: list[float] = []
-        self._seconds: list[float] = []
+        self._pids: list[int] = []
+        self._samples: list[Spent] = []
 
     def sample(self, log: RunLog) -> None:
         """Take one sample if the job trains; call it often."""
-        if not log.iterations:
-            return
-        if not self._workers:
-            self._workers = [psutil.Process(pid) for pid in self._job.pids() if pid]
-        self._times.append(time.time())
-        self._seconds.append(sum(_with_children(worker) for worker in self._workers))
+        if log.iterations:
+            self._pids = self._pids or [pid for pid in self._job.pids() if pid]
+            self._samples.append(spent(self._pids))
 
     def seconds(self, begin: float, end: float) -> float:
         """CPU seconds between two times (seconds since the epoch), interpolated between samples."""
-        used = np.interp([begin, end], self._times, np.maximum.accumulate(self._seconds))
+        times, seconds, _ = zip(*self._samples, strict=True)
+        used = np.interp([begin, end], times, np.maximum.accumulate(seconds))
         return float(used[1] - used[0])
 
 

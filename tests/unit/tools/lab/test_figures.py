@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tools.lab import benchmark
 from tools.lab.benchmark import run_benchmark
-from tools.lab.cpu_clock import CpuClock
+from tools.lab.cpu_clock import CpuClock, Spent
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing, write_json
 from tools.lab.hardware import Hardware
@@ -18,7 +18,7 @@ from tools.lab.hardware import Hardware
 
 def test_cpu_clock_interpolates_between_samples() -> None:
     clock = CpuClock.__new__(CpuClock)  # the samples are all it takes
-    clock._times, clock._seconds = [10.0, 20.0, 30.0], [0.0, 5.0, 4.0]
+    clock._samples = [Spent(10.0, 0.0, 0.0), Spent(20.0, 5.0, 0.0), Spent(30.0, 4.0, 0.0)]
     assert clock.seconds(12.0, 20.0) == pytest.approx(4.0)
     assert clock.seconds(20.0, 30.0) == 0  # a child that ended takes nothing back
 
