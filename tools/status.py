@@ -29,7 +29,6 @@ from tools.lab.arguments import Parser, above_0
 from tools.lab.errors import LabError
 from tools.lab.following import Follower
 from tools.lab.history import Episode, History, Pace, read_history, shares
-from tools.lab.layouts import layouts
 from tools.lab.plots import Doing
 from tools.lab.tables import table
 from tools.lab.text import duration
@@ -106,10 +105,6 @@ def show(history: History, now: float) -> Group:
 
 def stages(history: History) -> list[Stage]:
     """Present activity of each stage's ranks."""
-    ranks: dict[int | None, list[int]] = {}
-    for rank in history.members:
-        place = history.places.get(rank)
-        ranks.setdefault(place.stage if place else None, []).append(rank)
     newest = {rank: events[-1].iteration for rank, events in history.by_rank.items()}
     return [
         Stage(
@@ -118,9 +113,7 @@ def stages(history: History) -> list[Stage]:
             Counter(history.doing[rank] for rank in members),
             (min(newest[rank] for rank in members), max(newest[rank] for rank in members)),
         )
-        for stage, members in sorted(
-            ranks.items(), key=lambda item: -1 if item[0] is None else item[0]
-        )
+        for stage, members in history.by_stage(history.members)
     ]
 
 
@@ -138,16 +131,6 @@ def missing(history: History) -> list[int]:
     places = (history.places[rank] for rank in history.members if rank in history.places)
     size = max((place.world_size for place in places), default=0)
     return sorted(set(range(size)) - history.by_rank.keys())
-
-
-def recent_pace(history: History) -> Pace | None:
-    """Pace of the newest undisturbed iterations; None without any."""
-    pieces = [piece for found in history.progress.values() for piece in found[-_RECENT:]]
-    iterations = sum(piece.iterations for piece in pieces)
-    if not iterations:
-        return None
-    return Pace(sum(piece.training_s for piece in pieces) / iterations,
-                sum(piece.exposed_s for piece in pieces) / iterations)  # fmt: skip
 
 
 def _headline(history: History, now: float) -> Text:
@@ -185,7 +168,8 @@ def _deadline(history: History) -> tuple[float, float]:
 
 def _figures(history: History) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
-    pace, time = recent_pace(history), shares(history)
+    recent = [piece for found in history.progress.values() for piece in found[-_RECENT:]]
+    pace, time = Pace.of(recent), shares(history)
     if pace is not None:
         held = f'{pace.exposed_s / pace.iteration_s:.2%} of it held up by checkpointing'
         table.add_row('iteration', f'{duration(pace.iteration_s)}, {held}')
@@ -198,9 +182,8 @@ def _figures(history: History) -> Table:
     if time is not None:
         table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
     table.add_row('protection', _protection(history))
-    found = layouts(history)
-    if found:
-        table.add_row('layout', '; before that '.join(found))
+    if history.layouts:
+        table.add_row('layout', '; before that '.join(history.layouts))
     for title, ranks in (('SILENT ranks', silent(history)), ('MISSING ranks', missing(history))):
         if ranks:
             table.add_row(title, Text(' '.join(map(str, ranks)), 'bold red'))

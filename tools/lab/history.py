@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from msgspec import UNSET
 
@@ -23,6 +23,7 @@ from moevement_ext.events import (
     Recovered,
     RecoveryPhase,
     RecoveryStarted,
+    Relaid,
     WindowCommitted,
     WindowPersisted,
     WorkerStarted,
@@ -53,6 +54,17 @@ class Pace(NamedTuple):
     iteration_s: float
     exposed_s: float
     """Part of these seconds that sparse checkpointing added."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Progress]) -> Self | None:
+        """None without any iteration."""
+        iterations = sum(piece.iterations for piece in pieces)
+        if not iterations:
+            return None
+        return cls(
+            sum(piece.training_s for piece in pieces) / iterations,
+            sum(piece.exposed_s for piece in pieces) / iterations,
+        )
 
 
 @dataclass(frozen=True)
@@ -183,6 +195,24 @@ class History:
         return [rank for rank in self.ranks if size is None or rank < size]
 
     @property
+    def layouts(self) -> list[str]:
+        """Ranks by kind of parallelism of the present layout, if known; then the earlier ones."""
+        if self.about is None:
+            return []
+        sizes = ', '.join(f'{kind} {size}' for kind, size in self.about.layout.items())
+        relaid = kind_of(self.events, Relaid)
+        earlier = (f'{one.was} up to iteration {one.dense_at}' for one in reversed(relaid))
+        return [sizes, *dict.fromkeys(earlier)]
+
+    def by_stage(self, ranks: Iterable[int]) -> list[tuple[int | None, list[int]]]:
+        """Ranks of each pipeline stage; first those whose stage is unknown, if any."""
+        stages: dict[int | None, list[int]] = {}
+        for rank in ranks:
+            place = self.places.get(rank)
+            stages.setdefault(place.stage if place else None, []).append(rank)
+        return sorted(stages.items(), key=lambda item: -1 if item[0] is None else item[0])
+
+    @property
     def losses(self) -> list[LossLogged]:
         return kind_of(self.events, LossLogged)
 
@@ -249,14 +279,7 @@ class History:
     @cached_property
     def pace(self) -> Pace | None:
         """Pace over all ranks; None if the events do not have it."""
-        pieces = [piece for pieces in self.progress.values() for piece in pieces]
-        iterations = sum(piece.iterations for piece in pieces)
-        if not iterations:
-            return None
-        return Pace(
-            sum(piece.training_s for piece in pieces) / iterations,
-            sum(piece.exposed_s for piece in pieces) / iterations,
-        )
+        return Pace.of([piece for pieces in self.progress.values() for piece in pieces])
 
     @cached_property
     def window_s(self) -> float:

@@ -56,13 +56,9 @@ _STYLES = {
 
 def of_run(history: History) -> list[Lanes]:
     """Lanes by stage: one per rank, or one for the whole stage in a large job."""
-    stages: dict[int | None, list[int]] = {}
-    for rank in history.ranks:
-        place = history.places.get(rank)
-        stages.setdefault(place.stage if place else None, []).append(rank)
     many = len(history.ranks) > _MOST_RANKS
     found = []
-    for stage, ranks in sorted(stages.items(), key=lambda item: -1 if item[0] is None else item[0]):
+    for stage, ranks in history.by_stage(history.ranks):
         title = 'ranks' if stage is None else f'stage {stage}'
         if many:
             spans = together([history.spans[rank] for rank in ranks])

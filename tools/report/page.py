@@ -12,7 +12,6 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.lab.history import PROCESS_START, Episode, History, shares
-from tools.lab.layouts import layouts
 from tools.lab.text import duration, readable, size
 from tools.report import lanes, protection
 from tools.report.forecast import Plan, compare
@@ -87,7 +86,7 @@ def _about(history: History) -> dict[str, str]:
     found = {'hosts': ', '.join(nodes)} if nodes else {}
     if about is None:
         return found
-    layout = '; before that '.join(layouts(history))
+    layout = '; before that '.join(history.layouts)
     versions = ', '.join(f'{name} {version}' for name, version in about.versions.items())
     return {'model': about.model, 'layout': layout, **found, 'versions': versions,
             'command': shlex.join(about.command)}  # fmt: skip
