@@ -54,25 +54,19 @@ def draw_shares(mean_skew: float, experts: int, seed: int = 0) -> np.ndarray:
     return np.sort(np.random.default_rng(seed).dirichlet(np.full(experts, alpha)))
 
 
-def frozen_shares(
-    shares: np.ndarray, window: int, *, by_popularity: bool, expert_work: float = 1.0
-) -> tuple[float, ...]:
+def frozen_shares(shares: np.ndarray, window: int, *, by_popularity: bool) -> tuple[float, ...]:
     """Share of the work that is frozen in each conversion iteration.
 
     Experts are divided into `window` slots of equal number; `by_popularity` captures popular
     experts last, so that they stay frozen longest (paper, section 3.5); otherwise the order is
-    random and every slot has the mean share. `expert_work` is the experts' share of all work; the
-    remaining work counts as equally distributed over the slots.
+    random and every slot has the mean share.
     """
     fields.whole('window', window)
-    fields.share('expert_work', expert_work)
-    later = 1 - np.arange(1, window + 1) / window
-    frozen = later
+    frozen = 1 - np.arange(1, window + 1) / window
     if by_popularity:
         cumulative = np.concatenate([[0.0], np.sort(shares).cumsum()])
         ends = np.linspace(0, len(shares), window + 1)[1:]
         frozen = 1 - np.interp(ends, np.arange(len(shares) + 1), cumulative)
-        frozen = expert_work * frozen + (1 - expert_work) * later
     return tuple(float(value) for value in np.clip(frozen, 0, 1))
 
 

@@ -45,8 +45,6 @@ def test_frozen_shares_follow_the_order() -> None:
     shares = np.array([0.4, 0.1, 0.2, 0.3])
     assert frozen_shares(shares, 2, by_popularity=True) == pytest.approx((0.7, 0))
     assert frozen_shares(shares, 2, by_popularity=False) == pytest.approx((0.5, 0))
-    half = frozen_shares(shares, 2, by_popularity=True, expert_work=0.5)
-    assert half == pytest.approx((0.6, 0))
 
 
 def test_stale_copies_depend_on_the_selection() -> None:
