@@ -458,12 +458,8 @@ def _progress(events: Iterable[Event]) -> Iterator[Progress]:
             if before is not None and before.pid == event.pid:
                 yield from _piece(before, event)
             before = event
-        elif not isinstance(event, WindowPersisted | ProtectionReduced):
-            before = None if _disturbs(event) else before
-
-
-def _disturbs(event: Event) -> bool:
-    return isinstance(event, FailureDetected | RecoveryStarted | RecoveryPhase | Recovered)
+        elif isinstance(event, FailureDetected | RecoveryStarted | RecoveryPhase | Recovered):
+            before = None
 
 
 def _piece(before: WindowCommitted, after: WindowCommitted) -> Iterator[Progress]:

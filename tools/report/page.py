@@ -64,7 +64,9 @@ def render(history: History, title: str, plan: Plan | None) -> str:
         time=None if time is None else _time_parts(history),
         timeline=lanes.timeline(drawn, history.begun, history.end),
         failures=lanes.marks(history),
-        recoveries=[_recovery(n, episode, history, drawn) for n, episode in _numbered(history)],
+        recoveries=[
+            _recovery(n, episode, history, drawn) for n, episode in enumerate(history.episodes, 1)
+        ],
         pace=protection.pace_chart(history),
         slots=protection.slot_bars(history),
         memory=protection.memory_rows(history),
@@ -90,10 +92,6 @@ def _about(history: History) -> dict[str, str]:
     versions = ', '.join(f'{name} {version}' for name, version in about.versions.items())
     return {'model': about.model, 'layout': layout, **found, 'versions': versions,
             'command': shlex.join(about.command)}  # fmt: skip
-
-
-def _numbered(history: History) -> list[tuple[int, Episode]]:
-    return list(enumerate(history.episodes, 1))
 
 
 def _verdict(history: History) -> str:

@@ -69,16 +69,16 @@ def draw_timeline(timelines: Mapping[str, Timeline], bins: int, target: Path) ->
     """Draw the goodput of each system, and a mark per failure, into an image file."""
     with picture(target, figsize=(9, 4)) as axes:
         axes.set_title('Goodput over the time of the job', loc='left')
-        subtitle(axes, f'share of each {tick(_span(timelines, bins))} that went into iterations '
-                 'which were kept')  # fmt: skip
+        first = next(iter(timelines.values()))
+        span = tick(float(first.seconds[-1]) / bins)
+        subtitle(axes, f'share of each {span} that went into iterations which were kept')
         least = 1.0
         for (name, one), style in zip(timelines.items(), _styles(timelines), strict=True):
             middles, goodput = one.goodput(bins)
             axes.step(middles, goodput, where='mid', label=_NAMES[name], **style)
             least = min(least, float(np.min(goodput)))
-        failures = next(iter(timelines.values())).failures
         axes.plot(
-            failures, np.full(len(failures), 0.97), '|', color=FAILURE, markersize=9,
+            first.failures, np.full(len(first.failures), 0.97), '|', color=FAILURE, markersize=9,
             label='failure', transform=axes.get_xaxis_transform(), clip_on=False,
         )  # fmt: skip
         length = max(float(one.seconds[-1]) for one in timelines.values())
@@ -121,7 +121,3 @@ def _round_times(length: float) -> list[float]:
     steps = [unit * many for unit in (1, 60, 3600, 86400) for many in (1, 2, 5, 10, 20, 30)]
     step = next((step for step in steps if length / step <= 8), length / 6)
     return [step * number for number in range(int(length / step) + 1)]
-
-
-def _span(timelines: Mapping[str, Timeline], bins: int) -> float:
-    return float(next(iter(timelines.values())).seconds[-1]) / bins
