@@ -39,10 +39,10 @@ from megatron.moevement.job import computing
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.cgroup import memory_left
 from moevement_ext.memory.file_system import is_in_memory
-from tools.chaos.drill_flags import value_of
 from tools.lab import tables
 from tools.lab.arguments import Parser, split_at_end
 from tools.lab.errors import LabError
+from tools.lab.trainer_flags import value_of
 from tools.plan.__main__ import job_from
 from tools.plan.__main__ import parse_arguments as parse_plan
 from tools.plan.flags import parse_megatron_flags

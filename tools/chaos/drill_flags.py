@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns the user's flags of `pretrain_gpt.py` into those of a short job without lasting output."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.lab.errors import LabError
+from tools.lab.trainer_flags import groups, value_of
 
 EVENTS = 'events'
 DIGEST = 'digest.json'
@@ -49,37 +50,13 @@ def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path
     ]  # fmt: skip
 
 
-def value_of(flags: Sequence[str], name: str) -> str | None:
-    """Last value of a flag, given as `--flag value` or `--flag=value`; None without the flag."""
-    found = None
-    for flag, values in _groups(flags):
-        if flag == name and values:
-            found = values[0]
-    return found
-
-
 def _without(flags: Sequence[str], names: set[str]) -> list[str]:
     kept: list[str] = []
-    for flag, values in _groups(flags):
+    for flag, values in groups(flags):
         if flag not in names:
             kept += [flag, *values] if flag else values
     return kept
 
 
 def _names(flags: Sequence[str]) -> set[str]:
-    return {flag for flag, _ in _groups(flags)}
-
-
-def _groups(flags: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag with the values that follow it; values before the first one belong to ''."""
-    name, values = '', list[str]()
-    for word in flags:
-        if word.startswith('--'):
-            if name or values:
-                yield name, values
-            name, equals, value = word.partition('=')
-            values = [value] if equals else []
-        else:
-            values.append(word)
-    if name or values:
-        yield name, values
+    return {flag for flag, _ in groups(flags)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses flags of `pretrain_gpt.py` without starting it."""
+"""Reads flags of `pretrain_gpt.py` without starting it."""
 
 import argparse
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.moevement.seams import cpu_device
 
@@ -27,3 +27,27 @@ def trainer_parser() -> argparse.ArgumentParser:
 def parse_trainer_flags(flags: Sequence[str]) -> argparse.Namespace:
     """Parse settings; exits with a line and status 2 if a flag is wrong."""
     return trainer_parser().parse_args(list(flags))
+
+
+def value_of(flags: Sequence[str], name: str) -> str | None:
+    """Last value of a flag, given as `--flag value` or `--flag=value`; None without the flag."""
+    found = None
+    for flag, values in groups(flags):
+        if flag == name and values:
+            found = values[0]
+    return found
+
+
+def groups(flags: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with the values that follow it; values before the first one belong to ''."""
+    name, values = '', list[str]()
+    for word in flags:
+        if word.startswith('--'):
+            if name or values:
+                yield name, values
+            name, equals, value = word.partition('=')
+            values = [value] if equals else []
+        else:
+            values.append(word)
+    if name or values:
+        yield name, values

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from moevement_ext.job.exporting import VARIABLE
 from moevement_ext.memory.shelf import base_of
 from tools.lab.errors import LabError
+from tools.lab.trainer_flags import value_of
 from tools.windows.found import DISK, Found, complete
 from tools.windows.pruning import live_runs
 
@@ -83,7 +84,7 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
     """
     if saved_in(output) is not None:
         raise ExportError(f'--output {output}: there is a checkpoint already; name another one')
-    load = _last_value(command, '--load')
+    load = value_of(command, '--load')
     dense = None if load is None else saved_in(Path(load))
     if dense is not None and dense >= source.dense_at:
         raise ExportError(
@@ -119,13 +120,3 @@ def saved_in(directory: Path) -> int | None:
         return None
     text = tracker.read_text().strip()
     return int(text) if text.isdecimal() else None
-
-
-def _last_value(command: Sequence[str], flag: str) -> str | None:
-    found = None
-    for number, argument in enumerate(command):
-        if argument == flag:
-            found = ''.join(command[number + 1 : number + 2])
-        elif argument.startswith(f'{flag}='):
-            found = argument.partition('=')[2]
-    return found

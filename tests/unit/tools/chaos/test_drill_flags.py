@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.chaos.drill_flags import drill_flags, value_of
+from tools.chaos.drill_flags import drill_flags
 from tools.lab.errors import LabError
+from tools.lab.trainer_flags import value_of
 
 OWN = [
     '--lr-decay-iters', '5000', '--train-iters', '60', '--log-interval', '1', '--sparse-ckpt',

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tools import drill
-from tools.chaos.drill_flags import value_of
 from tools.lab.errors import LabError
+from tools.lab.trainer_flags import value_of
 
 SRUN = """\
 #!/usr/bin/env bash
