@@ -209,7 +209,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add('--against', type=Path, metavar='DIR', help='another checkout to compare')
     add('--precision', metavar='NAMES', help=f'measure these, {ALL} or some of '
         f'{",".join(name for name in precisions.FLAGS if name != BF16)}, beside bf16')  # fmt: skip
-    precisions.add_stand_ins(parser)
+    add('--stand-ins', action='store_true', help='on a CPU, with stand-ins for Transformer Engine '
+        'of the tests (default: on the first GPU, with Transformer Engine)')  # fmt: skip
     args = parser.parse_args(argv)
     parser.require_at_least_1(args, 'rounds', 'warm_up')
     if args.iterations < args.warm_up + 3:
@@ -239,7 +240,10 @@ def _check_precision(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     args.window = _WINDOW_OF_FORMATS if args.window == AUTO else args.window
     if args.iterations < args.warm_up + int(args.window):
         parser.error(f'--iterations {args.iterations}: must be at least --warm-up + --window')
-    precisions.check_stand_ins(parser, args)
+    try:
+        precisions.program(args.stand_ins)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def measure(args: argparse.Namespace, console: Console) -> OverheadReport:

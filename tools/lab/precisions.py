@@ -4,7 +4,6 @@
 They need Transformer Engine; on a CPU, a tool may run them on stand-ins with the same rules.
 """
 
-import argparse
 import importlib.util
 
 from tools.lab.launch import PROGRAM, ROOT
@@ -32,23 +31,6 @@ NATIVE = {'bf16': FLAGS['bf16'], 'fp32': ''}
 of its distributed optimizer."""
 ENGINE = ('--transformer-impl', 'transformer_engine')
 """Additional flags with the real Transformer Engine."""
-
-
-def add_stand_ins(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        '--stand-ins',
-        action='store_true',
-        help='on a CPU, with stand-ins for Transformer Engine that are part of the tests '
-        '(default: on the first GPU, with Transformer Engine)',
-    )
-
-
-def check_stand_ins(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with a message if this machine cannot run the precisions."""
-    try:
-        program(args.stand_ins)
-    except ValueError as error:
-        parser.error(str(error))
 
 
 def program(stand_ins: bool) -> str:
