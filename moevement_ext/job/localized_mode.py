@@ -60,7 +60,7 @@ class LocalizedMode(WholeJobMode):
             self._trained = True
             raise
         self._trained = True
-        self.protection.drain()
+        self.protection.checkpointer.drain()
         return result
 
     def step(self, iteration: int) -> Any:

@@ -104,7 +104,7 @@ class WholeJobMode:
     def train(self, run: Callable[[], Any]) -> Any:
         self.trainer.pipeline.log_to(None)
         result = run()
-        self.protection.drain()
+        self.protection.checkpointer.drain()
         return result
 
     def step(self, iteration: int) -> Any:
@@ -119,7 +119,7 @@ class WholeJobMode:
     def failed(self) -> None:
         """Handle an error of the program; the launcher restarts all workers."""
         if self._store_lost is not None and self._store_lost.is_set():  # other ranks may have left
-            self.protection.drain()
+            self.protection.checkpointer.drain()
 
     # Around the update
 
@@ -207,9 +207,9 @@ class WholeJobMode:
         Without the store no rank can announce a failure, or that a window is persisted. The
         restarted job still finds windows that are complete in host memory.
         """
-        if self.protection.window_under_way:
+        if self.protection.checkpointer.window_under_way:
             return
-        self.protection.drain()
+        self.protection.checkpointer.drain()
         time.sleep(_OTHERS_S)
         start_the_whole_job_again(self.rank, 'the store in which the ranks meet is lost')
 

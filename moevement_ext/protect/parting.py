@@ -40,7 +40,7 @@ def part(
     `iteration`. True if all ranks and their replica holders have the window, and with
     `--sparse-ckpt-disk` all disks, too. Raises `HostMemoryError` without room for the window.
     """
-    protection.stop_capturing()
+    protection.checkpointer.stop_capturing()
     windows = protection.memory.windows
     plan = xxhash.xxh3_64_hexdigest(f'{rank.identity.topology} parts'.encode())
     name = WindowName(iteration, plan)

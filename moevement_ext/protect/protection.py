@@ -25,7 +25,6 @@ from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import strategy_of
-from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import budgets, checkpoint_s
 from moevement_ext.protect.announcing import protected_event
 from moevement_ext.protect.checkpointer import SparseCheckpointer
@@ -115,10 +114,6 @@ class Protection:
         self.memory = reserve(rank, share, operators.device, self._statistics.degraded)
         self._room = WindowRoom(self.memory, self._statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
-
-    @property
-    def present(self) -> Cycle:
-        return self.checkpointer.schedule
 
     def first_plan(self, iteration: int) -> StagePlan:
         """Return the first plan of a job, starting at `iteration`."""
@@ -213,9 +208,6 @@ class Protection:
         self.windows.forget_the_past()
         self.memory.witness.forget()
 
-    def stop_capturing(self) -> None:
-        self.checkpointer.stop_capturing()
-
     def rewind_log(self, iteration: int) -> None:
         """Rewind the log to `iteration`: later sends are logged again."""
         if self.memory.log is not None:
@@ -253,7 +245,7 @@ class Protection:
     def accept(self) -> None:
         """Accept the captures of a recovery that was verified on all ranks."""
         if self.unjudged:
-            self.drain()
+            self.checkpointer.drain()
             self.windows.accept()
         self.memory.witness.forget()
 
@@ -405,17 +397,9 @@ class Protection:
             disk_bytes=of_rank.disk_bytes,
         )
 
-    @property
-    def window_under_way(self) -> bool:
-        return self.checkpointer.window_under_way
-
     def keep_last(self, window: WindowName, timeout_s: float) -> bool:
         """Copy the last window, which is persisted, to disk, too; see `DiskTier.keep_last`."""
         return self._disk is None or self._disk.keep_last(window, timeout_s)
-
-    def drain(self) -> None:
-        """Wait until all captures are sealed, at the end of training."""
-        self.checkpointer.drain()
 
     def close(self, remove: bool, keep_disk: bool = False) -> None:
         """Stop all threads; with `remove` delete windows and replicas, and those on disk."""

@@ -239,7 +239,7 @@ class LocalizedRecovery:
         try:
             self._membership.leave(reason)
         except StoreLost as lost:
-            self._protection.drain()
+            self._protection.checkpointer.drain()
             self.give_up(str(lost))
         unblock = time.perf_counter() - began
         self._phases = Phases(detect=self._membership.detect_s, unblock=unblock)
@@ -416,7 +416,7 @@ class LocalizedRecovery:
             return
         began = time.perf_counter()
         if rank in verdict.copies:
-            self._protection.stop_capturing()
+            self._protection.checkpointer.stop_capturing()
         self._trainer.operators.copy(source)
         self._trust_collectives()
         if rank in verdict.copies:

@@ -48,7 +48,7 @@ class OwnReport:
         """Report of a training thread that has left its round; `refused` windows are damaged."""
         memory, identity = self._protection.memory, self._rank.identity
         first_logged = memory.log.first_iteration if memory.log is not None else None
-        present = self._protection.present
+        present = self._protection.checkpointer.schedule
         handover = Handover(present.version, present.origin, self._trainer.loop.hand_over())
         return Report(
             survivor=True,

@@ -131,9 +131,9 @@ class StageReplay:
         faults.at_iteration(verdict.window.start + 1)
         faults.point(Phase.FETCH)
         self._enters('fetch')
-        self._protection.drain()
+        self._protection.checkpointer.drain()
         self.verification = self._verification(verdict.window.start, verdict.target)
-        self._protection.stop_capturing()
+        self._protection.checkpointer.stop_capturing()
         inventories = [report.windows for report in reports]
         held = {part for inventory in inventories for part in inventory}
         usable = candidates(held, len(reports))

@@ -7,7 +7,7 @@ from torch.utils.data import dataloader
 
 from moevement_ext import faults
 from moevement_ext.membership.store_loss import StoreLoss
-from moevement_ext.protect.protection import Protection
+from moevement_ext.protect.checkpointer import SparseCheckpointer
 
 
 def waits_in_iteration_7_until_the_store_is_lost() -> None:
@@ -35,4 +35,4 @@ def waits_in_iteration_7_until_the_store_is_lost() -> None:
 def ends_in_the_middle_of_a_window() -> None:
     """The same, and no rank trains to its end."""
     waits_in_iteration_7_until_the_store_is_lost()
-    Protection.window_under_way = False
+    SparseCheckpointer.window_under_way = False

@@ -41,7 +41,9 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
         SimpleNamespace(origin=0),
         SimpleNamespace(loop=SimpleNamespace(hand_over=lambda: b'')),
         SimpleNamespace(
-            memory=memory, present=PlanParameters(VERSION, ORIGIN, 4, shares), unjudged=False
+            memory=memory,
+            checkpointer=SimpleNamespace(schedule=PlanParameters(VERSION, ORIGIN, 4, shares)),
+            unjudged=False,
         ),
         RankState(ORIGIN, Start(ORIGIN, b'state')),
     )
