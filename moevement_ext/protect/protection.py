@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -379,23 +380,18 @@ class Protection:
 
     def figures(self) -> Figures:
         """Current figures of protection. Any thread, after `start`."""
-        of_rank = self._statistics
-        return Figures(
-            iteration=self._rank.events.iteration,
-            window=self.checkpointer.schedule.plan.window,
-            committed=of_rank.committed,
-            persisted=of_rank.persisted,
-            training_s=of_rank.training_s,
-            exposed_s=of_rank.exposed_s,
-            device_wait_s=of_rank.device_wait_s,
-            iterations=of_rank.iterations,
-            captured_bytes=of_rank.captured_bytes,
-            slot_bytes=of_rank.slot_bytes,
-            skipped_windows=of_rank.skipped_windows,
-            copy_bytes_per_s=self.checkpointer.copy_bytes_per_s(),
-            host_memory=self.memory.by_kind(),
-            disk_bytes=of_rank.disk_bytes,
-        )
+        counted = {
+            field.name: getattr(self._statistics, field.name)
+            for field in fields(Figures)
+            if hasattr(self._statistics, field.name)
+        }
+        now: dict[str, Any] = {
+            'iteration': self._rank.events.iteration,
+            'window': self.checkpointer.schedule.plan.window,
+            'copy_bytes_per_s': self.checkpointer.copy_bytes_per_s(),
+            'host_memory': self.memory.by_kind(),
+        }
+        return Figures(**(counted | now))
 
     def keep_last(self, window: WindowName, timeout_s: float) -> bool:
         """Copy the last window, which is persisted, to disk, too; see `DiskTier.keep_last`."""
