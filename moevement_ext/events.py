@@ -382,6 +382,11 @@ class EventLog:
         for listener in self.listeners:
             listener(event)
 
+    def reduced(self, reason: str) -> None:
+        """Emit and log that protection is reduced. Any thread."""
+        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        self.emit(ProtectionReduced(reason=reason))
+
     def _write(self, file: EventFile, event: Event) -> None:
         """Write in turn: no later line comes between the clock and the file.
 

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks and hang detection that start when all ranks are connected, before training."""
 
-import logging
 import os
 from datetime import timedelta
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import ProtectionReduced
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import launcher_store
 from moevement_ext.memory import limits
 from moevement_ext.protect.protection import Protection
 from moevement_ext.regroup import waits
-
-logger = logging.getLogger(__name__)
 
 _STORE_TIMEOUT = timedelta(seconds=60)
 
@@ -31,8 +27,7 @@ def check_limits(rank: Rank, protection: Protection | None, joining: bool) -> No
     for reason in limits.shortages(ranks, limits.over_infiniband(rank.backend)):
         if rank.config.strict:
             raise HostMemoryError(reason)
-        rank.events.emit(ProtectionReduced(reason=reason))
-        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
+        rank.events.reduced(reason)
 
 
 def guarded(rank: Rank) -> Guard | None:

@@ -219,12 +219,8 @@ class Job:
         except UserError as error:
             if not self.joining or disk_only(self.rank.config):
                 raise
-            self._without_disk(str(error))
+            self.rank.events.reduced(str(error))
             return None
-
-    def _without_disk(self, reason: str) -> None:
-        self.rank.events.emit(ProtectionReduced(reason=reason))
-        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
 
     def _continue_on_disk(self, predecessor: whole_job.Predecessor | None) -> None:
         """Set aside on-disk windows newer than the one that this run resumes from."""
@@ -234,7 +230,7 @@ class Job:
         try:
             self._disk.set_aside_after(start, self.rank.identity)
         except OSError as error:
-            self._without_disk(f'windows on disk: {error}')
+            self.rank.events.reduced(f'windows on disk: {error}')
         kept = (window.name for window in predecessor.on_disk if window.start <= start)
         self._on_disk = next(kept, None)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes and reserves host memory, of all ranks or of a joining rank."""
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 
 from moevement_ext.config import AUTO, node_name
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.events import ProtectionReduced
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
@@ -22,8 +20,6 @@ from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member, copies_of, node_plan
 from moevement_ext.replicate.secret import agree
 from moevement_ext.replicate.share import Share
-
-logger = logging.getLogger(__name__)
 
 
 class _Room(msgspec.Struct, frozen=True):
@@ -124,9 +120,7 @@ def reserve(
         problem = error
     if problem is not None and exchange.joining:
         memory = attempt(share._replace(hosts_replicas=False))
-        reason = f'this rank holds no replicas for others: {problem}'
-        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
-        rank.events.emit(ProtectionReduced(reason=reason))
+        rank.events.reduced(f'this rank holds no replicas for others: {problem}')
     if exchange.all_agree('reserved', memory is not None):
         assert memory is not None
         return memory

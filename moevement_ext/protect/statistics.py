@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of protection for the log line and the metrics."""
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from moevement_ext.events import EventLog, ProtectionReduced
-
-logger = logging.getLogger(__name__)
+from moevement_ext.events import EventLog
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,5 @@ class CaptureStatistics:
 
     def degraded(self, reason: str) -> None:
         """Record and log that protection is reduced. Any thread."""
-        logger.warning('sparse checkpointing: protection is reduced: %s', reason)
         self.failures += 1
-        self.events.emit(ProtectionReduced(reason=reason))
+        self.events.reduced(reason)
