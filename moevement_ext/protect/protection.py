@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, OFF, SOFT, STOP
+from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
 from moevement_ext.cpu_cost import OtherWork
+from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.device import bind_thread, with_index
 from moevement_ext.memory.disk import DiskWindows
@@ -26,8 +28,8 @@ from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import Measured
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import strategy_of
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import budgets, checkpoint_s
-from moevement_ext.protect.announcing import protected_event
 from moevement_ext.protect.checkpointer import SparseCheckpointer
 from moevement_ext.protect.disk_tier import DiskTier, disk_tier
 from moevement_ext.protect.lifecycle import WindowLifecycle
@@ -183,8 +185,27 @@ class Protection:
             self._adopt,
         )
         self._started = True
-        cycle, held, reached = present.schedule(), self._operators, len(self._reached)
-        rank.events.emit(protected_event(rank, self.planner, held, memory, reached, cycle))
+        rank.events.emit(self._protected(present.schedule()))
+
+    def _protected(self, cycle: Cycle) -> Protected:
+        """The event of a rank that begins to capture."""
+        config, place, operators = self._rank.config, self.planner.place, self._operators
+        return Protected(
+            node=node_name(),
+            stage=place.stage,
+            world_size=self._rank.world_size,
+            copies=1 + len(place.replicas),
+            replicas=len(self._reached),
+            window=cycle.plan.window,
+            host_memory=self.memory.by_kind(),
+            operators={
+                name: (held.full_bytes, held.weight_bytes)
+                for name, held in operators.slices.items()
+            },
+            experts=[name for name, kind in operators.kinds.items() if kind == 'expert'],
+            strategy=UNSET if config.strategy == MOEVEMENT else config.strategy,
+            interval=cycle.interval,
+        )
 
     def stop_waiting_if(self, in_vain: Callable[[], bool]) -> None:
         """Let no wait of the training thread go on once `in_vain` is true: a rank is lost."""
