@@ -2,7 +2,7 @@
 """Sparse checkpointing of one training job on one rank, from set-up to the end.
 
 Set-up finds the windows of a predecessor and prepares host memory; then one of three modes runs the
-training loop: `unprotected`, `whole_job` or `localized`.
+training loop: `UnprotectedMode`, `WholeJobMode` or `LocalizedMode`.
 """
 
 import logging
@@ -37,8 +37,12 @@ from moevement_ext.job.loop_entry import LoopEntry
 from moevement_ext.job.metrics import observer as metrics
 from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.job.successors import leave_for_successors, node_store, reserve_early
-from moevement_ext.job.unprotected_mode import UnprotectedMode
-from moevement_ext.job.whole_job_mode import Restart, WholeJobMode, tokens_lost
+from moevement_ext.job.whole_job_mode import (
+    Restart,
+    UnprotectedMode,
+    WholeJobMode,
+    tokens_lost,
+)
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rank import Rank

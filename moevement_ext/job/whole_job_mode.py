@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mode of a protected job in which a failure restarts all workers.
+"""Modes of a job in which a failure restarts all workers.
 
-Every iteration captures a slot. If this start of the job found windows of an earlier one, the first
-iteration converts them, all stages together.
+With protection every iteration captures a slot. If this start of the job found windows of an
+earlier one, the first iteration converts them, all stages together.
 """
 
 import threading
@@ -67,6 +67,24 @@ def tokens_lost(rank: Rank, protection: Protection, conversion: Conversion) -> f
     if lost is None:
         return None
     return sum(float(item) for item in rank.exchange('tokens-lost', repr(lost).encode()))
+
+
+class UnprotectedMode:
+    """Runs only the iterations, without host memory. Training thread only."""
+
+    recovering = False
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def train(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+    def step(self, iteration: int) -> Any:
+        return self._trainer.iterate(iteration)
+
+    def failed(self) -> None:
+        """Do nothing: this mode cannot recover."""
 
 
 class WholeJobMode:
