@@ -31,6 +31,7 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import EXIT_WHOLE_JOB, SparseCheckpointError
 from moevement_ext.events import Event, EventLog, Recovered, RecoveryStarted, WindowPersisted
 from moevement_ext.faults import Phase
+from moevement_ext.job import localized_mode
 from moevement_ext.job.job import Job
 from moevement_ext.membership import exchange, round_groups
 from moevement_ext.membership.exchange import Exchange
@@ -47,7 +48,6 @@ from moevement_ext.memory.window.name import RankIdentity, WindowName
 from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.recover.inventory import replacement_report
 from moevement_ext.replicate import host_memory
-from moevement_ext.system import garbage
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
@@ -468,7 +468,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('MOEVEMENT_SECRET', SECRET)
     monkeypatch.setattr(threading, 'Condition', _Condition)
     # All processes share one heap: collecting it at each start would be a third of all CPU time.
-    monkeypatch.setattr(garbage, 'settled', nullcontext)
+    monkeypatch.setattr(localized_mode, 'settled', nullcontext)
     monkeypatch.setattr(faults, 'point', point)
     monkeypatch.setattr(faults, 'at_iteration', at_iteration)
     monkeypatch.setattr(socket, 'gethostname', name)

@@ -4,7 +4,7 @@
 import gc
 import weakref
 
-from moevement_ext.system import garbage
+from moevement_ext.job.localized_mode import settled
 
 
 class Cycle:
@@ -14,7 +14,7 @@ class Cycle:
 
 def test_collections_skip_older_objects_and_find_new_ones() -> None:
     before, unreachable = Cycle(), weakref.ref(Cycle())
-    with garbage.settled():
+    with settled():
         assert unreachable() is None
         assert not any(one is before for one in gc.get_objects())
         later = weakref.ref(Cycle())
