@@ -25,3 +25,11 @@ class UserError(SparseCheckpointError):
 
 class HostMemoryError(UserError):
     """The requested host memory is not available; the message has the numbers and the fix."""
+
+
+class LaunchError(SparseCheckpointError):
+    """The job cannot continue; `exit_code` is the exit status of the launcher."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -20,12 +20,11 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.errors import EXIT_WHOLE_JOB, LaunchError
 from moevement_ext.events import Event, decode
 from moevement_ext.launch import messages
 from moevement_ext.launch.environment import default_variables, job_variables, rank_variables
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.launcher_events import (
     DevicesFailing,
     NodeLost,

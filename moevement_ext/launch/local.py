@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.environment import (
@@ -17,7 +18,6 @@ from moevement_ext.launch.environment import (
     variables_here,
 )
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import Machine
 from moevement_ext.launch.remote import Children, RemoteChild

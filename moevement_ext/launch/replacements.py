@@ -4,9 +4,8 @@
 import time
 from collections.abc import Sequence
 
-from moevement_ext.errors import EXIT_USER_ERROR
+from moevement_ext.errors import EXIT_USER_ERROR, LaunchError
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.worker import BadEnd, Worker
 
 _MAX_ERRORS = 3

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
+from moevement_ext.errors import LaunchError
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
-from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.memory.node_store import NodeStore
 
 _ITERATION = re.compile(r'\biteration +(\d+)/')

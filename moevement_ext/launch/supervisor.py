@@ -16,10 +16,10 @@ from functools import partial
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.config import ConfigurationError
+from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch.late_workers import LateWorkers
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
-from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.launcher_events import (
     AllStartAgain,
     FaultStaged,

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from moevement_ext.errors import LaunchError
 from moevement_ext.launch.child import OwnChild, SpawnedChild
-from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.system import orphans
 
 _SPARE = Path(__file__).with_name('spare.py')

@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 from typing import BinaryIO
 
+from moevement_ext.errors import LaunchError
 from moevement_ext.launch.child import OwnChild, SpawnedChild
-from moevement_ext.launch.launch_errors import LaunchError
 from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
 from tools.lab import forked_launcher
 from tools.lab.errors import LabError
