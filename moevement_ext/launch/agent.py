@@ -6,8 +6,10 @@ The agent also watches the GPUs of the node, so that no rank runs on an unusable
 started by the agent do not outlive the agent, and the agent does not outlive the connection.
 """
 
+import contextlib
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
@@ -17,7 +19,6 @@ from msgspec import structs
 
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.devices import Devices
 from moevement_ext.launch.launcher_events import line_of
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
 from moevement_ext.launch.loop import FdLoop
@@ -28,12 +29,49 @@ from moevement_ext.replicate.secret import variables_of
 from moevement_ext.store import flag
 from moevement_ext.store.node_proxy import NodeProxy
 from moevement_ext.system import nvml
+from moevement_ext.system.device_judging import Finding, Harm, Judge
+from moevement_ext.system.device_watch import DeviceWatch
 from moevement_ext.system.name_lookups import ask_again_soon
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 30.0
 _TURN_S = 1.0
+
+
+class Devices:
+    """Collects faults of the node's GPUs, which `source` reads.
+
+    `fd` is readable when there are new ones.
+    """
+
+    def __init__(self, source: nvml.Nvml | None) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._source = source
+        self._judge = Judge()
+        self._found: queue.SimpleQueue[Finding] = queue.SimpleQueue()
+
+    def look(self) -> None:
+        """Take a first reading; call this before `watch`."""
+        for reading in [] if self._source is None else self._source.read():
+            for finding in self._judge.judge(reading):
+                self._add(finding)
+
+    def watch(self) -> None:
+        if self._source is not None:
+            DeviceWatch(self._source, self._judge, self._add)
+
+    def take(self) -> list[messages.DevicesFail]:
+        """The findings since the last call; any thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        found = [self._found.get() for _ in range(self._found.qsize())]
+        return [messages.DevicesFail(f'GPU {one}', one.harm < Harm.DEVICE) for one in found]
+
+    def _add(self, finding: Finding) -> None:
+        if finding.harm >= Harm.WORN:
+            self._found.put(finding)
+            os.eventfd_write(self.fd, 1)
 
 
 class Agent:

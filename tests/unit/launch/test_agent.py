@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.launch import link, messages
-from moevement_ext.launch.agent import Agent
-from moevement_ext.launch.devices import Devices
+from moevement_ext.launch.agent import Agent, Devices
 from moevement_ext.launch.link import Link
 from tests.unit.launch.conftest import dies
 from tests.unit.launch.on_hosts import SlurmJob
