@@ -36,7 +36,7 @@ from moevement_ext.protect.lifecycle import WindowLifecycle
 from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.reserving import Sizes, longest_window, reserve
+from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
@@ -99,7 +99,7 @@ class Protection:
             context_bytes += self._experts.context_bytes
         capacity = partial(planner.capacity, context_bytes=context_bytes)
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
-        longest = longest_window(rank, Sizes(capacity, stub, planner.family), logged)
+        longest = longest_window(rank, capacity, stub, planner.family, logged)
         self._strategy = strategy_of(rank.config, longest, self._shortest_window)
         if rank.config.window == AUTO:
             planner.compare_windows(longest)

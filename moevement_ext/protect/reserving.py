@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -36,29 +35,27 @@ class _Room(msgspec.Struct, frozen=True):
 _ROOM = msgspec.msgpack.Decoder(_Room)
 
 
-class Sizes(NamedTuple):
-    """File sizes of a rank as functions of W."""
-
-    capacity: Callable[[int], int]
-    stub: Callable[[int], int]
-    family: int
-    """Lowest rank with the same captures."""
-
-
-def longest_window(rank: Rank, sizes: Sizes, logged: Logged) -> int:
+def longest_window(
+    rank: Rank,
+    capacity: Callable[[int], int],
+    stub: Callable[[int], int],
+    family: int,
+    logged: Logged,
+) -> int:
     """The longest allowed W that fits in the host memory of all nodes; 1 if none fits.
 
-    Collective. Returns a fixed window unchanged.
+    Collective. Returns a fixed window unchanged. `capacity` and `stub` are sizes of this rank's
+    files as functions of W, `family` is the lowest rank with the same captures.
     """
     config, exchange = rank.config, rank.exchange
     if config.window != AUTO:
         return config.longest_window
     lengths = window_lengths(config.max_window)
-    capacities = [sizes.capacity(length) for length in lengths]
-    stubs = [sizes.stub(length) for length in lengths]
+    capacities = [capacity(length) for length in lengths]
+    stubs = [stub(length) for length in lengths]
     node = node_name()
     domain = own_domain(node, config.topology)
-    member = Member(node, capacities[0], logged, '', b'', domain, sizes.family)
+    member = Member(node, capacities[0], logged, '', b'', domain, family)
     encoded = exchange('room', msgspec.msgpack.encode(_Room(member, capacities, stubs)))
     rooms = [_ROOM.decode(item) for item in encoded]
     copies = copies_of([room.member for room in rooms], config.topology, config.replicas)

@@ -16,7 +16,7 @@ from moevement_ext.memory.budget import GIB
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
-from moevement_ext.protect.reserving import Sizes, _Room, longest_window, reserve
+from moevement_ext.protect.reserving import _Room, longest_window, reserve
 from moevement_ext.replicate import secret
 from moevement_ext.replicate.copies import Copies
 from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
@@ -64,7 +64,7 @@ def find(shm: Path) -> Callable[..., int]:
             **{'dir': str(shm), 'replicas': 1, 'max_window': MOST, **settings}
         )
         rank: Any = SimpleNamespace(config=config, exchange=exchange, run_id='run1')
-        return longest_window(rank, Sizes(capacity, stub, family), LOGGED)
+        return longest_window(rank, capacity, stub, family, LOGGED)
 
     return find
 
