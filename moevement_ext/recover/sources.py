@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from moevement_ext.errors import HostMemoryError, SparseCheckpointError
 from moevement_ext.membership.report import NOWHERE
@@ -62,14 +61,6 @@ class VerifiedWindow:
         return self._file
 
 
-class Obtained(NamedTuple):
-    """A window that is whole, verified and committed in this rank's memory."""
-
-    file: WindowFile
-    source: str
-    """`own memory`, `rank <holder>` or `DISK`."""
-
-
 def verified_window(
     memory: HostMemory,
     candidate: Window,
@@ -77,8 +68,10 @@ def verified_window(
     identity: RankIdentity,
     arrived: Arrived = lambda file, header: None,
     before_next: Callable[[], None] = lambda: None,
-) -> Obtained:
+) -> tuple[WindowFile, str]:
     """Commit this rank's part of `candidate` in its own memory, and verify it.
+
+    Returns its file, and where it was: `own memory`, `rank <holder>` or `DISK`.
 
     Args:
         memory: host memory of this rank.
@@ -95,7 +88,7 @@ def verified_window(
     reasons, kind = [], RefusedWindow
     for where, obtain in _sources(memory, candidate, inventories, identity):
         try:
-            return Obtained(obtain(arrived), where)
+            return obtain(arrived), where
         except _FAILURES as error:
             logger.warning('refused: window %d from %s: %s', candidate.start, where, error)
             reasons.append(f'{where}: {error}')

@@ -22,6 +22,7 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import left_by_elastic
+from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
@@ -35,7 +36,6 @@ from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
     TRIES,
     HolderLost,
-    Obtained,
     VerifiedWindow,
     make_room,
     verified_window,
@@ -70,7 +70,7 @@ class Source(NamedTuple):
 
     conversion: Conversion
     tier: str
-    """Location of this rank's part of the window (see `sources.Obtained`)."""
+    """Location of this rank's part of the window (see `sources.verified_window`)."""
 
 
 def find(
@@ -159,9 +159,10 @@ def obtain(
         obtained = _verified(memory, candidate, predecessor, rank, check)
         if rank.exchange.all_agree(f'verified/{candidate.start}', obtained is not None):
             assert obtained is not None
+            file, source = obtained
             memory.windows.persisted(candidate.name)
             memory.windows.discard_after(candidate.start)
-            return Source(Conversion(VerifiedWindow(obtained.file)), obtained.source)
+            return Source(Conversion(VerifiedWindow(file)), source)
         logger.warning('window %d is not whole on every rank', candidate.start)
     next_tier('no window could be verified on all ranks', rank, predecessor.dense_iteration)
     return None
@@ -206,13 +207,14 @@ def _verified(
     predecessor: Predecessor,
     rank: Rank,
     check: Callable[[SlotHeader], None],
-) -> Obtained | None:
+) -> tuple[WindowFile, str] | None:
     for _ in range(TRIES):
         try:
-            obtained = verified_window(memory, candidate, predecessor.inventories, rank.identity)
-            for slot in obtained.file.slots():
-                check(obtained.file.header(slot))
-            return obtained
+            inventories = predecessor.inventories
+            file, source = verified_window(memory, candidate, inventories, rank.identity)
+            for slot in file.slots():
+                check(file.header(slot))
+            return file, source
         except HolderLost as lost:  # all ranks are new and alive: a connection was lost
             logger.warning('asked again: %s', lost)
         except RefusedWindow as refusal:

@@ -50,8 +50,8 @@ def lose(job: Job, start: int, damaged: tuple[int, ...]) -> str:
 
 def test_second_holder_replaces_a_damaged_replica(job: Job) -> None:
     before = lose(job, 0, damaged=(1,))
-    found = verified_window(job.ranks[0], CANDIDATE, job.inventories(), OWN)
-    assert (found.source, digest(found.file.path)) == ('rank 2', before)
+    file, source = verified_window(job.ranks[0], CANDIDATE, job.inventories(), OWN)
+    assert (source, digest(file.path)) == ('rank 2', before)
 
 
 def test_an_older_window_is_taken_where_every_replica_is_damaged(job: Job) -> None:

@@ -168,9 +168,9 @@ def test_lost_window_is_restored_from_the_twin_with_every_bit(twins: Twins) -> N
     memory = twins.lose_node(0)
     inventories = [twins.held(rank) for rank in range(2)]
     assert inventories == [[], [HeldWindow(CANDIDATE, owner) for owner in range(2)]]
-    found = verified_window(memory, CANDIDATE, inventories, identity_of(0))
-    assert found.source == 'rank 1'
-    assert bits(found.file) == captured
+    file, source = verified_window(memory, CANDIDATE, inventories, identity_of(0))
+    assert source == 'rank 1'
+    assert bits(file) == captured
 
 
 def test_lost_window_is_fetched_while_the_twin_has_only_its_own(twins: Twins) -> None:
