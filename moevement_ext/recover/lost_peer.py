@@ -6,7 +6,6 @@ import re
 from torch.distributed import DistError
 
 from moevement_ext.membership.rendezvous import RoundEnded
-from moevement_ext.recover.sources import ArrivalStopped
 from moevement_ext.regroup.process_groups import RegroupError
 from moevement_ext.replicate.log_reader import ReaderClosed
 
@@ -41,7 +40,7 @@ def lost_peer(error: BaseException) -> bool:
     gloo names its transport in every message. NCCL, the stores, and the clients that fetch
     windows and logs raise exceptions of specific types.
     """
-    known = RoundEnded | RegroupError | DistError | ConnectionError | ReaderClosed | ArrivalStopped
+    known = RoundEnded | RegroupError | DistError | ConnectionError | ReaderClosed
     if isinstance(error, known):
         return True
     return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from moevement_ext.errors import HostMemoryError, SparseCheckpointError
+from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.report import NOWHERE
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.sizing import GENERATIONS
@@ -25,6 +25,7 @@ from moevement_ext.recover.inventory import holders
 from moevement_ext.replicate.client import PeerLost, PeerRefused
 from moevement_ext.replicate.connection import join_interrupted
 from moevement_ext.replicate.host_memory import HostMemory
+from moevement_ext.replicate.log_reader import ReaderClosed
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,6 @@ _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 class HolderLost(RefusedWindow):
     """No source delivered the window, but a silent holder may answer at the next attempt."""
-
-
-class ArrivalStopped(SparseCheckpointError):
-    """The wait for the window was stopped."""
 
 
 class VerifiedWindow:
@@ -204,7 +201,7 @@ class ArrivingWindow:
 
         Raises:
             RefusedWindow: no source has the window whole and undamaged.
-            ArrivalStopped: `close` was called.
+            ReaderClosed: `close` was called.
         """
         self._wait_for(lambda: index in self._slots)
         return self._slots[index]
@@ -218,7 +215,7 @@ class ArrivingWindow:
     def close(self) -> None:
         """End the thread and wake up a waiting reader."""
         with self._changed:
-            self._error = self._error or ArrivalStopped('the window is not waited for any more')
+            self._error = self._error or ReaderClosed('the window is not waited for any more')
             self._changed.notify_all()
         join_interrupted(self._thread, self._memory.interrupt_fetch)
 

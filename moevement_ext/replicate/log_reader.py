@@ -19,7 +19,7 @@ MAX_BYTES_AHEAD = 256 * 2**20
 
 
 class ReaderClosed(SparseCheckpointError):
-    """The reader was closed while, or before, a tensor was taken from it."""
+    """A reader of a log or window was closed while, or before, something was taken from it."""
 
 
 class _Fetched(NamedTuple):

@@ -16,13 +16,13 @@ from moevement_ext.memory.window.name import HeldWindow, RankIdentity
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.sources import (
-    ArrivalStopped,
     ArrivingWindow,
     VerifiedWindow,
     verified_window,
 )
 from moevement_ext.replicate import connection, greeting
 from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.log_reader import ReaderClosed
 from moevement_ext.replicate.protocol import SlotHead, WindowHead
 from moevement_ext.replicate.secret import of_attempt
 from tests.unit.memory.samples import (
@@ -170,7 +170,7 @@ def test_close_wakes_a_waiting_reader(job: Job, arriving: Callable) -> None:
         with window._changed:
             assert window._changed.wait_for(lambda: window._awaited is not None, 20.0)
         window.close()
-        with pytest.raises(ArrivalStopped):
+        with pytest.raises(ReaderClosed):
             taken.result(20.0)
     assert not window._thread.is_alive()
     assert job.commit(0).name == named(0)  # the file is free
