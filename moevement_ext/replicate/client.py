@@ -19,7 +19,7 @@ from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
 from moevement_ext.memory.window.twin import OwnParts, owner_header, stub_of, stub_window_bytes
 from moevement_ext.replicate import greeting
-from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import (
     Ack,
     CommitWindow,
@@ -336,7 +336,7 @@ def _reply(connection: Connection) -> Reply:
 
 def _require[Expected: Reply](reply: Reply, expected: type[Expected]) -> Expected:
     if not isinstance(reply, expected):
-        raise ProtocolError(f'unexpected answer {type(reply).__name__}')
+        raise ConnectionError(f'unexpected answer {type(reply).__name__}')
     return reply
 
 

@@ -22,15 +22,12 @@ _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-class ProtocolError(ConnectionError):
-    """The peer violates the protocol; the connection is unusable."""
-
-
 class Connection:
     """A socket with messages and a deadline. One thread at a time uses it.
 
     All operations raise `OSError` when the connection is lost, `TimeoutError` (an `OSError`)
-    past the deadline, and `ProtocolError` (also an `OSError`) for invalid messages.
+    past the deadline, and `ConnectionError` (also an `OSError`) if the peer violates the
+    protocol.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -51,7 +48,7 @@ class Connection:
     def send(self, message: msgspec.Struct) -> None:
         encoded = _ENCODER.encode(message)
         if len(encoded) > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f'{type(message).__name__} of {len(encoded)} bytes is too large')
+            raise ConnectionError(f'{type(message).__name__} of {len(encoded)} bytes is too large')
         self.send_bytes(_LENGTH.pack(len(encoded)) + encoded)
 
     def send_bytes(self, data: bytes | memoryview) -> None:
@@ -66,12 +63,12 @@ class Connection:
         """Receive one message of at most `limit` bytes; never allocates more."""
         (length,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
         if length > limit:
-            raise ProtocolError(f'message of {length} bytes exceeds {limit}')
+            raise ConnectionError(f'message of {length} bytes exceeds {limit}')
         encoded = self.receive_bytes(length)
         try:
             return decoder.decode(encoded)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ProtocolError(f'message cannot be understood: {error}') from error
+            raise ConnectionError(f'message cannot be understood: {error}') from error
 
     def receive_request(self) -> Request:
         return self.receive(_REQUESTS)

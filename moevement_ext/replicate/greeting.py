@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import PROTOCOL_VERSION, Ack, Refused
 
 SECRET_BYTES = 32
@@ -65,20 +65,20 @@ def admit(connection: Connection, secret: bytes) -> None:
     """Authenticate the client of a new connection. The caller sets the deadline.
 
     Raises:
-        ProtocolError: the client does not belong to this job; it received the reason, if possible.
+        ConnectionError: the client does not belong to this job; it is told why if possible.
         OSError: the connection is lost, or the client is too slow.
     """
     hello = connection.receive(_HELLO, MAX_GREETING_BYTES)
     if hello.version != PROTOCOL_VERSION:
         reason = f'protocol version {hello.version}, this holder speaks {PROTOCOL_VERSION}'
         connection.send(Refused(reason))
-        raise ProtocolError(reason)
+        raise ConnectionError(reason)
     nonce = secrets.token_bytes(32)
     connection.send(_Challenge(nonce, _proof(secret, b'server', hello.nonce, nonce)))
     response = connection.receive(_RESPONSE, MAX_GREETING_BYTES)
     if not hmac.compare_digest(response.proof, _proof(secret, b'client', hello.nonce, nonce)):
         connection.send(Refused('this holder belongs to another job'))
-        raise ProtocolError('a client without the secret of the job')
+        raise ConnectionError('a client without the secret of the job')
     connection.send(Ack())
 
 
@@ -88,7 +88,7 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
     Returns the server's reason to refuse this client; None after mutual authentication.
 
     Raises:
-        ProtocolError: the server does not belong to the job.
+        ConnectionError: the server does not belong to the job.
         OSError: the connection is lost, or the server is too slow.
     """
     nonce = secrets.token_bytes(32)
@@ -98,7 +98,7 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
         return challenge.reason
     expected = _proof(secret, b'server', nonce, challenge.nonce)
     if not hmac.compare_digest(challenge.proof, expected):
-        raise ProtocolError(
+        raise ConnectionError(
             'it does not know the secret of this job: another job, or an earlier attempt of this '
             'one, '
             'listens there; check --sparse-ckpt-run-id'

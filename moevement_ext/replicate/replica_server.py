@@ -30,7 +30,7 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
 from moevement_ext.replicate import greeting, shelf_server
-from moevement_ext.replicate.connection import Connection, ProtocolError, Strangers
+from moevement_ext.replicate.connection import Connection, Strangers
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.protocol import (
     Ack,
@@ -247,7 +247,7 @@ class ReplicaServer:
                     inbox = self._inbox(request.owner)
                     reply: Reply = inbox.answer(connection, request, self._timeout_s)
                 case _:
-                    raise ProtocolError(f'{type(request).__name__} is not expected here')
+                    raise ConnectionError(f'{type(request).__name__} is not expected here')
         except _REFUSALS as refusal:
             reply = Refused(f'{type(refusal).__name__}: {refusal}')
         connection.send(reply)

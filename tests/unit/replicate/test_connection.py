@@ -3,13 +3,13 @@ import socket
 
 import pytest
 
-from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import MAX_MESSAGE_BYTES, Refused
 
 
 def test_message_limit_holds_for_the_sender() -> None:
     left, right = _tcp_pair()
-    with pytest.raises(ProtocolError, match='too large'):
+    with pytest.raises(ConnectionError, match='too large'):
         left.send(Refused('x' * MAX_MESSAGE_BYTES))
     left.close()
     right.close()

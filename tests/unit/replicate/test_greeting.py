@@ -18,7 +18,7 @@ import pytest
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate import replica_server as server_module
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
-from moevement_ext.replicate.connection import Connection, ProtocolError
+from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import _Challenge, _Hello, _Response
 from moevement_ext.replicate.protocol import PROTOCOL_VERSION, FetchHeaders, Refused
 from moevement_ext.replicate.replica_server import ReplicaServer
@@ -132,7 +132,7 @@ def test_nothing_long_is_received_before_the_greeting(length: int) -> None:
         connection = Connection(listener.accept()[0])
         sender.sendall(struct.pack('<I', length))
         connection.set_deadline(DEADLINE_S)
-        with pytest.raises(ProtocolError, match=f'message of {length} bytes exceeds 256'):
+        with pytest.raises(ConnectionError, match=f'message of {length} bytes exceeds 256'):
             greeting.admit(connection, SECRET)
         sender.close()
         connection.close()
