@@ -340,17 +340,15 @@ class Job:
         `ConfigurationError` if training has not begun, or is over.
         """
         with self.entry.step():
-            if self._mode is None or (iteration is None and self.iteration >= self._last):
+            if self._mode is None or (
+                iteration is None and self.iteration >= self.trainer.last_iteration
+            ):
                 raise ConfigurationError(
                     'job.step was called outside of the loop given to job.train, or after its last '
                     'iteration. A loop steps while job.iteration is below that, since it is called '
                     'again after a failure.'
                 )
             return self._mode.step(self.iteration if iteration is None else iteration)
-
-    @property
-    def _last(self) -> int:
-        return self.trainer.last_iteration
 
     def _lose_device(self, what: str) -> None:
         """End this process, so that the launcher starts a replacement. Any thread."""
@@ -446,7 +444,7 @@ class Job:
     def _finish(self) -> None:
         keeps = self.keeps_windows
         if keeps is None:
-            keeps = self.trainer.iteration < self._last
+            keeps = self.trainer.iteration < self.trainer.last_iteration
         if keeps:
             self.part()
         self.end_together()

@@ -55,32 +55,28 @@ def go_back(history: History, nodes_of: Callable[[int], int]) -> None:
     restarts = int(os.environ.get('SLURM_RESTART_COUNT', '0'))
     hosts = ','.join(sorted(history.lost))
     if not history.has_begun and restarts >= _MOST_RESTARTS:
-        _tell(
+        say_of_launcher(
             f'Slurm has restarted the job {restarts} times, and again no worker could be started: '
             f'it does not go back to the queue. Repair {hosts}, or submit it with '
             f'--exclude={hosts}.'
         )
         return
-    _tell('the job goes back to the queue of Slurm')
+    say_of_launcher('the job goes back to the queue of Slurm')
     sound = wait_until_noticed(job, history.lost)
     if sound:
-        _tell(
+        say_of_launcher(
             f'it does not get {",".join(sorted(sound))} again, which Slurm takes for sound; once '
             f'repaired: scontrol update JobId={job} ExcNodeList='
         )
     nodes = None
     if history.needed is not None:
         nodes = nodes_of(history.needed)
-        _tell(
+        say_of_launcher(
             f'it waits there for {nodes} nodes; to start it with other numbers: '
             f'scontrol update JobId={job} NumNodes=MIN-MAX'
         )
     if not requeue(job, sound, nodes):
-        _tell(
+        say_of_launcher(
             f'Slurm did not take it back: scontrol requeue {job} failed. Submit the job again with '
             'the same flags: it finds its windows.'
         )
-
-
-def _tell(what: str) -> None:
-    say_of_launcher(what)
