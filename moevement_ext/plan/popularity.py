@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Popularity of each expert, by the orders of the paper's appendix B (`--sparse-ckpt-order`).
 
+Popular operators are captured last (paper, section 3.5): a conversion skips weight gradients and
+update of a frozen operator, so freezing the experts with the most tokens longest saves the most
+recomputation. All functions are deterministic: ranks with the same token counts reach the same
+order.
+
 'popularity' is the share of the layer's tokens. 'soft' is the share of the router's weights.
 'decayed' is the share of tokens, averaged over windows with halving weights. 'capacity' is the used
 part of an expert's capacity: full experts rank equal. 'fixed' uses no popularity.
@@ -47,6 +52,28 @@ def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
         layers[_layer(name)] = layers.get(_layer(name), 0) + count
     counted = {name: count for name, count in sorted(tokens.items()) if layers[_layer(name)]}
     return {name: count / layers[_layer(name)] for name, count in counted.items()}
+
+
+def order_by_popularity(names: Sequence[str], popularity: Mapping[str, float]) -> list[str]:
+    """`names` by ascending popularity, ties in the given order.
+
+    Names without a popularity (routers, attention, embeddings), which every token uses, come
+    last, in the given order.
+    """
+    ranked = sorted((name for name in names if name in popularity), key=popularity.__getitem__)
+    return ranked + [name for name in names if name not in popularity]
+
+
+def moved(
+    old: Mapping[str, float], new: Mapping[str, float], change: float, fraction: float
+) -> bool:
+    """True if at least `fraction` of the experts changed their share by more than `change` of it.
+
+    Any growth from 0 counts as a change; `old` may lack experts, which had none.
+    """
+    before = {name: old.get(name, 0.0) for name in new}
+    changed = [name for name in new if abs(new[name] - before[name]) > change * before[name]]
+    return bool(new) and len(changed) >= fraction * len(new)
 
 
 def _used_capacity(loads: Sequence[WindowLoad]) -> dict[str, float]:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides the next plan of windows: first from measured times, later from popularity.
+"""What the next plan of windows is decided from, and the inputs that describe it.
 
-`protect.replanner` distributes the plan to all ranks.
+A strategy decides the plan; `protect.replanner` distributes it to all ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
-import numpy as np
-
-from moevement_ext.plan.ordering import changed_enough
 
 # A plan decided in window k reaches the store well before window k + 2 ends on any rank.
 _WINDOWS_AHEAD = 3
@@ -98,46 +95,3 @@ class PlanParameters(msgspec.Struct, frozen=True):
     def after(self, start: int) -> int:
         """Origin of the next plan, decided by measurements of the cycle that began at `start`."""
         return start + _WINDOWS_AHEAD * self.period
-
-
-def decide_plan(
-    present: PlanParameters,
-    loads: Sequence[WindowLoad],
-    *,
-    popularity: Callable[[Sequence[WindowLoad], Mapping[str, float]], dict[str, float]],
-    auto_window: Callable[[PlanParameters, Sequence[WindowLoad]], int] | None,
-    change: float,
-    fraction: float,
-) -> PlanParameters | None:
-    """The next plan, or None to keep `present`, which was in force in the window of `loads`.
-
-    Args:
-        present: the plan in force.
-        loads: measurements of every rank.
-        popularity: computes the experts' popularity from the measurements and that of the current
-            plan; if the result is empty, the order stays.
-        auto_window: computes the next W from the measurements; None: W is fixed.
-        change: relative change of a share that counts as changed.
-        fraction: fraction of the experts that must have changed.
-    """
-    shares = popularity(loads, present.shares)
-    reorder = bool(shares) and moved(present.shares, shares, change, fraction)
-    window = present.window if auto_window is None else auto_window(present, loads)
-    if not reorder and window == present.window:
-        return None
-    return PlanParameters(
-        version=present.version + 1,
-        origin=present.after(loads[0].start),
-        window=window,
-        shares=shares if reorder else present.shares,
-    )
-
-
-def moved(
-    old: Mapping[str, float], new: Mapping[str, float], change: float, fraction: float
-) -> bool:
-    """True if enough experts have another share; as of `decide_plan`."""
-    names = sorted(new)
-    before = np.array([old.get(name, 0.0) for name in names])
-    after = np.array([new[name] for name in names])
-    return changed_enough(before, after, change=change, fraction=fraction)

@@ -33,7 +33,7 @@ from moevement_ext.plan.byte_planner import (
     balanced,
     window_bytes_bound,
 )
-from moevement_ext.plan.ordering import order_by_popularity
+from moevement_ext.plan.popularity import order_by_popularity
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.plan.windows import Budgets, Need, needs, shortest
 from moevement_ext.protect.stage_plan import StagePlan, hand_out, handed_out, published

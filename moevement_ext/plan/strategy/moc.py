@@ -10,8 +10,8 @@ K.
 from collections.abc import Collection, Mapping, Sequence
 
 from moevement_ext.config import DYNAMIC, LOAD
-from moevement_ext.plan.popularity import shares_of
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, moved
+from moevement_ext.plan.popularity import moved, shares_of
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 
 _FIRST_DYNAMIC = 1
@@ -80,7 +80,7 @@ class Moc:
             share = sum(load.lost for load in loads) / max(sum(load.expected for load in loads), 1)
             chosen = doubled(present, share, self._limit, max(load.experts for load in loads))
         shares = shares_of(loads) if self.counts_tokens else {}
-        follows = bool(shares) and moved(present.shares, shares, _CHANGE, _FRACTION)
+        follows = moved(present.shares, shares, _CHANGE, _FRACTION)
         if chosen is present and not follows:
             return None
         return PlanParameters(

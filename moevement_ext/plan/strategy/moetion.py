@@ -13,8 +13,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
-from moevement_ext.plan.popularity import shares_of
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, moved
+from moevement_ext.plan.popularity import moved, shares_of
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, held_to
 
@@ -95,7 +95,7 @@ class Moetion:
         if present.experts / MARGIN <= experts <= present.experts * MARGIN:
             experts = present.experts
         shares = shares_of(loads)
-        follows = bool(shares) and moved(present.shares, shares, _CHANGE, _FRACTION)
+        follows = moved(present.shares, shares, _CHANGE, _FRACTION)
         if experts == present.experts and not follows:
             return None
         return PlanParameters(

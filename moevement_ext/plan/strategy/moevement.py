@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 
 from moevement_ext.config import FIXED
 from moevement_ext.plan.auto_window import FIRST_WINDOW
-from moevement_ext.plan.popularity import Popularity
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
+from moevement_ext.plan.popularity import Popularity, moved
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 
 
 class MoEvement:
     """Windows of W slots. W follows the link rates; experts are ordered by popularity.
 
-    `longest` is the W for which host memory is reserved; without `auto_window`, W stays
-    `longest`. The other arguments are the flags `--sparse-ckpt-order`,
-    `--sparse-ckpt-reorder-change` and `--sparse-ckpt-reorder-fraction`.
+    `longest` is the W for which host memory is reserved. `auto_window` computes the next W from
+    the measurements; without it, W stays `longest`. The other arguments are the flags
+    `--sparse-ckpt-order`, `--sparse-ckpt-reorder-change` and `--sparse-ckpt-reorder-fraction`.
     """
 
     def __init__(
@@ -37,11 +37,16 @@ class MoEvement:
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
         """A plan with another order or W, once loads or rates have changed enough."""
-        return decide_plan(
-            present,
-            loads,
-            popularity=self._popularity.of,
-            auto_window=self._auto_window,
-            change=self._change,
-            fraction=self._fraction,
+        shares = self._popularity.of(loads, present.shares)
+        reorder = moved(present.shares, shares, self._change, self._fraction)
+        window = present.window
+        if self._auto_window is not None:
+            window = self._auto_window(present, loads)
+        if not reorder and window == present.window:
+            return None
+        return PlanParameters(
+            version=present.version + 1,
+            origin=present.after(loads[0].start),
+            window=window,
+            shares=shares if reorder else present.shares,
         )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from moevement_ext.config import FIXED
 from moevement_ext.plan.auto_window import CONFIRMED, AutoWindow, Measured
 from moevement_ext.plan.byte_planner import OperatorBytes
-from moevement_ext.plan.popularity import Popularity
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.plan.windows import budgets, needs, shortest
 
 OPERATORS = [OperatorBytes(f'expert{i}', (100,), (10,)) for i in range(16)]
@@ -42,6 +42,7 @@ class Training:
     def __init__(self, window: int = 2, version: int = 0) -> None:
         self.present = PlanParameters(version, 0, window, {})
         self.auto = AutoWindow(demanded, LONGEST)
+        self.strategy = MoEvement(FIXED, LONGEST, self.auto, change=0.1, fraction=0.25)
         self.windows = [window]
 
     def observe(
@@ -53,14 +54,7 @@ class Training:
             WindowLoad(self.present.origin, {}, 1.0, copied, rate, cpu_bytes_per_s=cpu)
             for rate, cpu in zip(sent, spared, strict=True)
         ]
-        chosen = decide_plan(
-            self.present,
-            loads,
-            popularity=Popularity(FIXED).of,
-            auto_window=self.auto,
-            change=0.1,
-            fraction=0.25,
-        )
+        chosen = self.strategy.next(self.present, loads)
         self.present = chosen or self.present
         self.windows.append(self.present.window)
         return self.present.window

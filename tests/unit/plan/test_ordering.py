@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Order of capture by popularity, and the threshold of a new plan."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.plan.ordering import changed_enough, order_by_popularity
+from moevement_ext.plan.popularity import moved, order_by_popularity
 
 NAMES = [f'op{index}' for index in range(8)]
 
@@ -44,14 +43,14 @@ def test_order_is_a_stable_sort_of_the_names(names, popularity):
         ([], [], False),
     ],
 )
-def test_changed_enough_counts_experts_beyond_the_threshold(old, new, expected):
-    assert changed_enough(np.array(old), np.array(new)) is expected
+def test_experts_beyond_the_threshold_are_counted(old, new, expected):
+    old, new = (dict(zip(NAMES, shares, strict=False)) for shares in (old, new))
+    assert moved(old, new, change=0.1, fraction=0.25) is expected
 
 
-def test_changed_enough_thresholds_are_more_than_and_at_least():
-    old, new = np.array([1.0, 1.0]), np.array([1.5, 1.0])
-    assert not changed_enough(old, new, change=0.5, fraction=0.5)
-    assert changed_enough(old, new, change=0.25, fraction=0.5)
-    assert not changed_enough(old, new, change=0.25, fraction=0.75)
-    with pytest.raises(ValueError, match='cannot be compared'):
-        changed_enough(old, np.ones(3))
+def test_thresholds_are_more_than_and_at_least():
+    old, new = {'a': 1.0, 'b': 1.0}, {'a': 1.5, 'b': 1.0}
+    assert not moved(old, new, change=0.5, fraction=0.5)
+    assert moved(old, new, change=0.25, fraction=0.5)
+    assert not moved(old, new, change=0.25, fraction=0.75)
+    assert moved({}, new, change=0.25, fraction=1.0), 'shares grew from 0'

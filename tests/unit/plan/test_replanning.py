@@ -10,8 +10,9 @@ import torch
 
 from moevement_ext.capture.copier import Copier
 from moevement_ext.config import POPULARITY
-from moevement_ext.plan.popularity import Popularity, shares_of
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
+from moevement_ext.plan.popularity import shares_of
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.moevement import MoEvement
 
 BALANCED = {f'layer1.expert{expert}': 25.0 for expert in range(4)}
 
@@ -20,8 +21,8 @@ def load(start: int, tokens: dict[str, float], iteration_s: float = 1.0) -> Wind
     return WindowLoad(start, tokens, iteration_s, copy_bytes_per_s=1e9)
 
 
-of_default = partial(decide_plan, popularity=Popularity(POPULARITY).of, change=0.1, fraction=0.25)
-fixed = partial(of_default, auto_window=None)
+of_default = partial(MoEvement, POPULARITY, 3, change=0.1, fraction=0.25)
+fixed = of_default(None).next
 
 
 def test_layers_without_counted_tokens_keep_their_order() -> None:
@@ -61,7 +62,7 @@ def test_auto_window_changes_the_window_and_keeps_the_order() -> None:
         return 5
 
     loads = [load(4, BALANCED)]
-    chosen = of_default(present, loads, auto_window=auto)
+    chosen = of_default(auto).next(present, loads)
     assert asked == [(present, loads)]
     assert chosen == PlanParameters(2, 10, 5, present.shares)
 

@@ -7,15 +7,14 @@ How it is decided: `tests/unit/plan/test_auto_window.py`.
 import queue
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 
 import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.config import POPULARITY
 from moevement_ext.plan.auto_window import AutoWindow, Measured
-from moevement_ext.plan.popularity import Popularity
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.stage_plan import StagePlan
@@ -54,16 +53,11 @@ class Job:
             carried = budgets(seen.iteration_s, *rates, copies=COPIES)
             return planner.shortest_window(carried, LONGEST)
 
-        decide = partial(
-            decide_plan,
-            popularity=Popularity(POPULARITY).of,
-            auto_window=AutoWindow(shortest, LONGEST),
-            change=0.1,
-            fraction=0.25,
-        )
+        auto = AutoWindow(shortest, LONGEST)
+        strategy = MoEvement(POPULARITY, LONGEST, auto, change=0.1, fraction=0.25)
 
         def decided(present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
-            chosen = decide(present, loads)
+            chosen = strategy.next(present, loads)
             self._decided.put(chosen)
             return chosen
 

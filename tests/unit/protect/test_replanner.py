@@ -5,15 +5,14 @@ import queue
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 
 import msgspec
 import pytest
 from torch.distributed import Store, TCPStore
 
 from moevement_ext.config import POPULARITY
-from moevement_ext.plan.popularity import Popularity
-from moevement_ext.plan.replanning import PlanParameters, WindowLoad, decide_plan
+from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.stage_plan import StagePlan, publish
 from tests.unit.protect.distant_store import DistantStore
@@ -26,13 +25,7 @@ DEADLINE_S = 120.0
 """How long a test waits for something that comes at once."""
 BALANCED = {f'layer1.expert{expert}': 25 for expert in range(4)}
 
-fixed = partial(
-    decide_plan,
-    popularity=Popularity(POPULARITY).of,
-    auto_window=None,
-    change=0.1,
-    fraction=0.25,
-)
+fixed = MoEvement(POPULARITY, 3, None, change=0.1, fraction=0.25).next
 
 
 def load(start: int, *tokens: int) -> WindowLoad:
