@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from moevement_ext import faults
-from moevement_ext.memory.cuda_driver import driver
+from moevement_ext.memory.device import driver
 
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0

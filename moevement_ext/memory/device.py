@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own threads and streams on the device of this rank."""
+"""The engine's own threads and streams on the device of this rank, and CUDA's driver."""
 
 import ctypes
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from moevement_ext.memory.cuda_driver import driver
-
 # CUDA's CU_STREAM_CAPTURE_MODE_RELAXED.
 _RELAXED = 2
+_DRIVER = 'libcuda.so.1'
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    """The driver library, for calls that torch lacks or makes while holding the GIL.
+
+    Its functions run without the GIL.
+    """
+    return ctypes.CDLL(_DRIVER)
 
 
 def with_index(device: torch.device) -> torch.device:

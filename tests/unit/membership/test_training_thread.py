@@ -26,7 +26,7 @@ from moevement_ext.membership import standstill, training_thread
 from moevement_ext.membership.rendezvous import Rendezvous
 from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.training_thread import Look, TrainingThread
-from moevement_ext.memory import cuda_driver
+from moevement_ext.memory import device
 from moevement_ext.regroup import waits
 
 pytestmark = pytest.mark.timed
@@ -325,8 +325,8 @@ def test_blocking_driver_call_does_not_block_other_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The C library replaces the driver: it waits for a byte of this thread or of a process."""
-    monkeypatch.setattr(cuda_driver, '_DRIVER', 'libc.so.6')
-    read, found = cuda_driver.driver.__wrapped__().read, ctypes.create_string_buffer(1)
+    monkeypatch.setattr(device, '_DRIVER', 'libc.so.6')
+    read, found = device.driver.__wrapped__().read, ctypes.create_string_buffer(1)
     near, far = os.pipe()
     command = ['sh', '-c', 'sleep 30; printf c']
     with subprocess.Popen(command, stdout=far, start_new_session=True) as late:
