@@ -67,7 +67,7 @@ class AutoWindow:
         """The next W, mostly that of `present`, the plan in force in the window of `loads`."""
         rooms = [load.room for load in loads if load.room is not None]
         self._longest = min([self._longest, *rooms])
-        seen = measured(loads)
+        seen = _measured(loads)
         if seen is None or present.window > self._longest:
             return min(present.window, self._longest)
         if self._window != present.window:
@@ -100,7 +100,7 @@ class AutoWindow:
         return self._longest if found is None else found
 
 
-def measured(loads: Sequence[WindowLoad]) -> Measured | None:
+def _measured(loads: Sequence[WindowLoad]) -> Measured | None:
     """The rates of the slowest ranks; None before the first copy.
 
     All ranks wait for the rank whose copies delay its update; only this rank measures that

@@ -121,7 +121,7 @@ class Outage:
         """Log the outcome, once an iteration is committed or training has ended."""
         summary, self._unsaid = self._unsaid, None
         if summary is not None:
-            say(summary)
+            _say(summary)
 
     def _summary(
         self, store: Store, verdict: Localized, away_s: float, seconds: Mapping[str, float]
@@ -175,10 +175,10 @@ def of_the_whole_job(
 
     found = _never_fails(make)
     if found is not None:
-        say(found)
+        _say(found)
 
 
-def say(summary: Summary) -> None:
+def _say(summary: Summary) -> None:
     """Print the summary, and send it to the launcher."""
     line = summary.line(time.time())
     print(highlighted(line, sys.stdout, summary.is_exact), flush=True)

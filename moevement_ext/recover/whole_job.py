@@ -23,7 +23,7 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import left_by_elastic
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window, WindowName
+from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
@@ -105,7 +105,8 @@ def find(
         for item in rank.exchange('windows', msgspec.msgpack.encode(found_here))
     ]
     refused = launched_alike.check(rank, inventories)
-    own = str(newest_committed(store, rank.identity)).encode()
+    newest = Ledger.read_newest(store.ledger_path(rank.number), rank.identity)
+    own = str(-1 if newest is None else newest.iteration).encode()
     committed = max(int(item) for item in rank.exchange('committed', own))
     on_disk = {part for inventory in inventories for part in inventory.disk}
     everything = on_disk.union(*(inventory.memory for inventory in inventories))
@@ -193,12 +194,6 @@ def refuse(
     older = [other.start for other in predecessor.candidates if other.start < window.start]
     next_tier(reason, rank, predecessor.dense_iteration, max(older, default=None))
     end_at_once(EXIT_WHOLE_JOB)
-
-
-def newest_committed(store: NodeStore, identity: RankIdentity) -> int:
-    """Newest iteration in the ledger of a rank's predecessor, -1 if there is none."""
-    entry = Ledger.read_newest(store.ledger_path(identity.rank), identity)
-    return entry.iteration if entry is not None else -1
 
 
 def _verified(

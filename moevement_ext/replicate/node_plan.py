@@ -59,10 +59,10 @@ def copies_of(members: Sequence[Member], topology: str | None, replicas: int) ->
     families = [
         rank if member.family == ALONE else member.family for rank, member in enumerate(members)
     ]
-    return place_copies(domains_of(members, topology), replicas, families)
+    return place_copies(_domains_of(members, topology), replicas, families)
 
 
-def domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
+def _domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
     """Failure domains by rank, from the members: a replacement's node may lack the file."""
     told = [member.domain for member in members]
     if topology is not None and all(told):
