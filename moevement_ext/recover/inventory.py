@@ -66,7 +66,7 @@ def holders(
     return sorted(found, key=lambda rank: (rank != owner, rank))
 
 
-class Found:
+class _Found:
     """Windows of this run and layout, with log messages about the examined ones.
 
     The log names refused windows once per reason. Loading a window verifies its payloads.
@@ -130,7 +130,7 @@ def held_windows(
     Windows of all ranks in `store` count, or, with `only_on`, the rank's windows in that
     directory on disk.
     """
-    found = Found(identity)
+    found = _Found(identity)
     if only_on is not None:
         return sorted(found.on_disk(only_on).windows)
     return sorted(found.in_memory(store).windows)
@@ -143,10 +143,10 @@ def take_stock(
 
     `disk_only` omits windows in host memory, which are not used as a source.
     """
-    memory = Found(identity)
+    memory = _Found(identity)
     if not disk_only:
         memory.in_memory(store)
-    found = [memory] if disk is None else [memory, Found(identity).on_disk(disk.path)]
+    found = [memory] if disk is None else [memory, _Found(identity).on_disk(disk.path)]
     return Inventory(
         sorted(memory.windows),
         [] if disk is None else sorted(found[1].windows, reverse=True),

@@ -11,7 +11,7 @@ from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.recover.inventory import Found
+from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import make_room, verified_window
 from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, capacity, named, tmpfs_directory
 from tests.unit.recover.test_sources import damage, replicate
@@ -106,7 +106,7 @@ def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job:
     job.ranks[0].windows.discard(named(0))
     disk = job.ranks[0].disk
     assert disk is not None
-    assert Found(identity).on_disk(disk.path).windows == set()
+    assert held_windows(job.ranks[0].store, identity, disk.path) == []
     with pytest.raises(RefusedWindow, match='disk: .*expected .other'):
         verified_window(job.ranks[0], CANDIDATE, [], identity)
 
@@ -114,9 +114,10 @@ def test_windows_of_another_run_on_disk_are_refused(identity: RankIdentity, job:
 def test_list_of_the_disk_omits_torn_windows(job: Job) -> None:
     disk = job.ranks[0].disk
     assert disk is not None
-    assert Found(OWN).on_disk(disk.path).windows == {HeldWindow(CANDIDATE, 0)}
+    store = job.ranks[0].store
+    assert held_windows(store, OWN, disk.path) == [HeldWindow(CANDIDATE, 0)]
     os.truncate(on_disk(job), 70_000)
-    assert Found(OWN).on_disk(disk.path).windows == set()
+    assert held_windows(store, OWN, disk.path) == []
 
 
 @pytest.mark.parametrize(
