@@ -9,7 +9,6 @@ import os
 import queue
 import socket
 import threading
-from typing import NamedTuple
 
 from moevement_ext.launch.link import Link
 from moevement_ext.launch.messages import FROM_AGENT, FromAgent, Here
@@ -21,13 +20,6 @@ logger = logging.getLogger(__name__)
 _GREETING_S = 5.0
 # Pause after an error that may be temporary, such as too many open files.
 _PAUSE_S = 1.0
-
-
-class _Arrival(NamedTuple):
-    """An authenticated agent."""
-
-    here: Here
-    link: Link[FromAgent]
 
 
 class Listener:
@@ -46,12 +38,12 @@ class Listener:
         self._closed = threading.Event()
         self._closing = threading.Lock()
         self._strangers = Strangers()
-        self._arrived: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Here, Link[FromAgent]]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._listen, name='slurm-listener', daemon=True)
         self._thread.start()
 
-    def take(self) -> list[_Arrival]:
-        """Take the agents that have arrived; `fd` is not readable afterwards."""
+    def take(self) -> list[tuple[Here, Link[FromAgent]]]:
+        """Take the authenticated agents that have arrived; `fd` is not readable afterwards."""
         os.eventfd_read(self.fd)
         return [self._arrived.get() for _ in range(self._arrived.qsize())]
 
@@ -109,5 +101,5 @@ class Listener:
             if self._closed.is_set():
                 link.close()
                 return
-            self._arrived.put(_Arrival(here, link))
+            self._arrived.put((here, link))
             os.eventfd_write(self.fd, 1)
