@@ -363,7 +363,7 @@ class HostMemory:
     def _free_file(self, window: Window) -> WindowFile:
         try:
             own = self.members[self.rank].sized_for(window.length, self._longest_window)
-            file = self.windows.begin(window.name, room=own.capacity_bytes)
+            file = self.windows.begin(window.name, room=own.capacity_bytes, fetched=True)
         except ValueError as error:  # an abandoned thread still waits for a peer
             raise PeerLost(f'window {window.start} is still received: {error}') from error
         if file is None:

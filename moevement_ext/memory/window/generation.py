@@ -36,13 +36,17 @@ class FileSize(NamedTuple):
 
 
 class Generation:
-    """One file and its state; `index` names the file while it is free."""
+    """One file and its state; `index` names the file while it is free.
+
+    While `fetched`, a thread fills it that no other one waits for, whatever becomes of its window.
+    """
 
     def __init__(self, file: WindowFile, index: int, state: FileState) -> None:
         self.file = file
         self.index = index
         self.state = state
         self.held = False
+        self.fetched = False
 
     @property
     def start(self) -> int:

@@ -92,7 +92,9 @@ class OwnerWindows:
         """The newest window known to be persisted on every rank."""
         return self._agreed.persisted
 
-    def begin(self, name: WindowName, unjudged: bool = False, room: int = 0) -> WindowFile | None:
+    def begin(
+        self, name: WindowName, unjudged: bool = False, room: int = 0, fetched: bool = False
+    ) -> WindowFile | None:
         """Open a file for a new window: a free file, a given up window's, or an outdated window's.
 
         Args:
@@ -100,6 +102,8 @@ class OwnerWindows:
             unjudged: the window is captured in a recovery that is not judged yet. Until `judged`,
                 no recovery starts from it or compares with it.
             room: bytes that the window takes, if windows in force may take less.
+            fetched: a thread fills the file that may be left behind. Until it calls `commit` or
+                `abandon`, no other window gets the file, even if this one is discarded.
 
         Returns:
             The begun file, or None when a recovery may still need the windows of all files
@@ -126,6 +130,7 @@ class OwnerWindows:
             self._rename(chosen.file, path)
             self._fit(chosen.file, room)
             chosen.state = FileState.UNJUDGED if unjudged else FileState.WRITING
+            chosen.fetched = fetched
             chosen.file.begin(name)
             return chosen.file
 
@@ -175,11 +180,17 @@ class OwnerWindows:
             generation = self._writing(file)
             file.freeze()
             file.rename(self.path / committed_name(file.required_name()))
-            generation.state = FileState.COMMITTED
+            generation.state, generation.fetched = FileState.COMMITTED, False
             self._committed.notify_all()
 
     def abandon(self, file: WindowFile) -> None:
+        """Free the file of an unfinished window, which the caller has filled until now."""
         with self._lock:
+            for generation in self._generations:
+                if generation.file is file and generation.fetched:
+                    generation.fetched = False
+                    if generation.state is FileState.FREE:
+                        return  # its window was discarded meanwhile
             self._free(self._being_filled(file))
 
     def agree(self, agreed: Agreed) -> None:
@@ -322,7 +333,7 @@ class OwnerWindows:
 
     def _recyclable(self) -> list[Generation]:
         """The files that may be overwritten, in order of preference."""
-        free = [g for g in self._generations if g.state is FileState.FREE]
+        free = [g for g in self._generations if g.state is FileState.FREE and not g.fetched]
         free += [g for g in self._generations if g.state is FileState.CUT_OFF]
         committed = (g for g in self._generations if g.state is FileState.COMMITTED)
         oldest = sorted(committed, key=lambda generation: generation.start)

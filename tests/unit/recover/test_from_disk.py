@@ -2,7 +2,8 @@
 """Disk is the last of a window's sources: real files, two real ranks over TCP."""
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
+from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover.inventory import held_windows
-from moevement_ext.recover.sources import make_room, verified_window
+from moevement_ext.recover.sources import ArrivingWindow, make_room, verified_window
+from moevement_ext.replicate import connection
 from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, capacity, named, tmpfs_directory
 from tests.unit.recover.test_sources import damage, replicate
+from tests.unit.replicate.peers import DEADLINE_S
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 
 pytestmark = pytest.mark.timeout(300)
@@ -143,3 +147,53 @@ def test_window_already_in_memory_needs_no_room(job: Job) -> None:
     job.commit(0, start=3)
     make_room(windows, Window(named(3), WINDOW), [])
     assert [window.name.start for window in windows.committed()] == [3, 0]
+
+
+class HungReads:
+    """The read number `index` of a payload waits until its event is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *indices: int) -> None:
+        self.reached = {index: threading.Event() for index in indices}
+        self.go_on = {index: threading.Event() for index in indices}
+        self._count = 0
+        self._from = WindowReader._from
+        monkeypatch.setattr(WindowReader, '_from', lambda *place: self._reader(*place))
+
+    def _reader(self, reader: WindowReader, offset: int) -> Callable[[memoryview], None]:
+        fill, index = self._from(reader, offset), self._count
+        self._count += 1
+
+        def read(view: memoryview) -> None:
+            if index in self.go_on:
+                self.reached[index].set()
+                self.go_on[index].wait(DEADLINE_S)
+            fill(view)
+
+        return read
+
+
+def test_hung_read_that_ends_late_leaves_its_successor_alone(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads window 0 hangs, and is left behind; the next one reads window 3."""
+    monkeypatch.setattr(connection, '_TO_END_S', 0.1)
+    memory, file = job.ranks[0], job.commit(0, start=3)
+    assert memory.disk is not None
+    memory.disk.write(file, OWN)
+    memory.disk_only, expected = True, payloads(file)
+    reads = HungReads(monkeypatch, 0, 2)
+    left = ArrivingWindow(memory, CANDIDATE, [], OWN)
+    assert reads.reached[0].wait(DEADLINE_S)
+    left.close()
+    window = ArrivingWindow(memory, Window(named(3), WINDOW), [], OWN)
+    assert reads.reached[2].wait(DEADLINE_S)
+    assert memory.windows.begin(named(6)) is None, 'two threads write'
+    reads.go_on[0].set()
+    left._thread.join(DEADLINE_S)
+    assert not left._thread.is_alive()
+    reads.go_on[2].set()
+    try:
+        assert payloads(window.file()) == expected
+    finally:
+        window.close()
+    assert memory.windows.begin(named(6)) is not None, 'both have ended'
