@@ -109,14 +109,11 @@ def cut_connections(addresses: set[str], port: int) -> None:
     """
     for name in os.listdir('/proc/self/fd'):
         with suppress(OSError):  # the listing's own, or closed since
-            copy = os.dup(int(name))
-            try:
-                _cut_if_with(copy, addresses, port)
-            finally:
-                os.close(copy)
+            _cut_if_with(int(name), addresses, port)
 
 
 def _cut_if_with(fd: int, addresses: set[str], port: int) -> None:
+    # No file is opened a second time: to close that would drop all locks of this process on it.
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         return
     with socket.socket(fileno=os.dup(fd)) as connection:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stopped store, as a separate process."""
 
+import fcntl
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import DistError
@@ -84,6 +88,17 @@ def test_only_connections_to_the_store_are_cut(server: Server) -> None:
         assert spared.add('count', 1) == 2
     finally:
         other.close()
+
+
+def test_locks_on_files_outlive_a_cut(tmp_path: Path) -> None:
+    """A program under training may use POSIX locks, as in SQLite."""
+    path = tmp_path / 'locked'
+    take = f'import fcntl; fcntl.lockf(open({str(path)!r}, "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)'
+    with path.open('w') as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        cut_connections(set(), 1)
+        other = subprocess.run([sys.executable, '-c', take], stderr=subprocess.PIPE, text=True)
+    assert 'BlockingIOError' in other.stderr
 
 
 def test_in_time_passes_on_results_and_errors() -> None:
