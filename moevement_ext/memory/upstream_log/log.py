@@ -351,23 +351,35 @@ class UpstreamLog:
 
     def _work(self) -> None:
         bind_thread(self._device)
-        while (record := self._next_arrived()) is not None:
-            self._complete(record)
-            self._jobs.task_done()
-        self._jobs.task_done()
+        going_on = True
+        while going_on:
+            try:
+                going_on = self._carry_out_next()
+            except Exception:  # logging must not fail training (invariant I6)
+                logger.exception('%s', self._description)
+            finally:
+                self._jobs.task_done()  # the training thread waits for it in `drain`
 
-    def _next_arrived(self) -> _Record | None:
-        """Wait for the bytes of the next record and return it; None at the end.
+    def _carry_out_next(self) -> bool:
+        """Wait for the next job, and do it; False at the end."""
+        job = self._next_arrived()
+        if isinstance(job, _Shrunk):
+            self._give_back()
+        elif job is not None:
+            try:
+                self._complete(job)
+            except Exception as error:  # as of a copy
+                self._give_up(job, error)
+        return job is not None
+
+    def _next_arrived(self) -> _Record | _Shrunk | None:
+        """Wait for the next job and, if it is a record, for its bytes; None at the end.
 
         Returning frees the source tensor; on a GPU, checksums may lag far behind the sends.
         """
         job = self._jobs.get()
-        while isinstance(job, _Shrunk):
-            self._give_back()
-            self._jobs.task_done()
-            job = self._jobs.get()
-        if job is None:
-            return None
+        if not isinstance(job, _Completion):
+            return job
         try:
             job.arrive()
         except Exception as error:  # logging must not fail training (invariant I6)

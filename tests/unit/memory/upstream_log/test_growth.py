@@ -2,6 +2,7 @@
 """A log that changes its size in training loses no record, at any position of its ring."""
 
 import mmap
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.upstream_log import ring_map as map_module
 from moevement_ext.memory.upstream_log.log import UpstreamLog
+from moevement_ext.memory.upstream_log.ring_map import RingMap
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.memory.upstream_log.logs import (
     DEADLINE_S,
@@ -189,3 +191,21 @@ def test_log_with_a_deleted_file_keeps_its_pages(
             log.append(iteration, DOWN, page(iteration))
         assert [value(log, iteration, DOWN, 0) for iteration in range(4)] == list(range(4))
     assert 'keeps its pages' in caplog.text
+
+
+def test_pages_that_cannot_be_released_do_not_stop_the_log(
+    shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(mapped: RingMap, first: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(RingMap, 'give_back', fail)
+    with large(shm / 'log', Reports()) as log:
+        log.shrink(4 * mmap.PAGESIZE)
+        log.append(0, DOWN, page(0))
+        drained = threading.Thread(target=log.drain, daemon=True)
+        drained.start()
+        drained.join(DEADLINE_S)
+        assert not drained.is_alive()
+        assert value(log, 0, DOWN, 0) == 0
+    assert 'MemoryError' in caplog.text

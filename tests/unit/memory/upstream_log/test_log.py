@@ -397,6 +397,17 @@ def test_failed_copy_forgets_its_iteration(log: UpstreamLog, reports: Reports) -
     assert value(log, 3, DOWN, 0) == 3
 
 
+def test_failed_checksum_forgets_its_iteration(
+    log: UpstreamLog, reports: Reports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(log, '_complete', lambda record: [][record])
+        log.append(1, DOWN, region(1))
+        assert 'has failed' in reports.next()
+    log.append(2, DOWN, region(2))
+    assert value(log, 2, DOWN, 0) == 2
+
+
 def test_error_of_the_callback_ends_neither_worker_nor_training(shm: Path) -> None:
     def fail(reason: str) -> None:
         raise RuntimeError(reason)
