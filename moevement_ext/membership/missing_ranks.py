@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 import msgspec
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.heartbeats import hear
@@ -88,7 +88,7 @@ class MissingRanks:
                 if since_look_s >= self._between_looks_s:
                     self._look(store, since_look_s)
                     since_look_s = 0.0
-            except DistError as error:  # tried again, on another connection
+            except Exception as error:  # tried again, on another connection
                 store = None
                 if not (lost or self._stopping.is_set()):
                     logger.warning('missing ranks are not detected at present: %s', error)

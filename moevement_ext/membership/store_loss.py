@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import DistError, DistStoreError, Store
@@ -61,7 +62,7 @@ class StoreLoss:
         self._answers = AnswerWatch(self._store, self._to_answer_s)
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._looking = self._replaced = False
+        self._looking = self._replaced = self._told = False
         self._closed = threading.Event()
 
     def connect(self) -> Store:
@@ -112,12 +113,13 @@ class StoreLoss:
         with self._lock:
             if self._looking:
                 return
-            self._looking = True
-        threading.Thread(target=self._look, name='sparse-ckpt-store', daemon=True).start()
+            with suppress(RuntimeError):  # without a thread now, the next lost connection starts it
+                threading.Thread(target=self._look, name='sparse-ckpt-store', daemon=True).start()
+                self._looking = True
 
     def _look(self) -> None:
         """Until it is found, or another one in its place."""
-        waited_s, looked = 0.0, time.monotonic()
+        waited_s, looked, failed = 0.0, time.monotonic(), False
         while not self._closed.wait(_PAUSE_S):
             try:
                 self._connect()
@@ -126,12 +128,17 @@ class StoreLoss:
                 now = time.monotonic()
                 waited_s += min(now - looked, self._to_answer_s + _MOST_A_LOOK_S)
                 looked = now
-                if self._replaced:
+                if self._replaced and self._told:
                     return
                 if waited_s > self._timeout_s:
                     self._conclude(f'it is out of reach for {self._timeout_s:g} s: {error}')
+            except Exception:  # too many threads, for example, says nothing about the store
+                looked = time.monotonic()
+                if not failed:
+                    logger.warning('the lost store is not looked for at present', exc_info=True)
+                failed = True
         with self._lock:
-            self._looking = False
+            self._looking = self._told = False
             was_lost = self.lost.is_set()
             self.lost.clear()
         if was_lost and not self._closed.is_set():
@@ -141,9 +148,14 @@ class StoreLoss:
         with self._lock:
             known = self.lost.is_set()
             self.lost.set()
+            with suppress(RuntimeError):  # without a thread now, the next look starts it
+                if not self._told:
+                    threading.Thread(
+                        target=self._on_lost, name='sparse-ckpt-lost', daemon=True
+                    ).start()
+                    self._told = True
         if not known:
             logger.warning('sparse checkpointing: the store of the job is lost: %s', why)
-            threading.Thread(target=self._on_lost, name='sparse-ckpt-lost', daemon=True).start()
 
 
 def _attempt_of(store: Store) -> str:

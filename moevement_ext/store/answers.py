@@ -7,6 +7,7 @@ now and then, and when it does not answer, all connections of this process with 
 that waits in one has an error at once, as if the store had died.
 """
 
+import logging
 import os
 import queue
 import socket
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore
+
+logger = logging.getLogger(__name__)
 
 _LOOKS = 10
 _ASKED_IN_A_LIMIT = 2
@@ -78,17 +81,28 @@ class AnswerWatch:
         host, port = store.host, store.port
         addresses = addresses_of(host, port)
         own: Store | None = None
+        failed = False
         while not self._closed.wait(self._limit_s / _ASKED_IN_A_LIMIT):
-            began = time.monotonic()
             try:
-                own = own or in_time(store.clone, self._limit_s)
-                in_time(own.num_keys, self._limit_s)
-            except DistError:  # of a lost connection, others have heard as well
-                own = None
-                if time.monotonic() - began >= self._limit_s:
-                    cut_connections(addresses, port)
-            except RuntimeError:  # no thread can be started any more: the process ends
-                return
+                own = self._asked(own, addresses, port)
+            except Exception:  # too many threads or open files, for example: asked again
+                if not threading.main_thread().is_alive():
+                    return  # no thread can be started any more: the process ends
+                if not failed:
+                    logger.warning('it is not known whether the store answers', exc_info=True)
+                failed = True
+
+    def _asked(self, own: Store | None, addresses: set[str], port: int) -> Store | None:
+        """The connection to ask on the next time; None: another one."""
+        began = time.monotonic()
+        try:
+            own = own or in_time(self._store.clone, self._limit_s)
+            in_time(own.num_keys, self._limit_s)
+        except DistError:  # of a lost connection, others have heard as well
+            if time.monotonic() - began >= self._limit_s:
+                cut_connections(addresses, port)
+            return None
+        return own
 
 
 def addresses_of(host: str, port: int) -> set[str]:

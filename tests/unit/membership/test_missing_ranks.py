@@ -31,6 +31,8 @@ pytestmark = pytest.mark.timed
 
 HANG_S = 3.0
 """More than a pause of this process counts for."""
+DUE_S = 20.0
+"""Timeout of an event that is due at once."""
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -150,6 +152,24 @@ def test_search_for_absent_ranks_reconnects(
     store.wait(['evict/3'], TIMEOUT)
     found.stop()
     way.close()
+
+
+def test_search_goes_on_after_an_error_of_this_process(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(missing_ranks, 'HEARTBEAT_SECONDS', 0.01)
+    tried, connected = threading.Event(), threading.Event()
+
+    def connect() -> TCPStore:
+        if not tried.is_set():
+            tried.set()
+            raise RuntimeError("can't start new thread")
+        connected.set()
+        return store.clone()
+
+    found = MissingRanks(connect, 4, HANG_S, lambda: True)
+    assert connected.wait(DUE_S)
+    found.stop()
 
 
 def test_time_of_a_pause_of_the_searching_rank_does_not_count(

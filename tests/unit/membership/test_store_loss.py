@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from torch.distributed import DistError, TCPStore
 
 from moevement_ext.membership import store_loss
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
+from moevement_ext.store.answers import in_time
 from tests.distributed.harness.ports import free_port
 from tests.unit.forks import Forked
 from tests.unit.membership import ranks
@@ -20,6 +23,8 @@ from tests.unit.store.processes import Server
 pytestmark = pytest.mark.timed
 
 WAIT_S = 60.0
+DUE_S = 20.0
+"""Timeout of an event that is due at once."""
 TIMEOUT_S = 1.0
 
 
@@ -73,6 +78,52 @@ def test_unreachable_store_is_lost(loss_of: Lose) -> None:
     assert called.wait(WAIT_S)
     with pytest.raises(DistError, match='the store is lost'):
         loss.connect()
+
+
+def test_store_is_looked_for_after_an_error_of_this_process(
+    loss_of: Lose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = serve()
+    called = threading.Event()
+    loss = loss_of(client(store.port), 0.2, called.set)
+    errors = [RuntimeError("can't start new thread"), DistError('no connection')]
+
+    def ask(ask: Callable[[], object], limit_s: float) -> object:
+        if errors:
+            raise errors.pop()
+        return in_time(ask, limit_s)
+
+    monkeypatch.setattr(store_loss, 'in_time', ask)
+    del store
+    with pytest.raises(DistError, match='no connection'):
+        loss.connect()
+    assert called.wait(DUE_S)
+
+
+class SecondStart(threading.Thread):
+    """The first thread of each name cannot be started."""
+
+    tried: ClassVar[set[str]] = set()
+
+    def start(self) -> None:
+        if self.name not in self.tried:
+            self.tried.add(self.name)
+            raise RuntimeError("can't start new thread")
+        super().start()
+
+
+def test_missing_threads_are_started_later(loss_of: Lose, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = serve()
+    called = threading.Event()
+    loss = loss_of(client(store.port), 0.2, called.set)
+    del store
+    monkeypatch.setattr(SecondStart, 'tried', set())
+    monkeypatch.setattr(store_loss, 'threading', SimpleNamespace(Thread=SecondStart))
+    for _ in range(2):
+        with pytest.raises(DistError):
+            loss.connect()
+    assert called.wait(DUE_S) and loss.lost.is_set()
+    assert {'sparse-ckpt-store', 'sparse-ckpt-lost'} == SecondStart.tried
 
 
 def test_stopped_store_is_found_again_when_it_continues(

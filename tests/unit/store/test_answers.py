@@ -20,6 +20,9 @@ from tests.unit.store.processes import WAIT_S, Server, until
 
 pytestmark = pytest.mark.timed
 
+DUE_S = 20.0
+"""Timeout of an event that is due at once."""
+
 
 class Asking:
     """A thread that sends a request, and its result."""
@@ -74,6 +77,30 @@ def test_long_wait_for_a_responsive_store_is_not_cut(
     store.set('comes', 'now')
     assert waiting.ends_with() is None
     watch.close()
+
+
+def test_watch_goes_on_after_an_error_of_this_process(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First there are too many open files to cut connections, then no thread can be started."""
+    errors = [RuntimeError("can't start new thread"), DistError('it is silent')]
+    asked = threading.Event()
+
+    def ask(ask: Callable[[], object], limit_s: float) -> object:
+        if errors:
+            raise errors.pop()
+        asked.set()
+        return in_time(ask, WAIT_S)
+
+    def cut(addresses: set[str], port: int) -> None:
+        raise OSError('Too many open files')
+
+    monkeypatch.setattr(answers, 'in_time', ask)
+    monkeypatch.setattr(answers, 'cut_connections', cut)
+    watch = AnswerWatch(server.connect(), 0.0)
+    assert asked.wait(DUE_S)
+    watch.close()
+    assert len(caplog.records) == 1
 
 
 def test_only_connections_to_the_store_are_cut(server: Server) -> None:
