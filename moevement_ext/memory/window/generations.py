@@ -39,7 +39,8 @@ class OwnerWindows:
     """Generations of windows of one owner that one holder keeps.
 
     Thread-safe. Every call is short (renames and a preamble), except construction, which
-    reserves the memory.
+    reserves the memory, and those that pin files for another length of windows: others wait
+    for them, as the next window takes the file that is pinned.
 
     Args:
         store: store of the node; the directory of `holder` is locked.
