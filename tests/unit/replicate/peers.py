@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real holders of replicas and real connections to them, shared by the tests of replication."""
 
+import queue
 import socket
 import threading
 import time
@@ -74,6 +75,33 @@ def put_window(
     for slot in file.slots():
         client.put_slot(owner, file, slot, Agreed(persisted))
     client.commit(owner, file.required_name())
+
+
+class SlowPeer(ReplicaClient):
+    """Takes all slots; answers commits and discards, which it notes, once `answers` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(('127.0.0.1', 0), SECRET)
+        self.answers = threading.Event()
+        self._asked: queue.Queue[WindowName | int] = queue.Queue()
+
+    def next_asked(self) -> WindowName | int:
+        """The next window to commit, or start to discard after."""
+        return self._asked.get(timeout=DEADLINE_S)
+
+    def put_slot(self, *_: object) -> int:
+        return 1
+
+    def commit(self, owner: int, window: WindowName) -> None:
+        self._answer(window)
+
+    def discard_after(self, owner: int, start: int) -> None:
+        self._answer(start)
+
+    def _answer(self, asked: WindowName | int) -> None:
+        self._asked.put(asked)
+        if not self.answers.wait(DEADLINE_S):
+            raise TimeoutError('the test never let it answer')
 
 
 def ask(client: ReplicaClient) -> None:

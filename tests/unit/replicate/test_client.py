@@ -9,7 +9,16 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.replicate.client import PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.unit.memory.samples import capacity, commit, digest, make_file, named, write_window
+from tests.unit.memory.samples import (
+    WINDOW,
+    capacity,
+    commit,
+    digest,
+    make_file,
+    make_header,
+    named,
+    write_window,
+)
 from tests.unit.replicate.peers import (
     OWNER,
     own_file,
@@ -144,19 +153,44 @@ def test_unfinished_replica_gives_way_to_the_next_window(
     assert replica_starts(server) == [6, 3]
 
 
+def altered_window(shm: Path, start: int) -> WindowFile:
+    """A window of the same name, but not with the same bits."""
+    file = WindowFile.create(shm / 'altered', capacity())
+    file.begin(named(start))
+    for slot in range(WINDOW):
+        header = make_header(slot, start)
+        file.reserve_slot(slot, header.payload_bytes)[:] = 7
+        file.seal_slot(header)
+    return file
+
+
+def test_partly_received_window_gives_way_to_one_with_other_content(
+    shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    """The owner has captured it again; else this holder would refuse its windows for ever."""
+    client.put_slot(OWNER, commit(own, 3), 0)
+    altered = altered_window(shm, 3)
+    put_window(client, altered)
+    [replica] = replicas(server).committed()
+    assert (replica.name, digest(replica.path)) == (named(3), digest(altered.path))
+
+
+def test_partly_received_window_is_received_again_after_a_rollback(
+    own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
+) -> None:
+    file = commit(own, 3)
+    client.put_slot(OWNER, file, 0)
+    client.discard_after(OWNER, 0)
+    put_window(client, file)
+    assert replica_starts(server) == [3]
+
+
 def test_rollback_replaces_the_abandoned_past(
     shm: Path, own: OwnerWindows, server: ReplicaServer, client: ReplicaClient
 ) -> None:
     for start in (0, 3):
         put_window(client, commit(own, start))
-    other = make_file(shm / 'other', start=3)
-    with other._lock:  # the same window, but not with the same bits
-        other._draft = None
-    altered = WindowFile.create(shm / 'altered', capacity())
-    altered.begin(named(3))
-    for header in other.headers():
-        altered.reserve_slot(header.slot, header.payload_bytes)[:] = 7
-        altered.seal_slot(header)
+    altered = altered_window(shm, 3)
     with pytest.raises(PeerRefused, match='has other content'):
         put_window(client, altered)
     client.discard_after(OWNER, 0)

@@ -29,6 +29,7 @@ from tests.unit.memory.samples import (
 from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
+    SlowPeer,
     own_file,
     replica_starts,
     replicas,
@@ -315,6 +316,62 @@ def test_rollback_reaches_the_peers_first(shm: Path, own: OwnerWindows) -> None:
         submit_all(replicator, commit(own, 3, 'plan2'))
         assert events.next_replicated() == named(3, 'plan2')
         assert [w.name for w in replicas(server).committed()] == [named(3, 'plan2'), named(0)]
+
+
+def test_commit_answered_after_a_rollback_does_not_count_for_the_next_capture(
+    own: OwnerWindows,
+) -> None:
+    """Else the window captured anew, of the same name, would count without a replica."""
+    events, peer = Events(), SlowPeer()
+    replicator = Replicator(OWNER, {1: peer}, events.replicated.put, events.degraded.put)
+    submit_all(replicator, commit(own, 3))
+    assert peer.next_asked() == named(3)
+    replicator.discard_after(0)
+    peer.answers.set()
+    assert peer.next_asked() == 0
+    own.discard_after(0)
+    submit_all(replicator, commit(own, 3))
+    assert events.next_replicated() == named(3)
+    replicator.stop()
+    assert not peer._asked.empty(), 'it is reported without a second commit'
+    assert peer.next_asked() == named(3)
+
+
+def test_window_dropped_by_a_rollback_is_not_reported(own: OwnerWindows) -> None:
+    """Else it would count for an abandoned capture, after its withdrawal."""
+    events = Events()
+    replicator = Replicator(OWNER, {}, events.replicated.put, events.degraded.put)
+    replicator.stop()
+    submit_all(replicator, commit(own, 3))
+    tell = replicator._next_action()
+    assert tell is not None
+    replicator.discard_after(0)
+    tell()
+    assert events.replicated.empty()
+
+
+def test_earlier_of_two_rollbacks_reaches_a_busy_peer(own: OwnerWindows) -> None:
+    """Else it keeps windows of the abandoned history, and refuses the new ones."""
+    events, peer = Events(), SlowPeer()
+    replicator = Replicator(OWNER, {1: peer}, events.replicated.put, events.degraded.put)
+    submit_all(replicator, commit(own, 9))
+    assert peer.next_asked() == named(9)
+    for start in (0, 6):
+        replicator.discard_after(start)
+    peer.answers.set()
+    assert peer.next_asked() == 0
+    replicator.stop()
+
+
+def test_rollback_during_another_reaches_the_peer_too() -> None:
+    events, peer = Events(), SlowPeer()
+    replicator = Replicator(OWNER, {1: peer}, events.replicated.put, events.degraded.put)
+    replicator.discard_after(6)
+    assert peer.next_asked() == 6
+    replicator.discard_after(0)
+    peer.answers.set()
+    assert peer.next_asked() == 0
+    replicator.stop()
 
 
 def test_failing_callback_does_not_end_replication(shm: Path, own: OwnerWindows) -> None:
