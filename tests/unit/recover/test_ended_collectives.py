@@ -38,6 +38,16 @@ def recovery_of(**parts: object) -> Any:
     return recovery
 
 
+def test_update_does_not_begin_after_an_aborted_reduction() -> None:
+    """Else survivors would update with any bytes as the norm."""
+    position = RankState(9, Start(9, b''))
+    position.begins(Start(9, b''))
+    recovery = recovery_of(_membership=AbortedOnTheDevice(), _position=position)
+    with pytest.raises(RoundEnded):
+        recovery.updating()
+    assert position.clean_at == 9
+
+
 def test_state_of_an_aborted_copy_is_not_whole() -> None:
     protection = MagicMock()
     protection.planner.replicas = [[1], [0]]
