@@ -30,6 +30,7 @@ from tests.unit.memory.samples import (
     TOPOLOGY,
     WINDOW,
     capacity,
+    commit,
     digest,
     identity_of,
     named,
@@ -450,6 +451,19 @@ def test_memory_that_cannot_be_pinned_is_not_reserved(
         reserve(shm, torch.device('cuda', 0))
     assert len(pinned) == 1
     assert not list(shm.rglob('*.window')), 'its space is given back'
+
+
+def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
+    before = reserve(shm, CPU)
+    path = commit(before.windows, 0).path
+    before.close(remove=False)
+    pin_with(monkeypatch, failing='free-')
+    with pytest.raises(HostMemoryError, match='CUDA cannot pin'):
+        reserve(shm, torch.device('cuda', 0))
+    assert path.exists(), 'the next start needs it'
 
 
 def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) -> None:
