@@ -29,7 +29,7 @@ from moevement_ext.memory.window.refused import (
     WrongWindow,
 )
 from moevement_ext.memory.window.settings import RunSettings, encode
-from moevement_ext.memory.window.slot import FORMAT_VERSION, encode_frame, frame_bytes_bound
+from moevement_ext.memory.window.slot import FORMAT_VERSION, frame_bytes_bound
 from tests.unit.memory.samples import (
     PLAN,
     RUN,
@@ -43,7 +43,6 @@ from tests.unit.memory.samples import (
     named,
     tmpfs_directory,
     write_slot,
-    write_window,
 )
 
 
@@ -418,39 +417,6 @@ def test_directory_with_valid_checksum_but_any_content_is_refused(directory: byt
             window_format._MAGIC, FORMAT_VERSION, len(directory), file.capacity, checksum
         )
         file.array[: len(preamble + directory)] = np.frombuffer(preamble + directory, np.uint8)
-        with pytest.raises(RefusedWindow):
-            load(shm / 'w')
-
-
-@given(
-    field=st.sampled_from(['start', 'window', 'slot', 'iteration', 'payload_bytes', 'owner']),
-    value=_INTEGERS,
-    offset=_INTEGERS,
-    nbytes=_INTEGERS,
-)
-def test_header_with_valid_checksum_but_other_content_is_refused(
-    field: str, value: int, offset: int, nbytes: int
-) -> None:
-    with tmpfs_directory() as shm:
-        file = WindowFile.create(shm / 'w', capacity() + 2**12)
-        file.begin(named(0))
-        write_window(file)
-        header = file.header(1)
-        records = [msgspec.structs.replace(header.records[0], offset=offset, nbytes=nbytes)]
-        forged = msgspec.structs.replace(header, records=records, **{field: value})
-        frame = encode_frame(forged)
-        with file._lock:
-            at = file._take(file._writing(), len(frame))
-        file.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
-        entries = [
-            (
-                msgspec.structs.replace(e, frame_offset=at, frame_bytes=len(frame))
-                if e.slot == 1
-                else e
-            )
-            for e in file._directory.entries
-        ]
-        file._write_directory(window_format.Directory(file.name, entries))
         with pytest.raises(RefusedWindow):
             load(shm / 'w')
 
