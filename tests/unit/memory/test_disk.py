@@ -79,6 +79,51 @@ def test_copy_has_the_bytes_of_the_window(disk: DiskWindows, tmp_path: Path) -> 
     assert all((back.payload(s) == file.payload(s)).all() for s in range(WINDOW))
 
 
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is synced, a directory or a file that may have no name yet, and renamed, in order."""
+    steps: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def noted_sync(fd: int) -> None:
+        path = Path(os.readlink(f'/proc/self/fd/{fd}'))
+        steps.append(f'sync {"/" if path.is_dir() else path.name}')
+        sync(fd)
+
+    def noted_rename(before: Path, after: Path) -> None:
+        steps.append(f'{before.name} -> {after.name}')
+        rename(before, after)
+
+    monkeypatch.setattr(os, 'fsync', noted_sync)
+    monkeypatch.setattr(os, 'rename', noted_rename)
+    return steps
+
+
+def test_window_gets_its_name_between_syncs_of_bytes_and_name(
+    disk: DiskWindows, tmp_path: Path, on_disk: list[str]
+) -> None:
+    """Else a loss of power could leave the name without the bytes, or lose the name."""
+    write(disk, tmp_path, 3)
+    writing, window = 'writing-3-plan1.window', 'window-3-plan1.window'
+    assert on_disk == [f'sync {writing}', f'{writing} -> {window}', 'sync /']
+
+
+def test_note_of_a_complete_window_survives_a_loss_of_power(
+    disk: DiskWindows, on_disk: list[str]
+) -> None:
+    disk.note_complete(3)
+    assert on_disk == ['sync complete.new', 'complete.new -> complete', 'sync /']
+
+
+def test_windows_that_are_set_aside_stay_so_after_a_loss_of_power(
+    disk: DiskWindows, tmp_path: Path, on_disk: list[str]
+) -> None:
+    write(disk, tmp_path, 3)
+    on_disk.clear()
+    disk.set_aside_after(0, IDENTITY)
+    assert on_disk == ['window-3-plan1.window -> aside-3-plan1.window', 'sync /']
+
+
 def test_unused_end_of_a_window_takes_no_space(disk: DiskWindows, tmp_path: Path) -> None:
     large = WindowFile.create(tmp_path / 'large', 2**24)
     large.begin(named(0))
