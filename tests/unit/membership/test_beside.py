@@ -111,6 +111,21 @@ def test_rank_that_fails_while_meeting_beside_leaves_that_round(
     assert len(failed.result()) == WORLD
 
 
+def test_failure_that_the_joining_thread_has_not_met_interrupts(
+    job: Job, members: list[Membership], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the training thread, which moves on by itself, would never hear of it."""
+    first = members[0]
+    monkeypatch.setattr(first, '_join', lambda join: None)
+    beside = Replay(first)
+    with first.leaving_it_to(beside):
+        end_round(job.store, 0, 'another rank died')
+        assert wait_until(first._watch.broken.is_set)
+        assert not first.broken
+        assert first.leaves_nothing_to(beside)
+        assert first.broken
+
+
 def test_earlier_failure_raises_at_once(job: Job, members: list[Membership]) -> None:
     end_round(job.store, 0, 'another rank died')
     assert wait_until(lambda: members[0].broken)

@@ -22,6 +22,7 @@ from moevement_ext.membership.rendezvous import (
     why_broken,
 )
 from moevement_ext.membership.report import Report
+from moevement_ext.membership.round_groups import RoundGroups
 from moevement_ext.membership.store_loss import StoreLoss
 from tests.unit.forks import Forked
 from tests.unit.membership import ranks
@@ -253,6 +254,46 @@ def test_survivor_reconnects_during_a_rendezvous(
     found = [future.result(TIMEOUT.total_seconds()) for future in moving]
     assert [len(reports) for reports in found] == [WORLD] * WORLD
     assert len({member._result.round for member in (new, *survivors)}) == 1
+
+
+# Waits of the training thread
+
+
+@pytest.fixture
+def settled(job: Job) -> Membership:
+    """One of three members; all are set up."""
+    members = [future.result() for future in [job.start(rank) for rank in range(WORLD)]]
+    for member in members:
+        member.settle()
+    return members[0]
+
+
+def test_failure_before_groups_exist_ends_the_waits_in_them(
+    job: Job, settled: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the training thread would wait in a collective until it counts as hung."""
+    end_round(job.store, 0, 'rank 1 died')
+    assert wait_until(lambda: settled._unblocked_at is not None)
+    woken = threading.Event()
+    monkeypatch.setattr(RoundGroups, 'make', lambda groups, backend: None)
+    settled.watch('gloo', woken.set)
+    assert woken.is_set()
+
+
+def test_update_under_way_ends_before_the_waits_are_ended(
+    job: Job, settled: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that all its ranks can finish need not be replayed."""
+    monkeypatch.setattr(membership, '_UPDATE_GRACE_SECONDS', LIMIT_S)
+    monkeypatch.setattr(RoundGroups, 'make', lambda groups, backend: None)
+    woken = threading.Event()
+    settled.watch('gloo', woken.set)
+    settled.not_updating.clear()
+    end_round(job.store, 0, 'rank 1 died')
+    assert wait_until(lambda: settled.broken)
+    assert not woken.wait(0.3)
+    settled.not_updating.set()
+    assert woken.wait(LIMIT_S)
 
 
 def wait_until(true: Callable[[], bool]) -> bool:
