@@ -80,6 +80,7 @@ def test_ranges_arrive_as_they_are_sent(answering: Answers) -> None:
         (len(BYTES), BYTES[::-1], 'are damaged: checksum mismatch'),
         (len(BYTES) + 1, BYTES + b'.', 'are announced'),
     ],
+    ids=['damaged', 'longer'],
 )
 def test_damaged_ranges_are_refused(
     announced: int, sent: bytes, refusal: str, answering: Answers
