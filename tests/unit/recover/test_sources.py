@@ -124,7 +124,8 @@ def test_slot_in_use_is_not_overwritten(job: Job, arriving: Callable) -> None:
     damage(file, 1)
     window = arriving()
     window.slot(0)
-    assert not window._thread.join(0.2) and window._thread.is_alive()
+    window._thread.join(0.2)
+    assert window._thread.is_alive()
     assert job.ranks[0].windows.file(named(0)) is file
     window.slot(1)
     assert window.file().verify(Expected(RUN, TOPOLOGY))

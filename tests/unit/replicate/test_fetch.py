@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import socket
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -129,19 +130,22 @@ def test_fetch_while_the_source_recycles_is_whole_or_refused(
     feeder = ReplicaClient(server.address, SECRET, DEADLINE_S)
     put_window(feeder, commit(own, 0))
     own.persisted(named(0))
-    done = threading.Event()
+    fed: Future[None] = Future()
 
     def feed() -> None:
-        for start in range(3, 300, 3):
-            put_window(feeder, commit(own, start), own.newest_persisted)
-            own.persisted(named(start))
-        done.set()
+        try:
+            for start in range(3, 300, 3):
+                put_window(feeder, commit(own, start), own.newest_persisted)
+                own.persisted(named(start))
+            fed.set_result(None)
+        except BaseException as error:
+            fed.set_exception(error)
 
     feeding = threading.Thread(target=feed)
     feeding.start()
     into = WindowFile.create(shm / 'into', capacity())
     whole = 0
-    while not done.is_set():
+    while not fed.done():
         for owner, name in stored(shm):
             try:
                 client.fetch_window(owner, name, into)
@@ -150,6 +154,7 @@ def test_fetch_while_the_source_recycles_is_whole_or_refused(
             into.verify(Expected(RUN, TOPOLOGY, OWNER, name))
             whole += 1
     feeding.join()
+    fed.result()
     feeder.close()
     assert whole > 0
 
