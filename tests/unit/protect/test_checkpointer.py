@@ -270,7 +270,7 @@ def test_an_iteration_that_begins_again_is_captured_once(training: Training) -> 
 def roll_back(training: Training, start: int) -> None:
     """Continue from window `start`, as a stage does that has to replay: its dense state is next."""
     training.checkpointer.stop_capturing()
-    training.windows.discard_after(start)
+    training.lifecycle.go_back_to(WindowName(start, PLAN))
     training.checkpointer.roll_back(start)
     training.iteration = start + W - 1
     for tensor in (*training.updated, training.buffer):
