@@ -99,5 +99,5 @@ def test_rollback_of_one_stage_alone_is_detected(fault_free: Expected) -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr('moevement_ext.recover.localized.decide_recovery', alone)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match='survivors are not restarted'):
             train_through([LOST], fault_free)

@@ -177,7 +177,7 @@ def test_experts_are_of_the_versions_that_are_named(
         rank = int(next(iter(event.versions)).partition('.')[0])
         for name, version in [*event.versions.items(), (f'{rank}.rest', 24)]:
             states, *_ = before[rank, version]
-            assert masters[name] == states[name]
+            assert masters[name] == states[name], f'{name} is not of version {version}'
     assert {event.scope for event in lived.recovered} == {'global'}
     last = [event for event in lived.recovered if event.replayed]
     assert any('loss' in name for event in last for name in event.differing), 'it is shown'
@@ -196,7 +196,7 @@ def test_a_second_failure_is_counted_from_the_first(launch: Launch) -> None:
         )
         assert [*after.versions.values()] == [16, 20, 24, 12]
         gone = [routed(0, 16, 24), routed(1, 20, 24), 0, routed(3, 16, 24)]
-        assert after.tokens == sum(gone)
+        assert after.tokens == sum(gone), 'lost in the second failure'
         assert after.lost == before.tokens + after.tokens
 
 
@@ -326,7 +326,7 @@ def test_a_step_that_is_left_out_is_noticed(
 
     if forgotten == 'go_back':
         monkeypatch.setattr(ExpertLedger, 'go_back', not_rewound)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match='lost in the second failure'):
             test_a_second_failure_is_counted_from_the_first(launch)
     else:
         checkpoint = ExpertLedger.checkpoint
@@ -335,5 +335,5 @@ def test_a_step_that_is_left_out_is_noticed(
             return checkpoint(*given)._replace(older=frozenset())
 
         monkeypatch.setattr(ExpertLedger, 'checkpoint', newer)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match='is not of version'):
             test_experts_are_of_the_versions_that_are_named(launch, monkeypatch)

@@ -111,7 +111,7 @@ def train_through(schedule: Sequence[Fault], expected: Expected) -> ThreadedJob:
     iterations = max(fault.iteration for fault in schedule) + WINDOW + 1
     job = train(iterations, schedule, expected)
     assert job.restarts == 0
-    assert job.evaluations == STAGES * [iterations]
+    assert job.evaluations == STAGES * [iterations], 'not evaluated once'
     assert {event.scope for event in job.recovered} == {'localized'}
     assert not any(event.differing for event in job.recovered)
     return job
@@ -366,22 +366,23 @@ def post_step_not_finished(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ('breaking', 'phase'),
+    ('breaking', 'phase', 'noticed'),
     [
-        (nothing_roll_back, Phase.P2P),
-        (recorded_norm_is_another, Phase.FORWARD),
-        (auxiliary_state_not_restored, Phase.FORWARD),
-        (post_step_not_finished, Phase.EVALUATE),
+        (nothing_roll_back, Phase.P2P, 'differing: rank'),
+        (recorded_norm_is_another, Phase.FORWARD, 'differing: rank'),
+        (auxiliary_state_not_restored, Phase.FORWARD, 'differing: rank'),
+        (post_step_not_finished, Phase.EVALUATE, 'not evaluated once'),
     ],
 )
 def test_recovery_without_a_step_changes_a_bit(
     breaking: Callable[[pytest.MonkeyPatch], None],
     phase: Phase,
+    noticed: str,
     fault_free: Expected,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     breaking(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=noticed):
         train_through([Fault(1, phase, FIRST)], fault_free)
 
 
