@@ -48,6 +48,17 @@ def test_update_does_not_begin_after_an_aborted_reduction() -> None:
     assert position.clean_at == 9
 
 
+def test_iteration_does_not_begin_in_a_round_that_has_ended() -> None:
+    """Else it would count as one that can be rolled back to."""
+    membership = SimpleNamespace(broken=True)
+    position = RankState(9, Start(9, b''))
+    recovery = recovery_of(_membership=membership, _position=position)
+    before = position.position
+    with pytest.raises(RoundEnded):
+        recovery.begin(Start(9, b''))
+    assert position.position is before
+
+
 def test_state_of_an_aborted_copy_is_not_whole() -> None:
     protection = MagicMock()
     protection.planner.replicas = [[1], [0]]
