@@ -235,6 +235,25 @@ def test_a_stub_counts_only_as_long_as_its_base_is_there(twins: Twins) -> None:
     assert HeldWindow(CANDIDATE, 0) in twins.held(1)
 
 
+def test_a_base_that_is_reused_while_it_is_compared_is_awaited(
+    twins: Twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would differ for ever: the window would count with a copy fewer."""
+    file, base = twins.capture(0), twins.capture(1, differs='weight0')
+    windows = twins.ranks[1].windows
+
+    def reused(*given: object) -> WindowFile:
+        windows.discard(named(0))
+        return base
+
+    with monkeypatch.context() as meanwhile, pytest.raises(BaseAwaited):
+        meanwhile.setattr(windows, 'awaited', reused)
+        send(twins, file)
+    twins.capture(1)
+    twins.ranks[0].peers()[1].commit(0, named(0))
+    assert HeldWindow(CANDIDATE, 0) in twins.held(1)
+
+
 @pytest.mark.parametrize('damaged', ['base', 'stub'])
 def test_damage_of_either_part_is_found(twins: Twins, damaged: str) -> None:
     file = twins.capture(0)
