@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -73,6 +74,15 @@ def test_header_with_another_number_is_refused(field: str, value: int) -> None:
 
         forge_header(shm / 'w', forge)
         require_refused(shm / 'w')
+
+
+@pytest.mark.parametrize(
+    'fields', [{'start': WINDOW, 'iteration': WINDOW + 1}, {'plan': 'plan2'}], ids=['start', 'plan']
+)
+def test_header_of_another_window_is_refused(fields: dict[str, Any], shm: Path) -> None:
+    forge_header(shm / 'w', lambda header: msgspec.structs.replace(header, **fields))
+    with pytest.raises(CorruptWindow, match='slot 1: header of window .* in a file of 0-plan1'):
+        WindowFile.open(shm / 'w').verify(Expected())
 
 
 @given(offset=_INTEGERS, nbytes=_INTEGERS)
