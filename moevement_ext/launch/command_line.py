@@ -128,7 +128,8 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         **number,
         default=LaunchConfig.max_restarts,
         help='Restarts of one rank, alone or with all others. Its next death ends the job, as do '
-        'three errors of one rank within ten minutes. Default: %(default)s.',
+        'three errors of one rank within ten minutes, or of any ranks if all restart each time. '
+        'Default: %(default)s.',
     )
     add(
         '--log-dir',

@@ -33,23 +33,40 @@ class Replacements:
                     EXIT_USER_ERROR,
                 )
 
-    def add(self, end: BadEnd, blamed: Sequence[Worker]) -> None:
-        """Count a replacement of `end`'s worker, together with errors of the `blamed` workers.
+    def add(self, end: BadEnd, restarted: Sequence[Worker] = ()) -> None:
+        """Count a replacement of `end`'s worker, or a restart of all `restarted` workers.
+
+        Errors count for their own rank. If all workers restart, those of all ranks count together:
+        a program that fails by itself may fail on another rank at each restart.
 
         Raises `LaunchError` if the rank was restarted, or failed, too often.
         """
         if end.is_error:
             end.worker.errors.append(end.at)
-        errors = [at for worker in blamed for at in worker.errors]
-        recent = [at for at in errors if at > time.monotonic() - _ERRORS_WITHIN_S]
-        if end.is_error and len(recent) >= _MAX_ERRORS:
-            raise LaunchError(
-                f'{end.how}; it failed by itself {len(recent)} times within '
-                f'{_ERRORS_WITHIN_S / 60:.0f} minutes{end.worker.last_words()}'
-            )
+            self._refuse_errors(end, restarted)
         # By rank: a lost node, or a whole job that starts again, may be hundreds of them.
         if end.worker.restarts >= self._config.max_restarts:
             raise LaunchError(
                 f'{end.how} and --max-restarts {self._config.max_restarts} is used up.'
             )
         self._count += 1
+
+    def _refuse_errors(self, end: BadEnd, restarted: Sequence[Worker]) -> None:
+        since = time.monotonic() - _ERRORS_WITHIN_S
+        own = sum(at > since for at in end.worker.errors)
+        together = {
+            worker.rank: sum(at > since for at in worker.errors)
+            for worker in restarted
+            if any(at > since for at in worker.errors)
+        }
+        if own >= _MAX_ERRORS:
+            failed = f'it failed by itself {own} times'
+        elif sum(together.values()) >= _MAX_ERRORS:
+            ranks = ', '.join(map(str, sorted(together)))
+            failed = f'ranks {ranks} failed by themselves {sum(together.values())} times in all'
+        else:
+            return
+        raise LaunchError(
+            f'{end.how}; {failed} within {_ERRORS_WITHIN_S / 60:.0f} minutes'
+            f'{end.worker.last_words()}'
+        )

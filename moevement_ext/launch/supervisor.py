@@ -282,7 +282,7 @@ class Supervisor:
             end = self._bad_ends[0]
             self._outcome.lost(self.store, end)
             announce_failure(self.store, end.worker.rank, end.how)
-            self._replacements.add(end, [end.worker])
+            self._replacements.add(end)
             self._bad_ends.pop(0)
             self._start(end.worker, end.worker.restarts + 1)
 

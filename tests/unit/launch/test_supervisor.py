@@ -133,9 +133,25 @@ def test_program_failing_at_start_ends_the_job_with_its_last_lines(
     assert job.run(*printing, *failing, survive=False, nodes=2, log_dir=log_dir) == 1
     first, *lines = failure(job).splitlines()
     assert first.endswith('within 10 minutes; its last lines:')
-    assert 'it failed by itself 3 times' in first
+    assert 'it failed by itself 3 times' in first or 'by themselves 3 times in all' in first
     assert lines[-1] == '    no such flag'
     assert len(job.started()) == 6
+
+
+def test_errors_of_different_ranks_count_if_all_restart(job: Job) -> None:
+    """The message does not blame the last rank for all of them."""
+    job.finish_when = lambda: False
+    flags = [f'{rank}.{rank}=exit:3' for rank in range(3)]
+    assert job.run(*flags, survive=False, nodes=3) == 1
+    assert 'rank 2' in failure(job)
+    assert '; ranks 0, 1, 2 failed by themselves 3 times in all within 10' in failure(job)
+    assert len(job.started()) == 9
+
+
+def test_errors_of_different_ranks_do_not_count_together(job: Job) -> None:
+    job.finish_when = lambda: len(job.started()) == 7
+    flags = [*(f'0.{attempt}=exit:3' for attempt in range(2)), '1.0=exit:3', '2.0=exit:3']
+    assert job.run(*flags, nodes=3) == 0
 
 
 # End of the job
