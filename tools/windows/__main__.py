@@ -15,11 +15,11 @@ that of this node. `list` reads headers; `verify` also reads payloads, and compa
 `prune` lists files to delete, and deletes them with --yes: for runs without a live process on this
 node, all except the newest complete windows of each rank seen on this node. `export` launches a run
 that has ended once more, with the command after `--`: the run converts its newest window, trains
-one iteration and saves Megatron's own checkpoint, which any layout can load. As at every end with a
-dense checkpoint, the windows are then freed. With --offline this process makes the checkpoint, on a
-CPU, from files of all ranks below DIR; it takes windows of one slot. `check` says of each window
-whether a job with the flags after `--` would go on from it, in its layout or another one, and
-starts nothing.
+one iteration and saves Megatron's own checkpoint, which another layout can load as far as
+upstream's loader allows. The windows that it reads stay; `prune` deletes them. With --offline this
+process makes the checkpoint, on a CPU, from files of all ranks below DIR; it takes windows of one
+slot. `check` says of each window whether a job with the flags after `--` would go on from it, in
+its layout or another one, and starts nothing.
 
 Exit status: 0 done, 1 a window is damaged, the export failed or no window would be taken, 2 the
 directory cannot be read.
@@ -193,7 +193,7 @@ def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
     pruned = prunable(found, args.keep)
     for run in pruned.live:
-        print(f'{run}: a process attempts, nothing is deleted')
+        print(f'{run}: a process of this run is alive: nothing is deleted')
     freed = size(pruned.nbytes)
     if args.yes:
         remove(pruned.files, args.directory)

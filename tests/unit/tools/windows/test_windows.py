@@ -126,7 +126,7 @@ def test_nothing_of_a_live_job_is_deleted(
 ) -> None:
     before = run.files()
     assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
-    assert 'run1: a process attempts, nothing is deleted' in capsys.readouterr().out
+    assert 'run1: a process of this run is alive: nothing is deleted' in capsys.readouterr().out
     assert run.files() == before
 
 
@@ -192,7 +192,7 @@ def test_windows_of_a_live_process_on_disk_are_kept(
     disk = DiskWindows(tmp_path, 'run1', 0)
     make_file(disk.path / f'window-0-{PLAN}.window')
     assert main(['prune', str(tmp_path), '--keep', '0', '--yes']) == 0
-    assert 'run1: a process attempts, nothing is deleted' in capsys.readouterr().out
+    assert 'run1: a process of this run is alive: nothing is deleted' in capsys.readouterr().out
     assert exported(tmp_path, tmp_path / 'dense', 'false') == 1
     assert 'run1: a process lives' in capsys.readouterr().err
     assert disk.has(named(0))
