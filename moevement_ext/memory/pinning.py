@@ -52,9 +52,9 @@ def pin(file: _MappedFile, nbytes: int | None = None) -> None:
     if status != 0:
         _clear_error()
         raise HostMemoryError(
-            f'{file.path}: CUDA cannot pin {gib(nbytes)} of host memory (error {status}). Keep '
-            'less there (--sparse-ckpt-replicas, --sparse-ckpt-max-window), or raise the memory '
-            'limit of the container.'
+            f'{file.path}: CUDA cannot pin {gib(nbytes)} of host memory (error {status}). Raise '
+            'the limit of locked memory (ulimit -l, docker --ulimit memlock=-1), use a shorter '
+            '--sparse-ckpt-window, --sparse-ckpt-recovery global (no log), or fewer ranks per node.'
         )
     # The next file may be mapped at the same address once this one is gone.
     end = weakref.finalize(file, torch.cuda.cudart().cudaHostUnregister, pointer)

@@ -90,7 +90,9 @@ def test_pages_that_cannot_be_locked_are_refused(
     runtime = Runtime(2)
     use(runtime, monkeypatch)
     file = WindowFile.create(tmp_path / 'w', capacity())
-    with pytest.raises(HostMemoryError, match=r'w: CUDA cannot pin .* \(error 2\)\. Keep less'):
+    with pytest.raises(
+        HostMemoryError, match=r'w: CUDA cannot pin .* \(error 2\)\. Raise the limit of locked'
+    ):
         pin(file)
     runtime.launch()  # training continues: its next kernel must not raise this error
     del file
