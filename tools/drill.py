@@ -132,6 +132,9 @@ def _job(args: argparse.Namespace) -> _Job:
     if nodes < 1:
         raise LabError(f'--spare-nodes {args.spare_nodes} leaves no node to train on')
     launcher = [python, '-m', 'moevement_ext.slurm', '--spare-nodes', str(args.spare_nodes)]
+    for flag, variable in (('--step-flags', 'STEP_FLAGS'), ('--agent-python', 'AGENT_PYTHON')):
+        if os.environ.get(variable):  # as scripts/slurm_job.sh passes them
+            launcher.append(f'{flag}={os.environ[variable]}')
     return _Job([*launcher, *each], nodes, workers, args.spare_nodes > 0)
 
 

@@ -85,6 +85,19 @@ def test_mistakes_of_the_user_are_named(
     assert message in capsys.readouterr().out
 
 
+def test_the_job_runs_in_the_image_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-3]')
+    monkeypatch.setenv('SLURM_JOB_NUM_NODES', '3')
+    monkeypatch.setenv('STEP_FLAGS', '--container-image=IMAGE --exact')
+    monkeypatch.setenv('AGENT_PYTHON', '')
+    command = drill._job(drill._parser().parse_args([])).command
+    assert '--step-flags=--container-image=IMAGE --exact' in command
+    assert not any(flag.startswith('--agent-python') for flag in command)
+    monkeypatch.setenv('AGENT_PYTHON', 'apptainer exec IMAGE.sif python')
+    command = drill._job(drill._parser().parse_args([])).command
+    assert '--agent-python=apptainer exec IMAGE.sif python' in command
+
+
 def test_a_wrong_flag_of_the_job_is_found_before_anything_is_launched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
