@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _LOCALIZED = 'a failure is recovered on the stages that lost a worker alone'
 _UNDER = ', under a launcher that keeps the others running (docs/start.md)'
+_GLOBAL = 'after a failure all stages roll back together, in the living processes'
 _WHOLE_JOB = 'a failure restarts all workers, which recover together from windows in host memory'
 
 
@@ -60,7 +61,10 @@ def _lines(judgement: 'Judgement') -> list[str]:
     said += [f'note: {one}' for one in judgement.notes]
     if not judgement.protected:
         return [*said, f'protected: no, a job of world size {judgement.ranks} would not start']
-    how = f'{_LOCALIZED}{_UNDER}' if judgement.localized else _WHOLE_JOB
+    if judgement.whole_job:
+        how = _WHOLE_JOB
+    else:
+        how = f'{_GLOBAL if judgement.together else _LOCALIZED}{_UNDER}'
     yes_or_no = 'yes' if judgement.localized else 'no'
     return [*said, f'protected: yes; localized: {yes_or_no}: {how}; world size {judgement.ranks}']
 

@@ -33,7 +33,7 @@ from megatron.moevement.job import identity
 from megatron.moevement.job.local_files import refuse_missing
 from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
 from megatron.moevement.seams import dense_tier, fp8_masters, patches, warming
-from moevement_ext.config import LOCALIZED, SparseCheckpointConfig
+from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
 from moevement_ext.errors import UserError
 from moevement_ext.job.digest_file import refuse_unwritable
 from moevement_ext.memory.disk import require_mounted
@@ -55,6 +55,8 @@ class Judgement:
     """Reasons why a failure restarts all workers."""
     notes: list[str]
     """Hazards that do not prevent the start."""
+    together: bool = False
+    """All stages roll back together, in the living processes."""
 
     @property
     def protected(self) -> bool:
@@ -64,7 +66,7 @@ class Judgement:
     @property
     def localized(self) -> bool:
         """True if only stages that lost a worker roll back, where the launcher replaces workers."""
-        return self.protected and not self.whole_job
+        return self.protected and not self.whole_job and not self.together
 
 
 def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
@@ -141,7 +143,7 @@ def _judged(args: UpstreamArguments) -> Judgement:
         refused += _said_by_upstream(partial(_configure, args))
     refused += _said(patches.check)
     refused += _said(partial(refuse_missing, settings, args.rank))
-    whole_job = whole_job_reasons(settings)
+    whole_job, together = whole_job_reasons(settings), False
     try:
         config = config_from_args(args)
     except UserError as error:
@@ -149,12 +151,26 @@ def _judged(args: UpstreamArguments) -> Judgement:
     else:
         run_id = identity.run_name(settings, config)
         refused += [said for check in _of_config(config, run_id) for said in _said(check)]
-        if config.recovery != LOCALIZED:
+        together = config.recovery == GLOBAL
+        if config.recovery == WHOLE_JOB:
             whole_job.insert(0, f'--sparse-ckpt-recovery {config.recovery}')
     if args.sparse_ckpt_digest is not None:
         refused += _said(partial(refuse_unwritable, args.sparse_ckpt_digest))
     notes = [hazard(settings), _missing_variable(args)]
-    return Judgement(args.world_size, refused, whole_job, [one for one in notes if one])
+    if not (whole_job or together):
+        notes.append(_tied(args))
+    noted = [one for one in notes if one]
+    return Judgement(args.world_size, refused, whole_job, noted, together)
+
+
+def _tied(args: UpstreamArguments) -> str | None:
+    """Note about embeddings that the first and the last pipeline stage share, if any."""
+    if args.pipeline_model_parallel_size == 1 or args.untie_embeddings_and_output_weights:
+        return None
+    return (
+        'without --untie-embeddings-and-output-weights the first and the last pipeline stage share '
+        'weights, and a failure of one of them rolls back both'
+    )
 
 
 def _missing_variable(args: UpstreamArguments) -> str | None:
