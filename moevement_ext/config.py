@@ -418,3 +418,9 @@ def _one_of(flag: str, value: str, *choices: str) -> None:
 def _at_least(flag: str, value: float, least: float) -> None:
     if not value >= least:  # nan is refused too
         raise ConfigurationError(f'{flag} {value:g} must be at least {least:g}.')
+
+
+def slurm_run_id() -> str | None:
+    """Run id of a job of Slurm without `--sparse-ckpt-run-id`; None outside of Slurm."""
+    job = os.environ.get('SLURM_JOB_ID')
+    return None if job is None else f'slurm-{job}'

@@ -5,9 +5,10 @@ import math
 import re
 import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from moevement_ext.config import ConfigurationError
+from moevement_ext.config import ConfigurationError, slurm_run_id
+from moevement_ext.store import flag
 
 # Twice Slurm's default `SlurmdTimeout` (five minutes), after which it notices a lost node.
 _TO_NOTICE_S = 600.0
@@ -17,6 +18,14 @@ _LOOK_S = 60.0
 _TRIES = 10
 _PAUSE_S = 1.0
 _NO_COMMAND = 127
+
+
+def unnamed_run_id(flags: Sequence[str]) -> str | None:
+    """Run id that another job of Slurm must name to find the windows of this one.
+
+    None if the program's `flags` name one, or outside of Slurm.
+    """
+    return None if flag.given(flags, '--sparse-ckpt-run-id') is not None else slurm_run_id()
 
 
 def hostnames(nodes: str) -> tuple[str, ...]:

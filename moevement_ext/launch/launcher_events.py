@@ -118,10 +118,11 @@ class StoreGone(Event, frozen=True):
     """Address of `--sparse-ckpt-store`; None: the launcher's own store."""
 
     def __str__(self) -> str:
-        which = '' if self.address is None else f' {self.address}'
+        if self.address is None:
+            return 'the store of this launcher does not answer; until it does no worker is replaced'
         return (
-            f'the store{which} is lost: start one there (python -m moevement_ext.store); until '
-            'then no worker is replaced'
+            f'the store {self.address} is lost: start one there (python -m moevement_ext.store); '
+            'until then no worker is replaced'
         )
 
 
@@ -298,11 +299,14 @@ class MemoryKept(Event, frozen=True):
     """All workers ended; their windows in host memory remain."""
 
     directory: str
+    run_id: str | None = None
+    """Run id that another job must name to find them; None: the same flags suffice."""
 
     def __str__(self) -> str:
+        named = '' if self.run_id is None else f' with --sparse-ckpt-run-id {self.run_id}'
         return (
-            f'windows of this run stay in {self.directory}: launch the same job again to go on '
-            'from them, or remove the directory'
+            f'windows of this run stay in {self.directory}: launch the same job again{named} to go '
+            'on from them, or remove the directory'
         )
 
 

@@ -2,10 +2,10 @@
 """Requeues a Slurm job when a node is missing and no spare node is left."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moevement_ext.events import Event
-from moevement_ext.launch.allocation import requeue, wait_until_noticed
+from moevement_ext.launch.allocation import requeue, unnamed_run_id, wait_until_noticed
 from moevement_ext.launch.launcher_events import (
     NodeLost,
     NodeMissing,
@@ -44,14 +44,16 @@ class History:
                 self.needed = ranks
 
 
-def go_back(history: History, nodes_of: Callable[[int], int]) -> None:
+def go_back(history: History, nodes_of: Callable[[int], int], flags: Sequence[str] = ()) -> None:
     """Requeue this job, unless too many requeues started no worker.
 
     Args:
         history: of the job.
         nodes_of: number of nodes, spare ones included, for a number of ranks.
+        flags: of the program.
     """
     job = os.environ['SLURM_JOB_ID']
+    run_id = unnamed_run_id(flags)
     restarts = int(os.environ.get('SLURM_RESTART_COUNT', '0'))
     hosts = ','.join(sorted(history.lost))
     if not history.has_begun and restarts >= _MOST_RESTARTS:
@@ -76,7 +78,8 @@ def go_back(history: History, nodes_of: Callable[[int], int]) -> None:
             f'scontrol update JobId={job} NumNodes=MIN-MAX'
         )
     if not requeue(job, sound, nodes):
+        named = '' if run_id is None else f' and --sparse-ckpt-run-id {run_id}'
         say_of_launcher(
             f'Slurm did not take it back: scontrol requeue {job} failed. Submit the job again with '
-            'the same flags: it finds its windows.'
+            f'the same flags{named}: it finds its windows.'
         )

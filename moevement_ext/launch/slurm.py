@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = supervisor.run()
     if code == EXIT_WHOLE_JOB and job.requeue:
         workers, spare = job.launch.workers_per_node, len(job.hosts) - job.launch.nodes
-        go_back(history, lambda ranks: math.ceil(ranks / workers) + spare)
+        go_back(history, lambda ranks: math.ceil(ranks / workers) + spare, job.launch.flags)
     return code
 
 

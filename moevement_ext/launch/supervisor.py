@@ -18,6 +18,7 @@ from torch.distributed import DistError, TCPStore
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
+from moevement_ext.launch.allocation import unnamed_run_id
 from moevement_ext.launch.late_workers import LateWorkers
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
@@ -363,7 +364,7 @@ class Supervisor:
         if needed is not None:
             self._report(RanksNeeded(needed))
         if memory is not None and holds_windows(memory) and not is_in_use(memory):
-            self._report(MemoryKept(str(memory)))
+            self._report(MemoryKept(str(memory), unnamed_run_id(self.config.flags)))
 
     def _living(self) -> list[Worker]:
         return [worker for worker in self.workers if not worker.child.ended]

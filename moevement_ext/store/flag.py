@@ -8,13 +8,13 @@ from moevement_ext.config import SparseCheckpointConfig
 FLAG = '--sparse-ckpt-store'
 
 
-def given(flags: Sequence[str]) -> str | None:
-    """The HOST:PORT in the flags of a program, as it reads them; None if there is none."""
+def given(flags: Sequence[str], name: str = FLAG) -> str | None:
+    """The last value of a flag of a program, as it reads them; None if there is none."""
     found = None
     for number, flag in enumerate(flags):
-        if flag == FLAG:
+        if flag == name:
             found = ''.join(flags[number + 1 : number + 2])
-        elif flag.startswith(f'{FLAG}='):
+        elif flag.startswith(f'{name}='):
             found = flag.partition('=')[2]
     return found
 

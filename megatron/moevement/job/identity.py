@@ -24,7 +24,6 @@ Checked against megatron-core 0.19.2.
 
 import enum
 import functools
-import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import PurePath
@@ -34,7 +33,7 @@ import xxhash
 
 from megatron.moevement.facts import Settings
 from megatron.moevement.job import computing, named_files, placing
-from moevement_ext.config import MOEVEMENT, OFF, SparseCheckpointConfig
+from moevement_ext.config import MOEVEMENT, OFF, SparseCheckpointConfig, slurm_run_id
 from moevement_ext.memory.shelf import directory_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Placed
@@ -233,11 +232,12 @@ def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
 
 
 def _name(settings: Settings, config: SparseCheckpointConfig) -> str:
-    """Name of the run: from the flag, else Slurm's job id, else a digest of settings."""
+    """Name of the run: from the flag, else from Slurm's job id, else a digest of settings."""
     if config.run_id is not None:
         return config.run_id
-    if 'SLURM_JOB_ID' in os.environ:
-        return f'slurm-{os.environ["SLURM_JOB_ID"]}'
+    of_slurm = slurm_run_id()
+    if of_slurm is not None:
+        return of_slurm
     digest = run_identity if config.elastic == OFF else training_identity
     return f'run-{digest({**settings, _STRATEGY: config.strategy}, "")}'
 

@@ -108,7 +108,27 @@ def test_failed_requeue_leaves_the_job_unchanged(
     history.note(NodeLost('b', 0, 'x'))
     go_back(history, lambda ranks: ranks)
     assert 'update' not in (programs / 'scontrol.asked').read_text()
-    assert 'scontrol requeue 42 failed. Submit the job again' in ''.join(capfd.readouterr())
+    said = ''.join(capfd.readouterr())
+    assert 'requeue 42 failed. Submit the job again with the same flags and --sparse-ckpt-r' in said
+    assert '--sparse-ckpt-run-id slurm-42: it finds its windows.' in said
+
+
+@pytest.mark.parametrize(
+    ('job', 'flags', 'run_id'),
+    [
+        ('42', [], 'slurm-42'),
+        ('42', ['--sparse-ckpt-run-id', 'mine'], None),
+        ('42', ['--sparse-ckpt-run-id=mine'], None),
+        (None, [], None),
+    ],
+)
+def test_another_job_of_slurm_must_name_the_run(
+    job: str | None, flags: list[str], run_id: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv('SLURM_JOB_ID', raising=False)
+    if job is not None:
+        monkeypatch.setenv('SLURM_JOB_ID', job)
+    assert allocation.unnamed_run_id(flags) == run_id
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,13 @@ def test_events_are_decoded_as_written(tmp_path: Path) -> None:
     assert all(event.time > 1e9 for event in found)
 
 
+def test_remedies_fit_the_event() -> None:
+    assert 'job again with --sparse-ckpt-run-id slurm-7 to go' in str(MemoryKept('/x', 'slurm-7'))
+    assert 'launch the same job again to go on' in str(MemoryKept('/x'))
+    assert 'start one there' in str(StoreGone('login1:29400'))
+    assert 'there' not in str(StoreGone(None))
+
+
 def test_all_events_of_a_job_are_written(job: Job, tmp_path: Path) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     log_dir = tmp_path / 'logs'

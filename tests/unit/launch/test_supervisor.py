@@ -270,8 +270,11 @@ def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: b
 
 
 @pytest.mark.parametrize('file', ['window-4-plan.window', 'free-0.window', None])
-def test_windows_that_stay_are_reported(job: Job, file: str | None, tmp_path: Path) -> None:
+def test_windows_that_stay_are_reported(
+    job: Job, file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job without a complete window has nothing to go on from."""
+    monkeypatch.setenv('SLURM_JOB_ID', '42')
     memory = tmp_path / 'memory' / 'run'
     if file is not None:
         (memory / 'node0' / '0' / '0').mkdir(parents=True)
@@ -281,7 +284,7 @@ def test_windows_that_stay_are_reported(job: Job, file: str | None, tmp_path: Pa
     tell_memory(job.said, memory)
     assert launcher.run() == 143
     said = [event for event in job.events if isinstance(event, MemoryKept)]
-    assert said == ([MemoryKept(str(memory))] if file == 'window-4-plan.window' else [])
+    assert said == ([MemoryKept(str(memory), 'slurm-42')] if file == 'window-4-plan.window' else [])
 
 
 def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
