@@ -31,13 +31,14 @@ With `--elastic` each fault kills all processes of one job, which starts again i
 Megatron, which goes through the same layouts from one checkpoint to the next. Besides --faults,
 --seed and --output no flags count.
 
-Exit status: 0 nothing was lost, all states are equal and all cells are covered, 1 otherwise, 2 a
-job failed.
+Exit status: 0 all faults were injected, nothing was lost, all states are equal and all cells are
+covered, 1 otherwise, 2 a job failed.
 """
 
 import argparse
 import fcntl
 import importlib.util
+import re
 import shutil
 import signal
 import sys
@@ -205,9 +206,12 @@ def lock(output: Path) -> IO[bytes]:
     """Open a file that keeps other campaigns out of a folder until it is closed.
 
     Raises:
-        ResultError: another campaign runs in the folder.
+        ResultError: another campaign runs in the folder, or it has other things than a campaign.
     """
     output.mkdir(parents=True, exist_ok=True)
+    there = {path.name for path in output.iterdir()}
+    if there and there.isdisjoint(('lock', NAME)):
+        raise ResultError(f'--output {output}: has files, but no campaign; name another folder')
     file = (output / 'lock').open('wb')
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -217,8 +221,9 @@ def lock(output: Path) -> IO[bytes]:
 
 
 def _clear(output: Path) -> None:
-    for pattern in ('plain*', 'job*'):
-        for stale in output.glob(pattern):
+    """Delete what earlier campaigns of either kind wrote."""
+    for stale in output.iterdir():
+        if re.fullmatch(r'(job|life|plain)\d+(-.*)?', stale.name):
             shutil.rmtree(stale, ignore_errors=True)
     (output / NAME).unlink(missing_ok=True)
 
@@ -228,7 +233,8 @@ def verdict(args: argparse.Namespace, results: Results, coverage: Coverage) -> i
         return 2
     stalled = args.max_stall is not None and results.longest_stall_s > args.max_stall
     wrong = results.lost_iterations or results.survivors_lost or coverage.empty()
-    return 1 if wrong or stalled or not results.identical else 0
+    few = len(results.faults) < args.faults
+    return 1 if wrong or few or stalled or not results.identical else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -266,7 +272,11 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     for cell in coverage.empty():
         console.print(f'chaos: no fault landed in {cell}', style='bold red', markup=False)
     for job in results.failed:
-        console.print(f'chaos: job {job.number} failed: {job.failed}', style='bold red')
+        failed = f'chaos: job {job.number} failed: {job.failed}'
+        console.print(failed, style='bold red', markup=False)
+    if len(results.faults) < args.faults:
+        injected = f'chaos: {len(results.faults)} of {args.faults} faults were injected'
+        console.print(injected, style='bold red', highlight=False)
     console.print(f'chaos: longest stall {results.longest_stall_s:.1f} s', highlight=False)
     print(results.summary(coverage), flush=True)
     return verdict(args, results, coverage)
@@ -275,8 +285,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
 def _run_elastic(args: argparse.Namespace, console: Console) -> int:
     seed = time.time_ns() if args.seed is None else args.seed
     output = args.output.resolve()
-    for stale in (*output.glob('life*'), *output.glob('plain*')):
-        shutil.rmtree(stale, ignore_errors=True)
+    _clear(output)
     console.print(f'chaos: seed {seed}', highlight=False)
     try:
         with memory_directory('moevement-chaos-') as memory:
@@ -294,7 +303,8 @@ def _run_elastic(args: argparse.Namespace, console: Console) -> int:
         print_failure(console, f'chaos: seed {seed}', error)
         return 2
     for one in different[:_MOST_SHOWN]:
-        console.print(f'chaos: differs: rank {one.rank}: {one.name}', style='bold red')
+        differs = f'chaos: differs: rank {one.rank}: {one.name}'
+        console.print(differs, style='bold red', markup=False)
     if growth:
         console.print(f'chaos: {growth}', style='bold red', markup=False)
     print(campaign.summary(not different), flush=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools.chaos.__main__ import lock, main, parse_arguments, verdict
+from tools.chaos.__main__ import _clear, lock, main, parse_arguments, verdict
 from tools.chaos.landing import Cell, Coverage, Phase, parse_cells
 from tools.chaos.results import NAME, Begun, FaultRecord, JobDone, Refused, ResultError, Results
 from tools.lab.evidence import Tier
@@ -87,6 +87,7 @@ class TestResults:
             (done(1, fault(Tier.LOCALIZED, stall_s=15.1)), 1),
             (done(1, fault(Tier.LOCALIZED), survivors_lost=['rank 2']), 1),
             (done(1, fault(Tier.LOCALIZED), failed='stands still'), 2),
+            (done(1), 1),
         ],
     )
     def test_exit_status_follows_the_results(
@@ -94,7 +95,7 @@ class TestResults:
     ) -> None:
         results = Results(tmp_path / NAME)
         results.add(job)
-        args = argparse.Namespace(max_stall=15.0)
+        args = argparse.Namespace(max_stall=15.0, faults=1)
         assert verdict(args, results, Coverage([])) == status
         assert verdict(args, results, Coverage(parse_cells('meet:kill'))) == max(status, 1)
 
@@ -106,6 +107,25 @@ def test_two_campaigns_do_not_share_a_folder(
         assert main(['--output', str(tmp_path)]) == 2
     assert 'another campaign is under way there' in capsys.readouterr().out.replace('\n', '')
     lock(tmp_path).close()
+
+
+def test_folder_of_other_things_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    thesis = tmp_path / 'job1' / 'thesis.txt'
+    thesis.parent.mkdir()
+    thesis.touch()
+    for _ in range(2):
+        assert main(['--output', str(tmp_path)]) == 2
+    assert f'--output {tmp_path}: has files' in capsys.readouterr().out.replace('\n', '')
+    assert list(tmp_path.iterdir()) == [thesis.parent] and thesis.exists()
+
+
+def test_only_folders_of_campaigns_are_cleared(tmp_path: Path) -> None:
+    for name in ('job1', 'job1-disk', 'life0', 'plain0', 'plain0-1-ab', 'jobs', 'plain-text'):
+        (tmp_path / name).mkdir()
+    _clear(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {'jobs', 'plain-text'}
 
 
 @pytest.mark.parametrize(
