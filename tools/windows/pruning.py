@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.windows.found import DISK, Found, complete
+from moevement_ext.memory.shelf import base_of, directories_of
+from tools.windows.found import DISK, MEMORY, Found, complete
 
 
 class Pruned(NamedTuple):
@@ -42,8 +43,21 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
 
 
 def live_runs(found: Sequence[Found]) -> list[str]:
-    """Runs with windows of live processes, in memory or on disk."""
-    return sorted({one.run for one in found if _is_held(_holder(one))})
+    """Runs with windows of live processes, in memory or on disk, in all their layouts.
+
+    An elastic job reads those of its earlier layout until all its ranks have own ones, so it also
+    counts before it has any.
+    """
+    runs = {_holder(one).parents[1 if one.tier == MEMORY else 0] for one in found}
+    names = {(run.parent, base_of(run.name)) for run in runs}
+    live = {
+        (root, name)
+        for root, name in names
+        for run in directories_of(root, name)
+        for lock in (root / run).glob('**/lock')
+        if _is_held(lock.parent)
+    }
+    return sorted({run.name for run in runs if (run.parent, base_of(run.name)) in live})
 
 
 def remove(files: Sequence[Path], root: Path) -> None:

@@ -130,6 +130,22 @@ def test_nothing_of_a_live_job_is_deleted(
     assert run.files() == before
 
 
+def test_windows_of_the_earlier_layout_of_a_live_job_are_kept(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier, later = Run(root, 'run.aaaaaaaa'), NodeStore(root, 'run.bbbbbbbb', 'node0')
+    earlier.commit(0)
+    earlier.store.close()
+    before = earlier.files()
+    later.lock(0)  # it has no window yet
+    assert main(['prune', str(root / 'run.aaaaaaaa'), '--keep', '0', '--yes']) == 0
+    assert 'run.aaaaaaaa: a process attempts, nothing is deleted' in capsys.readouterr().out
+    assert earlier.files() == before
+    later.close()
+    assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
+    assert not earlier.files()
+
+
 def test_prune_keeps_the_newest_windows_of_an_ended_job(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
