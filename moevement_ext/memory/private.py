@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moevement_ext.errors import HostMemoryError
 
-_REMEDY = (
+REMEDY = (
     'Another user, or another program, made it: choose another --sparse-ckpt-dir (or '
     '--sparse-ckpt-run-id), or remove it.'
 )
@@ -42,7 +42,7 @@ def make_directories(root: Path, path: Path) -> None:
             _check_directory(level)
     except PermissionError as error:
         raise ForeignFileError(
-            f'{error.filename} cannot be used: {error.strerror}. {_REMEDY}'
+            f'{error.filename} cannot be used: {error.strerror}. {REMEDY}'
         ) from error
 
 
@@ -73,7 +73,7 @@ def open_file(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise ForeignFileError(f'{path} is a symbolic link. {_REMEDY}') from error
+        raise ForeignFileError(f'{path} is a symbolic link. {REMEDY}') from error
     try:
         _check_file(path, os.fstat(fd))
     except BaseException:
@@ -92,9 +92,9 @@ def _check_root(root: Path) -> None:
     status = os.stat(root)
     for owner in (link.st_uid, status.st_uid):
         if owner not in (0, os.geteuid()):
-            raise ForeignFileError(f'{root} belongs to user {owner}. {_REMEDY}')
+            raise ForeignFileError(f'{root} belongs to user {owner}. {REMEDY}')
     if not stat.S_ISDIR(status.st_mode):
-        raise ForeignFileError(f'{root} is not a directory. {_REMEDY}')
+        raise ForeignFileError(f'{root} is not a directory. {REMEDY}')
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if others_write and not status.st_mode & stat.S_ISVTX:
         raise ForeignFileError(
@@ -106,22 +106,22 @@ def _check_root(root: Path) -> None:
 def _check_directory(path: Path) -> None:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
-        raise ForeignFileError(f'{path} is not a directory. {_REMEDY}')
+        raise ForeignFileError(f'{path} is not a directory. {REMEDY}')
     if status.st_uid != os.geteuid():
-        raise ForeignFileError(f'{path} belongs to user {status.st_uid}. {_REMEDY}')
+        raise ForeignFileError(f'{path} belongs to user {status.st_uid}. {REMEDY}')
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ForeignFileError(f'{path} can be written by other users. {_REMEDY}')
+        raise ForeignFileError(f'{path} can be written by other users. {REMEDY}')
     if status.st_mode & 0o077:
         os.chmod(path, 0o700)  # no other user could write there before
 
 
 def _check_file(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ForeignFileError(f'{path} is not a regular file. {_REMEDY}')
+        raise ForeignFileError(f'{path} is not a regular file. {REMEDY}')
     if status.st_uid != os.geteuid():
-        raise ForeignFileError(f'{path} belongs to user {status.st_uid}. {_REMEDY}')
+        raise ForeignFileError(f'{path} belongs to user {status.st_uid}. {REMEDY}')
     if status.st_mode & 0o077:
         mode = stat.filemode(status.st_mode)
-        raise ForeignFileError(f'{path} is open to other users (mode {mode}). {_REMEDY}')
+        raise ForeignFileError(f'{path} is open to other users (mode {mode}). {REMEDY}')
     if status.st_nlink != 1:
-        raise ForeignFileError(f'{path} has a second name (a hard link). {_REMEDY}')
+        raise ForeignFileError(f'{path} has a second name (a hard link). {REMEDY}')

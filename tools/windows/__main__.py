@@ -21,11 +21,12 @@ process makes the checkpoint, on a CPU, from files of all ranks below DIR; it ta
 slot. `check` says of each window whether a job with the flags after `--` would go on from it, in
 its layout or another one, and starts nothing.
 
-Exit status: 0 done, 1 a window is damaged, the export failed or no window would be taken, 2 the
-directory cannot be read.
+Exit status: 0 done, 1 a window is damaged, there is none to verify, the export failed or no window
+would be taken, 2 the directory or a window cannot be read by this user.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.directory.is_dir():
         print(f'windows: {args.directory} is no directory', file=sys.stderr)
         return 2
+    try:
+        return _run(args)
+    except OSError as error:
+        where = error.filename or args.directory
+        print(f'windows: {where}: {error.strerror}; run as the user of the job', file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     found = find(args.directory, verify=args.command == 'verify')
     if args.command == 'export':
         return _export(found, args)
@@ -66,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_json(_as_json(found))
     else:
         _print(found, args.directory, Console())
-    return int(any(one.problem is not None and one.state == 'committed' for one in found))
+    committed = [one for one in found if one.state == 'committed']
+    if any(one.foreign for one in found):
+        return 2
+    none_to_verify = args.command == 'verify' and not committed
+    return int(none_to_verify or any(one.problem is not None for one in committed))
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -148,7 +162,7 @@ def _as_json(found: Sequence[Found]) -> dict[str, Any]:
     files = [
         {
             **msgspec.structs.asdict(one),
-            'path': str(one.path),
+            'path': os.fsencode(one.path).decode(errors='replace'),
             'layout': None if one.layout is None else str(one.layout),
         }
         for one in found
@@ -161,9 +175,10 @@ def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
     if not found:
         console.print(f'no windows in {directory}', highlight=False, soft_wrap=True)
         return
-    table = Table(box=None if console.width < _WIDE else HEAVY_HEAD, pad_edge=False)
+    wide = console.width >= _WIDE
+    table = Table(box=HEAVY_HEAD if wide else None, pad_edge=False)
     headings = ['run', 'rank', 'window', 'slots', 'size', 'held by', 'state', 'checksums']
-    shown = [name for name in headings if console.width >= _WIDE or name not in _ONLY_WIDE]
+    shown = [name for name in headings if wide or name not in _ONLY_WIDE]
     for heading in shown:
         table.add_column(
             heading,
@@ -180,6 +195,7 @@ def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
             'held by': one.held_by,
             'state': one.state,
             'checksums': one.problem
+            or ('' if wide or one.state == 'committed' else one.state)
             or ('right' if one.verified else 'headers right' if one.slots else ''),
         }
         table.add_row(*(values[name] for name in shown))
@@ -192,17 +208,20 @@ def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
 
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
     pruned = prunable(found, args.keep)
+    unread = [one for one in found if one.foreign and one.path not in pruned.files]
+    for one in unread:
+        print(f'windows: {one.path}: {one.problem}', file=sys.stderr)
     for run in pruned.live:
         print(f'{run}: a process of this run is alive: nothing is deleted')
     freed = size(pruned.nbytes)
     if args.yes:
         remove(pruned.files, args.directory)
         print(f'deleted: {len(pruned.files)} files, {freed}')
-        return 0
+        return 2 if unread else 0
     for path in pruned.files:
         print(path)
     print(f'would delete: {len(pruned.files)} files, {freed}; with --yes it does')
-    return 0
+    return 2 if unread else 0
 
 
 if __name__ == '__main__':

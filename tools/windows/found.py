@@ -7,6 +7,7 @@
 <disk>/<run id>/rank<owner>/window-<start>-<plan>.window                disk
 """
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.memory.node_store import STUB
+from moevement_ext.memory.private import REMEDY, ForeignFileError
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.placed import Layout, Placed
 from moevement_ext.memory.window.reader import WindowReader
@@ -61,6 +63,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool = False
     """All checksums were compared."""
     problem: str | None = None
+    foreign: bool = False
+    """The problem: this user may not read the file, or others may write to it."""
 
     @property
     def sound(self) -> bool:
@@ -79,10 +83,22 @@ def find(directory: Path, verify: bool = False) -> list[Found]:
     Args:
         directory: any level, from `--sparse-ckpt-dir` or `--sparse-ckpt-disk` down.
         verify: read payloads and compare all checksums, not only those of headers.
+
+    Raises `OSError` if a directory cannot be read.
     """
-    files = [path for path in directory.resolve().rglob('*.window') if _FILE.fullmatch(path.name)]
+    files = [
+        Path(root, name)
+        for root, _, names in os.walk(directory.resolve(), onerror=_raise_unless_gone)
+        for name in names
+        if _FILE.fullmatch(name)
+    ]
     found = [one for path in files if (one := _look(path, verify)) is not None]
     return sorted(found, key=lambda one: (one.run, one.rank, -one.start, str(one.path)))
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # a running job deletes directories
+        raise error
 
 
 def complete(found: Iterable[Found]) -> dict[str, list[str]]:
@@ -134,7 +150,11 @@ def _look(path: Path, verify: bool) -> Found | None:
             return None
         if one.state == 'being written' and isinstance(refusal, TruncatedWindow):
             return one  # no problem
-        return msgspec.structs.replace(one, problem=str(refusal).removeprefix(f'{path}: '))
+        problem = str(refusal).removeprefix(str(path)).removeprefix(': ').strip()
+        foreign = isinstance(refusal.__cause__, ForeignFileError | PermissionError)
+        if foreign:
+            problem = f'{problem.removesuffix(f". {REMEDY}")}: run as its owner, after chmod 600'
+        return msgspec.structs.replace(one, problem=problem, foreign=foreign)
 
 
 def _layout(header: SlotHeader) -> Layout | None:

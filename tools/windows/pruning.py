@@ -34,7 +34,8 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
     """
     live = live_runs(found)
     kept = {run: set(windows[:keep]) for run, windows in complete(found).items()}
-    ended = [one for one in found if one.run not in live]
+    unread = {one.run for one in found if one.foreign and keep}  # a newer window may be complete
+    ended = [one for one in found if one.run not in unread.union(live)]
     files = {one.path for one in ended if _may_go(one, kept.get(one.run, set()), keep)}
     for one in ended:
         names = ('ledger', 'lock', 'upstream-log') if keep == 0 else ('upstream-log',)

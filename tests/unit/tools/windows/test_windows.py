@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator's view of real window files, of jobs that live and of jobs that are gone."""
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,6 +224,59 @@ def test_missing_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert 'nowhere is no directory' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('command', ['list', 'verify', 'prune'])
+def test_unreadable_directory_is_not_an_empty_one(
+    command: str,
+    root: Path,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scandir = os.scandir
+
+    def refusing(path: str) -> object:
+        if str(path).endswith('node0'):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, 'scandir', refusing)
+    assert main([command, str(root)]) == 2
+    said = capsys.readouterr()
+    assert said.err == f'windows: {run.store.path}: Permission denied; run as the user of the job\n'
+    assert not said.out
+
+
+def test_file_that_others_may_read_is_not_called_damaged(
+    root: Path, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.store.close()
+    file = run.windows[1].file(named(3))
+    assert file is not None
+    file.path.chmod(0o644)
+    found = listed(capsys, 'verify', str(root), status=2)
+    (foreign,) = [one for one in found['files'] if one['foreign']]
+    assert foreign['problem'] == (
+        'is open to other users (mode -rw-r--r--): run as its owner, after chmod 600'
+    )
+    assert main(['prune', str(root), '--keep', '1', '--yes']) == 2
+    assert f'{file.path}: is open to other users' in capsys.readouterr().err
+    assert file.path.exists()
+
+
+def test_nothing_to_verify_is_no_success(tmp_path: Path) -> None:
+    assert main(['verify', str(tmp_path)]) == 1
+
+
+def test_path_that_is_not_utf8_is_listed(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    folder = tmp_path / os.fsdecode(b'caf\xe9') / 'rank0'
+    folder.mkdir(parents=True)
+    make_file(folder / f'window-0-{PLAN}.window', 0)
+    assert main(['list', str(tmp_path), '--json']) == 0
+    assert 'caf�'.encode() in capsysbinary.readouterr().out
+
+
 # Export; what it comes to: tests/distributed/test_export.py
 
 
@@ -340,8 +395,12 @@ def test_at_80_columns_nothing_is_cut_off(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('COLUMNS', '80')
+    file = run.windows[0].file(named(0))
+    assert file is not None
+    file.path.rename(file.path.with_name(f'aside-0-{PLAN}.window'))
     assert main(['list', str(root)]) == 0
     output = capsys.readouterr().out
+    assert 'set aside' in output
     assert f'3-{PLAN}' in output and 'headers right' in output and '…' not in output
     assert max(len(line) for line in output.splitlines()) <= 80
 
