@@ -159,15 +159,23 @@ def _check(found: Sequence[Found], args: argparse.Namespace) -> int:
 
 
 def _as_json(found: Sequence[Found]) -> dict[str, Any]:
-    files = [
-        {
-            **msgspec.structs.asdict(one),
-            'path': os.fsencode(one.path).decode(errors='replace'),
-            'layout': None if one.layout is None else str(one.layout),
-        }
-        for one in found
-    ]
-    return {'files': files, 'complete': complete(found)}
+    files = []
+    for one in found:
+        layout = None if one.layout is None else str(one.layout)
+        fields = {**msgspec.structs.asdict(one), 'path': str(one.path), 'layout': layout}
+        files.append({
+            name: _utf8(value) if isinstance(value, str) else value
+            for name, value in fields.items()
+        })  # fmt: skip
+    return {
+        'files': files,
+        'complete': {_utf8(run): windows for run, windows in complete(found).items()},
+    }
+
+
+def _utf8(text: str) -> str:
+    """The text with question marks for bytes of a path that are not UTF-8."""
+    return os.fsencode(text).decode(errors='replace')
 
 
 def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
