@@ -4,6 +4,7 @@
 import errno
 import logging
 import os
+import tempfile
 import threading
 from io import FileIO
 from pathlib import Path
@@ -14,6 +15,14 @@ logger = logging.getLogger(__name__)
 _BEGINS = b'{"time":'
 # Bytes read at once to find the end of the last whole line.
 _TAIL = 1 << 16
+
+
+def probe(directory: Path) -> None:
+    """Raise `OSError` unless files can be made in a directory, or it can be made; makes neither."""
+    while not directory.exists():
+        directory = directory.parent
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def _to_append(path: Path) -> FileIO:

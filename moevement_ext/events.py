@@ -19,7 +19,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from moevement_ext.errors import UserError
-from moevement_ext.event_file import EventFile
+from moevement_ext.event_file import EventFile, probe
 
 logger = logging.getLogger(__name__)
 
@@ -337,6 +337,21 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
         return text.encode(errors='replace') + b'\n'
 
 
+def require_writable(directory: str) -> None:
+    """Refuse with a `UserError` as `EventLog`, but make nothing."""
+    try:
+        probe(Path(directory))
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+
+
+def _unwritable(directory: str, error: OSError) -> UserError:
+    return UserError(
+        f'--sparse-ckpt-events {directory}: events cannot be written there: {error}. Give a '
+        'directory that this user can write to, or leave the flag out.'
+    )
+
+
 class EventLog:
     """Writes the events of a rank, in order of time. Thread-safe.
 
@@ -366,13 +381,12 @@ class EventLog:
             try:
                 self._file = EventFile(Path(directory) / f'rank{rank}.jsonl')
             except OSError as error:
-                said = f'--sparse-ckpt-events {directory}: events cannot be written there: {error}.'
+                unwritable = _unwritable(directory, error)
                 if required:
-                    raise UserError(
-                        f'{said} Give a directory that this user can write to, or leave the flag '
-                        'out.'
-                    ) from error
-                logger.warning('sparse checkpointing: rank %d goes on without: %s', rank, said)
+                    raise unwritable from error
+                logger.warning(
+                    'sparse checkpointing: rank %d goes on without: %s', rank, unwritable
+                )
 
     def emit(self, event: Event) -> None:
         """Write one event with time (seconds since the epoch), rank, pid and iteration."""

@@ -29,14 +29,17 @@ from megatron.training.argument_utils import (
 
 from megatron.moevement.arguments import add_arguments, config_from_args
 from megatron.moevement.facts import Settings, UpstreamArguments
-from megatron.moevement.job import identity
-from megatron.moevement.job.local_files import refuse_missing
+from megatron.moevement.job import identity, layout_choice, placing
+from megatron.moevement.job.local_files import missing_data, refuse_missing
 from megatron.moevement.job.unsupported import hazard, refusals, whole_job_reasons
 from megatron.moevement.seams import dense_tier, fp8_masters, patches, warming
+from moevement_ext import events
 from moevement_ext.config import GLOBAL, WHOLE_JOB, SparseCheckpointConfig
-from moevement_ext.errors import UserError
+from moevement_ext.errors import HostMemoryError, UserError
+from moevement_ext.event_file import probe
 from moevement_ext.job.digest_file import refuse_unwritable
-from moevement_ext.memory.disk import require_mounted
+from moevement_ext.memory import private
+from moevement_ext.memory.disk import require_writable
 from moevement_ext.memory.node_store import require_directory_name
 from moevement_ext.replicate.domains import failure_domains
 
@@ -86,7 +89,11 @@ def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
             args = validated(flags, ranks)
         except (Exception, SystemExit) as error:
             return Judgement(ranks, [*refusals(given), told(error)], [], [])
-        return _judged(args)
+        judgement = _judged(args)
+        if args.sparse_ckpt_elastic_layouts:
+            layout = placing.layout_of(vars(args)) or f'{args.world_size} ranks'
+            judgement.notes.append(f'{layout} train, if {ranks} are started')
+        return judgement
 
 
 def fewest_ranks(settings: Settings) -> int:
@@ -98,10 +105,11 @@ def fewest_ranks(settings: Settings) -> int:
 
     tensor, pipeline = size('tensor_model_parallel_size'), size('pipeline_model_parallel_size')
     shards = size('tensor_parallel_num_weight_shards', tensor)
-    dense = shards * pipeline * size('context_parallel_size')
+    dense, context = shards * pipeline, size('context_parallel_size')
     experts_tensor = size('expert_tensor_parallel_size', tensor)
     experts = experts_tensor * size('expert_model_parallel_size') * pipeline
-    return math.lcm(dense * size('num_distributed_optimizer_instances'), experts)
+    instances = size('num_distributed_optimizer_instances')
+    return math.lcm(dense * context, dense * instances, experts * instances)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -112,8 +120,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
-    """Upstream's `parse_and_validate_args`, without the objects that it builds for training."""
-    with as_first_rank(flags, ranks), contextlib.redirect_stdout(io.StringIO()):
+    """Upstream's `parse_and_validate_args`, without the objects that it builds for training.
+
+    Raises upstream's errors, and `ConfigurationError` if no layout of the flags fits. Which one
+    fits host memory takes a start.
+    """
+    chosen = layout_choice.fitted(flags, ranks, lambda _flags, _ranks: None)
+    given = [*flags, *chosen.flags]
+    with as_first_rank(given, chosen.ranks), contextlib.redirect_stdout(io.StringIO()):
         args: UpstreamArguments = upstream.parse_args(add_arguments)
         if args.use_checkpoint_args:
             dense_tier.take_flags_of_checkpoint(args)
@@ -142,7 +156,10 @@ def _judged(args: UpstreamArguments) -> Judgement:
     if not refused:  # else upstream may repeat the refusal in many lines
         refused += _said_by_upstream(partial(_configure, args))
     refused += _said(patches.check)
+    refused += _said(partial(_refuse_grid, args))
     refused += _said(partial(refuse_missing, settings, args.rank))
+    if not settings.get('sft'):  # whose data has another format
+        refused += [str(missing) for missing in [missing_data(settings, args.rank)] if missing]
     whole_job, together = whole_job_reasons(settings), False
     try:
         config = config_from_args(args)
@@ -151,6 +168,8 @@ def _judged(args: UpstreamArguments) -> Judgement:
     else:
         run_id = identity.run_name(settings, config)
         refused += [said for check in _of_config(config, run_id) for said in _said(check)]
+        if config.lossy:
+            refused += _said(partial(_refuse_experts, config, args.num_experts))
         together = config.recovery == GLOBAL
         if config.recovery == WHOLE_JOB:
             whole_job.insert(0, f'--sparse-ckpt-recovery {config.recovery}')
@@ -181,12 +200,51 @@ def _missing_variable(args: UpstreamArguments) -> str | None:
     return f'{_CONNECTIONS} is not set here; for this layout Megatron asks for 1 before Blackwell'
 
 
+def _refuse_experts(config: SparseCheckpointConfig, of: int | None) -> None:
+    from moevement_ext.protect.expert_ledger import refuse_too_many  # of lossy strategies alone
+
+    refuse_too_many(config.experts, of)
+
+
+def _refuse_grid(args: UpstreamArguments) -> None:
+    """Rules of upstream's process groups, which a start makes after all others."""
+    sizes = layout_choice.LayoutSizes(
+        tensor=args.tensor_model_parallel_size * args.gtp_weight_remat_size,
+        expert_tensor=args.expert_tensor_parallel_size * args.expert_gtp_weight_remat_size,
+        pp=args.pipeline_model_parallel_size,
+        ep=args.expert_model_parallel_size,
+        cp=args.context_parallel_size,
+        instances=args.num_distributed_optimizer_instances,
+    )
+    misfit = sizes.misfit(args.world_size)
+    if misfit is not None:
+        raise UserError(
+            f'Megatron ends, as {misfit}: change the number of ranks, or the parallel sizes, '
+            f'{sizes}'
+        )
+
+
 def _of_config(config: SparseCheckpointConfig, run_id: str) -> Iterator[Callable[[], object]]:
     """Checks of the files and names that a start would use."""
     yield partial(require_directory_name, '--sparse-ckpt-run-id', run_id)
+    yield partial(_refuse_memory, Path(config.dir))
     if config.disk is not None:
-        yield partial(require_mounted, Path(config.disk))
+        yield partial(require_writable, Path(config.disk))
+    if config.events is not None:
+        yield partial(events.require_writable, config.events)
     yield partial(failure_domains, [], config.topology)
+
+
+def _refuse_memory(root: Path) -> None:
+    """Refuse a `--sparse-ckpt-dir` that a start cannot use; without strict it trains on, bare."""
+    try:
+        if root.exists():
+            private.check_root(root)
+        probe(root)
+    except (OSError, HostMemoryError) as error:
+        raise UserError(
+            f'--sparse-ckpt-dir {root}: training would be unprotected: {error}'
+        ) from error
 
 
 def _said(check: Callable[[], object]) -> list[str]:
@@ -219,7 +277,12 @@ def _said_by_upstream(check: Callable[[], object]) -> list[str]:
 
 
 def told(error: BaseException) -> str:
-    """Upstream's error in one line; if it has no message, the failing line of upstream's source."""
+    """Upstream's error in one line; if it has no message, the failing line of upstream's source.
+
+    Errors of our own are as they are.
+    """
+    if isinstance(error, UserError):
+        return str(error)
     source = traceback.extract_tb(error.__traceback__)[-1].line
     words = ' '.join(str(error).split()) or source
     return f'Megatron ends with {type(error).__name__}: {words}'

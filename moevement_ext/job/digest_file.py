@@ -11,6 +11,7 @@ import torch
 
 from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import ConfigurationError
+from moevement_ext.event_file import probe
 
 
 def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
@@ -27,21 +28,21 @@ def write_digest(path: str, iteration: int, entries: dict[str, str]) -> None:
     report = {'digest': total, 'iteration': iteration, 'ranks': by_rank}
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(target)
+    partial = target.with_suffix(target.suffix + '.partial')
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     partial.rename(target)
 
 
 def refuse_unwritable(path: str) -> None:
-    """Check that the file of `--sparse-ckpt-digest` can be written, or `ConfigurationError`."""
+    """Check that the file of `--sparse-ckpt-digest` can be written, or `ConfigurationError`.
+
+    Makes no file or folder, so another job may be writing there.
+    """
     target = Path(path)
     try:
         if target.is_dir():
             raise IsADirectoryError('it is a directory')
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(target)
-        partial.touch()
-        partial.unlink()
+        probe(target.parent)
     except OSError as error:
         raise ConfigurationError(
             f'--sparse-ckpt-digest {path}: digests cannot be written there: {error}. '
@@ -66,7 +67,3 @@ def digest_of_tensor(tensor: torch.Tensor) -> str:
 
 def digest_of_bytes(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _partial(target: Path) -> Path:
-    return target.with_suffix(target.suffix + '.partial')

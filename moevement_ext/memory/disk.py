@@ -16,11 +16,12 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moevement_ext.errors import UserError
+from moevement_ext.event_file import probe
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import free_bytes, gib
 from moevement_ext.memory.holder_lock import HolderLock, taken
@@ -53,6 +54,29 @@ def require_mounted(root: Path) -> None:
         raise UserError(f'{_FLAG} {root} is no directory: mount it, or make it.')
 
 
+def require_writable(root: Path) -> None:
+    """Refuse with a `UserError` as `DiskWindows`, but make nothing."""
+    require_mounted(root)
+    with _refused(root):
+        private.check_root(root)
+        probe(root)
+
+
+@contextmanager
+def _refused(root: Path) -> Iterator[None]:
+    """Raise errors as a `UserError` about the flag."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f'{_FLAG} {root}: windows cannot be kept there: {error}. Give a directory that '
+            f'this user can write to.'
+        ) from error
+    except private.ForeignFileError as error:
+        reason = str(error).replace('--sparse-ckpt-dir', _FLAG)
+        raise UserError(f'{_FLAG} {root}: windows cannot be kept there: {reason}') from error
+
+
 def directory_of(root: Path, run_id: str, rank: int) -> Path:
     return root / run_id / f'rank{rank}'
 
@@ -80,19 +104,11 @@ class DiskWindows:
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self.path = directory_of(root, run_id, rank)
         require_mounted(root)
-        try:
+        with _refused(root):
             private.make_directories(root, self.path)
             self._lock = _locked(self.path / 'lock')
             for path in self.path.glob('writing-*.window'):
                 path.unlink()
-        except OSError as error:
-            raise UserError(
-                f'{_FLAG} {root}: windows cannot be kept there: {error}. Give a directory that '
-                f'this user can write to.'
-            ) from error
-        except private.ForeignFileError as error:
-            reason = str(error).replace('--sparse-ckpt-dir', _FLAG)
-            raise UserError(f'{_FLAG} {root}: windows cannot be kept there: {reason}') from error
 
     def stored(self) -> list[StoredWindow]:
         return stored_in(self.path, self.rank)

@@ -35,7 +35,7 @@ def make_directories(root: Path, path: Path) -> None:
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             os.mkdir(root, 0o700)
-        _check_root(root)
+        check_root(root)
         for level in _levels(root, path):
             with suppress(FileExistsError):
                 os.mkdir(level, 0o700)
@@ -52,7 +52,7 @@ def check_directories(root: Path, path: Path) -> None:
     Raises `ForeignFileError` as in `make_directories`, and `FileNotFoundError` for a missing
     level.
     """
-    _check_root(root)
+    check_root(root)
     for level in _levels(root, path):
         _check_directory(level)
 
@@ -87,7 +87,8 @@ def _levels(root: Path, path: Path) -> list[Path]:
     return [root.joinpath(*parts[: depth + 1]) for depth in range(len(parts))]
 
 
-def _check_root(root: Path) -> None:
+def check_root(root: Path) -> None:
+    """Raise `ForeignFileError` unless `root` can hold files of this user alone."""
     link = os.lstat(root)
     status = os.stat(root)
     for owner in (link.st_uid, status.st_uid):

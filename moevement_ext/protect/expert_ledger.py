@@ -79,6 +79,14 @@ class Checkpoint(NamedTuple):
         return Kept(self.base.required_name(), merged(ranges))
 
 
+def refuse_too_many(most: int | str, of: int | None) -> None:
+    """Refuse more experts in a checkpoint than the `of` of a layer, if known."""
+    if of is not None and isinstance(most, int) and most > of:
+        raise ConfigurationError(
+            f'--sparse-ckpt-experts {most} must be at most the number of experts of a layer, {of}.'
+        )
+
+
 class ExpertLedger:
     """The ledger of one rank. Training thread only.
 
@@ -117,11 +125,7 @@ class ExpertLedger:
                 f'--sparse-ckpt-strategy: the tokens of {unknown[0]} are not counted: take a '
                 'strategy that copies all experts, such as gemini.'
             )
-        if most > min(map(len, self._layers), default=most):
-            raise ConfigurationError(
-                f'--sparse-ckpt-experts {most} must be at most the number of experts of a layer, '
-                f'{min(map(len, self._layers))}.'
-            )
+        refuse_too_many(most, min(map(len, self._layers), default=None))
 
     @property
     def context_bytes(self) -> int:

@@ -67,7 +67,8 @@ class LayoutSizes:
             ('ranks', ranks, experts),
             ('layers', self.layers, self.pp),
             ('experts', self.experts or self.ep, self.ep),
-            ('data-parallel ranks', data, self.instances),
+            ('data-parallel ranks', data * self.cp, self.instances),
+            ('data-parallel ranks of experts', ranks // experts, self.instances),
             ('samples of a batch', whole, self.micro_batch * max(data, 1)),
         ):
             if number % by:

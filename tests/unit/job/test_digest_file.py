@@ -12,11 +12,12 @@ from moevement_ext.job.digest_file import refuse_unwritable
 def test_check_leaves_a_writable_file_unchanged(tmp_path: Path) -> None:
     earlier, new = tmp_path / 'earlier.json', tmp_path / 'runs' / 'new.json'
     earlier.write_text('{}')
+    partial = tmp_path / 'earlier.json.partial'  # another job is writing it
+    partial.touch()
     refuse_unwritable(str(earlier))
     refuse_unwritable(str(new))
     assert earlier.read_text() == '{}'
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['earlier.json', 'runs']
-    assert list(new.parent.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [earlier.name, partial.name]
 
 
 @pytest.mark.parametrize('place', ['.', 'file/digest.json', '../' + 300 * 'long'])

@@ -80,11 +80,29 @@ def test_tied_embeddings_of_two_stages_are_a_note(
         ('--sparse-ckpt-fp8-masters', '--sparse-ckpt-fp8-masters takes the place of fp16 masters'),
         ('--tokenizer-model /nowhere', '--tokenizer-model: /nowhere is not there for rank 0'),
         ('--num-attention-heads 3', 'Megatron ends with AssertionError: assert args.hidden_size'),
+        (
+            '--sparse-ckpt-elastic restart --sparse-ckpt-elastic-layouts pp=foo',
+            "--sparse-ckpt-elastic-layouts 'pp=foo': give sizes",
+        ),
+        (
+            '--sparse-ckpt-events /etc/passwd/x',
+            '--sparse-ckpt-events /etc/passwd/x: events cannot be written there',
+        ),
+        ('--sparse-ckpt-disk /proc', '--sparse-ckpt-disk /proc: windows cannot be kept there'),
+        (
+            '--sparse-ckpt-dir /etc/passwd',
+            '--sparse-ckpt-dir /etc/passwd: training would be unprotected: /etc/passwd is not',
+        ),
+        ('--data-path /nowhere/x', '--data-path: /nowhere/x.idx is not there for rank 0'),
+        (
+            '--num-experts 4 --sparse-ckpt-strategy moc --sparse-ckpt-experts 9',
+            '--sparse-ckpt-experts 9 must be at most the number of experts of a layer, 4',
+        ),
     ],
 )
 def test_a_refusal_has_status_2(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(['--', *JOB, *flags.split()]) == 2
-    refusal, last = capsys.readouterr().out.splitlines()
+    refusal, *_, last = capsys.readouterr().out.splitlines()
     assert refusal.startswith(f'refused: {said}')
     assert last == 'protected: no, a job of world size 1 would not start'
 
@@ -107,6 +125,7 @@ LAYOUT = '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-
         ([], '8', 0, '; world size 8'),
         (['--nproc', '16'], '8', 0, '; world size 16'),
         (['--nproc', '3'], None, 2, 'a job of world size 3 would not start'),
+        (['--nproc', '6'], None, 2, 'a job of world size 6 would not start'),
     ],
 )
 def test_ranks_are_as_given_or_the_fewest(
@@ -126,6 +145,40 @@ def test_ranks_are_as_given_or_the_fewest(
     assert (sys.argv, dict(os.environ)) == (before, environment)
 
 
+@pytest.mark.parametrize(
+    ('flags', 'ranks', 'said'),
+    [
+        ('--expert-model-parallel-size 2 --num-distributed-optimizer-instances 2', 4, None),
+        (
+            '--num-distributed-optimizer-instances 3',
+            3,
+            '8 data-parallel ranks are not divided by 3',
+        ),
+        ('--context-parallel-size 2 --num-distributed-optimizer-instances 2', 2, None),
+    ],
+)
+def test_groups_of_the_optimizer_count(
+    flags: str, ranks: int, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = [*JOB, '--num-experts', '4', '--use-distributed-optimizer', *flags.split()]
+    assert main(['--', *job]) == 0
+    assert f'; world size {ranks}\n' in capsys.readouterr().out
+    if said is not None:
+        assert main(['--nproc', '8', '--', *job]) == 2
+        assert said in capsys.readouterr().out
+
+
+def test_layout_that_a_start_would_take_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    fallback = '--sparse-ckpt-elastic restart --sparse-ckpt-elastic-layouts pp=2'.split()
+    flags = [*JOB, '--pipeline-model-parallel-size', '4', '--global-batch-size', '8', *fallback]
+    assert main(['--nproc', '6', '--', *flags]) == 0
+    note, last = capsys.readouterr().out.splitlines()
+    assert note == 'note: 4 ranks (PP 4) train, if 6 are started'
+    assert last.endswith('; world size 4')
+    assert main(['--nproc', '3', '--', *flags]) == 0
+    assert 'note: 2 ranks (PP 2) train' in capsys.readouterr().out
+
+
 def test_a_variable_that_a_launcher_may_set_is_a_note(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +191,7 @@ def test_nothing_is_set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     flags = f'--tensorboard-dir {tmp_path}/board --save {tmp_path}/dense --save-interval 5'
     flags += f' --sparse-ckpt-dir {tmp_path}/memory --sparse-ckpt-events {tmp_path}/events'
+    flags += f' --sparse-ckpt-digest {tmp_path}/runs/digest.json'
     assert main(['--', *JOB, *flags.split()]) == 0
     assert not list(tmp_path.iterdir())
 
