@@ -72,6 +72,11 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == 'committed' and self.problem is None
 
     @property
+    def root(self) -> Path:
+        """Directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`."""
+        return self.path.parents[2 if self.tier == DISK else 4]
+
+    @property
     def held_by(self) -> str:
         """Holder of the file, for people."""
         return DISK if self.tier == DISK else f'rank {self.holder} on {self.node}'

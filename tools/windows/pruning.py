@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moevement_ext.memory.shelf import base_of, directories_of
-from tools.windows.found import DISK, MEMORY, Found, complete
+from tools.windows.found import DISK, Found, complete
 
 
 class Pruned(NamedTuple):
@@ -49,8 +49,7 @@ def live_runs(found: Sequence[Found]) -> list[str]:
     An elastic job reads those of its earlier layout until all its ranks have own ones, so it also
     counts before it has any.
     """
-    runs = {_holder(one).parents[1 if one.tier == MEMORY else 0] for one in found}
-    names = {(run.parent, base_of(run.name)) for run in runs}
+    names = {(one.root, base_of(one.run)) for one in found}
     live = {
         (root, name)
         for root, name in names
@@ -58,7 +57,7 @@ def live_runs(found: Sequence[Found]) -> list[str]:
         for lock in (root / run).glob('**/lock')
         if _is_held(lock.parent)
     }
-    return sorted({run.name for run in runs if (run.parent, base_of(run.name)) in live})
+    return sorted({one.run for one in found if (one.root, base_of(one.run)) in live})
 
 
 def remove(files: Sequence[Path], root: Path) -> None:

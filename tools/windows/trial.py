@@ -10,7 +10,7 @@ from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.system import user_errors
 from tools.windows.choosing import by_window, missing
-from tools.windows.found import Found
+from tools.windows.found import DISK, Found
 
 
 class Said(NamedTuple):
@@ -53,4 +53,4 @@ def _said(files: Sequence[Found], flags: Sequence[str], ranks: int | None) -> Sa
     with WindowReader(first.path) as reader:
         header = reader.verify_identity(Expected())[0]
     with warnings.catch_warnings(action='ignore'):
-        return Said(name, *answer(header, flags, ranks))
+        return Said(name, *answer(header, flags, ranks, first.root, first.tier == DISK))

@@ -189,7 +189,7 @@ def topology_identity(settings: Settings) -> str:
 
 def rank_identity(settings: Settings, rank: int, config: SparseCheckpointConfig) -> RankIdentity:
     """The stamp of every slot of this rank."""
-    run_id = _name(settings, config)
+    run_id = called(settings, config)
     settings = {**settings, _STRATEGY: config.strategy}
     run, topology = run_identity(settings, run_id), topology_identity(settings)
     told = run_settings(settings, run_id)
@@ -223,7 +223,7 @@ def run_settings(settings: Settings, run_id: str) -> RunSettings:
 
 def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
     """Directory name of the run; with `--sparse-ckpt-elastic`, one per layout."""
-    name = _name(settings, config)
+    name = called(settings, config)
     if config.elastic == OFF:
         return name
     settings = {**settings, _STRATEGY: config.strategy}
@@ -231,7 +231,7 @@ def run_name(settings: Settings, config: SparseCheckpointConfig) -> str:
     return directory_of(name, xxhash.xxh3_64_hexdigest('/'.join(counting).encode()))
 
 
-def _name(settings: Settings, config: SparseCheckpointConfig) -> str:
+def called(settings: Settings, config: SparseCheckpointConfig) -> str:
     """Name of the run: from the flag, else from Slurm's job id, else a digest of settings."""
     if config.run_id is not None:
         return config.run_id

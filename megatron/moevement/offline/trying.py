@@ -2,8 +2,10 @@
 """Predicts whether a job with given flags would continue from windows, without starting it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from megatron.moevement.arguments import config_from_args
 from megatron.moevement.checking import judge
 from megatron.moevement.facts import Settings
 from megatron.moevement.job import identity, placing, possible_layouts
@@ -30,11 +32,14 @@ class Answer(NamedTuple):
     """The window's use, or the reason against it."""
 
 
-def answer(header: SlotHeader, flags: Sequence[str], ranks: int | None) -> Answer:
+def answer(
+    header: SlotHeader, flags: Sequence[str], ranks: int | None, root: Path, on_disk: bool
+) -> Answer:
     """Predict whether a job would continue from a window of all its owners.
 
     `header` is slot 0 of any owner, `flags` are all flags of `pretrain_gpt.py`. With `ranks`
     None, the world size is that of the windows, or else the fewest ranks that the flags allow.
+    `root` has the directory of the run, `on_disk` or in memory.
     """
     try:
         args = validated_for(flags, header, ranks)
@@ -44,9 +49,26 @@ def answer(header: SlotHeader, flags: Sequence[str], ranks: int | None) -> Answe
     if refused:
         return Answer(False, f'the job would not start: {"; ".join(refused)}')
     in_vocabulary_of(header, args)
-    known, run_id = vars(args), run_id_of(header)
-    if known['sparse_ckpt_run_id'] not in (None, run_id):
-        return Answer(False, f'the run is called {run_id}: give --sparse-ckpt-run-id {run_id}')
+    found = _of_training(header, vars(args))
+    if not found.loads:
+        return found
+    config, run_id = config_from_args(args), run_id_of(header)
+    called = identity.called(vars(args), config)
+    if called != run_id:
+        return Answer(
+            False,
+            f'the run is called {run_id}, and a start from here would be {called}: give '
+            f'--sparse-ckpt-run-id {run_id}',
+        )
+    flag, searched = ('disk', config.disk) if on_disk else ('dir', config.dir)
+    if searched is None or Path(searched).resolve() != root:
+        return Answer(False, f'the start would not look there: give --sparse-ckpt-{flag} {root}')
+    return found
+
+
+def _of_training(header: SlotHeader, known: Settings) -> Answer:
+    """The answer if the job looks for the window."""
+    run_id = run_id_of(header)
     same_layout = identity.topology_identity(known) == header.topology
     if same_layout and identity.run_identity(known, run_id) == header.run:
         return Answer(True, 'as it is')

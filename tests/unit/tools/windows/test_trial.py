@@ -71,7 +71,8 @@ def tried(
     """Status, and the lines said."""
     number = [] if ranks is None else ['--nproc', str(ranks)]
     capsys.readouterr()
-    status = main(['check', str(directory), *number, '--', *MODEL, *flags])
+    where = ['--sparse-ckpt-dir', str(directory.parent), '--sparse-ckpt-run-id', RUN]
+    status = main(['check', str(directory), *number, '--', *MODEL, *where, *flags])
     return status, capsys.readouterr().out.splitlines()
 
 
@@ -95,6 +96,10 @@ def test_own_layout_continues_unchanged(
         (1, [*LAYOUT, '--lr', '1', '--seed', '5'], 4, 1,
          ['no, it is of another training: --lr: was None, is 1.0; --seed: was 1234, is 5']),
         (1, [*LAYOUT, '--sparse-ckpt-run-id', 'other'], 4, 1, [f'the run is called {RUN}']),
+        (1, [*LAYOUT, '--sparse-ckpt-dir', '/dev/shm/other'], 4, 1,
+         ['no, the start would not look there: give --sparse-ckpt-dir /']),
+        (1, [*LAYOUT, *ELASTIC, '--sparse-ckpt-elastic-layouts', 'pp=1'], 3, 0,
+         ['goes on, in another layout', 'the job would be of 2 ranks']),
         (1, LAYOUT, 6, 1, ['no, Megatron ends with']),
         (1, [*LAYOUT, '--optimizer', 'sgd'], 4, 1, ['no, the job would not start: --sparse-ckpt']),
     ],
@@ -111,6 +116,25 @@ def test_other_layouts_continue_or_are_refused_with_a_reason(
     found, (line,) = tried(capsys, capture(4, slots), *flags, ranks=ranks)
     assert found == status
     assert all(part in line for part in said), line
+
+
+@pytest.mark.parametrize('slurm', [None, '456'])
+def test_start_under_another_name_does_not_find_the_run(
+    slurm: str | None,
+    capture: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv('SLURM_JOB_ID', raising=False)
+    if slurm is not None:
+        monkeypatch.setenv('SLURM_JOB_ID', slurm)
+    directory = capture(4)
+    assert main(['check', str(directory), '--', *MODEL, *LAYOUT]) == 1
+    start = 'run-' if slurm is None else 'slurm-456: '
+    assert f'no, the run is called {RUN}, and a start from here would be {start}' in (
+        said := capsys.readouterr().out
+    )
+    assert said.endswith(f'give --sparse-ckpt-run-id {RUN}\n')
 
 
 def test_ranks_without_a_file_are_named(
