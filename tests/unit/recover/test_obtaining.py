@@ -14,7 +14,7 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.whole_job import Predecessor, Source, obtain
 from moevement_ext.replicate.client import PeerLost
-from tests.unit.memory.samples import RUN, TOPOLOGY, digest, named, tmpfs_directory
+from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, digest, named, tmpfs_directory
 from tests.unit.recover.test_sources import replicate
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 
@@ -74,6 +74,14 @@ def test_a_lost_connection_costs_no_window(obtaining: Obtaining) -> None:
     file = obtaining.memory.windows.file(named(0))
     assert file is not None and digest(file.path) == obtaining.digest
     assert (obtaining.asked, obtaining.told) == (TRIES, [])
+
+
+def test_windows_after_the_obtained_one_are_dropped(obtaining: Obtaining) -> None:
+    """Else their names are taken when the replay captures them again."""
+    obtaining.job.commit(0, start=WINDOW)
+    assert obtaining.obtain() is not None
+    windows = obtaining.memory.windows
+    assert [window.name for window in windows.committed()] == [named(0)]
 
 
 def test_silent_holder_is_given_up(obtaining: Obtaining) -> None:
