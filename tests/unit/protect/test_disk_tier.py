@@ -169,6 +169,15 @@ def test_nothing_is_pruned_before_all_have_the_newer_one(make: Callable[..., Job
     wait_for(lambda: fast.starts() == slow.starts() == [6, 3])
 
 
+def test_window_that_is_not_on_this_disk_is_not_noted_as_complete(
+    make: Callable[..., Job],
+) -> None:
+    """Else a job would start from the disk with a window that this rank lacks."""
+    (rank,) = make(FAST).ranks
+    rank.tier._note_complete(named(3))
+    assert not rank.disk.noted_complete()
+
+
 def test_slow_disk_skips_windows_and_delays_no_rank(
     make: Callable[..., Job],
 ) -> None:

@@ -11,9 +11,12 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window import format as window_format
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.file_names import committed_name
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, encode_frame
 from tests.unit.memory.samples import (
@@ -21,10 +24,12 @@ from tests.unit.memory.samples import (
     TOPOLOGY,
     WINDOW,
     capacity,
+    commit,
     content,
     make_file,
     make_header,
     named,
+    restart,
     tmpfs_directory,
     write_window,
 )
@@ -155,3 +160,11 @@ def test_window_with_a_slot_of_another_job_is_refused(
         file.seal_slot(msgspec.structs.replace(header, **forged))
     with pytest.raises(CorruptWindow, match=refusal):
         WindowFile.open(shm / 'w').verify_identity(Expected())
+
+
+def test_window_in_a_file_with_another_name_is_dropped(shm: Path) -> None:
+    """Else the process would offer it as a window that it is not."""
+    store = NodeStore(shm, 'run1', 'node0')
+    path = commit(OwnerWindows(store, 0, 0, capacity()), 0).path
+    path.rename(path.with_name(committed_name(named(WINDOW))))
+    assert OwnerWindows(restart(store), 0, 0, capacity()).committed() == []
