@@ -318,7 +318,10 @@ def test_persisted_window_cannot_be_given_up(job: Job) -> None:
     job.next_persisted()
     for rank in range(WORLD):
         job.trackers[rank].give_up([0])
-    wait_for(lambda: not any(tracker._tasks for tracker in job.trackers))
+    for _ in range(2):  # then all have looked at what all have done
+        wait_for(lambda: not any(tracker._tasks for tracker in job.trackers))
+        for tracker in job.trackers:
+            tracker.look()
     assert job.agreed == [Agreed(window(0))] * WORLD
     job.report(window(4), 0, 1, 2)
     assert job.next_persisted() == [window(4)] * WORLD
