@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.store import nearest, wire
+from moevement_ext.store.clients import MOST_QUESTIONS
 from moevement_ext.store.wire import Kind, Request
 from tests.unit.store.processes import WAIT_S, Proxy, Server, until
 from tests.unit.store.raw import Raw
@@ -172,6 +173,22 @@ def test_pipelined_requests_are_answered_in_order(proxy: Proxy, server: Server) 
         while len(found) < len(expected):
             found += rank.recv(len(expected))
     assert found == expected
+
+
+def test_client_with_too_many_questions_is_disconnected(proxy: Proxy) -> None:
+    """Else what it asks behind a wait that never ends would fill the memory of the proxy."""
+    asked = [Request(Kind.VALIDATE, number=wire.MAGIC), Request(Kind.WAIT, (b'/never',))]
+    asked += [Request(Kind.PING, number=turn) for turn in range(MOST_QUESTIONS)]
+    with socket.create_connection(('127.0.0.1', proxy.port), WAIT_S) as sock:
+        sock.sendall(b''.join(map(wire.encoded, asked[:-1])))
+        sock.settimeout(0.3)
+        with pytest.raises(TimeoutError):  # as many as it may have
+            sock.recv(1)
+        sock.settimeout(WAIT_S)
+        sock.sendall(wire.encoded(asked[-1]))
+        with suppress(ConnectionResetError):
+            assert sock.recv(1) == b''
+    assert proxy.connect().add('count', 1) == 1
 
 
 def test_invalid_client_is_disconnected(proxy: Proxy) -> None:
