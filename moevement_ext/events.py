@@ -72,8 +72,8 @@ class JobDescribed(Event, frozen=True, kw_only=True):
 class LossLogged(Event, frozen=True, kw_only=True):
     """The trainer logged the loss, on the logging rank; the last rank in a custom loop."""
 
-    loss: float
-    """Mean over the log interval, as in the log."""
+    loss: float | None
+    """Mean over the log interval, as in the log; None: not finite, which JSON lacks."""
 
 
 class Protected(Event, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from tools.lab.following import Follower
 from tools.lab.history import Episode, History, Pace, read_history, shares
 from tools.lab.plots import Doing
 from tools.lab.tables import table
-from tools.lab.text import duration
+from tools.lab.text import duration, loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,7 +178,7 @@ def _figures(history: History) -> Table:
             table.add_row('left', f'about {duration(left)}, without failures')
     if history.losses:
         newest = history.losses[-1]
-        table.add_row('loss', f'{newest.loss:.4f}, logged at iteration {newest.iteration}')
+        table.add_row('loss', f'{loss(newest.loss)}, logged at iteration {newest.iteration}')
     if time is not None:
         table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
     table.add_row('protection', _protection(history))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the events of a running job incrementally."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -14,22 +15,43 @@ class FollowedFile:
 
     Args:
         path: path of the file, which may not exist yet.
+
+    Attributes:
+        events: all events of the present file so far.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._inode = 0
         self._read = 0  # bytes of complete lines
+        self.events: list[Event] = []
 
     def look(self) -> list[Event]:
-        """Read on; returns the new events."""
+        """Read on, or anew if another file has the name now; returns the new events.
+
+        Raises:
+            LabError: the file holds something else.
+        """
         if not self._path.exists():
+            self.events, self._read = [], 0
             return []
         with self._path.open('rb') as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._read:
+                self.events, self._read, self._inode = [], 0, status.st_ino
             file.seek(self._read)
             lines = file.read()
         whole = lines[: lines.rfind(b'\n') + 1]
+        try:
+            new = list(decode(whole))
+        except msgspec.MsgspecError as error:
+            raise LabError(
+                f'{self._path} holds something else than events: {error}; give the folder of '
+                '--sparse-ckpt-events'
+            ) from error
         self._read += len(whole)
-        return list(decode(whole))
+        self.events += new
+        return new
 
 
 class Follower:
@@ -56,16 +78,14 @@ class Follower:
         if not self._folder.is_dir():
             raise LabError(f'{self._folder}: no such folder; give that of --sparse-ckpt-events')
         try:
-            paths = sorted(self._folder.glob('rank*.jsonl'))
-            files = [self._files.setdefault(path, FollowedFile(path)) for path in paths]
-            new = [event for file in files for event in file.look()]
-        except (OSError, msgspec.MsgspecError) as error:
-            raise LabError(
-                f'{self._folder}: a file rank<N>.jsonl holds no events: {error}; give the folder '
-                'of --sparse-ckpt-events'
-            ) from error
+            for path in sorted(self._folder.glob('rank*.jsonl')):
+                self._files.setdefault(path, FollowedFile(path))
+            new = [event for file in self._files.values() for event in file.look()]
+        except OSError as error:
+            raise LabError(f'{error.filename or self._folder}: {error.strerror}') from error
         if new:
-            self.events = sorted([*self.events, *new], key=lambda event: event.time)
+            events = (event for file in self._files.values() for event in file.events)
+            self.events = sorted(events, key=lambda event: event.time)
         return sorted(new, key=lambda event: event.time)
 
 

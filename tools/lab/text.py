@@ -21,6 +21,11 @@ def duration(seconds: float) -> str:
     return f'{whole // 86400} d {whole % 86400 // 3600:02} h'
 
 
+def loss(value: float | None) -> str:
+    """Format a loss as in the log; None: it is not finite."""
+    return 'not finite' if value is None else f'{value:.4f}'
+
+
 def tick(seconds: float) -> str:
     """Format a round duration for an axis: `5 min`, `1.5 h`."""
     if seconds < 1:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tools.lab.history import PROCESS_START, Episode, History, shares
-from tools.lab.text import duration, readable, size
+from tools.lab.text import duration, loss, readable, size
 from tools.report import lanes, protection
 from tools.report.forecast import Plan, compare
 
@@ -124,7 +124,7 @@ def _tiles(history: History) -> list[Tile]:
              f'of {duration(time.wall)}' if time else ''),
         Tile('iterations', history.of_iterations,
              f'{duration(pace.iteration_s)} each' if pace else ''),
-        Tile('loss', f'{history.losses[-1].loss:.4f}' if history.losses else 'not recorded',
+        Tile('loss', loss(history.losses[-1].loss) if history.losses else 'not recorded',
              'as logged last' if history.losses else ''),
         Tile('held up by checkpointing', f'{pace.exposed_s / pace.iteration_s:.2%}' if pace else
              'not recorded', f'{duration(pace.exposed_s)} per iteration' if pace else ''),

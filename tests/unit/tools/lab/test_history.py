@@ -160,5 +160,5 @@ class TestFiles:
 
     def test_other_files_are_refused(self, tmp_path: Path) -> None:
         (tmp_path / 'rank0.jsonl').write_bytes(msgspec.json.encode([1]) + b'\n')
-        with pytest.raises(LabError, match='rank<N>.jsonl holds no events'):
+        with pytest.raises(LabError, match=r'rank0.jsonl holds something else than events'):
             read_history(tmp_path)

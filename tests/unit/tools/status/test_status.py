@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running job in the terminal."""
 
+import math
 import re
 import subprocess
 import sys
@@ -13,10 +14,13 @@ from rich.console import Console
 
 from moevement_ext.events import (
     Event,
+    EventLog,
+    LossLogged,
     ProtectionReduced,
     RecoveryPhase,
     WindowCommitted,
     WindowPersisted,
+    WorkerStarted,
 )
 from tests.unit.tools.runs import LOST, localized_run, of_rank, relaid_run, started_over, write
 from tests.unit.tools.samples import event
@@ -177,6 +181,27 @@ class TestFollower:
         count = len(follower.events)
         half.write_bytes(whole)
         assert follower.look() and len(follower.events) == count + 1
+
+    def test_files_of_the_next_job_replace_those_of_the_last(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / 'events', localized_run())
+        follower = Follower(folder)
+        assert follower.look()
+        folder.rename(tmp_path / 'before')  # keeps the inodes in use
+        write(folder, until(2.5))
+        assert follower.look()
+        assert follower.events == until(2.5)
+
+
+@pytest.mark.parametrize('loss', [math.inf, math.nan])
+def test_loss_that_is_not_finite_is_shown(
+    loss: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(str(tmp_path), 0)
+    log.emit(WorkerStarted())
+    log.emit(LossLogged(loss=loss))
+    log.close()
+    assert main([str(tmp_path), '--once']) == 0
+    assert 'not finite, logged at iteration 0' in capsys.readouterr().out
 
 
 def test_once_prints_the_present_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
