@@ -107,6 +107,20 @@ def test_header_with_another_place_of_a_record_is_refused(offset: int, nbytes: i
         require_refused(shm / 'w')
 
 
+@pytest.mark.parametrize(('offset', 'nbytes'), [(8, 1000), (0, 2**20), (2**40, 1000)])
+def test_record_outside_of_its_payload_is_refused(offset: int, nbytes: int, shm: Path) -> None:
+    """Before a byte of it is read, whatever its checksum is."""
+
+    def forge(header: SlotHeader) -> SlotHeader:
+        first, *rest = header.records
+        moved = msgspec.structs.replace(first, offset=offset, nbytes=nbytes)
+        return msgspec.structs.replace(header, records=[moved, *rest])
+
+    forge_header(shm / 'w', forge)
+    with pytest.raises(CorruptWindow, match='are not aligned within the'):
+        WindowFile.open(shm / 'w').verify(Expected())
+
+
 @given(
     at=st.integers(0, WINDOW - 1),
     field=st.sampled_from(window_format.Entry.__struct_fields__),
