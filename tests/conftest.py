@@ -10,7 +10,9 @@ import gc
 gc.disable()  # during imports, until `pytest_collection_finish`
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,15 @@ def pytest_collection_finish() -> None:
     """Skip the objects of all imports in collections of garbage, here and in forks."""
     gc.freeze()
     gc.enable()
+    threading.excepthook = partial(unless_it_ends, threading.excepthook)
+
+
+def unless_it_ends(
+    crashes: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs
+) -> None:
+    """To Python a thread that raises SystemExit just ends; pytest would count it as a crash."""
+    if not issubclass(args.exc_type, SystemExit):
+        crashes(args)
 
 
 @pytest.hookimpl(trylast=True)  # of those that are left when -m and -k have chosen
