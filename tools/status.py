@@ -168,7 +168,7 @@ def _deadline(history: History) -> tuple[float, float]:
 
 def _figures(history: History) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
-    recent = [piece for found in history.progress.values() for piece in found[-_RECENT:]]
+    recent = [piece for rank in history.members for piece in history.progress[rank][-_RECENT:]]
     pace, time = Pace.of(recent), shares(history)
     if pace is not None:
         held = f'{pace.exposed_s / pace.iteration_s:.2%} of it held up by checkpointing'
@@ -181,7 +181,8 @@ def _figures(history: History) -> Table:
         table.add_row('loss', f'{loss(newest.loss)}, logged at iteration {newest.iteration}')
     if time is not None:
         table.add_row('effective training time', f'{time.ettr:.1%} of {duration(time.wall)}')
-    table.add_row('protection', _protection(history))
+    if not history.finished:  # else nothing is left to protect
+        table.add_row('protection', _protection(history))
     if history.layouts:
         table.add_row('layout', '; before that '.join(history.layouts))
     for title, ranks in (('SILENT ranks', silent(history)), ('MISSING ranks', missing(history))):

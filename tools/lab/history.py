@@ -2,7 +2,7 @@
 """The history of a run, from its events: activity of ranks, failures, use of time."""
 
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +28,7 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
+from tools.lab import activity
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of
 from tools.lab.following import Follower
@@ -181,14 +182,14 @@ class History:
 
     @cached_property
     def places(self) -> dict[int, Protected]:
-        return {event.rank: event for event in kind_of(self.events, Protected)}
+        return self.newest(Protected)
 
     @property
     def about(self) -> JobDescribed | None:
         """Description of the job; None if an older version wrote the events."""
         return next(reversed(kind_of(self.events, JobDescribed)), None)
 
-    @property
+    @cached_property
     def members(self) -> list[int]:
         """Ranks of the present layout with at least one event; an earlier one may have had more."""
         size = self.about.layout.get('ranks') if self.about else None
@@ -207,8 +208,9 @@ class History:
     def by_stage(self, ranks: Iterable[int]) -> list[tuple[int | None, list[int]]]:
         """Ranks of each pipeline stage; first those whose stage is unknown, if any."""
         stages: dict[int | None, list[int]] = {}
+        places = {event.rank: event for event in kind_of(self.events, Protected)}
         for rank in ranks:
-            place = self.places.get(rank)
+            place = places.get(rank)
             stages.setdefault(place.stage if place else None, []).append(rank)
         return sorted(stages.items(), key=lambda item: -1 if item[0] is None else item[0])
 
@@ -226,17 +228,19 @@ class History:
             else events[-1].time
             for rank, events in self.by_rank.items()
         }
-        return {rank: _spans(self._turns[rank], ends[rank]) for rank in self.ranks}
+        return {rank: activity.spans(self._turns[rank], ends[rank]) for rank in self.ranks}
 
     @cached_property
-    def _turns(self) -> dict[int, list[tuple[float, Doing]]]:
+    def _turns(self) -> dict[int, list[tuple[float, Doing | None]]]:
         noticed = [event.time for event in kind_of(self.events, FailureDetected)]
-        return {rank: _turns(self.by_rank[rank], noticed, self.window_s) for rank in self.ranks}
+        return {
+            rank: activity.turns(self.by_rank[rank], noticed, self.window_s) for rank in self.ranks
+        }
 
     @cached_property
     def doing(self) -> dict[int, Doing]:
         """Present activity of each rank; a rank that did not notice a failure has itself failed."""
-        found = {rank: turns[-1][1] for rank, turns in self._turns.items()}
+        found = {rank: turns[-1][1] or Doing.TRAINING for rank, turns in self._turns.items()}
         last = self.episodes[-1] if self.episodes else None
         if last is not None and last.end is None:
             gone = (rank for rank, events in self.by_rank.items() if events[-1].time < last.start)
@@ -246,18 +250,18 @@ class History:
     @cached_property
     def trained_from(self) -> float:
         """Time when the last rank was set up for the first time."""
-        first = (next((s.start for s in spans if s.doing is Doing.TRAINING), self.end)
-                 for spans in self.spans.values())  # fmt: skip
+        first = (next((s.start for s in self.spans[rank] if s.doing is Doing.TRAINING), self.end)
+                 for rank in self.members)  # fmt: skip
         return max(first)
 
     @cached_property
     def episodes(self) -> list[Episode]:
         """All failures, the oldest first."""
         stops = sorted(
-            (span.start, span.end)
+            stop
             for spans in self.spans.values()
-            for span in spans
-            if span.doing is not Doing.TRAINING and span.start > self.trained_from
+            for stop in activity.stops(spans)
+            if stop[0] > self.trained_from
         )
         merged: list[list[float]] = []
         for start, end in stops:
@@ -265,11 +269,40 @@ class History:
                 merged[-1][1] = max(merged[-1][1], end)
             else:
                 merged.append([start, end])
+        for before, after in reversed(list(itertools.pairwise(merged))):
+            if self._is_one(before, after):
+                before[1] = after[1]
+                merged.remove(after)
         return [
             Episode(start, None if end >= self.end and not self.finished else end,
                     [event for event in self.events if start <= event.time <= end])
             for start, end in merged
         ]  # fmt: skip
+
+    def _is_one(self, before: Sequence[float], after: Sequence[float]) -> bool:
+        """True if ranks report one recovery in both spans of time: the clocks of hosts differ."""
+        reports = kind_of(self.events, Recovered)
+        first, second = (
+            {event.rank: (event.target, event.replacements) for event in reports
+             if start <= event.time <= end and event.target is not UNSET}
+            for start, end in (before, after)
+        )  # fmt: skip
+        same = any(report in first.values() for report in second.values())
+        return same and not first.keys() & second.keys()
+
+    @cached_property
+    def planned(self) -> tuple[float, float]:
+        """Seconds from planned stops to the next starts, and from those until all ranks trained."""
+        paused = starting = 0.0
+        before: Span | None = None
+        for span in activity.together(list(self.spans.values())):
+            paused += span.start - before.end if before else 0.0
+            before = span
+        for spans in self.spans.values():
+            starting = max(
+                starting, sum(span.end - span.start for span in activity.restarts(spans))
+            )
+        return paused, starting
 
     @cached_property
     def progress(self) -> dict[int, list[Progress]]:
@@ -308,10 +341,12 @@ class History:
     def mtbf_s(self) -> float | None:
         """Mean seconds between failures; None without a failure."""
         count = len(self.episodes)
-        return (self.end - self.trained_from) / count if count else None
+        return (self.end - self.trained_from - self.planned[0]) / count if count else None
 
     def newest[E: Event](self, kind: type[E]) -> dict[int, E]:
-        return {event.rank: event for event in kind_of(self.events, kind)}
+        """Newest event of each rank of the present layout."""
+        members = set(self.members)
+        return {event.rank: event for event in kind_of(self.events, kind) if event.rank in members}
 
     @cached_property
     def slots(self) -> dict[int, list[int]]:
@@ -336,7 +371,7 @@ class History:
     def newest_window(self) -> int | None:
         """Start of the newest window that all ranks know to be persisted; None without one."""
         known = self.newest(WindowPersisted)
-        if known.keys() != self.by_rank.keys():
+        if known.keys() != set(self.members):
             return None
         start = min(event.start for event in known.values())
         return start if start <= self.iteration else None  # the job has restarted before the window
@@ -355,7 +390,7 @@ class Shares(NamedTuple):
     recovering: float
     """From each failure until all ranks trained again."""
     starting: float
-    """Until all ranks were set up."""
+    """Until all ranks were set up, also after planned stops; the time between does not count."""
     other: float
     """The rest: evaluation, dense saves, iterations that were not kept."""
 
@@ -374,80 +409,12 @@ def shares(history: History) -> Shares | None:
     if pace is None:
         return None
     recovering = sum((e.end or history.end) - e.start for e in history.episodes)
-    starting = history.trained_from - history.begun
+    paused, restarting = history.planned
+    starting = history.trained_from - history.begun + restarting
     training = history.kept * pace.iteration_s
     exposed = history.kept * pace.exposed_s
-    other = history.end - history.begun - training - recovering - starting
+    other = history.end - history.begun - paused - training - recovering - starting
     return Shares(training - exposed, exposed, recovering, starting, max(other, 0.0))
-
-
-def together(lanes: Sequence[Sequence[Span]]) -> list[Span]:
-    """Combine ranks: at each time, the activity that most of the job waits for."""
-    changes: dict[float, Counter[Doing]] = defaultdict(Counter)
-    for span in itertools.chain.from_iterable(lanes):
-        changes[span.start][span.doing] += 1
-        changes[span.end][span.doing] -= 1
-    merged: list[Span] = []
-    present: Counter[Doing] = Counter()
-    for start, end in itertools.pairwise(sorted(changes)):
-        present.update(changes[start])
-        doing = next((doing for doing in _GRAVEST_FIRST if present[doing]), None)
-        if doing is None:
-            continue
-        if merged and merged[-1].doing is doing and merged[-1].end == start:
-            start = merged.pop().start
-        merged.append(Span(doing, start, end))
-    return merged
-
-
-_GRAVEST_FIRST = (Doing.STARTING, Doing.REPLAYING, Doing.WAITING, Doing.TRAINING)
-
-
-def _spans(turns: Sequence[tuple[float, Doing]], end: float) -> list[Span]:
-    """Spans between turns, the last one up to `end`."""
-    ends = [*(time for time, _ in turns[1:]), end]
-    spans = [
-        Span(doing, start, stop)
-        for (start, doing), stop in zip(turns, ends, strict=True)
-        if stop > start
-    ]
-    return together([spans])
-
-
-def _turns(
-    events: Sequence[Event], noticed: Sequence[float], window_s: float
-) -> list[tuple[float, Doing]]:
-    """Times at which a rank changed its activity, with the new activity."""
-    turns: list[tuple[float, Doing]] = []
-    fresh = False  # set up, but not trained since
-    before = 0.0
-    for event in events:
-        match event:
-            case WorkerStarted():
-                created = event.time - event.start_up_s
-                gone = (time for time in noticed if before < time < event.time)
-                # If all workers died, no rank noticed; a survivor would have reported a window by
-                # now. A hot spare was created long before the rank was lost.
-                alone = max(min(created, before + window_s), before)
-                turns.append((min(gone, default=alone) if before else created, Doing.STARTING))
-            case Protected() if turns and turns[-1][1] is Doing.STARTING:
-                turns.append((event.time, Doing.TRAINING))
-                fresh = True
-            case RecoveryPhase() | RecoveryStarted() | FailureDetected() if fresh:
-                turns.pop()  # the process was set up for a recovery
-                fresh = False
-            case FailureDetected() if event.reason is not UNSET:
-                turns.append((event.time, Doing.WAITING))
-            case WindowCommitted():
-                fresh = False
-                if turns and turns[-1][1] is Doing.STARTING:
-                    turns.append((event.time, Doing.TRAINING))
-            case Recovered():
-                turns.append((event.time, Doing.TRAINING))
-        if isinstance(event, RecoveryStarted):
-            turns.append((event.time, Doing.REPLAYING))
-        before = event.time
-    return turns or [(events[0].time, Doing.TRAINING)]
 
 
 def _progress(events: Iterable[Event]) -> Iterator[Progress]:

@@ -4,7 +4,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tools.lab.history import History, together
+from tools.lab.activity import together
+from tools.lab.history import History
 from tools.lab.plots import Doing, Span
 from tools.lab.text import duration
 

@@ -6,11 +6,31 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moevement_ext.events import FailureDetected, NextTier, Recovered, WindowCommitted
-from tests.unit.tools.runs import EXPOSED_S, LOST, localized_run, restarted_run, starts, write
+from moevement_ext.events import (
+    Event,
+    FailureDetected,
+    Finished,
+    NextTier,
+    Recovered,
+    RecoveryStarted,
+    WindowCommitted,
+    WorkerStarted,
+)
+from tests.unit.tools.runs import (
+    EXPOSED_S,
+    LOST,
+    RANKS,
+    localized_run,
+    relaid_run,
+    restarted_run,
+    starts,
+    trains,
+    write,
+)
 from tests.unit.tools.samples import event
+from tools.lab.activity import together
 from tools.lab.errors import LabError
-from tools.lab.history import History, read_history, shares, together
+from tools.lab.history import History, read_history, shares
 from tools.lab.plots import Doing, Span
 
 TRAINING, WAITING, STARTING, REPLAYING = (
@@ -147,6 +167,59 @@ def test_several_ranks_are_combined_to_one_lane() -> None:
     ]) == [
         (TRAINING, 0, 4), (WAITING, 4, 5), (STARTING, 5, 7), (REPLAYING, 7, 9), (TRAINING, 9, 12),
     ]  # fmt: skip
+
+
+def test_ranks_of_an_earlier_launch_do_not_count() -> None:
+    """It was larger, and died in set-up."""
+    earlier = [event(WorkerStarted, rank, 0.5, pid=rank, start_up_s=0.4) for rank in range(4, 8)]
+    history = History(sorted([*earlier, *localized_run()], key=lambda one: one.time))
+    assert history.newest_window == 16
+    assert len(history.episodes) == 1 and history.trained_from == 2
+    smaller = History(relaid_run())
+    assert smaller.newest_window == 16
+    assert list(smaller.places) == list(smaller.slots) == [0, 1]
+
+
+def planned_stop() -> History:
+    """A job that ends at 10.5 s to go on two days later, and takes 5 s until it trains again."""
+    found: list[Event] = []
+    again = 172_800.0
+    for rank in RANKS:
+        found += [*starts(rank, 0.0, 10 + rank), *trains(rank, 10 + rank, 2.0, 0, 8)]
+        pid = 50 + rank
+        started, protected = starts(rank, again, pid)
+        found += [
+            event(Finished, rank, 10.5, pid=10 + rank, iteration=8, removed=False),
+            started,
+            event(FailureDetected, rank, again + 1.2, pid=pid, committed=8, windows=1),
+            event(RecoveryStarted, rank, again + 1.5, pid=pid, start=6, dense_at=7),
+            protected,
+            event(Recovered, rank, again + 5, pid=pid, iteration=8, replayed=0, verified=2,
+                  verified_at=7, differing=[], seconds={}),
+            *trains(rank, pid, again + 5, 8, 18),
+            event(Finished, rank, again + 15.5, pid=pid, iteration=18, removed=True),
+        ]  # fmt: skip
+    return History(sorted(found, key=lambda one: one.time))
+
+
+def test_planned_stop_is_no_failure() -> None:
+    history = planned_stop()
+    assert (history.episodes, history.mtbf_s) == ([], None)
+    time = shares(history)
+    assert time is not None
+    assert time.wall == pytest.approx(26.0)
+    assert (time.recovering, time.starting) == (0, pytest.approx(7.0))
+
+
+@pytest.mark.parametrize('ahead_s', [-5.0, 5.0])
+def test_one_failure_is_one_episode_though_clocks_differ(ahead_s: float) -> None:
+    moved = [
+        msgspec.structs.replace(one, time=one.time + ahead_s) if one.rank == LOST else one
+        for one in localized_run()
+    ]
+    history = History(sorted(moved, key=lambda one: one.time))
+    (episode,) = history.episodes
+    assert episode.verified == 6
 
 
 class TestFiles:

@@ -56,7 +56,8 @@ def test_screen_shows_iteration_hosts_and_loss() -> None:
     assert 'left about 4.0 s, without failures' in text
     assert '1 node2 node3 2 2 14' in text
     assert 'loss 4.5000, logged at iteration 18' in shown(localized_run(finished=False), 25.0)
-    assert 'finished at iteration 18 of 18' in shown(localized_run(), 99.0)
+    finished = shown(localized_run(), 99.0)
+    assert 'finished at iteration 18 of 18' in finished and 'protection' not in finished
 
 
 @pytest.mark.parametrize('seconds', [14, 22])
@@ -233,6 +234,7 @@ def test_smaller_layout_is_shown_without_missing_ranks() -> None:
     text = shown(relaid_run(finished=False), 25.5)
     assert text.startswith('training, iteration 18 of 18')
     assert 'layout ranks 2, pipeline 1; before that 4 ranks (PP 2, DP 2) up to iteration 7' in text
+    assert 'newest window that all have begins at 16, 2 iterations ago' in text
     history = History(relaid_run(finished=False))
     assert (silent(history), missing(history)) == ([], [])
     assert [(stage.title, stage.ranks) for stage in stages(history)] == [('0', [0, 1])]
