@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from rich.markup import escape
 from rich.table import Table
 
 from tools.lab.errors import LabError
@@ -72,6 +73,8 @@ def kinds_of_difference(first: StateDigest, second: StateDigest) -> list[str]:
 def _entry_differences(first: StateDigest, second: StateDigest) -> Iterator[Difference]:
     for rank in sorted(first.ranks.keys() | second.ranks.keys(), key=lambda r: (len(r), r)):
         ours, theirs = first.ranks.get(rank, {}), second.ranks.get(rank, {})
+        if not ours or not theirs:
+            yield Difference(rank, 'rank', 'has no entries in one file')
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
                 yield Difference(rank, name.partition('/')[0], name)
@@ -90,7 +93,7 @@ def difference_table(found: Sequence[Difference], first: StateDigest, second: St
     for (rank, kind), names in groups.items():
         total = _entries_of(kind, first.ranks.get(rank, {}), second.ranks.get(rank, {}))
         example = names[0].removeprefix(f'{kind}/')
-        table.add_row(rank, kind, str(len(names)), str(total or len(names)), example)
+        table.add_row(rank, kind, str(len(names)), str(total or len(names)), escape(example))
     return table
 
 

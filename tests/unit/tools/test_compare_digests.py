@@ -54,6 +54,21 @@ def test_one_changed_entry_is_named_by_rank_and_kind(
     assert [cell.strip() for cell in row.strip('│').split('│')][:4] == ['1', kind, '1', '1']
 
 
+def test_rank_without_entries_is_a_difference(first: Path, tmp_path: Path) -> None:
+    more = state()
+    more['ranks']['2'] = {}
+    assert main([str(first), str(write(tmp_path / 'second.json', more))]) == 1
+
+
+def test_names_are_no_markup(
+    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = state()
+    more['ranks']['1']['exp_avg/[/x]'] = 'other'
+    assert main([str(first), str(write(tmp_path / 'second.json', more))]) == 1
+    assert '[/x]' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(('other', 'said'), [('rng/torch', True), ('loss_scale', False)])
 def test_difference_of_generators_alone_is_explained(
     first: Path, tmp_path: Path, other: str, said: bool, capsys: pytest.CaptureFixture[str]
