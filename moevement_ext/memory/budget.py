@@ -18,9 +18,16 @@ GIB = 2**30
 
 NO_SPACE_REMEDY = (
     'Remove what earlier runs left there, mount a larger tmpfs (mount -o remount,size=...), '
-    'choose another directory, or hold fewer replicas.'
+    'choose another --sparse-ckpt-dir, or lower --sparse-ckpt-replicas, --sparse-ckpt-max-window '
+    '(with --sparse-ckpt-window auto) or --sparse-ckpt-log-lag.'
 )
 """Remedy for a full file system of the windows."""
+
+# Flags are in the order of the bytes that they save.
+_LESS = (
+    'lower --sparse-ckpt-replicas, --sparse-ckpt-max-window (with --sparse-ckpt-window auto) or '
+    '--sparse-ckpt-log-lag, or use fewer ranks per node (--nproc-per-node, --workers-per-node)'
+)
 
 SHARED = Path('/dev/shm')
 """Shared memory directory of communication libraries and data loaders."""
@@ -89,8 +96,7 @@ class HostMemoryPlan:
         if budget_gb is not None and self.node_total > budget_gb * GIB:
             raise HostMemoryError(
                 f'{self.describe()} exceeds --sparse-ckpt-host-memory-gb {budget_gb:g}. '
-                f'Raise it to at least {_gib_up(self.node_total)}, hold fewer replicas, '
-                f'or use fewer ranks per node.'
+                f'Raise it to at least {_gib_up(self.node_total)}, {_LESS}.'
             )
         # Bytes that another rank reserves meanwhile count twice, as free and as adopted.
         free = free_bytes(directory)
@@ -118,8 +124,7 @@ class HostMemoryPlan:
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
                 f'({gib(adopted)} already reserved there){others} but the memory limit of '
                 f'{left.cgroup} leaves {gib(left.nbytes)}. Raise the limit of the container '
-                f'(--mem of Slurm, resources.limits.memory of Kubernetes), hold fewer '
-                f'replicas, or use fewer ranks per node.'
+                f'(--mem of Slurm, resources.limits.memory of Kubernetes), {_LESS}.'
             )
 
 

@@ -94,7 +94,7 @@ class AutoWindow:
             logger.warning(
                 'no window of up to %d is long enough for the links: iterations will be longer, '
                 'or windows skipped; allow a longer one (--sparse-ckpt-max-window, host memory), '
-                'fewer replicas, or spread the state over more ranks',
+                'fewer --sparse-ckpt-replicas, or spread the state over more ranks',
                 self._longest,
             )
         return self._longest if found is None else found

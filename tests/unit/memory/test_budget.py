@@ -48,7 +48,8 @@ def test_plan_sums_by_node_and_kind() -> None:
 
 def test_plan_over_the_flag_is_refused(shm: Path) -> None:
     with pytest.raises(
-        HostMemoryError, match=r'replicas 11.00 GiB.*--sparse-ckpt-host-memory-gb 8'
+        HostMemoryError,
+        match=r'replicas 11.00 GiB.*--sparse-ckpt-host-memory-gb 8.*lower --sparse-ckpt-r',
     ):
         two_ranks().check(8, shm)
 
@@ -72,7 +73,7 @@ def test_flag_is_per_node_and_inclusive(shm: Path) -> None:
 def test_plan_over_the_free_space_is_refused(shm: Path) -> None:
     free = shutil.disk_usage(shm).free
     rank = RankMemory(own_windows=2 * free, replicas=0, ledger=0)
-    with pytest.raises(HostMemoryError, match=rf'{shm}.* needs .* free.*tmpfs'):
+    with pytest.raises(HostMemoryError, match=rf'{shm}.* needs .* free.*tmpfs.* --sparse-ckpt-dir'):
         HostMemoryPlan({0: rank}).check(None, shm / 'run1' / 'node0')
 
 
