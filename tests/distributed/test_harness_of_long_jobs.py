@@ -81,7 +81,6 @@ def whole_job(events: list[dict], digest: dict) -> None:
     del events[-1]['scope']
 
 
-@pytest.mark.mutation
 @pytest.mark.parametrize(
     ('spoil', 'said'),
     [
