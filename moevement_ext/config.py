@@ -112,7 +112,7 @@ class SparseCheckpointConfig:
     window: int | str = AUTO
     """Iterations per window, or 'auto': the fewest that links and spare cores can sustain."""
     max_window: int = 8
-    """The longest window that 'auto' may choose. Host memory is reserved for a window of this
+    """The longest window that 'auto' may choose. Host memory is planned for a window of this
     length, or for the longest that fits."""
     cpu_share: float = 0.02
     """Share of a node's cores that the 'auto' window grants to the threads that copy, check, send

@@ -47,7 +47,7 @@ CHECKED = (
         'torch 2.14.1, without a GPU',
         '0.19.2',
         '2.20.2',
-        'tests/transformer_engine: what shows without its kernels',
+        'tests/transformer_engine: whatever can be checked without its kernels',
     ),
     ('torch 2.12.0a0 of the Dockerfile, NCCL', '0.19.2', 'of the Dockerfile', 'nothing yet'),
 )
@@ -64,11 +64,15 @@ Flags of megatron-core 0.19.2 that do not go with `--sparse-ckpt`:
   host memory, with the same bits. The log says so at the start.
 
 With all others only the stages that lost a worker replay, and every bit is as if nothing had
-happened. A flag counts in the identity of the run, also one that a new Megatron brings: a job that
-is started with another value finds its windows refused, by the name of the flag. Those that cannot
-change a bit (logging, paths, intervals of dense checkpoints, exits) may differ from start to start.
+happened. Without `--untie-embeddings-and-output-weights` the first and the last pipeline stage
+share weights, and replay together if one of them lost a worker: with two stages, that is the whole
+job. Every flag is part of the run's identity, including flags that a later Megatron adds: a job
+that is started with another value finds its windows refused, by the name of the flag. Those that
+cannot change a bit (logging, paths, intervals of dense checkpoints, exits) may differ from start to
+start.
 
-`python -m tools.check -- <flags>` says what becomes of the flags of a job, without starting it.
+`python -m tools.check -- <flags>` reports how a job with these flags would be treated, without
+starting it.
 """
 
 _LENGTHS = (

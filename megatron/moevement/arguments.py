@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=float,
         default=_DEFAULTS.overhead_bound,
         metavar='SHARE',
-        help='checkfreq: share of the training time for which checkpoints may hold it up.',
+        help='checkfreq: largest share of training time that checkpoints may cost.',
     )
     group.add_argument(
         '--sparse-ckpt-experts',
@@ -141,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-max-window',
         type=int,
         default=_DEFAULTS.max_window,
-        help='Longest window that "auto" may choose. Host memory is reserved for this length, or '
+        help='Longest window that "auto" may choose. Host memory is planned for this length, or '
         'for the longest window that fits.',
     )
     group.add_argument(
@@ -168,8 +168,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar='N',
         help='A holder verifies the checksums of every N-th window of a rank before the window '
         'counts as replicated. A recovery verifies all windows that it reads; with N above 1 a '
-        'damaged replica may count until then, and leave an older window or none if there is no '
-        'other copy.',
+        'damaged replica may go unnoticed until then; without another copy, recovery falls back '
+        'to an older window, or has none.',
     )
     group.add_argument(
         '--sparse-ckpt-network-gb-per-s',
@@ -209,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-run-id',
         default=None,
         help='Names the run. A job launched again with the same id recovers from its windows. '
-        "Default: Slurm's job id, else a digest of the training flags.",
+        'Default: slurm-<job id>, else a digest of the training flags.',
     )
     group.add_argument(
         '--sparse-ckpt-host-memory-gb',
@@ -286,7 +286,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=AUTO,
         help='auto: localized, or global with another --sparse-ckpt-strategy than moevement; '
         'localized: only the pipeline stages that lost a worker roll back, the others keep '
-        'their state (needs torchrun with static rendezvous, or scripts/local_cluster.py); '
+        'their state (needs torchrun with static rendezvous, the launcher for Slurm, or '
+        'scripts/local_cluster.py); '
         'global: all stages roll back together, in the surviving processes, without logs of '
         'sends between stages (needs the same); whole-job: all workers restart.',
     )
@@ -332,10 +333,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-elastic-layouts',
         default=None,
         metavar='LAYOUTS',
-        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4". A start takes the layout '
-        'of the flags if its ranks and memory suffice, else the first of these that fits; surplus '
-        'ranks do not train. Omitted sizes are 1, but tensor parallelism stays unchanged, also '
-        'for experts unless etp is given.',
+        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4". Of the layouts of the '
+        'flags and of this list that fit, a start takes the one with most ranks; of several, the '
+        'first. Surplus ranks do not train. Omitted sizes are 1, but tensor parallelism stays '
+        'unchanged, also for experts unless etp is given.',
     )
     group.add_argument(
         '--sparse-ckpt-elastic-exact',

@@ -119,6 +119,7 @@ WHOLE_JOB = (
          'a replay would write its iterations into the trace again'),
     Rule('--log-straggler', GIVEN, 'leave it out', _TOGETHER),
     # Launchers
-    Rule('--enable-ft-package', GIVEN, 'use torchrun or scripts/local_cluster.py',
+    Rule('--enable-ft-package', GIVEN,
+         'use torchrun, the launcher for Slurm or scripts/local_cluster.py',
          'its monitor ends workers that wait for a replacement'),
 )  # fmt: skip
