@@ -141,7 +141,8 @@ def test_windows_of_the_earlier_layout_of_a_live_job_are_kept(
     before = earlier.files()
     later.lock(0)  # it has no window yet
     assert main(['prune', str(root / 'run.aaaaaaaa'), '--keep', '0', '--yes']) == 0
-    assert 'run.aaaaaaaa: a process attempts, nothing is deleted' in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert 'run.aaaaaaaa: a process of this run is alive: nothing is deleted' in said
     assert earlier.files() == before
     later.close()
     assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
