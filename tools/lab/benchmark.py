@@ -38,12 +38,12 @@ def run_benchmark[R](
     show: Callable[[R, Console], None],
     target: Path | None,
 ) -> int:
-    """Measure, show, write; returns the exit status: 0 done, 1 not `exact`, 2 no result.
+    """Measure, write, show; returns the exit status: 0 done, 1 not `exact`, 2 no result.
 
     Args:
         name: name of the tool, shown before an error.
         measure: returns the report, which may have `exact`; raises `LabError` if there is none.
-        show: prints the report for people.
+        show: prints the report for people; raises `LabError` if it cannot write a file of its own.
         target: file for the report as JSON; None: no file.
     """
     console = Console()
@@ -52,12 +52,19 @@ def run_benchmark[R](
     except LabError as error:
         print_failure(console, name, error)
         return 2
-    show(report, console)
+    failures = []  # either way the other one goes on: the report may have taken hours
     try:
         if target:
             write_json(target, report)
     except OSError as error:
-        print_failure(console, name, LabError(f'--json {target}: {error.strerror}'))
+        failures.append(LabError(f'--json {target}: {error.strerror}'))
+    try:
+        show(report, console)
+    except LabError as error:
+        failures.append(error)
+    for failure in failures:
+        print_failure(console, name, failure)
+    if failures:
         return 2
     return 0 if getattr(report, 'exact', True) else 1
 

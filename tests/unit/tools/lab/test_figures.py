@@ -75,6 +75,18 @@ def test_a_benchmark_shows_and_writes_its_report(exact: bool, status: int, tmp_p
     assert msgspec.json.decode(target.read_bytes()) == {'exact': exact}
 
 
+def test_report_that_cannot_be_shown_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def show(*_: object) -> None:
+        raise LabError('--table: no space')
+
+    target = tmp_path / 'report.json'
+    assert run_benchmark('bench', lambda _: Report(True), show, target) == 2
+    assert msgspec.json.decode(target.read_bytes()) == {'exact': True}
+    assert 'bench: --table: no space' in capsys.readouterr().out
+
+
 def test_failed_benchmark_prints_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     monkeypatch.setattr(benchmark, 'Console', lambda: Console(file=text, width=100))
