@@ -85,9 +85,7 @@ class MegatronFlags:
         """
         model = self._model(base)
         layout = self._layout(base, model, ranks)
-        batch = base.batch if base else Batch()
-        batch = dataclasses.replace(batch, **self._renamed(_BATCH))
-        return Training(model, layout, batch, self._precision(base))
+        return Training(model, layout, self._batch(base, layout), self._precision(base))
 
     def protection(self) -> dict[str, Any]:
         """Given settings of sparse checkpointing, by field."""
@@ -152,6 +150,14 @@ class MegatronFlags:
         middle = spread(layers - sum(ends), stages - len(ends)) if stages > len(ends) else ()
         before = () if first is None else (first,)
         return {'layers_per_stage': (*before, *middle, *(() if last is None else (last,)))}
+
+    def _batch(self, base: Training | None, layout: Layout) -> Batch:
+        """Without a base, one micro-batch on each data-parallel rank is Megatron's default."""
+        sizes = self._renamed(_BATCH)
+        if base is None:
+            one = sizes.get('micro_batch_size', Batch.micro_batch_size) * layout.data
+            sizes.setdefault('global_batch_size', one)
+        return dataclasses.replace(base.batch if base else Batch(), **sizes)
 
     def _precision(self, base: Training | None) -> Precision:
         state = self._renamed(_PRECISION)

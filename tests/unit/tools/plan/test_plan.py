@@ -284,6 +284,15 @@ def test_flags_of_a_run_give_its_captured_bytes(capsys, cluster):
     assert found['unused_flags'] == ['--sparse-ckpt', '--lr']
 
 
+def test_global_batch_without_a_flag_is_megatrons(capsys, cluster):
+    """One micro-batch on each of the two data-parallel ranks."""
+    argv = f'--cluster {cluster} --gpus 4 --iteration-time 1 --log-lag 1 --'.split()
+    at = MEGATRON.index('--global-batch-size')
+    others = MEGATRON[:at] + MEGATRON[at + 2 :]
+    found = as_json(capsys, *argv, *others)
+    assert found == as_json(capsys, *argv, *others, '--global-batch-size', '8')
+
+
 def test_flags_replace_values_of_a_preset(capsys):
     argv = ['--model', 'deepseek-moe', '--iteration-time', '2.9', '--gpus', '64']
     found = as_json(
