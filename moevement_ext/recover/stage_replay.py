@@ -3,9 +3,14 @@
 
 All ranks of the stage convert the window to a dense state and continue to the newest committed
 iteration. The stage's inputs are prefetched from the logs of the neighbouring stages; if such a
-stage replays as well, its log is filled while it is read. Sends go into the stage's own log only,
-which is complete again afterwards. If all stages roll back together (`--sparse-ckpt-recovery
-global`), they send and receive as in training, and nothing is logged.
+stage replays as well, its log is filled while it is read. If all stages roll back together
+(`--sparse-ckpt-recovery global`), they send and receive as in training, and nothing is logged.
+
+A stage that replays alone keeps five rules. In Megatron's adapter, it sends into its own log only
+(`seams/p2p.py`), takes reduced scalars from slots and the ledger (`state/global_scalars.py`), and
+computes no weight gradients or updates of frozen operators (`state/frozen.py`). Here, it captures
+nothing until the state is dense. With `--sparse-ckpt-verify stop` its captures stay private until
+they are judged (`protect/trial.py`).
 """
 
 import time
