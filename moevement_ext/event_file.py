@@ -21,8 +21,11 @@ def probe(directory: Path) -> None:
     """Raise `OSError` unless files can be made in a directory, or it can be made; makes neither."""
     while not directory.exists():
         directory = directory.parent
-    with tempfile.TemporaryFile(dir=directory):
-        pass
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:  # which names the file: another one on each rank
+        raise OSError(error.errno, error.strerror, str(directory)) from error
 
 
 def _to_append(path: Path) -> FileIO:

@@ -15,6 +15,7 @@ import pytest
 
 from moevement_ext import events
 from moevement_ext.errors import UserError
+from moevement_ext.event_file import probe
 from moevement_ext.events import EventLog, Finished
 from tests.unit.replicate.peers import wait_for
 
@@ -214,6 +215,7 @@ def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:
 _VICTIM = """
 import itertools, sys
 from moevement_ext import events
+from moevement_ext.event_file import probe
 from moevement_ext.events import EventLog, Finished
 from tests.unit.replicate.peers import wait_for
 log = EventLog(sys.argv[1], 0)
@@ -327,3 +329,12 @@ def test_file_system_that_does_not_answer_blocks_one_thread(
     assert caplog.text.count('does not answer') == 1
     log.close()
     os.close(descriptor)
+
+
+def test_probe_names_the_directory_alike_on_all_ranks() -> None:
+    said = set()
+    for _ in range(2):
+        with pytest.raises(OSError, match="Not a directory: '/dev/null'$") as raised:
+            probe(Path('/dev/null'))
+        said.add(str(raised.value))
+    assert len(said) == 1
