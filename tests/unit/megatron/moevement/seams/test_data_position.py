@@ -4,6 +4,7 @@
 import random
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,16 @@ READ = 20
 """Micro-batches: nearly three rounds of two data-parallel ranks."""
 
 
-def loader(consumed_samples: int) -> DataLoader:
+def loader(consumed_samples: int, workers: int = 0) -> DataLoader:
     sampler = MegatronPretrainingRandomSampler(
         list(range(SAMPLES)), SAMPLES, consumed_samples, MICRO_BATCH, 1, 2, True
     )
-    return DataLoader(list(range(SAMPLES)), batch_sampler=sampler)
+    return DataLoader(
+        list(range(SAMPLES)),
+        batch_sampler=sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
 
 
 def read(batches: Iterator[Any], count: int) -> list[tuple[list[int], int]]:
@@ -44,16 +50,18 @@ def read(batches: Iterator[Any], count: int) -> list[tuple[list[int], int]]:
     return [(next(batches).tolist(), int(torch.randint(1 << 30, ()))) for _ in range(count)]
 
 
-@pytest.mark.parametrize('done', range(READ))
-def test_moved_loader_continues_with_upstreams_samples_and_draws(done: int) -> None:
+@pytest.mark.parametrize(
+    ('done', 'workers'), [*((done, 0) for done in range(READ)), *((done, 1) for done in (0, 2, 3))]
+)
+def test_moved_loader_continues_with_upstreams_samples_and_draws(done: int, workers: int) -> None:
     torch.manual_seed(7)
-    undisturbed = iter(cyclic_iter(loader(0)))
+    undisturbed = iter(cyclic_iter(loader(0, workers)))
     read(undisturbed, done)
     state = torch.get_rng_state()
     expected = read(undisturbed, READ - done)
 
     data = UpstreamData(cyclic=True, full_validation=False)
-    data._loaders['training'] = [loader]
+    data._loaders['training'] = [partial(loader, workers=workers)]
     moved = RerunDataIterator(iter(()))
     data.use(moved, Namespace())
     torch.set_rng_state(state)
