@@ -82,6 +82,8 @@ gc.freeze()  # nor do later collections visit what stays
 gc.enable()
 
 _PROTECTED = '--sparse-ckpt'
+# A loss of so many times the largest of the first losses is a spike (--check-for-spiky-loss).
+_SPIKE = 10
 _BATCH_KEYS = ('tokens', 'labels', 'loss_mask', 'attention_mask', 'position_ids')
 
 
@@ -129,15 +131,15 @@ def loss_func(
     """Summed token loss, number of tokens, and the values to report of one micro-batch."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
-    if get_args().check_for_nan_in_loss_and_grad:
+    args, machine = get_args(), get_rerun_state_machine()
+    validate = partial(machine.validate_result, result=loss, tolerance=0.0)
+    if args.check_for_nan_in_loss_and_grad:
         for rejects, what in ((torch.isnan, 'NaN'), (torch.isinf, 'Inf')):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=rejects,
-                message=f'found {what} in the local forward loss',
-                tolerance=0.0,
-                fatal=True,
-            )
+            message = f'found {what} in the local forward loss'
+            validate(rejection_func=rejects, message=message, fatal=True)
+    if args.check_for_spiky_loss:
+        spiky = partial(machine.is_unexpectedly_large, threshold=_SPIKE, context='loss')
+        validate(rejection_func=spiky, message='the local forward loss jumped', fatal=False)
     num_tokens = mask.sum().detach().to(torch.int)
     report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {'lm loss': report}
