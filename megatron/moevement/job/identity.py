@@ -62,7 +62,10 @@ _LOGGING = (
     'logging_level wandb_project wandb_exp_name wandb_save_dir wandb_entity enable_one_logger '
     'one_logger_project one_logger_run_name one_logger_async app_tag_run_name app_tag_run_version '
     'moe_per_layer_logging config_logger_dir dump_param_to_param_group_map straggler_ctrlr_port '
-    'straggler_minmax_count disable_straggler_on_startup result_rejected_tracker_filename timers'
+    'straggler_minmax_count disable_straggler_on_startup result_rejected_tracker_filename timers '
+    'moe_routing_trace_path moe_routing_trace_max_training_iters '
+    'moe_routing_trace_capture_logits moe_routing_trace_capture_hidden_states '
+    'moe_routing_trace_dump_weights'
 ).split()
 _PROFILING = (
     'profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler '
@@ -84,8 +87,10 @@ _LAUNCH = (
     'exit_signal exit_signal_handler exit_signal_handler_for_dataloader '
     'exit_signal_handler_for_training distributed_timeout_seconds_after_init '
     'use_gloo_process_groups train_sync_interval check_weight_hash_across_dp_replicas_interval '
-    'gpu_sniff_test_interval adlr_autoresume adlr_autoresume_interval enable_ft_package '
-    'calc_ft_timeouts ft_num_warmup_iters'
+    'adlr_autoresume adlr_autoresume_interval enable_ft_package calc_ft_timeouts '
+    'ft_num_warmup_iters fault_injector_ranks fault_injector_num_ranks fault_injector_fault_types '
+    'fault_injector_fault_probabilities fault_injector_fault_delay fault_injector_mtti_seconds '
+    'fault_injector_offset_seconds fault_injector_delay_start_iteration fault_injector_seed'
 ).split()
 # Progress of training, not its definition; and settings that set-up derives from the data.
 _PROGRESS = (

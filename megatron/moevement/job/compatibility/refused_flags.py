@@ -56,6 +56,27 @@ def _is_not_replicated_muon(settings: Settings) -> bool:
 
 
 _NOT_REPLICATED_MUON = Condition('', _is_not_replicated_muon)
+
+
+def _balances_quantiles(kinds: object) -> bool:
+    return 'quantile_balancing' in (kinds if isinstance(kinds, list) else [kinds])
+
+
+def _runs_again(settings: Settings) -> bool:
+    validated = settings.get('rerun_mode') == 'validate_results'
+    checks = ('check_for_large_grads', 'check_for_spiky_loss')
+    return validated and any(settings.get(name) for name in checks)
+
+
+_RERUNS = Condition(
+    'with --check-for-large-grads or --check-for-spiky-loss, without --rerun-mode disabled',
+    _runs_again,
+)
+_NO_RERUN = 'add --rerun-mode disabled'
+_MOVED_TWICE = (
+    'an iteration with a spike runs twice, and then moves biases of routers twice, but not in a '
+    'process that has just started'
+)
 _FORGETS = 'a restart from a newer dense checkpoint would continue with another state'
 
 
@@ -68,6 +89,7 @@ def _more_than(shards: str, ranks: str) -> Condition:
     return Condition('above the tensor-parallel size', holds)
 
 
+_NOT_SKIPPED = 'a replay does not skip these iterations'
 _NO_DATA = 'pretrain_gpt.py has no data for it'
 _DUMPED = 'a replay writes the files of its iterations again, from weights that are partly stale'
 _SHARDED = 'the state that it shards is not captured'
@@ -112,7 +134,7 @@ REFUSED = (
          UNTRIED_WEIGHTS),
     Rule('--fp4-param-gather', GIVEN, 'leave it out', _SCALING),
     Rule('--te-precision-config-file', GIVEN, 'leave it out', _SCALING),
-    Rule('--freeze-all-layers', GIVEN, 'leave it out', 'there is no state to protect'),
+    Rule('--freeze-all-layers', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
     # Sharding
     Rule('--use-megatron-fsdp', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
     Rule('--use-torch-fsdp2', GIVEN, 'use --use-distributed-optimizer', _SHARDED),
@@ -160,6 +182,9 @@ REFUSED = (
     Rule('--vision-pretraining', GIVEN, 'train a GPT', 'its teacher model is not captured'),
     # Random numbers
     Rule('--inference-rng-tracker', GIVEN, 'leave it out', 'it is for inference'),
+    Rule('--moe-router-enable-expert-bias', GIVEN, _NO_RERUN, _MOVED_TWICE, _RERUNS),
+    Rule('--moe-router-load-balancing-type', Values('with quantile_balancing', _balances_quantiles),
+         _NO_RERUN, _MOVED_TWICE, _RERUNS),
     Rule('--error-injection-rate', above(0), 'leave it out',
          'a replay would draw other errors than training'),
     # What is trained, and from where
@@ -168,7 +193,9 @@ REFUSED = (
     Rule('--fim-data', GIVEN, 'leave it out', _NO_DATA),
     Rule('--dataloader-inter-document-masking', GIVEN, 'use --reset-attention-mask', _NO_DATA),
     Rule('--skip-train', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
-    Rule('--iterations-to-skip', GIVEN, 'leave it out', 'a replay does not skip these iterations'),
+    Rule('--result-rejected-tracker-filename', GIVEN, 'leave it out',
+         _NOT_SKIPPED),
+    Rule('--iterations-to-skip', GIVEN, 'leave it out', _NOT_SKIPPED),
     Rule('--yaml-cfg', GIVEN, 'give flags', 'it replaces the flags of sparse checkpointing'),
     Rule('--moe-use-upcycling', GIVEN, _FIRST, 'it writes a checkpoint while the model is built'),
     Rule('--ckpt-convert-format', GIVEN, 'leave out --sparse-ckpt', 'nothing is trained'),
@@ -196,4 +223,6 @@ REFUSED = (
     Rule('--logits-load-dir', GIVEN, 'leave it out',
          'logits read ahead are not moved back with the data'),
     Rule('--inprocess-restart', GIVEN, 'leave it out', 'it restarts workers in its own way'),
+    Rule('--exit-signal-handler-for-training', GIVEN, 'use --exit-signal-handler',
+         'a worker that gets a signal would wait for all others, and end as if it had finished'),
 )  # fmt: skip

@@ -53,7 +53,7 @@ _TWICE = 'an iteration may run twice, which a stage that replays alone cannot do
 _HANDLES = 'handles to the memory of peers are not reconnected in place'
 _OPTIONS = 'groups of a replacement are created without NCCL options'
 _HALF_DONE = 'transfers of an interrupted iteration are not undone'
-_LENGTHS = 'ranks agree on the length of evaluations during set-up, which a replacement runs alone'
+_SET_UP = 'all ranks act together during set-up, which a replacement runs alone'
 _TOGETHER = 'all ranks must run the steps after an iteration together, also an interrupted one'
 
 WHOLE_JOB = (
@@ -71,6 +71,7 @@ WHOLE_JOB = (
     Rule('--fine-grained-activation-offloading', GIVEN, 'leave it out', _HALF_DONE),
     Rule('--cpu-offloading-num-layers', above(0), 'leave it out', _HALF_DONE),
     Rule('--check-for-large-grads', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
+    Rule('--check-for-spiky-loss', GIVEN, 'add --rerun-mode disabled', _TWICE, _VALIDATED),
     Rule('--rerun-mode', equal_to('report_stats'), 'add --rerun-mode disabled',
          'every iteration runs twice, and logs what its stages send twice'),
     Rule('--cuda-graph-impl', other_than('none'), 'use --cuda-graph-impl none',
@@ -104,8 +105,9 @@ WHOLE_JOB = (
     # Data
     Rule('--dataloader-type', equal_to('external'), 'use single or cyclic',
          'an external data loader cannot be moved back'),
-    Rule('--full-validation', GIVEN, 'leave it out', _LENGTHS),
-    Rule('--multiple-validation-sets', GIVEN, 'leave it out', _LENGTHS),
+    Rule('--full-validation', GIVEN, 'leave it out', _SET_UP),
+    Rule('--multiple-validation-sets', GIVEN, 'leave it out', _SET_UP),
+    Rule('--dump-param-to-param-group-map', GIVEN, 'leave it out', _SET_UP),
     Rule('--phase-transition-iterations', GIVEN, 'leave it out', _TOGETHER),
     # What follows an iteration
     Rule('--async-save', GIVEN, 'leave it out',

@@ -52,14 +52,14 @@ DECISIVE = (
     'exp_avg_sq_dtype fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len '
     'fp8_amax_compute_algo fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 '
     'num_layers_at_end_in_bf16 accumulate_allreduce_grads_in_fp32 moe_router_topk eval_interval '
-    'ckpt_step'
+    'ckpt_step gpu_sniff_test_interval'
 ).split()
 # Flags that may differ between launches.
 INDIFFERENT = (
     'save load save_interval log_interval tensorboard_dir wandb_project data_cache_path '
     'num_workers local_rank distributed_timeout_minutes exit_interval exit_duration_in_mins '
     'exit_signal_handler profile async_save timing_log_level manual_gc sparse_ckpt_window '
-    'sparse_ckpt_dir sparse_ckpt_events'
+    'sparse_ckpt_dir sparse_ckpt_events fault_injector_mtti_seconds moe_routing_trace_path'
 ).split()
 
 
