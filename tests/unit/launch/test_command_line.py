@@ -124,7 +124,8 @@ def launched(job: Job) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Proc
                 line = process.stdout.readline()
                 assert line, f'ended without {wanted}'
                 line = re.sub(r'^\[launcher \d\d:\d\d:\d\d\]', '[launcher]', line)
-                wanted -= {text for text in wanted if line.startswith(text)}
+                # The spare imports the program, too, and writes without a prefix, maybe in between.
+                wanted -= {text for text in wanted if text in line}
             family = psutil.Process(process.pid).children()
             yield process, family
         finally:

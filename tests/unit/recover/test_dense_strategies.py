@@ -25,6 +25,7 @@ from moevement_ext.plan.strategy import checkfreq
 from moevement_ext.plan.strategy.strategy import Strategy
 from moevement_ext.protect import protection
 from moevement_ext.protect.disk_tier import DiskTier
+from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.stage_plan import StagePlan
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
@@ -135,7 +136,21 @@ def test_all_ranks_change_to_the_same_interval(
         """A load with the first copy to disk, however late that is."""
         return msgspec.structs.replace(WindowLoad(*figures), persist_s=0.01)
 
+    def observed(replanner: Replanner, load: WindowLoad) -> None:
+        """No rank is so slow that its load is skipped: none hears of a plan without one."""
+        observe(replanner, load)
+        if len(changes) < STAGES:
+            wait_for(lambda: (replanner, load.start) in done)
+
+    def published(replanner: Replanner, load: WindowLoad) -> None:
+        publish(replanner, load)
+        done.add((replanner, load.start))
+
+    done: set[tuple[Replanner, int]] = set()
     event, note = StagePlan.event, ThreadedJob.note
+    observe, publish = Replanner.observe, Replanner._publish
+    monkeypatch.setattr(Replanner, 'observe', observed)
+    monkeypatch.setattr(Replanner, '_publish', published)
     monkeypatch.setattr(protection, 'WindowLoad', measured)
     monkeypatch.setattr(ThreadedJob, 'note', followed)
     monkeypatch.setattr(StagePlan, 'event', noted)
