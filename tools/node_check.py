@@ -17,6 +17,7 @@ Exit status: 0 no problem, 1 problems, 2 the check failed.
 
 import argparse
 import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -51,7 +52,6 @@ from tools.plan.planning import plan_job
 _END = '--'
 _MIB = 1 << 20
 _DIRECTORY = '--sparse-ckpt-dir'
-_LAG = '--sparse-ckpt-log-lag'
 
 
 GIB = 1 << 30
@@ -384,11 +384,12 @@ def _planned_bytes(spare_nodes: int, flags: Sequence[str], reports: Sequence[Ran
         raise ValueError(f'--spare-nodes {spare_nodes} leaves no node to train on')
     on_each = len(reports) // nodes
     ranks = (nodes - spare_nodes) * on_each
-    # Memory is reserved for the longest window, regardless of the time of an iteration.
-    lag = [] if any(_LAG in flag for flag in flags) else ['--log-lag', '1']
-    own = ['--gpus', str(ranks), '--iteration-time', '60', *lag]
+    # The time of an iteration does not matter: memory is reserved for the longest window that the
+    # node with the least has room for.
+    own = ['--gpus', str(ranks), '--iteration-time', '60']
     job = job_from(*parse_plan([*own, _END, *flags]))
-    cluster = dataclasses.replace(job.cluster, gpus_per_node=on_each)
+    free = max(1, min(report.memory_free_bytes for report in reports))
+    cluster = dataclasses.replace(job.cluster, gpus_per_node=on_each, host_memory_bytes=free)
     return plan_job(dataclasses.replace(job, cluster=cluster)).host_memory().node_total
 
 
@@ -408,6 +409,13 @@ def _print(reports: Sequence[RankReport], found: Sequence[str], unknown: str | N
     console.print(f'{nodes} nodes, {len(reports)} ranks: {len(found)} problems')
 
 
+def _gib(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f'{text}: give a finite number, 0 or more')
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog='python -m tools.node_check',
@@ -415,7 +423,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add('--need-gib', type=float, default=0.0, metavar='N', help='host memory that a node needs')
+    add('--need-gib', type=_gib, default=0.0, metavar='N', help='host memory that a node needs')
     add('--spare-nodes', type=int, default=0, metavar='N', help='spare nodes (default: 0)')
     add(
         '--dir', metavar='DIR',

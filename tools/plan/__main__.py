@@ -198,7 +198,7 @@ def _add_protection_flags(parser: argparse.ArgumentParser) -> None:
         group,
         Flag('--hidden-fraction', 'of an iteration that hides a copy', float),
         Flag('--network-share', 'of a node for replication', float),
-        Flag('--log-lag', "until a window is persisted (default: by the cluster's rates)",
+        Flag('--log-lag', 'until a window is persisted, which the log has space for',
              float, metavar='ITERATIONS'),
         Flag('--overhead', 'measured seconds an iteration, besides exposed copies (default: 0)',
              float, 0.0, 'S'),

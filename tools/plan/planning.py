@@ -68,9 +68,8 @@ class ProtectionSettings:
     """Share of a node's network for replication; training uses the rest."""
     network_gb_per_s: float | str = AUTO
     """The flag `--sparse-ckpt-network-gb-per-s`: a rate per rank, which replaces the share."""
-    log_lag: float | None = None
-    """Iterations until a window is persisted, which the log has space for; None: from the cluster's
-    rates."""
+    log_lag: float = SparseCheckpointConfig.log_lag
+    """Iterations until a window is persisted, which the log has space for."""
     disk: bool = False
     """Windows are also copied to disk, which takes one more window file per rank."""
 
@@ -256,13 +255,18 @@ class JobPlan:
         """Bytes per iteration that the busiest node logs."""
         return int(self._busiest_node([np.array(one.logged.iteration_bytes) for one in self.kinds]))
 
-    def host_memory(self, longest_window: int | None = None) -> HostMemoryPlan:
+    def host_memory(
+        self, longest_window: int | None = None, log_lag: float | None = None
+    ) -> HostMemoryPlan:
         """Memory of the node that needs most.
 
         Args:
             longest_window: iterations to reserve memory for; None: as training does.
+            log_lag: iterations that the log has space for until a window is persisted; None: as
+                the job's flag says.
         """
-        return _host_memory(self.job, self.kinds, longest_window or self.longest, self.log_lag())
+        lag = self.job.protection.log_lag if log_lag is None else log_lag
+        return _host_memory(self.job, self.kinds, longest_window or self.longest, lag)
 
     def taken_bytes(self) -> int:
         """Bytes of this memory that the node reserves; longer windows, if they come, take more."""
@@ -287,14 +291,12 @@ class JobPlan:
             seconds += self.job.copies * queued / share + whole / memory.CHECKSUM_BYTES_PER_S
         return seconds + memory.ANNOUNCEMENT_S
 
-    def log_lag(self) -> float:
+    def enough_log_lag(self) -> float:
         """Iterations of its log that are written until a window is persisted, at most 1.
 
         The next window does not begin earlier.
         """
         job = self.job
-        if job.protection.log_lag is not None:
-            return job.protection.log_lag
         return min(1.0, memory.log_lag(job.layout, job.batch, self.persist_s(), job.iteration_s))
 
     def effectiveness(self) -> Sparse:
@@ -402,11 +404,11 @@ def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
     settings = job.protection
     if settings.window is not None:
         return settings.window
-    lag = SparseCheckpointConfig.log_lag if settings.log_lag is None else settings.log_lag
     lengths = window_lengths(settings.max_window)
 
     def too_long(length: int) -> bool:
-        return _host_memory(job, kinds, length, lag).node_total > job.cluster.host_memory_bytes
+        need = _host_memory(job, kinds, length, settings.log_lag).node_total
+        return need > job.cluster.host_memory_bytes
 
     return lengths[max(bisect_left(lengths, True, key=too_long) - 1, 0)]
 

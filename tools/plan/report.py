@@ -47,7 +47,7 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'replication_queue_bytes': plan.queue_bytes(),
         'log_bytes_per_node': plan.log_bytes_of_node(),
         'persist_s': plan.persist_s(),
-        'log_lag': plan.log_lag(),
+        'log_lag': plan.enough_log_lag(),
         'host_memory_bytes_per_node': {**memory.by_kind(), 'total': memory.node_total},
         'host_memory_taken_bytes_per_node': plan.taken_bytes(),
         'host_memory_available_bytes': job.cluster.host_memory_bytes,
@@ -123,13 +123,21 @@ def _cost_rows(plan: JobPlan) -> list[tuple[str, str]]:
         ('replication per node and iteration', f'{plan.replicated_bytes() / 1e9:.2f} GB in '
          f'{job.copies} copies; the network share offers {plan.network_bytes() / 1e9:.2f} GB'),
         ('log per node and iteration', gib(plan.log_bytes_of_node())),
-        ('persisting a window takes', f'{plan.persist_s():.2f} s; the log is for '
-                                      f'--sparse-ckpt-log-lag {plan.log_lag():g}'),
+        ('persisting a window takes', f'{plan.persist_s():.2f} s{_shorter_log(plan)}'),
         ('host memory per node', f'{gib(memory.node_total)} of '
                                  f'{gib(int(job.cluster.host_memory_bytes))}: {kinds}'),
         ("the paper's Algorithm 1", f'window {plan.paper.window}, ' + (
             f'{gib(over)} over budget' if over else 'within budget')),
     ]  # fmt: skip
+
+
+def _shorter_log(plan: JobPlan) -> str:
+    """Host memory of a node if the log is no longer than necessary; empty if it is not."""
+    lag = plan.enough_log_lag()
+    if plan.job.protection.log_lag <= lag:
+        return ''
+    need = gib(plan.host_memory(log_lag=lag).node_total)
+    return f'; with --sparse-ckpt-log-lag {lag:g}, which suffices, a node needs {need}'
 
 
 def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
@@ -230,7 +238,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
     if longest < allowed:
         yield (
             f'host memory has no room for windows of {allowed}: `auto` takes {longest} at most. '
-            f'--sparse-ckpt-log-lag {plan.log_lag():g} may leave room for longer ones'
+            f'--sparse-ckpt-log-lag {plan.enough_log_lag():g} may leave room for longer ones'
         )
     if plan.window < longest:
         reserved, enough = plan.host_memory().node_total, plan.host_memory(plan.window).node_total

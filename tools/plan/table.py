@@ -4,11 +4,10 @@
 python -m tools.plan.table
 """
 
-from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.budget import GIB
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.tables import markdown
-from tools.plan.planning import Job, ProtectionSettings, iteration_seconds, plan_job
+from tools.plan.planning import Job, iteration_seconds, plan_job
 from tools.plan.presets import CLUSTERS, PRESETS
 from tools.plan.report import infeasible
 
@@ -19,8 +18,7 @@ def preset_job(name: str, cluster: str) -> Job:
     """A preset with the settings of a training without flags."""
     preset, machine = PRESETS[name], CLUSTERS[cluster]
     seconds = iteration_seconds(preset.model, preset.layout, preset.batch, machine, UTILIZATION)
-    settings = ProtectionSettings(log_lag=SparseCheckpointConfig.log_lag)
-    return Job(preset.model, preset.layout, preset.batch, machine, seconds, protection=settings)
+    return Job(preset.model, preset.layout, preset.batch, machine, seconds)
 
 
 def cell(job: Job) -> str:
