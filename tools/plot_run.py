@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Parser, at_least
 from tools.lab.plots import plot
 from tools.lab.run_log import LogError, read_log
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='python -m tools.plot_run', description=__doc__)
     parser.add_argument('--plain', type=Path, required=True, help='log of the fault-free run')
     parser.add_argument('--sparse', type=Path, required=True, help='log of the recovered run')
-    parser.add_argument('--dense-bytes', type=int, help='dense checkpoint of the last rank')
+    parser.add_argument('--dense-bytes', type=at_least(1), help='dense checkpoint of the last rank')
     parser.add_argument('--output', type=Path, required=True, help='PNG file to write')
     args = parser.parse_args(argv)
     try:

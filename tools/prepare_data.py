@@ -16,6 +16,7 @@ document.
 
 import argparse
 import json
+import math
 import os
 import shlex
 import shutil
@@ -377,8 +378,8 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     args, tokenizer_flags = parser.parse_known_args(argv)
     if args.tokenizer == BYTES and tokenizer_flags:
         parser.error(f'--tokenizer {BYTES} takes no flags: {" ".join(tokenizer_flags)}')
-    if args.limit_mb is not None and not args.limit_mb > 0:
-        parser.error(f'--limit-mb {args.limit_mb}: must be above 0')
+    if args.limit_mb is not None and not 0 < args.limit_mb < math.inf:
+        parser.error(f'--limit-mb {args.limit_mb}: give a finite number above 0')
     if not Path(args.output_prefix).name or args.output_prefix.endswith('/'):
         parser.error(f'--output-prefix {args.output_prefix}: add a file name, e.g. data/text')
     return args, tokenizer_flags

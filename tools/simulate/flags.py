@@ -265,6 +265,9 @@ def _process(args: argparse.Namespace, profile: Profile | None) -> Process:
 def _mtbf_s(args: argparse.Namespace, profile: Profile | None) -> float | None:
     """Seconds, if a flag or the profile has them; a rate by GPUs precedes the profile."""
     if isinstance(args.mtbf, float | int):
+        for name in ('gpus', 'gpu_hours_per_failure'):
+            if getattr(args, name) is not None:
+                raise FieldError(name, 'is for a job without --mtbf; leave one of them out')
         return args.mtbf
     measured = profile.mtbf_s if profile else None
     if isinstance(args.mtbf, Times):

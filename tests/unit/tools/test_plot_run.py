@@ -106,6 +106,12 @@ def test_an_unusable_log_is_refused_by_name(
     assert not picture.exists()
 
 
+def test_a_dense_checkpoint_has_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main('--plain a --sparse b --output c --dense-bytes 0'.split())
+    assert '--dense-bytes' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize('name', ['file/run.png', 'run.xyz'])
 def test_a_picture_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

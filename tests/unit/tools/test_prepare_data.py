@@ -248,7 +248,8 @@ def test_text_tokenizer_refuses_other_encodings(
 @pytest.mark.parametrize(
     ('flags', 'message'),
     [
-        (['--output-prefix', 'x', '--limit-mb', '0'], '--limit-mb 0.0: must be above 0'),
+        (['--output-prefix', 'x', '--limit-mb', '0'], '--limit-mb 0.0: give a finite number'),
+        (['--output-prefix', 'x', '--limit-mb', 'inf'], '--limit-mb inf: give a finite number'),
         (['--output-prefix', 'x', '--vocab-size', '9'], '--tokenizer bytes takes no flags'),
         (['--output-prefix', 'folder/'], 'add a file name'),
     ],

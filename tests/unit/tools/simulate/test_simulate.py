@@ -67,6 +67,9 @@ def test_no_failures_is_json_without_infinity(capsys: pytest.CaptureFixture[str]
 def test_rate_follows_from_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ' '.join(MOEVEMENT).replace('--mtbf 600', '--gpus 16384 --gpu-hours-per-failure 50000')
     assert answer(capsys, flags.split())['mtbf_s'] == pytest.approx(50000 / 16384 * 3600)
+    with pytest.raises(SystemExit):
+        simulate.main([*flags.split(), '--mtbf', '600'])
+    assert '--gpus is for a job without --mtbf' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
