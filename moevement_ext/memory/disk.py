@@ -31,7 +31,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_in, committed_name, writing_name
 from moevement_ext.memory.window.name import RankIdentity, StoredWindow, WindowName
 from moevement_ext.memory.window.reader import CHUNK_BYTES, Advance, WindowReader, at_full_speed
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,8 @@ class DiskWindows:
     def set_aside_after(self, start: int, identity: RankIdentity) -> None:
         """Rename windows that begin after `start`, so that no recovery uses them.
 
-        Windows of another run or layout stay as they are; no recovery uses them either.
+        Windows of another run or layout stay as they are; no recovery uses them either. An
+        unreadable window may be of this run, and readable later.
         """
         for window in self.stored():
             if window.name.start > start and self._is_of(window, identity):
@@ -255,7 +256,7 @@ class DiskWindows:
                 reader.verify_identity(Expected.of(identity, window.name))
         except RefusedWindow as refusal:
             logger.warning('refused: %s', refusal)
-            return False
+            return isinstance(refusal, UnreadableWindow)
         return True
 
 

@@ -5,7 +5,7 @@ An unmounted disk, or a different directory on one node, looks like a job withou
 over would then make the other ranks delete their windows. So a job whose windows were complete
 once, and are not complete now, starts over only with an explicit flag. So does one that finds
 nothing, while a machine has its windows under another name, as of a container that is gone; or in
-a format that only another release reads.
+a format that only another release reads; or in files that cannot be read now.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,7 +32,7 @@ class Traces(msgspec.Struct, frozen=True):
     """If nothing is found: newest start of a window of this run on the machine, by the name that
     the machine had (see `other_runs.of_other_names`)."""
     unread: dict[str, int] = {}
-    """Newest start of a window that this release cannot read, by the reason."""
+    """Newest start of a window that is not read, but may be whole, by reason and remedy."""
 
 
 def refuse_to_forget(
@@ -53,10 +53,10 @@ def refuse_to_forget(
 
     Raises:
         UserError: all ranks had a newer window, and some ranks have none now; or a newer
-            window is of another release.
+            window is of another release, or cannot be read now.
     """
     if not config.forget:
-        _refuse_other_releases(traces, dense_iteration)
+        _refuse_unread(traces, dense_iteration)
     known = max(trace.newest_complete for trace in traces)
     if not (config.forget or held):
         _refuse_other_names(traces, dense_iteration, config)
@@ -84,14 +84,13 @@ def refuse_to_forget(
     )
 
 
-def _refuse_other_releases(traces: Sequence[Traces], dense_iteration: int) -> None:
+def _refuse_unread(traces: Sequence[Traces], dense_iteration: int) -> None:
     for trace in traces:
         for reason, start in trace.unread.items():
             if start >= max(dense_iteration, 0):
                 raise UserError(
-                    f'the node {trace.node} has window {start} of this run, in another format '
-                    f'({reason}): start the job with that release; {FLAG} goes on from '
-                    f'{_tier(dense_iteration) or "the start"}, and deletes such windows.'
+                    f'the node {trace.node} has window {start} of this run, {reason}; {FLAG} goes '
+                    f'on from {_tier(dense_iteration) or "the start"}, and deletes such windows.'
                 )
 
 

@@ -18,11 +18,17 @@ from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows, stored_in
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.private import REMEDY
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import OtherSettings, RefusedWindow, UnknownVersion
+from moevement_ext.memory.window.refused import (
+    OtherSettings,
+    RefusedWindow,
+    UnknownVersion,
+    UnreadableWindow,
+)
 from moevement_ext.memory.window.settings import digest_of, encode
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 from moevement_ext.recover import other_runs
@@ -108,11 +114,18 @@ class _Found:
             self._refused.setdefault(reason, []).append(stored.path)
             if isinstance(refusal, OtherSettings):
                 self.other_settings.add(reason)
-            if isinstance(refusal, UnknownVersion):
-                self.unread[reason] = max(stored.name.start, self.unread.get(reason, -1))
+            if stored.name.start > max(self.unread.values(), default=-1):
+                self._note_unread(refusal, stored.name.start)
             return
         self.windows.add(HeldWindow(Window(stored.name, headers[0].window), stored.owner))
         self.doubtful.update(own.differs(headers[0]).doubtful)
+
+    def _note_unread(self, refusal: RefusedWindow, start: int) -> None:
+        if isinstance(refusal, UnknownVersion):
+            self.unread[f'in another format ({refusal}): start the job with that release'] = start
+        elif isinstance(refusal, UnreadableWindow):
+            reason = str(refusal).removesuffix(f'. {REMEDY}')
+            self.unread[f'and {reason}: mend that (chmod 600, one name), and start again'] = start
 
     def _told(self) -> Self:
         for reason, paths in self._refused.items():

@@ -19,7 +19,7 @@ from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.memory.window.name import HeldWindow, RankIdentity, Window
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.inventory import holders
 from moevement_ext.replicate.client import PeerLost, PeerRefused
@@ -34,7 +34,7 @@ Arrived = Callable[[WindowFile, SlotHeader], None]
 DISK = 'disk'
 
 TRIES = 3
-"""Attempts per unresponsive replica holder, before an older window is taken."""
+"""Attempts per unresponsive replica holder or disk, before an older window is taken."""
 _FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 
@@ -81,15 +81,19 @@ def verified_window(
     Raises:
         RefusedWindow: no source has it whole and undamaged; the message has all reasons.
         HolderLost: as RefusedWindow, but a holder did not answer.
+        UnreadableWindow: as RefusedWindow, but the disk may return it at the next attempt.
     """
-    reasons, kind = [], RefusedWindow
+    reasons: list[str] = []
+    kind: type[RefusedWindow] = RefusedWindow
     for where, obtain in _sources(memory, candidate, inventories, identity):
         try:
             return obtain(arrived), where
         except _FAILURES as error:
             logger.warning('refused: window %d from %s: %s', candidate.start, where, error)
             reasons.append(f'{where}: {error}')
-            if isinstance(error, PeerLost):
+            if isinstance(error, UnreadableWindow):
+                kind = UnreadableWindow
+            elif isinstance(error, PeerLost) and kind is RefusedWindow:
                 kind = HolderLost
             before_next()
     raise kind(f'window {candidate.start}: ' + ('; '.join(reasons) or 'no holder'))

@@ -6,6 +6,7 @@ a replica, the windows on disk, the dense checkpoint, the start.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -13,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from moevement_ext.config import OFF
-from moevement_ext.errors import EXIT_WHOLE_JOB
+from moevement_ext.errors import EXIT_WHOLE_JOB, UserError
 from moevement_ext.events import FailureDetected, NextTier
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory import deaths
@@ -24,13 +25,13 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import left_by_elastic
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
 from moevement_ext.memory.window.settings import told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import launched_alike, other_runs
-from moevement_ext.recover.absence import refuse_to_forget
+from moevement_ext.recover.absence import FLAG, refuse_to_forget
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
@@ -45,6 +46,9 @@ from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
 
+
+# Before a window that could not be read is read again.
+_READ_AGAIN_S = 2.0
 
 _INVENTORY = msgspec.msgpack.Decoder(Inventory)
 
@@ -154,10 +158,12 @@ def obtain(
     """Obtain the newest window that is whole and undamaged on all ranks. Collective.
 
     `check` raises RefusedWindow for a slot of another model. None: continue with the next tier.
+    Raises `UserError` on all ranks if no window is left, since a disk could not be read.
     """
+    unread: list[str] = []
     for candidate in predecessor.candidates:
         make_room(memory.windows, candidate, predecessor.candidates)
-        obtained = _verified(memory, candidate, predecessor, rank, check)
+        obtained = _verified(memory, candidate, predecessor, rank, check, unread)
         if rank.exchange.all_agree(f'verified/{candidate.start}', obtained is not None):
             assert obtained is not None
             file, source = obtained
@@ -165,8 +171,19 @@ def obtain(
             memory.windows.discard_after(candidate.start)
             return Source(Conversion(VerifiedWindow(file)), source)
         logger.warning('window %d is not whole on every rank', candidate.start)
+    _stop_if_unread(unread, rank)
     next_tier('no window could be verified on all ranks', rank, predecessor.dense_iteration)
     return None
+
+
+def _stop_if_unread(unread: Sequence[str], rank: Rank) -> None:
+    said = rank.exchange('unread', '; '.join(unread[:1]).encode())
+    told = [f'rank {number}: {item.decode()}' for number, item in enumerate(said) if item]
+    if told and not rank.config.forget:
+        raise UserError(
+            f'no window could be read on all ranks: {told[0]}. Mend the file system and start '
+            f'again; {FLAG} goes on without the windows.'
+        )
 
 
 def next_tier(reason: str, rank: Rank, dense_iteration: int, older: int | None = None) -> None:
@@ -202,7 +219,9 @@ def _verified(
     predecessor: Predecessor,
     rank: Rank,
     check: Callable[[SlotHeader], None],
+    unread: list[str],
 ) -> tuple[WindowFile, str] | None:
+    """Return the window and its source, None if there is none; add to `unread` what may come."""
     for _ in range(TRIES):
         try:
             inventories = predecessor.inventories
@@ -212,6 +231,10 @@ def _verified(
             return file, source
         except HolderLost as lost:  # all ranks are new and alive: a connection was lost
             logger.warning('asked again: %s', lost)
+        except UnreadableWindow as refusal:  # all ranks read at once, and a disk may be slow
+            logger.warning('read again: %s', refusal)
+            unread.append(str(refusal))
+            time.sleep(_READ_AGAIN_S)
         except RefusedWindow as refusal:
             logger.warning('refused: %s', refusal)
             break

@@ -41,7 +41,11 @@ from moevement_ext.memory.window.format import (
 )
 from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.refused import (
+    CorruptWindow,
+    TruncatedWindow,
+    unopened,
+)
 from moevement_ext.memory.window.slot import (
     ALIGNMENT,
     Record,
@@ -135,10 +139,8 @@ class WindowFile:
             array = np.frombuffer(map_existing(path, writable, PREAMBLE_BYTES), np.uint8)
         except ValueError as error:
             raise TruncatedWindow(f'{path}: {error}') from error
-        except OSError as error:
-            raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
-        except ForeignFileError as error:
-            raise RefusedWindow(str(error)) from error
+        except (OSError, ForeignFileError) as error:
+            raise unopened(path, error) from error
         file = cls(path, array, read_directory(path, array, array.size))
         if writable:
             # If this fails, pages of the window stay as they are: a recovery may need them.

@@ -419,8 +419,10 @@ class OwnerWindows:
                 if file.name != found.name:
                     raise RefusedWindow(f'{found.path}: holds window {file.name}')
             except RefusedWindow as refusal:
+                if isinstance(refusal.__cause__, OSError) and found.path.exists():
+                    raise HostMemoryError(f'{refusal}; mend that, or remove the file') from refusal
                 logger.warning('dropping a window left by an earlier process: %s', refusal)
-                found.path.unlink()
+                found.path.unlink(missing_ok=True)
                 continue
             self._generations.append(Generation(file, self._next_index(), FileState.COMMITTED))
         for path in sorted(self.path.glob('*.window'), reverse=True):  # free ones last

@@ -20,7 +20,11 @@ from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import PREAMBLE_BYTES, Entry, read_directory
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.refused import (
+    TruncatedWindow,
+    UnreadableWindow,
+    unopened,
+)
 from moevement_ext.memory.window.slot import Record, SlotHeader
 
 CHUNK_BYTES = 4 * 2**20
@@ -45,10 +49,8 @@ class WindowReader:
         self.path = path
         try:
             self._fd = private.open_file(path, os.O_RDONLY)
-        except OSError as error:
-            raise RefusedWindow(f'{path}: cannot be opened: {error.strerror}') from error
-        except HostMemoryError as error:
-            raise RefusedWindow(str(error)) from error
+        except (OSError, HostMemoryError) as error:
+            raise unopened(path, error) from error
         try:
             self.nbytes = os.fstat(self._fd).st_size
             preamble = self._read(0, min(PREAMBLE_BYTES, self.nbytes))
@@ -148,7 +150,8 @@ class WindowReader:
             try:
                 count = os.preadv(self._fd, [view], offset)
             except OSError as error:
-                raise RefusedWindow(f'{self.path}: cannot be read: {error.strerror}') from error
+                reason = f'{self.path}: cannot be read: {error.strerror}'
+                raise UnreadableWindow(reason) from error
             if not count:
                 raise TruncatedWindow(f'{self.path}: ends at byte {offset}')
             view, offset = view[count:], offset + count

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasons to refuse a window (invariant I7): one type per reason, one line per message."""
 
+from pathlib import Path
+
 from moevement_ext.errors import SparseCheckpointError
 
 
 class RefusedWindow(SparseCheckpointError):
     """A window must not be loaded; recovery continues with the next tier."""
+
+
+class UnreadableWindow(RefusedWindow):
+    """A file that cannot be opened or read now; its window may be whole."""
 
 
 class TruncatedWindow(RefusedWindow):
@@ -30,3 +36,11 @@ class UnknownVersion(OtherSettings):
 
 class OtherBytes(RefusedWindow):
     """A rank that should hold the same as another does not; the message names a tensor."""
+
+
+def unopened(path: Path, error: OSError | SparseCheckpointError) -> RefusedWindow:
+    """Refusal of a file that `private.open_file` or a map refuses; a missing one stays missing."""
+    if isinstance(error, SparseCheckpointError):
+        return UnreadableWindow(str(error))
+    kind = RefusedWindow if isinstance(error, FileNotFoundError) else UnreadableWindow
+    return kind(f'{path}: cannot be opened: {error.strerror}')
