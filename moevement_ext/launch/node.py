@@ -11,7 +11,8 @@ from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.messages import SILENT_S, FromAgent
 from moevement_ext.launch.steps import Step
 
-_TO_CONNECT_S = 120.0
+# Limit for a step to start its agent: before that, Slurm may import an image of tens of GB.
+_TO_CONNECT_S = 900.0
 _FIRST_PAUSE_S = 30.0
 _LAST_PAUSE_S = 3600.0
 
@@ -149,7 +150,10 @@ class Node:
         if status is not None:
             why = f'its step ended with status {status} before its agent came'
         elif time.monotonic() > self._step.since + _TO_CONNECT_S:
-            why = f'its agent did not come within {_TO_CONNECT_S:.0f} s'
+            why = (
+                f'its agent did not come within {_TO_CONNECT_S / 60:.0f} minutes, in which Slurm '
+                'must also import the image of --step-flags'
+            )
         else:
             return
         self._abandon_step()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents that arrive at the supervisor although it has one of their host, or wants none."""
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from moevement_ext.events import Event
 from moevement_ext.launch import messages
 from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launcher_events import NodeLost, NodeReady
+from moevement_ext.launch.node import Node
 
 
 class Arrivals:
@@ -50,3 +52,15 @@ def test_agent_of_an_unknown_host_is_turned_away(arrivals: Arrivals) -> None:
     stranger.close.assert_called_once()
     stranger.send.assert_not_called()
     assert arrivals.reported == []
+
+
+@pytest.mark.parametrize(('minutes', 'missed'), [(10, 0), (16, 1)])
+def test_agent_may_come_after_the_import_of_a_large_image(minutes: int, missed: int) -> None:
+    """Reports name up to seven minutes for 20 GB; cancelled, the import would begin anew."""
+    on_missed, step = MagicMock(), MagicMock(since=time.monotonic() - 60 * minutes)
+    step.ended.return_value = None
+    node = Node('a', MagicMock(), MagicMock(), MagicMock(), on_missed)
+    node.begin(step)
+    node.look()
+    assert (on_missed.call_count, step.cancel.call_count) == (missed, missed)
+    assert not missed or 'within 15 minutes' in node.why
