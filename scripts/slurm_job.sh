@@ -10,7 +10,8 @@
 #
 # In an image, with the checkout at the same path inside (both examples also mount /dev/shm):
 #
-#   pyxis:     AGENT_PYTHON=python STEP_FLAGS="--container-image=IMAGE --container-mounts=$PWD:$PWD"
+#   pyxis:     AGENT_PYTHON="env python" STEP_FLAGS="--container-image=IMAGE \
+#                  --container-mounts=$PWD:$PWD --container-workdir=$PWD"
 #   apptainer: AGENT_PYTHON="apptainer exec --nv --bind $PWD IMAGE.sif python"
 
 # train [flags of the launcher] -- [flags of pretrain_gpt.py, else those of the example]

@@ -166,6 +166,22 @@ def connect(
     return link
 
 
+def enter(directory: str) -> None:
+    """Change to the launcher's directory; containers start in another one.
+
+    Without that directory this process stays where it is. A worker that then does not find its
+    program ends with Python's exit status, which is that of a user error.
+    """
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        logger.warning(
+            '%s: relative paths are not found, as this node, or the image of the agent, lacks the '
+            'directory of the launcher; mount it there under the same path',
+            error,
+        )
+
+
 def main() -> None:
     ask_again_soon()
     # Slurm sends these signals to all processes; the supervisor alone decides what they mean.
@@ -181,6 +197,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f'the supervisor at {address.host}:{address.port} is not reached: {error}')
     assert isinstance(job, messages.Program)
+    enter(job.directory)
     Agent(link, job, host, devices, address.secret).run()
 
 

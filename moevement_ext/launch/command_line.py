@@ -72,8 +72,11 @@ def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
 
     Raises `ConfigurationError`, which names the flag, if a value breaks a rule.
     """
+    program = args.launched[0]
+    if not Path(program).is_file():
+        raise ConfigurationError(f'{program}: no such program; give the path of a file.')
     return LaunchConfig(
-        program=args.launched[0],
+        program=program,
         flags=tuple(args.launched[1:]),
         workers_per_node=args.workers_per_node,
         max_restarts=args.max_restarts,

@@ -74,6 +74,7 @@ class SlurmStarter:
         }
         self._children = Children(report)
         self.moves_ranks = len(self._nodes) > config.nodes
+        self._program = messages.program(config, default_variables(config))
         self._secret = new_secret()
         self._listener: Listener | None = None
         self._branches: Branches | None = None
@@ -197,9 +198,9 @@ class SlurmStarter:
                 continue
             if node.link is not None:
                 node.lose('it has a new agent')
-            job = messages.program(self._config, default_variables(self._config))
             try:
-                link.send(job)  # before the heartbeats use the link: `Program` must be first
+                # Before the heartbeats use the link: `Program` must be first.
+                link.send(self._program)
             except OSError:
                 link.close()  # this ends the step, too
                 continue

@@ -72,8 +72,6 @@ class LaunchConfig:
             raise ConfigurationError(
                 '--fork --share-gpu: CUDA does not work in a fork; leave out --fork.'
             )
-        if not Path(self.program).is_file():
-            raise ConfigurationError(f'{self.program}: no such program; give the path of a file.')
         for fault in self.faults:
             self._check(fault)
 

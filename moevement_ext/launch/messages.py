@@ -7,6 +7,9 @@ supervisor considers the node lost, and the agent kills its workers and ends, so
 on two nodes for long.
 """
 
+import os
+from pathlib import Path
+
 import msgspec
 
 from moevement_ext.launch.launch_config import LaunchConfig
@@ -70,6 +73,8 @@ class Happened(msgspec.Struct, frozen=True, tag=True):
 class Program(msgspec.Struct, frozen=True, tag=True):
     """First message of the supervisor."""
 
+    directory: str
+    """Working directory of the launcher, for relative paths of the user."""
     program: str
     flags: list[str]
     log_dir: str | None
@@ -131,5 +136,13 @@ FROM_SUPERVISOR: msgspec.msgpack.Decoder[FromSupervisor] = msgspec.msgpack.Decod
 
 
 def program(config: LaunchConfig, defaults: dict[str, str]) -> Program:
-    log_dir = None if config.log_dir is None else str(config.log_dir.absolute())
-    return Program(config.program, list(config.flags), log_dir, defaults, config.fork)
+    here = _directory()
+    log_dir = None if config.log_dir is None else str(here / config.log_dir)
+    return Program(str(here), config.program, list(config.flags), log_dir, defaults, config.fork)
+
+
+def _directory() -> Path:
+    """The working directory, by the user's name for it: an image may mount it under no other."""
+    named = Path(os.environ.get('PWD', ''))
+    is_it = named.is_absolute() and named.is_dir() and named.samefile('.')
+    return named if is_it else Path.cwd()

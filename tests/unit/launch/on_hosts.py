@@ -27,12 +27,14 @@ class SlurmJob(Job):
     Attributes:
         steps: all started steps, by host.
         dead: hosts on which a step fails.
+        wrapper: command that runs the agents.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.steps: dict[str, list[Step]] = {}
         self.dead: set[str] = set()
+        self.wrapper: list[str] = []
 
     def on_hosts(
         self, hosts: Sequence[str], *flags: str, survive: bool = True, **settings: Any
@@ -65,7 +67,7 @@ class SlurmJob(Job):
             environment['MOEVEMENT_TEST_DEVICES'] = str(devices)
             environment['PYTHONPATH'] = f'{DRIVER}{os.pathsep}{os.environ.get("PYTHONPATH", "")}'
             del environment['CUDA_VISIBLE_DEVICES']
-        command = ['false'] if host in self.dead else [sys.executable, *AGENT]
+        command = ['false'] if host in self.dead else [*self.wrapper, sys.executable, *AGENT]
         step = Step(command, environment)
         self.steps.setdefault(host, []).append(step)
         return step

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.launch import link, messages
 from moevement_ext.launch.agent import Agent, Devices
+from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.link import Link
-from tests.unit.launch.conftest import dies
+from tests.unit.launch.conftest import dies, failure
 from tests.unit.launch.on_hosts import SlurmJob
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
@@ -33,7 +35,7 @@ def test_workers_end_when_the_supervisor_falls_silent(
         there, _ = server.accept()
     agent = Agent(
         Link(here, messages.FROM_SUPERVISOR),
-        messages.Program(str(job.program), ['x'], None, {}, fork=False),
+        messages.Program('/', str(job.program), ['x'], None, {}, fork=False),
         'a',
         Devices(None),
         bytes(32),
@@ -59,7 +61,7 @@ def test_busy_agent_sends_heartbeats_and_survives(
         there, _ = server.accept()
     agent = Agent(
         Link(here, messages.FROM_SUPERVISOR),
-        messages.Program(str(job.program), ['3.0=exit:0'], str(tmp_path), {}, fork=False),
+        messages.Program('/', str(job.program), ['3.0=exit:0'], str(tmp_path), {}, fork=False),
         'a',
         Devices(None),
         bytes(32),
@@ -85,3 +87,45 @@ def test_busy_agent_sends_heartbeats_and_survives(
     supervisor.close()
     running.join()
     os.close(reader)
+
+
+@pytest.fixture
+def in_an_image(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
+    """Agents start in another directory than the launcher, which got a relative path."""
+    monkeypatch.chdir(job.folder)
+    monkeypatch.setenv('PWD', str(job.folder))
+    job.program = Path(job.program.name)
+    job.wrapper = ['env', '--chdir=/']
+    return job
+
+
+def test_relative_paths_are_those_of_the_launcher(in_an_image: SlurmJob) -> None:
+    in_an_image.finish_when = lambda: len(in_an_image.started(0)) == 1
+    assert in_an_image.on_hosts('a', '0.0=print:x', nodes=1, log_dir=Path('logs')).run() == 0
+    assert (in_an_image.folder / 'logs' / 'rank0.log').read_text().endswith('x\n')
+
+
+def test_missing_program_on_a_node_is_a_user_error(
+    in_an_image: SlurmJob, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a job with --requeue would go on and on without its healthy nodes."""
+    monkeypatch.setattr(messages, '_directory', lambda: Path('/not/mounted'))
+    in_an_image.finish_when = lambda: False
+    assert in_an_image.on_hosts('ab', nodes=1).run() == EXIT_USER_ERROR
+    assert "can't open file" in failure(in_an_image)
+    assert "'/not/mounted': relative paths are not found" in capfd.readouterr().err
+
+
+def test_directory_has_the_name_by_which_the_user_knows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image may have a link's path, and not the path that it leads to."""
+    (tmp_path / 'lustre').mkdir()
+    (tmp_path / 'home').symlink_to('lustre')
+    config = LaunchConfig('program.py', log_dir=Path('logs'))
+    monkeypatch.chdir(tmp_path / 'home')
+    monkeypatch.setenv('PWD', str(tmp_path / 'home'))
+    sent = messages.program(config, {})
+    assert (sent.directory, sent.log_dir) == (f'{tmp_path}/home', f'{tmp_path}/home/logs')
+    monkeypatch.setenv('PWD', '/')  # of another shell
+    assert messages.program(config, {}).directory == f'{tmp_path.resolve()}/lustre'

@@ -138,3 +138,10 @@ def test_nccl_check_runs_a_python_whose_path_has_a_space(elsewhere: Path) -> Non
 def test_scripts_have_placeholders_for_partition_and_account(script: Path) -> None:
     text = script.read_text('utf-8')
     assert '\n##SBATCH --partition=' in text and '\n##SBATCH --account=' in text
+
+
+@pytest.mark.parametrize('file', ['scripts/slurm_job.sh', 'docs/slurm.md'])
+def test_example_of_pyxis_names_the_working_directory(file: str) -> None:
+    """Otherwise an image's own is used, whatever is mounted; and `python` is that of the host."""
+    example = (ROOT / file).read_text('utf-8').partition('pyxis')[2].partition('apptainer')[0]
+    assert 'AGENT_PYTHON="env python"' in example and '--container-workdir=$PWD' in example
