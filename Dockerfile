@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 #   docker build -t moevement .
-#   docker run --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u):$(id -g)" \
+#   docker run --init --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u):$(id -g)" \
 #       -v "$PWD/data:/data" moevement \
 #       torchrun --nproc-per-node 8 pretrain_gpt.py --sparse-ckpt ...
 #
 # --ipc=host (or a large --shm-size): the windows live in /dev/shm, at least one copy of the
 # training state of every rank on the node. --ulimit memlock=-1: they are pinned for copies.
+# --init: reaps what dead workers leave behind.
 #
 # The base has PyTorch, Transformer Engine and Apex built for each other. It must have
 # PyTorch >= 2.11 and Python >= 3.12; pip refuses older versions below.

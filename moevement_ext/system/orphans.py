@@ -104,12 +104,22 @@ def _is_orphan(
         if process.pid in own.line or process.create_time() >= own.began:
             return False
         parent = process.ppid()
-        if parent == own.launcher or parent in family:
+        if parent in family or (parent == own.launcher and _leader_lives(process, own.launcher)):
             return False
         # `RANK` alone may be set for a whole container, process 1 included. Of a worker that a
         # spare has forked, one sees the spare's environment.
         return not {'LOCAL_RANK', SPARE} & psutil.Process(parent).environ().keys()
-    except psutil.NoSuchProcess:  # the parent, or the process itself
+    except (psutil.NoSuchProcess, ProcessLookupError):  # the parent, or the process itself
         return bool(process.is_running())
     except psutil.Error:  # the parent is not this user's, so it is no worker
         return True
+
+
+def _leader_lives(process: psutil.Process, launcher: int) -> bool:
+    """False if a launcher that is process 1 of a container has inherited the process.
+
+    Launchers start workers in a group of their own, or in that of the launcher. Linux does not
+    reuse the id of a dead leader while its group exists.
+    """
+    group = os.getpgid(process.pid)
+    return group == os.getpgid(launcher) or psutil.pid_exists(group)

@@ -45,6 +45,19 @@ os.wait()
 """
 
 
+_REAPING_LAUNCHER = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, as process 1 of a container is
+worker, successor = ([sys.executable, '-c', program] for program in sys.argv[1:3])
+os.environ.update(variable.split('=', 1) for variable in sys.argv[3:])  # not in its /proc
+first = subprocess.Popen(worker, stdout=subprocess.PIPE, start_new_session=True)
+print(int(first.stdout.readline()), flush=True)
+first.kill()
+first.wait()
+subprocess.run(successor, start_new_session=True)
+"""
+
+
 def environment(rank: int, port: str = '4711') -> dict[str, str]:
     place = {'RANK': str(rank), 'LOCAL_RANK': '0'}
     place['MOEVEMENT_NODE'] = f'node{os.getpid()}'  # other processes may run this test concurrently
@@ -110,6 +123,18 @@ def test_successor_ends_only_orphans_of_the_killed_worker(workers: dict, port: s
     assert orphan.pid in succeed(0, port)
     orphan.wait(120)
     assert other.is_running() and other.status() != psutil.STATUS_ZOMBIE
+
+
+def test_orphan_that_the_launcher_has_inherited_is_ended() -> None:
+    """A launcher that is process 1 of a container gets all of them."""
+    place = [f'{name}={value}' for name, value in environment(0).items()]
+    output = subprocess.check_output(
+        [sys.executable, '-c', _REAPING_LAUNCHER, _WORKER, _SUCCESSOR, *place]
+    )
+    orphan, *ended = map(int, output.split())
+    if orphan not in ended:
+        os.kill(orphan, signal.SIGKILL)
+    assert orphan in ended
 
 
 @pytest.mark.parametrize('port', ['4711', '4712'], ids=['same launcher', 'launched again'])
