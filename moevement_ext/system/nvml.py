@@ -101,8 +101,7 @@ def of_this_node() -> Nvml | None:
     library = _library()
     if library is None:
         return None
-    count = library.nvmlDeviceGetCount()
-    handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    handles = _permitted(library)
     found = {library.nvmlDeviceGetUUID(handle): handle for handle in handles}
     seen = visible(list(found), os.environ.get('CUDA_VISIBLE_DEVICES'))
     return Nvml(library, {device: found[device] for device in seen}) if seen else None
@@ -137,6 +136,18 @@ def visible(devices: list[str], allowed: str | None) -> Iterable[str]:
         else:
             break
     return found
+
+
+def _permitted(library: Any) -> list[Any]:
+    """Handles of all devices except those of other jobs, which the library counts as well."""
+    handles = []
+    for index in range(library.nvmlDeviceGetCount()):
+        try:
+            handles.append(library.nvmlDeviceGetHandleByIndex(index))
+        except library.NVMLError as error:
+            if error.value != library.NVML_ERROR_NO_PERMISSION:
+                raise
+    return handles
 
 
 def _library() -> Any | None:

@@ -3,8 +3,9 @@
 
 `MOEVEMENT_TEST_DEVICES` names a folder with a file `<UUID>.json` for each device, in the order of
 their names: what it tells, by the name of the function or field; `lost` if the driver does not
-reach it. Each line appended to `<UUID>.xids` is an Xid that happens then. Without the variable
-there is no driver. Only what `moevement_ext/system/nvml.py` uses is here.
+reach it, `forbidden` if it belongs to another job. Each line appended to `<UUID>.xids` is an Xid
+that happens then. Without the variable there is no driver. Only what
+`moevement_ext/system/nvml.py` uses is here.
 """
 
 import json
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 
 NVML_SUCCESS = 0
 NVML_ERROR_NOT_SUPPORTED = 3
+NVML_ERROR_NO_PERMISSION = 4
 NVML_ERROR_NOT_FOUND = 6
 NVML_ERROR_TIMEOUT = 10
 NVML_ERROR_LIBRARY_NOT_FOUND = 12
@@ -48,7 +50,10 @@ def nvmlDeviceGetCount() -> int:
 
 
 def nvmlDeviceGetHandleByIndex(index: int) -> Path:
-    return _files()[index]
+    device = _files()[index]
+    if json.loads(device.read_text()).get('forbidden'):
+        raise NVMLError(NVML_ERROR_NO_PERMISSION)
+    return device
 
 
 def nvmlDeviceGetHandleByUUID(uuid: str) -> Path:

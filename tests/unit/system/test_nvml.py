@@ -105,6 +105,13 @@ def test_device_lost_at_the_start_is_read_as_lost(devices: Devices) -> None:
     assert source.read()[0].lost
 
 
+def test_devices_of_other_jobs_are_not_read(devices: Devices) -> None:
+    """The library counts them although the job must not use them."""
+    devices.set(A, forbidden=True)
+    devices.set(B)
+    assert [reading.device for reading in read(nvml.of_this_node())] == [B]
+
+
 @pytest.mark.parametrize(
     ('allowed', 'found'),
     [
