@@ -24,15 +24,16 @@ class LateWorkers:
     def late(self, store: Store, living: Sequence[Worker]) -> list[Worker]:
         """Return the workers that have not joined in time and must be killed, each worker once.
 
-        Sends no request to the store before a worker can be late. At the start of a job,
-        which may take long, no worker is late. `store` is the part of this launch; raises
-        `DistError` if it does not answer.
+        Sends no request to the store before a worker can be late. The first process of a rank
+        that joins may take any time: a cold start of the whole job may take long. `store` is
+        the part of this launch; raises `DistError` if it does not answer.
         """
         now = time.monotonic()
         overdue = [worker for worker in living if self._age_s(worker, now) > _TO_JOIN_S]
         if not (overdue and any(worker.restarts for worker in living) and told_survivors(store)):
             return []
-        late = [worker for worker in overdue if told_joining(store, worker.rank) != worker.pid]
+        joined = {worker.rank: told_joining(store, worker.rank) for worker in overdue}
+        late = [worker for worker in overdue if joined[worker.rank] not in (None, worker.pid)]
         self._settled |= {worker.rank: worker.pid for worker in overdue}
         return late
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements that hang before they join the other ranks."""
 
+from typing import Any
+
 import pytest
 
 from moevement_ext.events import Event
 from moevement_ext.launch import late_workers
 from moevement_ext.launch.launcher_events import WorkerEnded, WorkerLate, WorkerLaunched
+from moevement_ext.launch.worker import Worker
 from tests.unit.launch.conftest import Job
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
@@ -29,6 +32,24 @@ def test_replacement_that_does_not_join_is_replaced(
     assert job.run('1.0=kill', '1.1=stop', nodes=2) == 0
     late = [event for event in job.events if isinstance(event, WorkerLate)]
     assert late == [WorkerLate(1, job.started(1)[1].pid)]
+
+
+def test_first_process_of_a_rank_may_join_late(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank was replaced while this one still imports, as after a cold start."""
+    monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
+    report_joining(job, (0, 0), (0, 1))
+    judge = late_workers.LateWorkers.late
+
+    def judge_both(self: late_workers.LateWorkers, *given: Any) -> list[Worker]:
+        late = judge(self, *given)
+        if self._settled.keys() == {0, 1}:
+            job.finish()
+        return late
+
+    monkeypatch.setattr(late_workers.LateWorkers, 'late', judge_both)
+    job.finish_when = lambda: False
+    assert job.run('0.0=kill', nodes=2) == 0
+    assert [event for event in job.events if isinstance(event, WorkerLate)] == []
 
 
 def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
