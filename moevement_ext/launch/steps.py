@@ -11,12 +11,15 @@ from moevement_ext.launch.child import bound
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 
 AGENT = ('-m', 'moevement_ext.launch.agent')
-# sbatch's settings of GPUs per task. Removed, as an agent is one task with all GPUs of its node.
+# sbatch's settings of GPUs per task, and of bindings. Removed, as an agent is one task with all
+# GPUs of its node.
 _SHARES = (
     'SLURM_GPUS',
     'SLURM_GPUS_PER_SOCKET',
     'SLURM_GPUS_PER_TASK',
+    'SLURM_GPU_BIND',
     'SLURM_NTASKS_PER_GPU',
+    'SLURM_TRES_BIND',
     'SLURM_TRES_PER_TASK',
 )
 

@@ -19,6 +19,8 @@ ASKED = {
     'one a task': ('SLURM_GPUS_PER_TASK=1', '--gpus-per-node=8', ''),
     'one a task, Slurm 24': ('SLURM_TRES_PER_TASK=gres/gpu:1', '--gpus-per-node=8', ''),
     'a number in all': ('SLURM_GPUS=16', '--gpus-per-node=8', ''),
+    'one a task, by its binding': ('SLURM_GPU_BIND=single:1', '--gpus-per-node=8', ''),
+    'the same, by another name': ('SLURM_TRES_BIND=gres/gpu:single:1', '--gpus-per-node=8', ''),
     'a task each': ('SLURM_NTASKS_PER_GPU=1', '--gpus-per-node=8', ''),
 }
 
