@@ -23,6 +23,7 @@ from moevement_ext.launch.launcher_events import line_of
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Beats, Link
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.machine import NODE, Machine
+from moevement_ext.launch.output import say_from_handler
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.greeting import introduce
 from moevement_ext.replicate.secret import variables_of
@@ -31,6 +32,7 @@ from moevement_ext.store.node_proxy import NodeProxy
 from moevement_ext.system import nvml
 from moevement_ext.system.device_judging import Finding, Harm, Judge
 from moevement_ext.system.device_watch import DeviceWatch
+from moevement_ext.system.exit_signal import ASKING
 from moevement_ext.system.name_lookups import ask_again_soon
 
 logger = logging.getLogger(__name__)
@@ -184,9 +186,9 @@ def enter(directory: str) -> None:
 
 def main() -> None:
     ask_again_soon()
-    # Slurm sends these signals to all processes; the supervisor alone decides what they mean.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)
+    # Slurm sends signals to all processes; the supervisor alone decides what they mean.
+    for number in ASKING:
+        signal.signal(number, _leave_to_supervisor)
     address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))
     host = os.environ['SLURMD_NODENAME']
     devices = Devices(nvml.of_this_node())
@@ -199,6 +201,15 @@ def main() -> None:
     assert isinstance(job, messages.Program)
     enter(job.directory)
     Agent(link, job, host, devices, address.secret).run()
+
+
+def _leave_to_supervisor(number: int, frame: object) -> None:
+    """Say that the signal has no effect here, in case only the steps got it."""
+    name = signal.Signals(number).name
+    say_from_handler(
+        f'{name} has no effect on a step; to end the job, signal its batch script: scancel --batch '
+        f'--signal={name.removeprefix("SIG")} {os.environ.get("SLURM_JOB_ID", "JOB")}'
+    )
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ from typing import TextIO
 from moevement_ext.system.terminal import highlighted
 
 _CHUNK = 1 << 16
+_STDERR = 2
 _LAST_LINES = 15
 # Bytes; longer lines are split. Progress bars print no newline for days.
 _LONGEST_LINE = 1 << 16
@@ -88,13 +89,23 @@ def say(stream: TextIO, text: str) -> None:
         stream.flush()
 
 
+def say_from_handler(what: str) -> None:
+    """Print a line of the launcher on stderr from a signal handler, which may interrupt `say`."""
+    with suppress(OSError):
+        os.write(_STDERR, f'{_of_launcher(what)}\n'.encode())
+
+
 def say_of_launcher(what: object, good: bool | None = None) -> None:
     """Print a line of the launcher on stderr, with the time of day.
 
     `good` colours the line on a terminal as good or bad news; None: no colour.
     """
-    line = f'[launcher {time.strftime("%H:%M:%S")}] {what}'
+    line = _of_launcher(what)
     say(sys.stderr, (line if good is None else highlighted(line, sys.stderr, good)) + '\n')
+
+
+def _of_launcher(what: object) -> str:
+    return f'[launcher {time.strftime("%H:%M:%S")}] {what}'
 
 
 def last_lines(log: Path) -> list[str]:

@@ -34,6 +34,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.store import branches
 from moevement_ext.store.node_proxy import VARIABLE
+from moevement_ext.system import exit_signal
 from tests.unit.launch.conftest import dies, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
 from tests.unit.memory.samples import tmpfs_directory
@@ -293,8 +294,6 @@ def test_workers_move_if_the_agent_dies_before_starting_them(job: SlurmJob) -> N
 
 
 def test_silent_host_counts_as_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moevement_ext.launch import node
-
     monkeypatch.setattr(node, 'SILENT_S', 4.0)
 
     def stop_agent(event: Event) -> None:
@@ -377,12 +376,14 @@ def test_stop_reaches_a_worker_without_a_node(job: SlurmJob) -> None:
     assert child.reap() == -signal.SIGUSR1
 
 
-def test_agent_leaves_signals_to_the_supervisor(job: SlurmJob) -> None:
+def test_agent_leaves_signals_to_the_supervisor(
+    job: SlurmJob, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Slurm may signal all processes of a step."""
 
     def send_all(event: Event) -> None:
         if isinstance(event, WorkerLaunched):
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            for number in exit_signal.ASKING:
                 job.steps['a'][-1]._process.send_signal(number)
             job.running.stop(138)
 
@@ -390,8 +391,8 @@ def test_agent_leaves_signals_to_the_supervisor(job: SlurmJob) -> None:
     job.on_event = send_all
     flags = '--exit-signal-handler', '--exit-signal', 'SIGUSR1'
     assert job.on_hosts('a', *flags, nodes=1).run() == 138
-    assert codes(job, 0) == [-signal.SIGUSR1]
-    assert lost(job) == []
+    assert (codes(job, 0), lost(job)) == ([-signal.SIGUSR1], [])
+    assert 'SIGINT has no effect on a step; to end the job, signal' in capfd.readouterr().err
 
 
 def test_no_process_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> None:
