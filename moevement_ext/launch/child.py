@@ -134,7 +134,13 @@ class SpawnedChild(OwnChild):
             start_new_session=True,
         )
         pid, output = self._process.pid, self._process.stdout
-        super().__init__(pid, os.pidfd_open(pid))
+        try:
+            death = os.pidfd_open(pid)
+        except OSError:  # too many open files: its end would go unseen
+            self._process.kill()
+            self._process.wait()
+            raise
+        super().__init__(pid, death)
         self.output = None if output is None else output.fileno()
 
     def close(self) -> None:

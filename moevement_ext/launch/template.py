@@ -109,7 +109,13 @@ class Template:
             pid = self.ask('fork', order, [printed])
             if pid < 0:
                 raise OSError(-pid, os.strerror(-pid))
-            return _ForkedChild(self, pid, output)
+            try:
+                death = os.pidfd_open(pid)
+            except OSError:  # too many open files: its end would go unseen
+                os.kill(pid, signal.SIGKILL)
+                self.ask('reap', pid)
+                raise
+            return _ForkedChild(self, pid, death, output)
         self._send('become', order, [printed])
         self._socket.close()
         self.process.output = output
@@ -151,8 +157,8 @@ class Template:
 class _ForkedChild(OwnChild):
     """A forked worker; its parent, the template, reports its exit code."""
 
-    def __init__(self, template: Template, pid: int, output: int | None) -> None:
-        super().__init__(pid, os.pidfd_open(pid))
+    def __init__(self, template: Template, pid: int, death: int, output: int | None) -> None:
+        super().__init__(pid, death)
         self.output = output
         self._template = template
 

@@ -2,6 +2,7 @@
 """Forked workers behave like workers started as separate processes."""
 
 import ctypes
+import errno
 import os
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event
+from moevement_ext.launch.child import SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import JobFailed, WorkerEnded, WorkerLaunched
 from moevement_ext.launch.template import Template
@@ -159,5 +161,29 @@ def test_worker_killed_right_after_its_fork_dies(job: Job) -> None:
             assert readable(worker.death, 120.0)
             assert worker.reap() == -signal.SIGKILL
             worker.close()
+    finally:
+        template.close()
+
+
+def test_worker_whose_end_cannot_be_seen_is_killed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would train on beside the worker that takes its place."""
+    begun: list[int] = []
+
+    def no_file_left(pid: int) -> int:
+        begun.append(pid)
+        raise OSError(errno.EMFILE, 'Too many open files')
+
+    own = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
+    template = Template.spawn(str(job.program), [], os.environ)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, 'pidfd_open', no_file_left)
+            with pytest.raises(OSError, match='open files'):
+                template.start([str(job.program)], own, None)
+            with pytest.raises(OSError, match='open files'):
+                SpawnedChild([str(job.program)], own, stdout=None, stderr=None)
+        assert [psutil.pid_exists(pid) for pid in begun] == [False, False]
     finally:
         template.close()
