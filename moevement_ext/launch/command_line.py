@@ -13,6 +13,7 @@ from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
+from moevement_ext.launch.output import give_up_unwritten
 from moevement_ext.system.exit_signal import stop_at_signals
 from moevement_ext.system.name_lookups import ask_again_soon
 
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         _parser().error(str(error))
     stop_at_signals(supervisor.stop, config.flags)
-    return supervisor.run()
+    code = supervisor.run()
+    give_up_unwritten()
+    return code
 
 
 def parse_before_program(

@@ -116,6 +116,17 @@ def last_lines(log: Path) -> list[str]:
     return []
 
 
+def give_up_unwritten() -> None:
+    """Drop output that cannot be written; at its exit, Python would fail with status 120."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
+        try:
+            stream.flush()
+        except OSError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
+
+
 class LogTail:
     """Reads the lines that are appended to a log, which need not exist yet, from now on.
 

@@ -20,6 +20,7 @@ from moevement_ext.launch.allocation import call_before_end, hostnames
 from moevement_ext.launch.command_line import add_shared, configured, parse_before_program
 from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.output import give_up_unwritten
 from moevement_ext.launch.requeue import History, go_back
 from moevement_ext.launch.steps import slurm_step
 from moevement_ext.system.exit_signal import stop_at_signals
@@ -107,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == EXIT_WHOLE_JOB and job.requeue:
         workers, spare = job.launch.workers_per_node, len(job.hosts) - job.launch.nodes
         go_back(history, lambda ranks: math.ceil(ranks / workers) + spare, job.launch.flags)
+    give_up_unwritten()
     return code
 
 

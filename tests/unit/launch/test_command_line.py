@@ -165,3 +165,13 @@ def test_interrupt_ends_all_workers(job: Job, asked: signal.Signals) -> None:
         assert psutil.wait_procs(family, timeout=0)[1] == []
         assert process.stdout is not None
         assert 'rank 0 (pid' in process.stdout.read()
+
+
+def test_full_disk_at_the_end_does_not_change_the_exit_status(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv('PYTHONUNBUFFERED', raising=False)
+    job.program.write_text("print('trained')")
+    with open('/dev/full', 'w') as full:
+        command = [sys.executable, str(SCRIPT), '--nodes', '1', '--', str(job.program)]
+        assert subprocess.run(command, stdout=full, stderr=full, check=False).returncode == 0
