@@ -41,6 +41,11 @@ gpus_per_node() {
     echo "${SLURM_GPUS_ON_NODE:-${asked##*:}}"
 }
 
+# Prints the words of a variable, one a line; quotes keep words together, as in the launcher.
+words() {
+    xargs -rn1 printf '%s\n' <<< "$1"
+}
+
 # Sets the environment of all programs of a job.
 surroundings() {
     local home=${MOEVEMENT_HOME:-$PWD}

@@ -123,6 +123,18 @@ def test_nccl_check_runs_in_a_container_image(elsewhere: Path) -> None:
     assert asked[asked.index('-m') - 1] == 'python3' and PYXIS.split()[0] in asked
 
 
+def test_words_in_quotes_stay_together(elsewhere: Path) -> None:
+    """The launcher splits these variables in the same way."""
+    home = str(ROOT)
+    given = {'AGENT_PYTHON': APPTAINER, 'DRILL': '--text "two words"'}
+    drill = submit('slurm_drill.sbatch', elsewhere, MOEVEMENT_HOME=home, **given)
+    words = drill.stdout.splitlines()
+    assert words[words.index('--text') + 1 :][:2] == ['two words', '--'], drill.stderr
+    submit('slurm_nccl_check.sbatch', elsewhere, MOEVEMENT_HOME=home, **given)
+    asked = (elsewhere.parent / 'bin' / 'srun.asked').read_text().splitlines()
+    assert asked[asked.index('-m') - 2 :][:2] == ['my image.sif', 'python']
+
+
 def test_nccl_check_runs_a_python_whose_path_has_a_space(elsewhere: Path) -> None:
     python = str(elsewhere / 'python')
     script = 'slurm_nccl_check.sbatch'
