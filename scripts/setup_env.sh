@@ -147,9 +147,13 @@ main() {
         return
     fi
     exec 9>"$LOCK"
-    if ! flock --nonblock 9; then
+    local locked=0
+    flock --nonblock --conflict-exit-code 75 9 || locked=$?
+    if ((locked == 75)); then
         log 'another setup is running in this checkout; waiting for it ...'
         flock 9
+    elif ((locked)); then
+        log 'this file system has no locks: let no other setup run in this checkout meanwhile'
     fi
     if ! is_complete; then  # the one we waited for may have done the work
         build

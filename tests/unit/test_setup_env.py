@@ -41,13 +41,14 @@ def packages(checkout: Path) -> Path:
     return checkout / '.venv' / 'lib' / 'python3.12' / 'site-packages'
 
 
-def set_up(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def set_up(checkout: Path, *flags: str, **programs_there: str) -> subprocess.CompletedProcess[str]:
     """No other Python makes an environment, either."""
     programs = checkout / 'programs'
     programs.mkdir()
     (programs / 'fails').write_text('-m venv')
-    for name in ('python3.12', 'python3.13', 'python3.14', 'python3'):
-        (programs / name).write_text(PYTHON)
+    pythons = dict.fromkeys(('python3.12', 'python3.13', 'python3.14', 'python3'), PYTHON)
+    for name, text in {**pythons, **programs_there}.items():
+        (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     return subprocess.run(
         [checkout / 'scripts' / 'setup_env.sh', *flags],
@@ -105,3 +106,11 @@ def test_index_without_this_torch_is_named_in_one_line(checkout: Path) -> None:
 def test_another_flag_is_refused(checkout: Path) -> None:
     done = set_up(checkout, '--gpu')
     assert done.returncode == 2 and done.stderr == '[setup_env] --gpu: the only flag is --cpu\n'
+
+
+def test_file_system_without_locks_is_named(checkout: Path) -> None:
+    """As Lustre, if it is mounted so."""
+    refuses = '#!/usr/bin/env bash\necho "flock: 9: Function not implemented" >&2; exit 65\n'
+    done = set_up(checkout, flock=refuses)
+    assert done.returncode == 0, done.stderr
+    assert 'this file system has no locks' in done.stderr and 'waiting' not in done.stderr
