@@ -7,6 +7,7 @@
 #   PYTHON          runs the launcher on the batch host (its .venv/bin/python)
 #   AGENT_PYTHON    runs agents and workers on the nodes (the same); words before it wrap it
 #   STEP_FLAGS      more flags of the srun that starts them
+#   GRACE           seconds from the signal before the time limit to SIGKILL of the workers (90)
 #
 # In an image, with the checkout at the same path inside (both examples also mount /dev/shm):
 #
@@ -32,6 +33,7 @@ train() {
     # The launcher replaces this shell, so that signals of Slurm reach it.
     exec "$PYTHON" -m moevement_ext.slurm --workers-per-node "$(gpus_per_node)" \
         ${STEP_FLAGS:+"--step-flags=$STEP_FLAGS"} ${AGENT_PYTHON:+"--agent-python=$AGENT_PYTHON"} \
+        ${GRACE:+--grace "$GRACE"} \
         "${launch[@]}" -- "$program" "${flags[@]}"
 }
 
