@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from moevement_ext.events import (
-    Recovered,
-    TokensLost,
-    WindowCommitted,
-    WindowOnDisk,
-    WindowPersisted,
-)
+from moevement_ext.events import Recovered, TokensLost, WindowOnDisk, WindowPersisted
 from tools.compare.rows import Keeps
 from tools.compare.running import RANKS, STAGES, Course, InjectedFault, Lived
 from tools.lab.errors import LabError
@@ -194,7 +188,7 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
     """
     log = lived.trained.log
     if keeps is not Keeps.DISK:
-        return sum(slot.exposed_ms for slot in log.captured) / lived.logged
+        return sum(slot.exposed_ms for slot in log.captured) / len(log.iterations)
     saves: list[tuple[bool, float]] = []
     others: dict[bool, list[float]] = {False: [], True: []}
     for number, seconds in _undisturbed(log, lived.injected):
@@ -214,24 +208,15 @@ def waited_ms(keeps: Keeps, lived: Lived, course: Course) -> float:
 def period(keeps: Keeps, lived: Lived, interval: int) -> int:
     """Return the iterations between two checkpoints, or of a window; without any, of the job.
 
-    For host memory it is the distance of committed windows in the median iteration: with `auto` it
-    changes within a run.
+    For host memory it is that of the plan in force in the median iteration: it changes within a
+    run, and may be longer than the run, so that no second window is ever committed.
     """
     if keeps is Keeps.DISK:
         return interval
-    committed = kind_of(lived.trained.events, WindowCommitted)
-    by_rank = itertools.groupby(sorted(committed, key=lambda event: (event.rank, event.time)),
-                                key=lambda event: event.rank)  # fmt: skip
-    gaps = [
-        after.start - before.start
-        for _, events in by_rank
-        for before, after in itertools.pairwise(events)
-        if after.start > before.start
-    ]
-    by_iteration = [gap for gap in gaps for _ in range(gap)]
-    if not by_iteration:
-        return lived.trained.log.iterations[-1].number
-    return statistics.median_low(by_iteration)
+    log = lived.trained.log
+    if not log.captured:
+        return log.iterations[-1].number
+    return statistics.median_low(slot.interval or slot.window for slot in log.captured)
 
 
 def unprotected(keeps: Keeps, lived: Lived, interval: int) -> int:

@@ -109,7 +109,7 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
     phases = medians([one.phases for one in back])
     period = measuring.period(row.keeps, lived, course.interval)
     saved = lived.checkpoint_bytes / RANKS / course.interval
-    captured = sum(slot.nbytes for slot in log.captured) / lived.logged
+    captured = sum(slot.nbytes for slot in log.captured) / len(log.iterations)
     different = lived.trained.different(plain.trained)
     if log.validated != reference.validated:
         different.append(VALIDATION)
@@ -210,7 +210,13 @@ def caption(conditions: Conditions) -> list[str]:
 
 def notes(report: Comparison) -> list[str]:
     found = [f'{name} did not run: {why}' for name, why in report.not_run.items()]
+    measured = report.conditions.iterations - report.conditions.warm_up
     for row in report.rows.values():
+        if row.period.isdecimal() and int(row.period) > measured:
+            found.append(
+                f'{row.title}: its interval exceeds the {measured} measured iterations, which '
+                'have little of the cost of its checkpoints; take more --iterations.'
+            )
         if row.unprotected:
             found.append(
                 f'{row.title}: {row.unprotected} faults before its first checkpoint was complete.'

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import dropwhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -51,8 +52,6 @@ class Lived(NamedTuple):
 
     trained: Trained
     """Its log begins with the end of the warm-up."""
-    logged: int
-    """Iterations in its log, with those of the warm-up."""
     injected: list[InjectedFault]
     started: list[float]
     """Times when the program began in each process of any rank (seconds since the epoch)."""
@@ -133,10 +132,8 @@ class Course(NamedTuple):
     def _lived(
         self, trained: Trained, injected: list[InjectedFault], folder: Path, checkpoint_bytes: int
     ) -> Lived:
-        log = since(trained.log, self.warm_up)
-        logged = len(trained.log.iterations)
-        measured = trained._replace(log=log)
-        return Lived(measured, logged, injected, starts(folder), folder, checkpoint_bytes)
+        measured = trained._replace(log=since(trained.log, self.warm_up))
+        return Lived(measured, injected, starts(folder), folder, checkpoint_bytes)
 
     def _moments(self, job: Job, faults: Sequence[PlannedFault]) -> list[float]:
         """Times of the faults, in seconds since the epoch, once the warm-up is over."""
@@ -159,8 +156,9 @@ def since(log: RunLog, number: int) -> RunLog:
     for place, attempt in enumerate(attempts):
         rest = [item for item in attempt if item.number >= number]
         if rest:
-            return replace(log, attempts=[rest, *attempts[place + 1 :]])
-    return replace(log, attempts=[])
+            captured = dropwhile(lambda slot: slot.iteration < number, log.captured)
+            return replace(log, attempts=[rest, *attempts[place + 1 :]], captured=list(captured))
+    return replace(log, attempts=[], captured=[])
 
 
 def _inject(job: Job, row: Row, fault: PlannedFault, due: float) -> InjectedFault:

@@ -48,6 +48,8 @@ class Captured(NamedTuple):
     nbytes: int
     exposed_ms: float
     """Milliseconds for which training waited for the capture."""
+    interval: int | None = None
+    """Iterations from one window to the next; None: each follows the one before at once."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def parse_log(text: str) -> RunLog:
                     int(found['window']),
                     int(found['bytes']) // int(found['interval'] or 1),
                     float(found['exposed']),
+                    int(found['interval']) if found['interval'] else None,
                 )
             )
         elif found := _VALIDATED.search(line):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megatron.moevement.arguments import config_from_args
 from moevement_ext.config import SparseCheckpointConfig
-from moevement_ext.events import Recovered, TokensLost, WindowCommitted, WindowPersisted
+from moevement_ext.events import Recovered, TokensLost, WindowPersisted
 from tests.unit.tools.runs import localized_run, write
 from tools.compare import measuring, program, report, trace
 from tools.compare.__main__ import main
@@ -107,7 +107,6 @@ ROLLED_BACK = logged(
 )  # fmt: skip
 RESTARTED = Lived(
     Trained(ROLLED_BACK, SAME, []),
-    12,
     [InjectedFault(5.5, 2, Kind.KILL)],
     [0.0, 0.5, 7.5],
     Path(),
@@ -144,7 +143,7 @@ def test_a_replay_is_not_in_the_log() -> None:
     log = logged((1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (8, 6), (9, 7))
     events = [recovered(0, 6.0, 0), recovered(2, 7.0, 3), recovered(3, 6.9, 3)]
     job = Lived(
-        Trained(log, SAME, events), 7, [InjectedFault(5.5, 2, Kind.NODE)], [0.0, 6.0], Path(), 0
+        Trained(log, SAME, events), [InjectedFault(5.5, 2, Kind.NODE)], [0.0, 6.0], Path(), 0
     )
     (back,) = measuring.comebacks(job)
     assert back.phases == dict(zip(PHASES, (0.5, 1.0, 0.0, 1.0), strict=True))
@@ -159,6 +158,8 @@ def test_the_warm_up_does_not_count() -> None:
     assert [item.number for item in found.iterations] == [3, 1, 2]
     assert measuring.repeated(found) == 2, 'these had been trained before'
     assert not since(RunLog(attempts, []), 4).iterations
+    slots = [Captured(number, 2, 10, 0.0) for number in (2, 3, 1)]
+    assert since(RunLog(attempts, slots), 3).captured == slots[1:]
 
 
 def test_save_costs_the_additional_time_of_its_iteration() -> None:
@@ -176,7 +177,7 @@ def test_save_costs_the_additional_time_of_its_iteration() -> None:
     assert found == pytest.approx((500 + 4000 / 3) / 3), 'one of three saves took 4 s longer'
     log = RunLog(job.trained.log.attempts, [Captured(1, 2, 10, 3.0), Captured(3, 2, 10, 9.0)])
     captured = job._replace(trained=Trained(log, SAME, []))
-    assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0
+    assert measuring.waited_ms(Keeps.MEMORY, captured, course) == 1.0, 'of twelve iterations'
 
 
 def test_job_without_a_new_iteration_is_an_error() -> None:
@@ -195,26 +196,30 @@ def test_faults_before_the_first_checkpoint_are_counted() -> None:
     assert measuring.unprotected(Keeps.MEMORY, protected, 3) == 0
 
 
-def test_interval_is_the_distance_of_windows() -> None:
-    events = [
-        msgspec.structs.replace(WindowCommitted(start=start, plan=''), time=time, rank=rank)
-        for rank in (0, 1)
-        for time, start in ((1.0, 1), (2.0, 4), (3.0, 7), (4.0, 4), (5.0, 7))
-    ]
-    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
-    assert measuring.period(Keeps.MEMORY, job, 6) == 3
+def capturing(*slots: Captured) -> Lived:
+    """Ten iterations of a second after a warm-up of two."""
+    log = since(RunLog(PLAIN.attempts, list(slots)), 3)
+    return RESTARTED._replace(trained=Trained(log, SAME, []))
+
+
+def test_interval_is_that_of_most_iterations() -> None:
+    """Not of most windows: `auto` begins with short ones."""
+    windows = [2, 2, 2, 2, 2, 2, 8, 8, 8, 8]
+    job = capturing(*(Captured(1 + n, window, 10, 0.0) for n, window in enumerate(windows)))
+    assert measuring.period(Keeps.MEMORY, job, 6) == 2
+    dense = capturing(*(Captured(number, 1, 10, 0.0, 3) for number in range(1, 11)))
+    assert measuring.period(Keeps.MEMORY, dense, 6) == 3
     assert measuring.period(Keeps.DISK, job, 6) == 6
     assert measuring.period(Keeps.NOTHING, RESTARTED, 6) == 10
 
 
-def test_window_of_most_iterations_counts() -> None:
-    """Not of most windows: `auto` begins with short ones."""
-    events = [
-        msgspec.structs.replace(WindowCommitted(start=start, plan=''), time=float(start))
-        for start in (0, 2, 4, 6, 14, 22)
-    ]
-    job = RESTARTED._replace(trained=Trained(ROLLED_BACK, SAME, events))
-    assert measuring.period(Keeps.MEMORY, job, 6) == 8
+def test_checkpoints_of_the_warm_up_are_not_measured() -> None:
+    """CheckFreq takes one in each iteration, until it knows its interval."""
+    first = [Captured(number, 1, 90, 600.0) for number in (1, 2)]
+    job = capturing(*first, *(Captured(number, 1, 3, 0.0, 30) for number in range(3, 11)))
+    course = Course(Path(), Path(), 10, 3, 4, 3, 'auto', 0.0, 0.0, True)
+    found = report.figures(ROWS['checkfreq'], job, job, course)
+    assert (found.period, found.bytes, found.stall_ms) == ('30', 3, 0)
 
 
 def test_lost_tokens_follow_the_newest_recovery_of_each_rank() -> None:
@@ -312,7 +317,7 @@ def test_table_has_all_columns() -> None:
 
 
 def test_report_states_its_conditions(capsys: pytest.CaptureFixture[str]) -> None:
-    broken = msgspec.structs.replace(results(0.5, ['experts']), unprotected=1)
+    broken = msgspec.structs.replace(results(0.5, ['experts']), unprotected=1, period='7')
     report.print_report(comparison(broken), Console())
     text = capsys.readouterr().out
     assert 'load 1.0, 2.0 at the start of each round' in text
@@ -321,6 +326,7 @@ def test_report_states_its_conditions(capsys: pytest.CaptureFixture[str]) -> Non
     assert 'none did not run: why' in text
     assert '1 faults before its first checkpoint' in text
     assert 'the final state differs in experts' in text
+    assert 'its interval exceeds the 6 measured iterations' in text
 
 
 # ---- pictures

@@ -56,4 +56,4 @@ def test_first_iteration_beyond_a_number_is_found() -> None:
 def test_a_checkpoint_every_few_iterations_counts_by_the_iteration() -> None:
     line = ' sparse ckpt | window: 1 | interval: 4 | slot bytes: 800 | exposed (ms): 1.5 |\n'
     log = parse_log(iteration_line(3, 1, 3.0) + line)
-    assert log.captured == [Captured(3, 1, 200, 1.5)]
+    assert log.captured == [Captured(3, 1, 200, 1.5, 4)]
