@@ -70,6 +70,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Bytes of the rest of this rank's checkpoint."""
     holders: int = 0
     """Number of peers that receive this rank's checkpoints."""
+    stage: int = 0
+    """Pipeline stage of this rank."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):
@@ -83,14 +85,19 @@ class PlanParameters(msgspec.Struct, frozen=True):
     idle: int = 0
     """Iterations without a capture after each window."""
     experts: int = 0
-    """Experts of each layer in a checkpoint of a lossy strategy; 0: all."""
+    """Experts of each layer (`moetion`: of a stage) in a lossy checkpoint; 0: all."""
     lost: float = 0.0
     """Share of tokens that was lost before `experts` came into force."""
+    by_stage: dict[int, int] = {}
+    """The number for a stage, instead of `experts`."""
 
     @property
     def period(self) -> int:
         """Iterations from the start of a window to the start of the next."""
         return self.window + self.idle
+
+    def experts_of(self, stage: int) -> int:
+        return self.by_stage.get(stage, self.experts)
 
     def after(self, start: int) -> int:
         """Origin of the next plan, decided by measurements of the cycle that began at `start`."""

@@ -154,6 +154,7 @@ class Planner:
         everything = [[rank.operators for rank in self._ranks], window, sorted(shares.items())]
         everything += [parameters.idle] if parameters.idle else []
         everything += [parameters.experts] if parameters.experts else []
+        everything += [sorted(parameters.by_stage.items())] if parameters.by_stage else []
         return StagePlan(
             parameters.version,
             parameters.origin,
@@ -161,7 +162,7 @@ class Planner:
             xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything)),
             {name: shares[name] for name in table.names if name in shares},
             parameters.idle,
-            parameters.experts,
+            parameters.experts_of(self.place.stage),
         )
 
     def announced_plan(self, version: int, store: Store) -> StagePlan:

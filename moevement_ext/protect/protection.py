@@ -390,6 +390,7 @@ class Protection:
                 ),
                 self._statistics.persist_s,
                 self._room.limit,
+                stage=self.planner.place.stage,
             )
             if self._experts is not None:
                 counts = self._strategy.counts_tokens

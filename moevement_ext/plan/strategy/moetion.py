@@ -3,7 +3,8 @@
 
 Gandhi and Kozyrakis (arXiv 2412.15411v1). Copies to host memory and sends to the holders of
 replicas each have a budget: the bytes that an iteration hides. The smaller budget, less the
-operators that are not experts, gives the number of saved experts. Layers share it in proportion to
+operators that are not experts, gives the number of saved experts of a stage, by the rank that can
+save the fewest: stages may have few MoE layers, or none. Layers share it in proportion to
 their risk (tokens since the copies of their experts); within a layer the experts with most tokens
 come first. After a failure, experts with a capacity limit drop fewer tokens until they have
 received as many additional tokens as they lost.
@@ -20,7 +21,7 @@ from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, held_to
 
 _CHANGE, _FRACTION = 0.1, 0.25
 MARGIN = 1.25
-"""Factor by which the number of experts must change for a new plan."""
+"""Factor by which a stage's number of experts must change for a new plan."""
 
 
 def affordable(load: WindowLoad, limit: float | None) -> int | None:
@@ -37,6 +38,17 @@ def affordable(load: WindowLoad, limit: float | None) -> int | None:
     left = min(local, remote) - load.other_bytes
     part = left / load.expert_bytes if load.expert_bytes else 1.0
     return max(1, math.floor(min(part, 1.0) * load.stage_experts))
+
+
+def _by_stage(loads: Sequence[WindowLoad], limit: float | None) -> dict[int, int] | None:
+    """Experts that every rank of a stage can save, by stage; None while a rate is unknown."""
+    found: dict[int, int] = {}
+    for load in loads:
+        count = affordable(load, limit)
+        if count is None:
+            return None
+        found[load.stage] = min(count, found.get(load.stage, count))
+    return found
 
 
 def divided(total: int, risks: Sequence[float], most: Sequence[int]) -> list[int]:
@@ -75,6 +87,10 @@ def _rounded(found: list[int], wanted: Mapping[int, float], left: int) -> list[i
     return found
 
 
+def _another(present: int, count: int) -> bool:
+    return not present / MARGIN <= count <= present * MARGIN
+
+
 class Moetion:
     """Checkpoints of some experts in every iteration; `limit` as in `held_to`."""
 
@@ -89,18 +105,16 @@ class Moetion:
 
     def next(self, present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters | None:
         """A plan with another number of experts or token shares; None if neither changes."""
-        known = [affordable(load, self._limit) for load in loads]
-        counts = [count for count in known if count is not None]
-        experts = min(counts) if len(counts) == len(loads) else present.experts
-        if present.experts / MARGIN <= experts <= present.experts * MARGIN:
-            experts = present.experts
+        experts = _by_stage(loads, self._limit) or {}
+        if not any(_another(present.experts_of(stage), count) for stage, count in experts.items()):
+            experts = present.by_stage
         shares = shares_of(loads)
         follows = moved(present.shares, shares, _CHANGE, _FRACTION)
-        if experts == present.experts and not follows:
+        if experts == present.by_stage and not follows:
             return None
         return PlanParameters(
             present.version + 1, present.after(loads[0].start), 1,
-            shares if follows else present.shares, experts=experts,
+            shares if follows else present.shares, experts=present.experts, by_stage=experts,
         )  # fmt: skip
 
     def choose(

@@ -192,6 +192,14 @@ def test_a_plan_with_idle_iterations_is_another_plan(planners: list[Planner]) ->
     assert [len(dense.plan.slots), dense.idle, dense.schedule().period] == [1, 4, 5]
 
 
+def test_stages_may_save_different_numbers_of_experts(planners: list[Planner]) -> None:
+    parameters = PlanParameters(1, 0, 1, {}, experts=1, by_stage={0: 3})
+    first, second = (planners[rank].plan(parameters) for rank in (0, 2))
+    assert (first.experts, second.experts) == (3, 1)
+    alike = planners[0].plan(PlanParameters(1, 0, 1, {}, experts=1))
+    assert first.digest == second.digest != alike.digest
+
+
 def test_a_job_begins_with_the_plan_of_the_first_rank_of_each_stage(stages: Stages) -> None:
     of_first, of_second = stages.first[::2]
     assert stages.first == [of_first, of_first, of_second, of_second]

@@ -4,6 +4,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import WindowLoad
@@ -93,7 +94,18 @@ def test_number_of_experts_follows_large_rate_changes() -> None:
     assert (first.period, first.experts, strategy.counts_tokens) == (1, 1, True)
     assert strategy.next(first, [load(), load(copied=None)]) is None
     second = strategy.next(first, [load(), load(sent=240e6)])
-    assert second is not None and (second.experts, second.origin) == (8, first.after(8))
+    assert second is not None and (second.experts_of(0), second.origin) == (8, first.after(8))
     assert strategy.next(second, [load(sent=250e6), load(sent=250e6)]) is None
     third = strategy.next(second, [load(), load()])
-    assert third is not None and third.experts == 12
+    assert third is not None and third.experts_of(0) == 12
+
+
+def test_stages_with_fewer_experts_do_not_limit_others() -> None:
+    """One has only dense layers; of another, an iteration hides all two experts."""
+    strategy = Moetion(None)
+    dense = replace(load(), stage_experts=0, expert_bytes=0, other_bytes=500 * MB, stage=1)
+    small = replace(load(), stage_experts=2, expert_bytes=10 * MB, stage=2)
+    found = strategy.next(strategy.first(), [dense, load(), load(sent=240e6), small])
+    assert found is not None
+    assert [found.experts_of(stage) for stage in (0, 2)] == [8, 2]
+    assert strategy.next(found, [dense, load(), load(sent=250e6), small]) is None
