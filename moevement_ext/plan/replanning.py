@@ -72,6 +72,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
     """Number of peers that receive this rank's checkpoints."""
     stage: int = 0
     """Pipeline stage of this rank."""
+    restored: tuple[int, float] = (0, 0.0)
+    """`PlanParameters.experts` and `lost` that the job had reached by the newest rollback."""
 
 
 class PlanParameters(msgspec.Struct, frozen=True):

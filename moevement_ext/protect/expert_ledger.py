@@ -117,6 +117,8 @@ class ExpertLedger:
         # Token counts, and the window, of the newest rollback.
         self._restored: dict[str, float] = {}
         self._from: WindowName | None = None
+        # Number of experts, and share of tokens lost before it, that the job had reached then.
+        self._reached = 0, 0.0
         self._check(own, strategy.first().experts)
 
     def _check(self, own: Collection[str], most: int) -> None:
@@ -130,7 +132,7 @@ class ExpertLedger:
     @property
     def context_bytes(self) -> int:
         """Bytes that the experts' versions and counts need in a slot's context."""
-        return sum(len(name) + _BYTES_OF_COPY for name in self._routed) + _BYTES_OF_COPY
+        return sum(len(name) + _BYTES_OF_COPY for name in self._routed) + 3 * _BYTES_OF_COPY
 
     def load(self, measured: WindowLoad, last: int, by_expert: bool, holders: int) -> WindowLoad:
         """Add the experts' figures to the measurements of a cycle.
@@ -149,6 +151,7 @@ class ExpertLedger:
             expert_bytes=self._bytes[0],
             other_bytes=self._bytes[1],
             holders=holders,
+            restored=self._reached,
         )
 
     def _expected(self, last: int) -> float:
@@ -202,7 +205,8 @@ class ExpertLedger:
             else self._as_before(name, before[name])
             for name, routed in self._routed.items()
         }
-        copies = ExpertCopies(experts, self._since, self._lost)
+        reached = max(self._reached, (cycle.experts, cycle.lost))
+        copies = ExpertCopies(experts, self._since, self._lost, *reached)
         name = WindowName(iteration, self._digest(cycle, base))
         return Checkpoint(name, copies, copies.older_than(iteration), file)
 
@@ -225,6 +229,7 @@ class ExpertLedger:
         self._since, self._from = copies.since, header.name
         self._counted = header.iteration - copies.since
         self._lost = copies.lost + copies.unsaved
+        self._reached = copies.most, copies.lost_before
         if self._strategy.makes_up:
             lost = {name: copy.routed - copy.learned for name, copy in copies.experts.items()}
             self._counter.make_up(lost)

@@ -163,6 +163,7 @@ class Planner:
             {name: shares[name] for name in table.names if name in shares},
             parameters.idle,
             parameters.experts_of(self.place.stage),
+            parameters.lost,
         )
 
     def announced_plan(self, version: int, store: Store) -> StagePlan:

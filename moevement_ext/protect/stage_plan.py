@@ -37,10 +37,11 @@ class StagePlan(msgspec.Struct, frozen=True):
     """Share of the layer's tokens, by expert operator of the stage."""
     idle: int = 0
     experts: int = 0
+    lost: float = 0.0
 
     def schedule(self) -> Cycle:
         plan = (self.origin, self.plan, self.digest, self.version, self.idle)
-        return Cycle(*plan, self.experts, self.shares)
+        return Cycle(*plan, self.experts, self.shares, self.lost)
 
     def event(self, operators: Collection[str]) -> Replanned:
         return Replanned(

@@ -153,6 +153,10 @@ class ExpertCopies(msgspec.Struct, frozen=True):
     """Iteration from which on tokens were counted."""
     lost: float
     """Tokens whose updates were lost in earlier recoveries."""
+    most: Count = 0
+    """Most experts of a layer in a checkpoint of the job until then; 0: unknown."""
+    lost_before: float = 0.0
+    """Share of tokens, over all ranks, that was lost before that number came into force."""
 
     @property
     def unsaved(self) -> float:

@@ -28,6 +28,8 @@ class Cycle(NamedTuple):
     experts: int = 0
     shares: Mapping[str, float] | None = None
     """Share of the layer's tokens by expert of the stage, as far as it is known."""
+    lost: float = 0.0
+    """Share of tokens that was lost before `experts` came into force."""
 
     @property
     def period(self) -> int:

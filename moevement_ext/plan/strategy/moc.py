@@ -9,6 +9,8 @@ K.
 
 from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
+
 from moevement_ext.config import DYNAMIC, LOAD
 from moevement_ext.plan.popularity import moved, shares_of
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
@@ -39,6 +41,17 @@ def most_unsaved(
     }
 
 
+def resumed(present: PlanParameters, loads: Sequence[WindowLoad]) -> PlanParameters:
+    """The plan with the K of an earlier start of the job, if it had a greater one.
+
+    A restart of all workers begins with the first K, but not with fewer lost tokens.
+    """
+    experts, lost = max(load.restored for load in loads)
+    if experts <= present.experts:
+        return present
+    return msgspec.structs.replace(present, experts=experts, lost=lost)
+
+
 def doubled(present: PlanParameters, share: float, limit: float, most: int) -> PlanParameters:
     """The plan with twice the K, at most `most`, if too many tokens were lost at the present K.
 
@@ -47,10 +60,7 @@ def doubled(present: PlanParameters, share: float, limit: float, most: int) -> P
     """
     if present.experts >= most or share - present.lost < limit:
         return present
-    return PlanParameters(
-        present.version, present.origin, present.window, present.shares, present.idle,
-        experts=min(2 * present.experts, most), lost=share,
-    )  # fmt: skip
+    return msgspec.structs.replace(present, experts=min(2 * present.experts, most), lost=share)
 
 
 class Moc:
@@ -78,7 +88,8 @@ class Moc:
         chosen = present
         if self._dynamic:
             share = sum(load.lost for load in loads) / max(sum(load.expected for load in loads), 1)
-            chosen = doubled(present, share, self._limit, max(load.experts for load in loads))
+            most = max(load.experts for load in loads)
+            chosen = doubled(resumed(present, loads), share, self._limit, most)
         shares = shares_of(loads) if self.counts_tokens else {}
         follows = moved(present.shares, shares, _CHANGE, _FRACTION)
         if chosen is present and not follows:

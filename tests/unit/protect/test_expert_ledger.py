@@ -5,12 +5,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
-from moevement_ext.config import LOAD, SEQUENTIAL, ConfigurationError
+from moevement_ext.config import DYNAMIC, LOAD, SEQUENTIAL, ConfigurationError
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.slot import ExpertCopies, SlotHeader, decode_context
+from moevement_ext.memory.window.slot import (
+    ExpertCopies,
+    ExpertCopy,
+    SlotContext,
+    SlotHeader,
+    decode_context,
+)
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
@@ -119,6 +126,12 @@ def lossy() -> Iterator[Callable[[int], Lossy]]:
             one.training.stop()
 
 
+def header_of(copies: ExpertCopies) -> SlotHeader:
+    """Header of the window at iteration 2 that says so."""
+    context = msgspec.msgpack.encode(SlotContext([], [], b'', copies))
+    return SlotHeader(1, 'run', 'topology', 0, 2, 1, 0, 2, PLAN, 0, [], context)
+
+
 def versions(copies: ExpertCopies) -> dict[str, int]:
     return {name: copy.version for name, copy in copies.experts.items()}
 
@@ -179,6 +192,28 @@ def test_lost_tokens_equal_a_recount(lossy: Callable[[int], Lossy]) -> None:
     assert lost.share == pytest.approx(gone / (sum(routed_by(6).values()) / 6 * LAST))
     again = job.ledger.go_back(header, LAST)
     assert again == lost, 'the iterations between did not happen'
+
+
+def test_windows_keep_the_number_of_experts_that_a_job_has_reached(
+    lossy: Callable[[int], Lossy],
+) -> None:
+    """A restart of all workers begins with fewer, and may be restarted again before it has more."""
+    job = lossy(1)
+    ledger = job.ledger
+    for cycle in (CYCLE._replace(experts=2, lost=0.04), CYCLE):
+        copies = ledger.checkpoint(cycle, 2, None, None).copies
+        assert (copies.most, copies.lost_before) == (2, 0.04)
+        ledger = ExpertLedger(job.tokens, Moc(INTERVAL, DYNAMIC, SEQUENTIAL, 0.1), SIZES)
+        ledger.go_back(header_of(copies), LAST)
+        assert ledger.load(WindowLoad(0, {}, 1.0, None), LAST, True, 2).restored == (2, 0.04)
+
+
+def test_context_has_room_for_the_experts(lossy: Callable[[int], Lossy]) -> None:
+    ledger, big = lossy(1).ledger, 1 << 31
+    experts = {name: ExpertCopy(big, 1.5, 2.5) for name in EXPERTS}
+    copies = ExpertCopies(experts, big, 0.5, big, 0.5)
+    parts = [len(msgspec.msgpack.encode(SlotContext([], [], b'', held))) for held in (copies, None)]
+    assert parts[0] - parts[1] <= ledger.context_bytes
 
 
 def test_counts_continue_from_the_recovered_iteration(lossy: Callable[[int], Lossy]) -> None:

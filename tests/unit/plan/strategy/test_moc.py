@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from moevement_ext.config import DYNAMIC, LOAD, SEQUENTIAL
 from moevement_ext.plan.byte_planner import WindowPlan
@@ -118,6 +119,19 @@ def test_all_ranks_change_to_the_next_k_together() -> None:
     assert second == PlanParameters(1, first.after(8), 1, {}, idle=3, experts=2, lost=0.04)
     assert strategy.next(second, [load(4, 100), load(4, 100)]) is None
     assert strategy.next(second, [load(4, 100), load(12, 100)]) is not None
+
+
+def test_k_survives_a_restart_of_all_workers() -> None:
+    """K = 4 of 8 had been reached; the losses until then are counted once."""
+    strategy = Moc(1, DYNAMIC, SEQUENTIAL, LIMIT)
+    restored = [replace(load(share, 100), experts=8, restored=(4, 0.09)) for share in (9, 11)]
+    back = strategy.next(strategy.first(), restored)
+    assert back is not None and (back.experts, back.lost) == (4, 0.09)
+    assert strategy.next(back, restored) is None
+    more = strategy.next(back, [replace(one, lost=13) for one in restored])
+    assert more is not None and (more.experts, more.lost) == (8, 0.13)
+    fixed = Moc(1, 2, SEQUENTIAL, LIMIT)
+    assert fixed.next(fixed.first(), restored) is None
 
 
 def test_fixed_k_never_changes() -> None:
