@@ -154,8 +154,8 @@ def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float 
 def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
     """Yield endlessly the needs of windows of 1, 2, ... slots on a stage, in the given order.
 
-    `always` is additional bytes in every slot of each rank. Another order of the operators
-    changes a need by less than an operator.
+    `always` is additional bytes in every slot of each rank. Another order of each rank's own
+    operators changes a need by less than an operator.
     """
     table = OperatorTable.of(operators)
     for window in count(1):

@@ -249,21 +249,21 @@ class Planner:
         """Tied operators first, then experts, then the rest.
 
         All ranks that share tied operators thaw them together. Experts are taken from the
-        ranks in turn, so that every slot loads all ranks.
+        ranks in turn, so that every slot loads all ranks, and from each rank by ascending
+        popularity: the slowest rank bounds a replay, so each freezes its own popular experts.
         """
-        tied = list(dict.fromkeys(name for member in members for name in member.tied))
+        tied = chain.from_iterable(member.tied for member in members)
         of_rank = [
-            [name for name, kind in member.kinds.items() if kind == 'expert'] for member in members
+            order_by_popularity(
+                [name for name, kind in member.kinds.items() if kind == 'expert'], popularity
+            )
+            for member in members
         ]
         experts = [name for turn in zip_longest(*of_rank) for name in turn if name is not None]
         others = chain.from_iterable(
             (name for name, kind in member.kinds.items() if kind != 'expert') for member in members
         )
-        names = dict.fromkeys([*experts, *others])
-        known = {name: share for name, share in popularity.items() if name in names}
-        untied = [name for name in names if name not in tied]
-        ordered_experts = order_by_popularity(untied, known) if known else untied
-        return [*tied, *ordered_experts]
+        return list(dict.fromkeys([*tied, *experts, *others]))
 
     def _largest_header(self, window: int, context_bytes: int) -> SlotHeader:
         """Return a header with all records of this rank, in full and as weights."""

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice, operator_table
 from moevement_ext.membership.place import Place
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.plan.byte_planner import balanced
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.plan.windows import Budgets
 from moevement_ext.protect import stage_plan
-from moevement_ext.protect.planner import Planner
+from moevement_ext.protect.planner import Planner, _RankOperators
 from moevement_ext.protect.stage_plan import StagePlan, publish, published
 
 pytestmark = pytest.mark.timed
@@ -156,7 +157,27 @@ def test_tied_operators_stay_first_regardless_of_popularity(planners: list[Plann
     shares = {'expert0': 0.4, 'expert1': 0.3, 'expert2': 0.2, 'expert3': 0.1}
     found = order(planners[0], shares)
     assert found[0] == 'embedding'
-    assert [name for name in found if name in shares] == list(reversed(shares))
+    assert [name for name in found if name in shares] == [
+        'expert1', 'expert3', 'expert0', 'expert2',
+    ]  # fmt: skip
+
+
+def test_slots_load_all_ranks_regardless_of_popularity() -> None:
+    """One rank has the four experts with the fewest tokens, another the four with the most."""
+    ranks = [[f'expert{number}' for number in range(first, first + 4)] for first in (0, 4)]
+    members = [
+        _RankOperators(
+            sizes=dict.fromkeys(names, (12, 2)), kinds=dict.fromkeys(names, 'expert'),
+            tied=[], always=0,
+        )
+        for names in ranks
+    ]  # fmt: skip
+    by_share = {name: float(place) for place, name in enumerate([*ranks[0], *ranks[1]])}
+    for shares in ({}, by_share):
+        names = Planner._ordered(members, shares)
+        table = operator_table(names, [member.sizes for member in members])
+        slots = balanced(table, 2).slot_bytes(table)
+        assert max(map(max, slots)) == 2 * 12 + 2 * 2
 
 
 def test_plans_of_all_stages_count_together_and_others_do_not(planners: list[Planner]) -> None:
