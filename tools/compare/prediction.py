@@ -15,6 +15,7 @@ from tools.compare.measuring import PHASES, Comeback
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import MICRO_BATCHES, RANKS, Lived
 from tools.compare.trace import for_simulator
+from tools.lab import four_ranks
 from tools.simulate import run_profile
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
@@ -104,6 +105,7 @@ def _system(row: Row, lived: Lived, own_s: float, checkpoints: tuple[int, float]
         job_s=job_s,
         pipeline=replace(profile.pipeline, micro_batches=MICRO_BATCHES),
         localized=row.localized,
+        experts=four_ranks.MODEL.experts,
         saved=row.saved,
         lost_budget=row.lost_budget,
     )

@@ -11,7 +11,7 @@ WORLD_SIZE = NODES * WORKERS_PER_NODE
 STAGE_RANKS = ((0, 1), (2, 3))
 """Ranks by pipeline stage. Two workers per node: each node runs one stage."""
 
-_MODEL = models.ToyModel(hidden=64, heads=4, sequence=64, experts=8)
+MODEL = models.ToyModel(hidden=64, heads=4, sequence=64, experts=8)
 _TRAINING = (
     '--num-layers 4 --untie-embeddings-and-output-weights '
     '--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --micro-batch-size 2 '
@@ -23,4 +23,4 @@ _TRAINING = (
 def training_flags(data: Path, iterations: int, precision: str = 'bf16') -> list[str]:
     """Flags of plain Megatron. `precision`: a key of `precisions.NATIVE`."""
     own = [*_TRAINING, *precisions.NATIVE[precision].split()]
-    return _MODEL.training_flags(own, data, iterations)
+    return MODEL.training_flags(own, data, iterations)

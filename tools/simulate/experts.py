@@ -54,6 +54,13 @@ def draw_shares(mean_skew: float, experts: int, seed: int = 0) -> np.ndarray:
     return np.sort(np.random.default_rng(seed).dirichlet(np.full(experts, alpha)))
 
 
+def spread_over(shares: np.ndarray, experts: int) -> np.ndarray:
+    """Token shares of another number of experts, as skewed as `shares`; ascending, [experts]."""
+    cumulative = np.concatenate([[0.0], np.sort(shares).cumsum()])
+    ends = np.linspace(0, len(shares), experts + 1)
+    return np.diff(np.interp(ends, np.arange(len(shares) + 1), cumulative))
+
+
 def frozen_shares(shares: np.ndarray, window: int, *, by_popularity: bool) -> tuple[float, ...]:
     """Share of the work that is frozen in each conversion iteration.
 
@@ -64,9 +71,7 @@ def frozen_shares(shares: np.ndarray, window: int, *, by_popularity: bool) -> tu
     fields.whole('window', window)
     frozen = 1 - np.arange(1, window + 1) / window
     if by_popularity:
-        cumulative = np.concatenate([[0.0], np.sort(shares).cumsum()])
-        ends = np.linspace(0, len(shares), window + 1)[1:]
-        frozen = 1 - np.interp(ends, np.arange(len(shares) + 1), cumulative)
+        frozen = 1 - spread_over(shares, window).cumsum()
     return tuple(float(value) for value in np.clip(frozen, 0, 1))
 
 

@@ -84,7 +84,7 @@ _COSTS = [
     Flag('--frozen-saving', 'share of the work of a frozen operator that is saved', float, 0.0),
     Flag('--copy-time', "seconds to copy a rank's state from a data-parallel copy", float),
     Flag('--overhead-bound', 'of CheckFreq, share of an iteration (default: 0.03)', float, 0.03),
-    Flag('--experts', 'experts per layer', int),
+    Flag('--experts', 'experts per layer; a profile does not have their number', int),
     Flag('--saved-experts', 'experts in each checkpoint of moc and moetion', int),
     Flag('--lost-budget', 'PLT beyond which moc doubles the saved experts (paper: 0.0375)', float),
     Flag('--skew', "of the experts' popularity, 0 (none) to below 1 (drawn at random)", float),

@@ -35,7 +35,13 @@ from moevement_ext.plan.strategy.intervals import young_s
 from tools.simulate import closed_form as intervals
 from tools.simulate import fields
 from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
-from tools.simulate.experts import PartialExperts, PartialRun, frozen_shares, with_experts
+from tools.simulate.experts import (
+    PartialExperts,
+    PartialRun,
+    frozen_shares,
+    spread_over,
+    with_experts,
+)
 from tools.simulate.profile import Profile
 from tools.simulate.runs import CopyRun, Pipeline, RunFactory, SparseRun
 
@@ -74,7 +80,9 @@ class Options:
     overhead_bound: float = 0.03
     """Share of an iteration that checkpoints may cost (CheckFreq)."""
     experts: int | None = None
+    """Experts of a layer; None: as many as the profile has."""
     saved: int | None = None
+    """Experts of a layer in a checkpoint; beside a profile it needs `experts`."""
     selection: str = 'sequential'
     lost_budget: float | None = None
     job_s: float | None = None
@@ -216,10 +224,17 @@ def _known_shares(options: Options, profile: Profile | None) -> np.ndarray | Non
 
 
 def _shares(options: Options, profile: Profile | None) -> np.ndarray:
-    """Token shares of the experts, equal if unknown."""
+    """Token shares of the experts of a layer, equal if unknown.
+
+    A profile has the experts of one rank, in all of its layers: their skew is known, and not how
+    many there are in a layer.
+    """
     known = _known_shares(options, profile)
+    if profile is not None and options.saved is not None and options.experts is None:
+        problem = "is missing; --saved-experts are some of a layer's, a profile has those of a rank"
+        raise fields.FieldError('experts', problem)
     if known is not None:
-        return known
+        return known if options.experts is None else spread_over(known, options.experts)
     if options.experts is None:
         raise fields.FieldError('experts', 'is missing; give their number, or a profile with some')
     return np.full(options.experts, 1 / options.experts)

@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.simulate.closed_form import Dense, Sparse
+from tools.simulate.experts import spread_over
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
 from tools.simulate.profile import FORMAT, OperatorProfile, Profile, ProfileError, read_profile
 from tools.simulate.runs import Pipeline
-from tools.simulate.systems import SYSTEMS, Options, System, _slot_bytes, build
+from tools.simulate.systems import (
+    PARTIAL_SYSTEMS,
+    SYSTEMS,
+    Options,
+    System,
+    _slot_bytes,
+    build,
+)
 
 DOCS = Path(__file__).resolve().parents[4] / 'docs'
 
@@ -141,7 +149,7 @@ def test_a_faster_copy_makes_nothing_worse(
 
 def test_partial_checkpoint_exposes_the_rest_of_its_own_copy() -> None:
     """40 bytes of the rest and 120 an expert at 50 bytes a second, of which 8 s are hidden."""
-    options = replace(OPTIONS, saved=4, lost_budget=0.01)
+    options = replace(OPTIONS, experts=8, saved=4, lost_budget=0.01)
     system = build('moc', options, PROFILE)
     assert isinstance(system.costs, Dense)
     assert system.costs.stall_s == pytest.approx((40 + 4 * 120) / 50 - 8)
@@ -161,7 +169,27 @@ def test_unhidden_experts_cost_their_exposed_time() -> None:
     costs = dense('moetion', profile=slow)  # 80 bytes are hidden, one expert and the rest take 160
     assert costs.overhead_s == pytest.approx(160 / 10 - 8)
     assert dense('moetion').overhead_s == 0
-    assert dense('moetion', replace(OPTIONS, saved=8)).overhead_s == pytest.approx(1000 / 25 - 8)
+    every = replace(OPTIONS, experts=8, saved=8)
+    assert dense('moetion', every).overhead_s == pytest.approx(1000 / 25 - 8)
+
+
+@pytest.mark.parametrize('name', PARTIAL_SYSTEMS)
+def test_saved_experts_are_those_of_a_layer(name: str) -> None:
+    """The profile has eight of one rank, in however many layers; a failure loses (E/K - 1)/2."""
+    few = replace(PROFILE, copy_bytes_per_s=1e9)
+    for saved, stale in ((8, 3.5), (1, 31.5), (32, 0.5)):
+        run = build(name, replace(OPTIONS, experts=64, saved=saved), few).run
+        assert run is not None
+        losses = run(2, np.random.default_rng(0)).losses[0]  # type: ignore[attr-defined]
+        assert losses.mean() == pytest.approx(stale)
+    with pytest.raises(FieldError, match='experts: is missing; --saved-experts are some of'):
+        build(name, replace(OPTIONS, saved=8), PROFILE)
+
+
+def test_another_number_of_experts_is_as_skewed() -> None:
+    shares = np.array([0.1, 0.2, 0.7])
+    assert spread_over(shares, 3) == pytest.approx(shares)
+    assert spread_over(shares, 6) == pytest.approx(np.repeat(shares / 2, 2))
 
 
 def test_streaming_restore_hides_later_slots() -> None:
