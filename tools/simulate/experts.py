@@ -181,8 +181,9 @@ class PartialRun(DenseRun):
         kept: np.ndarray = periods * self.useful_s
         self.checkpoints += periods.astype(np.int64)
         lost = np.zeros(len(kept))
+        # Without a new checkpoint a failure loses no others than the failure before did.
         for level, losses in enumerate(self.losses):
-            struck = running & (self.level == level)
+            struck = (periods > 0) & (self.level == level)
             lost[struck] = losses[(self.checkpoints[struck] - 1) % len(losses)]
         self.lost += lost
         self.lost_at_level += lost

@@ -66,8 +66,21 @@ def test_losses_match_a_hand_calculation() -> None:
     assert lost_by_checkpoint(shares, 1, 'load-aware').mean() < losses.mean() == pytest.approx(1)
 
 
-def test_run_counts_the_loss_of_each_failure() -> None:
-    """Five checkpoints of 2 iterations, then three: experts 1 and 1 were saved last."""
+@pytest.mark.parametrize(
+    ('moments', 'checkpoints', 'losses'),
+    [
+        ((11.0, 17.5), 8, (1.5, 1.5)),
+        ((11.0, 12.5, 18.5), 8, (1.5, 1.5)),
+        ((1.0, 12.0), 5, (1.5,)),
+    ],
+)
+def test_run_counts_the_loss_of_each_failure(
+    moments: tuple[float, ...], checkpoints: int, losses: tuple[float, ...]
+) -> None:
+    """Five checkpoints of 2 iterations, then three: experts 1 and 1 were saved last.
+
+    A failure right after another, and one before the first checkpoint, lose no tokens for good.
+    """
     made: list[PartialRun] = []
 
     def make(histories: int, rng: np.random.Generator) -> PartialRun:
@@ -76,10 +89,11 @@ def test_run_counts_the_loss_of_each_failure() -> None:
         made.append(PartialRun(full, PartialExperts(3, 1), shares, histories, 100.0))
         return made[0]
 
-    failures = Trace(np.array([11.0, 17.5]), np.zeros(2, dtype=int), np.full(2, math.inf), 100.0)
+    count = len(moments)
+    failures = Trace(np.array(moments), np.zeros(count, dtype=int), np.full(count, math.inf), 100.0)
     simulate(make, failures, histories=2)
-    assert made[0].lost[0] == pytest.approx(2 * (1.5 + 1.5))
-    assert (made[0].checkpoints[0], made[0].rollbacks) == (8, 4)
+    assert made[0].lost[0] == pytest.approx(2 * sum(losses))
+    assert (made[0].checkpoints[0], made[0].rollbacks) == (checkpoints, 2 * count)
 
 
 def test_skew_drives_losses_apart_and_leaves_their_mean() -> None:
