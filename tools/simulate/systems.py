@@ -334,7 +334,8 @@ def _sparse(name: str, options: Options, profile: Profile | None) -> System:
         raise fields.FieldError('stages', 'is missing; localized recovery needs 2 stages or more')
     local_saving = options.local_saving
     if pipeline is not None:
-        local_saving = float(pipeline.local_saving(np.ones(1, dtype=int))[0])
+        lost = max(1, pipeline.stages // pipeline.nodes)  # by one node
+        local_saving = float(pipeline.local_saving(np.array([lost]))[0])
     costs = Sparse(
         iteration_s=options.iteration_s,
         window=window,

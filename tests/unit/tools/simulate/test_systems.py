@@ -204,11 +204,13 @@ def test_popular_experts_stay_frozen_longer() -> None:
     assert ordered < sparse('ours', replace(options, by_popularity=False)).expected_recovery_s()
 
 
-def test_localized_recovery_saves_the_bubble() -> None:
-    system = build('ours', replace(OPTIONS, localized=True), PROFILE)
+@pytest.mark.parametrize(('nodes', 'lost'), [(4, 1), (2, 2)])
+def test_localized_recovery_saves_the_bubble(nodes: int, lost: int) -> None:
+    pipeline = Pipeline(nodes, 4, 8)
+    system = build('ours', replace(OPTIONS, localized=True, pipeline=pipeline), PROFILE)
     assert isinstance(system.costs, Sparse)
-    assert system.costs.local_saving == pytest.approx(3 / 11)
-    found = simulate(system.run or system.costs, nodes=4)
+    assert system.costs.local_saving == pytest.approx((4 - lost) / 11)
+    found = simulate(system.run or system.costs, nodes=nodes)
     assert found.ci95[0] <= system.costs.ettr_exact() <= found.ci95[1]
 
 
