@@ -127,7 +127,7 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         iterations=args.iterations, warm_up=_INTERVALS_OF_WARM_UP * args.interval,
         evaluate=_between_evaluations(args.iterations, args.interval),
         interval=args.interval, window=args.window,
-        copy_gb_per_s=0.0, network_gb_per_s=0.0, fork=args.quick,
+        copy_gb_per_s=0.0, network_gb_per_s=0.0, mtbf_s=0.0, fork=args.quick,
     )  # fmt: skip
     faults: list[PlannedFault] | None = None
     found: dict[str, list[Figures]] = {name: [] for name in args.rows}
@@ -141,6 +141,8 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         paces.append(measuring.pace_s(plain.trained.log))
         if number == 1:
             faults = faults or _drawn(args, plain)
+            span_s = measuring.span_s(plain.trained.log)
+            course = course._replace(mtbf_s=span_s / args.faults)
             turn.course = course = _limited(course, args.dense_copy, paces[0])
         assert faults is not None
         for name, row in args.rows.items():

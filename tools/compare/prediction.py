@@ -29,7 +29,7 @@ _NOT_IN_EVENTS = {'network_bytes_per_s': 1e9, 'disk_bytes_per_s': 1e9}
 
 
 def predicted(
-    row: Row, lived: Lived, iteration_s: float, period: int, waited_ms: float
+    row: Row, lived: Lived, iteration_s: float, period: int, waited_ms: float, mtbf_s: float
 ) -> float | None:
     """ETTR that the simulator gives the row under the same faults, over the same time.
 
@@ -39,6 +39,7 @@ def predicted(
         iteration_s: seconds of an iteration of plain Megatron.
         period: iterations between checkpoints, or of a window.
         waited_ms: milliseconds in an iteration for which training waits for checkpoints.
+        mtbf_s: mean seconds between failures, as the row was told.
     """
     log = lived.trained.log
     origin, wall_s = log.iterations[0].time, measuring.span_s(log)
@@ -49,7 +50,7 @@ def predicted(
     )
     own_s = statistics.mean(measuring.undisturbed(log, lived.injected)) - waited_ms / 1000
     try:
-        system = _system(row, lived, own_s, (period, waited_ms))
+        system = _system(row, lived, own_s, (period, waited_ms), mtbf_s)
         found = simulate(
             system.run or system.costs, process, nodes=RANKS, histories=_HISTORIES
         )  # fmt: skip
@@ -74,7 +75,9 @@ def restart_s(back: list[Comeback]) -> float:
     )
 
 
-def _system(row: Row, lived: Lived, own_s: float, checkpoints: tuple[int, float]) -> System:
+def _system(
+    row: Row, lived: Lived, own_s: float, checkpoints: tuple[int, float], mtbf_s: float
+) -> System:
     """The row for the simulator. Raises ProfileError, FieldError, InfeasiblePlan."""
     log = lived.trained.log
     period, waited_ms = checkpoints
@@ -101,7 +104,7 @@ def _system(row: Row, lived: Lived, own_s: float, checkpoints: tuple[int, float]
     options = Options(
         window=period if windows else None,
         interval=None if windows else period,
-        mtbf_s=measuring.span_s(log) / len(lived.injected),
+        mtbf_s=mtbf_s,
         job_s=job_s,
         pipeline=replace(profile.pipeline, micro_batches=MICRO_BATCHES),
         localized=row.localized,

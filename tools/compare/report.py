@@ -130,7 +130,7 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
         ettr_warm=measuring.ettr(
             log, iteration_s, sum(one.phases[PHASES[0]] for one in back)
         ),
-        predicted=predicted(row, lived, iteration_s, period, waited_ms),
+        predicted=predicted(row, lived, iteration_s, period, waited_ms, course.mtbf_s),
         unprotected=measuring.unprotected(row.keeps, lived, course.interval),
         curves=measuring.curves(lived),
     )  # fmt: skip

@@ -34,7 +34,7 @@ class Places(NamedTuple):
     """Iterations of a window, or `auto`."""
     network_gb_per_s: float
     mtbf_s: float
-    """Mean seconds between the faults of the trace."""
+    """Mean seconds between the faults, at the pace of plain Megatron."""
 
 
 class Row(NamedTuple):
@@ -89,7 +89,7 @@ PLAIN = 'plain'
 _PEERS = '--sparse-ckpt-replicas 1 --sparse-ckpt-network-gb-per-s {network_gb_per_s:g}'
 _WINDOWS = f'--sparse-ckpt-window {{window}} {_PEERS}'
 _STRATEGY = '--sparse-ckpt-strategy'
-_MOC = f'{_STRATEGY} moc --sparse-ckpt-interval 2'
+_MOC = f'{_STRATEGY} moc'
 _LOST_BUDGET = SparseCheckpointConfig().lost_share
 _RECOVERY = f'{_WINDOWS} --sparse-ckpt-recovery'
 

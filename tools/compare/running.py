@@ -75,6 +75,8 @@ class Course(NamedTuple):
     window: str
     copy_gb_per_s: float
     network_gb_per_s: float
+    mtbf_s: float
+    """Mean seconds between the faults, at the pace of plain Megatron."""
     fork: bool
     """Fork all workers from one process that has imported the program."""
 
@@ -105,10 +107,9 @@ class Course(NamedTuple):
             memory_directory('moevement-compare-') as memory,
             TemporaryDirectory(prefix='disk-', dir=self.output) as disk,
         ):
-            mtbf_s = faults[-1].at_s / len(faults)
             places = Places(
                 folder, memory, Path(disk), self.interval, self.window, self.network_gb_per_s,
-                mtbf_s,
+                self.mtbf_s,
             )  # fmt: skip
             flags = [*self.training_flags(row.copies), *row.training_flags(places)]
             launch = self._launch(folder, flags, 0 if self.fork else row.spares)

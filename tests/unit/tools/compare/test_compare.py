@@ -11,8 +11,9 @@ from rich.console import Console
 from megatron.moevement.arguments import config_from_args
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import Recovered, TokensLost, WindowPersisted
+from moevement_ext.plan.strategy.choice import lossy_strategy
 from tests.unit.tools.runs import localized_run, write
-from tools.compare import measuring, program, report, trace
+from tools.compare import measuring, program, report, running, trace
 from tools.compare.__main__ import main
 from tools.compare.measuring import PHASES, Comeback, Curves, Figures
 from tools.compare.pictures import draw_all, goodput, split
@@ -25,7 +26,7 @@ from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 from tools.lab.job import Kind
-from tools.lab.launch import ROOT
+from tools.lab.launch import ROOT, Launch
 from tools.lab.run_log import Captured, Iteration, RunLog, parse_log
 from tools.lab.trained import Trained
 from tools.lab.trainer_flags import trainer_parser
@@ -77,6 +78,30 @@ def test_forked_workers_are_hot_spares_already() -> None:
         chosen('localized-spare', forked=True)
     with pytest.raises(ValueError, match='no row nothing'):
         chosen('global,nothing', forked=False)
+
+
+def test_lossy_rows_take_a_checkpoint_in_each_iteration() -> None:
+    """As in the papers: a longer interval loses more tokens per failure."""
+    for name in ('moc', 'moc-dynamic', 'moetion'):
+        parsed, _ = trainer_parser().parse_known_args(ROWS[name].training_flags(PLACES))
+        assert lossy_strategy(config_from_args(parsed)).first().period == 1
+
+
+def test_gemini_is_told_the_rate_of_the_whole_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that until the last fault, which is higher."""
+    launched: list[Launch] = []
+
+    def train(launch: Launch, *_: object, **__: object) -> Trained:
+        launched.append(launch)
+        return RESTARTED.trained
+
+    monkeypatch.setattr(running, 'train', train)
+    course = Course(tmp_path, tmp_path, 12, 0, 4, 3, 'auto', 0.01, 0.02, 30.0, True)
+    course.hurt(1, 'gemini', ROWS['gemini'], [PlannedFault(4.5, Kind.KILL, 2)])
+    flags = list(launched[0].flags)
+    assert flags[flags.index('--sparse-ckpt-mtbf') + 1] == '30'
 
 
 # ---- trace
@@ -168,7 +193,7 @@ def test_save_costs_the_additional_time_of_its_iteration() -> None:
     for number in range(1, 13):
         now += 1.0 + (0.5 if number % 3 == 1 else 0) + (7.0 if number % 4 == 1 else 0)
         times.append((now, number))
-    course = Course(Path(), Path(), 12, 0, 4, 3, 'auto', 0.0, 0.0, True)
+    course = Course(Path(), Path(), 12, 0, 4, 3, 'auto', 0.0, 0.0, 10.0, True)
     job = RESTARTED._replace(trained=Trained(logged(*times), SAME, []), injected=[])
     assert measuring.waited_ms(Keeps.DISK, job, course) == pytest.approx(500 / 3)
     slow = [(now + 4.0 * (number > 9), number) for now, number in times]
@@ -217,7 +242,7 @@ def test_checkpoints_of_the_warm_up_are_not_measured() -> None:
     """CheckFreq takes one in each iteration, until it knows its interval."""
     first = [Captured(number, 1, 90, 600.0) for number in (1, 2)]
     job = capturing(*first, *(Captured(number, 1, 3, 0.0, 30) for number in range(3, 11)))
-    course = Course(Path(), Path(), 10, 3, 4, 3, 'auto', 0.0, 0.0, True)
+    course = Course(Path(), Path(), 10, 3, 4, 3, 'auto', 0.0, 0.0, 10.0, True)
     found = report.figures(ROWS['checkfreq'], job, job, course)
     assert (found.period, found.bytes, found.stall_ms) == ('30', 3, 0)
 
@@ -235,15 +260,15 @@ def test_lost_tokens_follow_the_newest_recovery_of_each_rank() -> None:
 
 def test_simulator_receives_the_same_faults() -> None:
     """A restart of 3 s, and a checkpoint every 3 iterations: iterations 4 and 5 are lost."""
-    found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3, 0.0)
+    found = predicted(ROWS['torch-dist-sync'], RESTARTED, 1.0, 3, 0.0, 10.0)
     # From the first line at 1 s: 4.5 s until the fault keep 3 iterations; 6.5 s after 3 s.
     assert found == pytest.approx((3 + 6.5) / 14)
-    assert predicted(ROWS['localized'], RESTARTED, 1.0, 3, 0.0) is None, 'there are no events'
+    assert predicted(ROWS['localized'], RESTARTED, 1.0, 3, 0.0, 10.0) is None, 'there are no events'
 
 
 def test_a_prediction_is_for_the_pace_of_the_job_itself() -> None:
     """Plain Megatron takes 0.8 s, and this job a second with a tenth in stalls."""
-    stalls = predicted(ROWS['torch-dist-sync'], RESTARTED, 0.8, 3, 100.0)
+    stalls = predicted(ROWS['torch-dist-sync'], RESTARTED, 0.8, 3, 100.0, 10.0)
     # 0.9 s an iteration and 0.3 s a save, so 3 s of 4.5 keep 3 iterations; 6.5 s train 6.5.
     assert stalls == pytest.approx((3 + 6.5) * 0.8 / 14)
 
@@ -254,13 +279,13 @@ def test_without_checkpoints_the_warm_up_is_trained_again() -> None:
         trained=Trained(log, SAME, []), injected=[InjectedFault(5.5, 2, Kind.KILL)], started=[7.5]
     )
     # From 8.5 s on it trains 4 iterations up to the first that counts; 1.5 s remain.
-    assert predicted(ROWS['none'], job, 1.0, 6, 0.0) == pytest.approx(1.5 / 10)
+    assert predicted(ROWS['none'], job, 1.0, 6, 0.0, 10.0) == pytest.approx(1.5 / 10)
 
 
 @pytest.mark.parametrize('name', ['gemini', 'moc', 'moc-dynamic'])
 def test_events_of_a_job_without_a_disk_are_enough(name: str, tmp_path: Path) -> None:
     write(tmp_path / 'events', localized_run())
-    found = predicted(ROWS[name], RESTARTED._replace(folder=tmp_path), 1.0, 3, 0.0)
+    found = predicted(ROWS[name], RESTARTED._replace(folder=tmp_path), 1.0, 3, 0.0, 10.0)
     # As above, but an iteration later: until then the newest checkpoint is not complete.
     assert found == pytest.approx((3 + 5.5) / 14)
 
