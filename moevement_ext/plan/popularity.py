@@ -17,6 +17,9 @@ from moevement_ext.config import CAPACITY, DECAYED, FIXED
 from moevement_ext.plan.replanning import WindowLoad
 
 _KEPT_OF_BEFORE = 0.5
+# Least share of an expert at risk, relative to even shares: one without tokens in the measured
+# cycle may have some in others, and is saved once its copy is old enough.
+_LEAST_AT_RISK = 0.01
 
 
 class Popularity:
@@ -52,6 +55,19 @@ def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
         layers[_layer(name)] = layers.get(_layer(name), 0) + count
     counted = {name: count for name, count in sorted(tokens.items()) if layers[_layer(name)]}
     return {name: count / layers[_layer(name)] for name, count in counted.items()}
+
+
+def at_risk(
+    experts: Sequence[str], shares: Mapping[str, float], ages: Mapping[str, int]
+) -> dict[str, float]:
+    """Tokens of each expert of a layer since its copy, `ages` iterations old.
+
+    In units of the layer's tokens in an iteration. An expert without a share has an even one.
+    """
+    even = 1 / len(experts)
+    return {
+        name: max(shares.get(name, even), _LEAST_AT_RISK * even) * ages[name] for name in experts
+    }
 
 
 def order_by_popularity(names: Sequence[str], popularity: Mapping[str, float]) -> list[str]:

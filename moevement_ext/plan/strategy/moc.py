@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from moevement_ext.config import DYNAMIC, LOAD
-from moevement_ext.plan.popularity import moved, shares_of
+from moevement_ext.plan.popularity import at_risk, moved, shares_of
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 
@@ -106,6 +106,7 @@ class Moc:
         checkpoint = iteration // cycle.period
         if not self.counts_tokens or not cycle.shares:
             return in_turn(layers, cycle.experts, checkpoint)
-        shares = cycle.shares
-        unsaved = {name: shares.get(name, 0.0) * age for name, age in ages.items()}
+        unsaved: dict[str, float] = {}
+        for experts in layers:
+            unsaved |= at_risk(experts, cycle.shares, ages)
         return most_unsaved(layers, cycle.experts, unsaved)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from moevement_ext.plan.byte_planner import DEFAULT_HIDDEN_FRACTION
-from moevement_ext.plan.popularity import moved, shares_of
+from moevement_ext.plan.popularity import at_risk, moved, shares_of
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import DEFAULT_NETWORK_SHARE, held_to
@@ -121,16 +121,11 @@ class Moetion:
         self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]
     ) -> Collection[str]:
         """Experts for the checkpoint of `iteration`, the same on all ranks; see `LossyStrategy`."""
-        shares = cycle.shares or {}
-        risk = {
-            name: shares.get(name, 1 / len(experts)) * ages[name]
-            for experts in layers
-            for name in experts
-        }
-        risks = [sum(risk[name] for name in experts) for experts in layers]
-        counts = divided(cycle.experts, risks, [len(experts) for experts in layers])
+        risks = [at_risk(experts, cycle.shares or {}, ages) for experts in layers]
+        totals = [sum(risk.values()) for risk in risks]
+        counts = divided(cycle.experts, totals, [len(experts) for experts in layers])
         return {
             name
-            for experts, count in zip(layers, counts, strict=True)
-            for name in sorted(experts, key=lambda name: -risk[name])[:count]
+            for risk, count in zip(risks, counts, strict=True)
+            for name in sorted(risk, key=lambda name: -risk[name])[:count]
         }
