@@ -29,6 +29,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.rendezvous import Rendezvous, launcher_store
 from moevement_ext.membership.report import Report, decode_all, encode
 from moevement_ext.memory.file_system import warn_unless_in_memory
+from moevement_ext.memory.limits import shortage_of_agent
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import base_of
 from moevement_ext.memory.window.name import RankIdentity
@@ -41,7 +42,7 @@ from moevement_ext.store.outside import meet_there
 from moevement_ext.system.forks import isolate_children
 from moevement_ext.system.name_lookups import ask_again_soon
 from moevement_ext.system.orphans import end_orphans
-from moevement_ext.system.watchdog import watch_set_up
+from moevement_ext.system.watchdog import under_torchrun, watch_set_up
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ def _meet(
     watch_set_up(max(timeout.total_seconds(), config.hang_timeout))
     warn_unless_in_memory(directory)
     meet_there(config, of_all_layouts, timeout)
+    _let_agent_serve(identity.rank, world_size, config)
     launcher = launcher_store(timeout)
     if launcher is None:
         return None, None
@@ -163,6 +165,18 @@ def _meet(
     result = Rendezvous(launcher, identity.rank, world_size).meet(lambda: encode(own), timeout)
     launched_alike.check_protection(result.store, decode_all(result.reports), identity)
     return None, result.store
+
+
+def _let_agent_serve(rank: int, world_size: int, config: SparseCheckpointConfig) -> None:
+    """Let torchrun's agent on this node have a connection of every thread of all ranks that asks.
+
+    That of the first node serves the store, unless another one is at the rendezvous endpoint.
+    """
+    if config.store is not None or not under_torchrun() or os.environ.get('LOCAL_RANK') != '0':
+        return
+    reason = shortage_of_agent(world_size)
+    if reason is not None and rank == 0:
+        logger.warning('sparse checkpointing: %s', reason)
 
 
 def _take_part(

@@ -8,6 +8,7 @@ twice the open files and threads. Checked before iteration 1, with all groups co
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from moevement_ext.memory.cgroup import THIS_PROCESS, processes_left
@@ -17,6 +18,10 @@ _OPENED_BESIDE = 64
 # Upper bound of memory that communication libraries lock in a rank with doubled groups.
 _LOCKED_BYTES = 2**30
 _INFINIBAND = Path('/sys/class/infiniband')
+CONNECTIONS_OF_A_RANK = 16
+"""Upper bound of a rank's connections to the launcher's store, in a recovery."""
+# Other files of an agent of torchrun: pipes and logs of its workers.
+_OF_AN_AGENT = 256
 
 
 def shortages(ranks: int, locks_memory: bool) -> list[str]:
@@ -26,6 +31,25 @@ def shortages(ranks: int, locks_memory: bool) -> list[str]:
     `locks_memory`: collectives use InfiniBand, if the node has it.
     """
     return [*_files(), *_threads(ranks), *(_locked() if locks_memory else ())]
+
+
+def shortage_of_agent(ranks: int) -> str | None:
+    """Message if torchrun's agent, the parent of this process, cannot serve the store to all ranks.
+
+    Raises the agent's soft limit as far as its hard limit allows. `ranks` of the whole job.
+    """
+    needed = CONNECTIONS_OF_A_RANK * ranks + _OF_AN_AGENT
+    limit = None
+    with suppress(OSError):  # another user's process
+        limit = _raised(resource.RLIMIT_NOFILE, needed, os.getppid())
+    if limit is None:
+        return None
+    return (
+        f'the agent of torchrun that serves the store may take {needed} open files, and its limit '
+        f'is {limit}: start torchrun on the first node after ulimit -n {needed} (LimitNOFILE= of '
+        'systemd, --ulimit nofile= of Docker), or serve the store with python -m '
+        'moevement_ext.store (--sparse-ckpt-store)'
+    )
 
 
 def over_infiniband(backend: str) -> bool:
@@ -69,12 +93,14 @@ def _locked() -> Iterator[str]:
         )
 
 
-def _raised(kind: int, needed: int) -> int | None:
-    """The limit if it stays below `needed`; None if it is or was raised high enough."""
-    soft, hard = resource.getrlimit(kind)
+def _raised(kind: int, needed: int, process: int = 0) -> int | None:
+    """The limit if it stays below `needed`; None if it is or was raised high enough.
+
+    `process`: its id, 0 for this one.
+    """
+    soft, hard = resource.prlimit(process, kind)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return None
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(kind, (needed, hard))
-        return None
-    return hard
+    enough = hard == resource.RLIM_INFINITY or hard >= needed
+    resource.prlimit(process, kind, (needed if enough else hard, hard))
+    return None if enough else hard

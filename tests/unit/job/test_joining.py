@@ -34,3 +34,37 @@ def test_orphans_of_another_layout_are_ended(
             RankIdentity('a', 'b', 0), 1, 'run.0123abcd', config, timedelta(seconds=1), None
         )
     assert asked == [Path('/dev/shm') / run]
+
+
+@pytest.mark.parametrize(
+    ('variables', 'store', 'asked'),
+    [
+        ({'TORCHELASTIC_RUN_ID': 'none', 'LOCAL_RANK': '0'}, None, [256]),
+        ({'TORCHELASTIC_RUN_ID': 'none', 'LOCAL_RANK': '1'}, None, []),
+        ({'TORCHELASTIC_RUN_ID': 'none', 'LOCAL_RANK': '0'}, 'host:1', []),
+        ({'LOCAL_RANK': '0'}, None, []),
+    ],
+)
+def test_only_an_agent_that_may_serve_the_store_gets_more_files(
+    variables: dict[str, str],
+    store: str | None,
+    asked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found: list[int] = []
+
+    def shortage(ranks: int) -> str:
+        found.append(ranks)
+        return 'too few'
+
+    monkeypatch.setattr(joining, 'shortage_of_agent', shortage)
+    monkeypatch.delenv('TORCHELASTIC_RUN_ID', raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for rank in (0, 8):
+        joining._let_agent_serve(rank, 256, SparseCheckpointConfig(dir='/dev/shm', store=store))
+    assert found == 2 * asked
+    assert [record.message for record in caplog.records] == len(asked) * [
+        'sparse checkpointing: too few'
+    ]

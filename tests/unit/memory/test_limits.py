@@ -49,6 +49,26 @@ def test_soft_limit_is_raised_and_hard_limit_named(kind: str, least: int, remedy
     assert str(least) in line
 
 
+@pytest.mark.parametrize(('ranks', 'message'), [(2, False), (10**9, True)])
+def test_soft_limit_of_the_agent_is_raised(ranks: int, message: bool) -> None:
+    """It serves the store to all ranks, and has the limit that it was started with."""
+    asks = f'from moevement_ext.memory import limits; print(limits.shortage_of_agent({ranks}))'
+    agent = (
+        'import resource, subprocess, sys\n'
+        '_, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n'
+        'resource.setrlimit(resource.RLIMIT_NOFILE, (40, most))\n'
+        f'subprocess.run([sys.executable, "-c", {asks!r}], check=True)\n'
+        'print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n'
+    )
+    command = [sys.executable, '-c', agent]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    said, limit = done.stdout.splitlines()
+    soft, most = map(int, limit.split())
+    assert 40 < soft <= most
+    assert (soft == most) == message
+    assert ('ulimit -n 16000000256' in said and '--sparse-ckpt-store' in said) == message
+
+
 def test_control_group_with_too_few_threads_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,7 @@ from moevement_ext.faults import Phase
 from moevement_ext.membership.membership import Membership
 from moevement_ext.memory.early import EarlyReservation, _KeptFile
 from moevement_ext.memory.ledger import LedgerEntry
+from moevement_ext.memory.limits import CONNECTIONS_OF_A_RANK
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
@@ -25,6 +26,7 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.stage_replay import StageReplay
+from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
@@ -143,6 +145,23 @@ def test_windows_of_which_a_lost_rank_had_the_replica_count_again_later(
     monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
     train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
     assert len(owners) == 1 and owners != [1]
+
+
+def test_connections_with_the_store_are_as_many_as_its_server_is_prepared_for(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    decide = LocalizedRecovery._decide
+
+    def counted(recovery: LocalizedRecovery) -> Localized:
+        server = recovery._membership._loss._store.port  # type: ignore[attr-defined]
+        peers = [one.raddr for one in psutil.Process().net_connections('tcp')]
+        counts.append(sum(bool(peer) and peer.port == server for peer in peers))
+        return decide(recovery)
+
+    monkeypatch.setattr(LocalizedRecovery, '_decide', counted)
+    train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
+    assert STAGES < max(counts) <= STAGES * CONNECTIONS_OF_A_RANK
 
 
 def test_windows_are_offered_to_a_replacement_with_the_address_of_the_lost_process(
