@@ -14,7 +14,8 @@ the other ranks, which would wait for it, give it up as well. Keys:
 Publishing is a compare-and-set of `persisted`, with a read of the count in between. Withdrawing
 lowers the count and then changes `persisted`. So a withdrawn window is never published, and a crash
 between two steps never makes a count too high. Giving up is also a compare-and-set of `persisted`,
-so all ranks see a window as either published or given up.
+so all ranks see a window as either published or given up. A count whose change was not answered may
+be too low for ever; its window is given up.
 """
 
 import logging
@@ -79,6 +80,7 @@ class PersistenceTracker:
         self._changed = threading.Condition()
         self._tasks: deque[Callable[[], None]] = deque()
         self._counted: list[WindowName] | None = None  # as in the store; None: not read yet
+        self._unsure: WindowName | None = None  # it may have been counted, or not
         self._awaited: WindowName | None = None
         self._reported_at = 0.0
         # Seconds from this rank's report of a window to persistence, for the newest windows.
@@ -180,6 +182,9 @@ class PersistenceTracker:
         return min(pause_s, _LONGEST_PAUSE_S)
 
     def _step(self) -> None:
+        if self._unsure is not None:  # all ranks would wait for a count that is too low for ever
+            self._give_up([self._unsure.start])
+            self._unsure = None
         self._look()  # a persisted window is not counted again
         if not self._tasks:
             return
@@ -198,7 +203,7 @@ class PersistenceTracker:
         first = window not in counted
         if first:
             self._note([*counted, window])
-        if self._store.add(_key(window), int(first)) == self._world_size:
+        if self._change_count(window, int(first)) == self._world_size:
             self._publish(window)
 
     def _publish(self, window: WindowName) -> None:
@@ -262,7 +267,14 @@ class PersistenceTracker:
         before it.
         """
         if self._store.check([_key(window)]):
-            self._store.add(_key(window), -1)
+            self._change_count(window, -1)
+
+    def _change_count(self, window: WindowName, by: int) -> int:
+        """The new count; if the answer is lost, it is not known, and the window is given up."""
+        self._unsure = window if by else None
+        count = self._store.add(_key(window), by)
+        self._unsure = None
+        return count
 
     def _void_publication(self, window: WindowName) -> None:
         """Invalidate pending publications and set `persisted` back to at most `window`."""
