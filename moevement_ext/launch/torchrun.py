@@ -13,6 +13,7 @@ Checked against torch 2.15.
 
 import os
 import re
+import secrets
 import signal
 import sys
 from argparse import Namespace
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import timedelta
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -63,6 +64,8 @@ class OutsideStore(RendezvousHandler):
         self._nodes = nodes
         self._run_id = run_id
         self._timeout = timeout
+        self._token = secrets.token_hex(8)
+        self._began = False
 
     @classmethod
     def create(cls, params: RendezvousParameters) -> 'OutsideStore':
@@ -75,12 +78,26 @@ class OutsideStore(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Connect to the store, again before each start of workers, as the store may be new.
 
-        Keys of agents with another number of nodes are not read.
+        Keys of agents with another number of nodes are not read. Raises `ConfigurationError` if
+        another agent has taken this one's place since its first call.
         """
-        store = connect(self._host, self._port, self._timeout)
-        name = f'agents/{self._run_id}/{self._nodes}'
+        server = connect(self._host, self._port, self._timeout)
+        store = PrefixStore(f'agents/{self._run_id}/{self._nodes}', server)
+        self._take_place(store)
         at = RendezvousStoreInfo(self._host, self._port)
-        return RendezvousInfo(PrefixStore(name, store), self._rank, self._nodes, at)
+        return RendezvousInfo(store, self._rank, self._nodes, at)
+
+    def _take_place(self, store: Store) -> None:
+        """The newest agent has the place; the workers of two would fence out each other in turn."""
+        key = f'agent/{self._rank}'
+        if not self._began:
+            self._began = True
+            store.set(key, self._token)
+        elif store.compare_set(key, '', self._token).decode() != self._token:
+            raise ConfigurationError(
+                f'--node-rank {self._rank}: another agent was started with it, and this one ends. '
+                'Start one agent for each node rank.'
+            )
 
     @property
     def use_agent_store(self) -> bool:

@@ -5,10 +5,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from moevement_ext.config import ConfigurationError
+from moevement_ext.launch.torchrun import OutsideStore
 from tests.unit.store.processes import WAIT_S, Server
 
 pytestmark = pytest.mark.timed
@@ -55,6 +58,23 @@ def test_user_error_ends_the_agent_before_any_restart(
     ]
     assert ('ended with exit status 2: it refuses' in ended.stderr) == (status == 2)
     assert 'Traceback' not in ended.stderr
+
+
+def test_two_agents_of_one_node_do_not_take_turns(store: Server) -> None:
+    """The workers of each would fence out those of the other, each time they are started."""
+
+    def agent(rank: int) -> OutsideStore:
+        return OutsideStore('127.0.0.1', store.port, rank, 2, 'none', timedelta(seconds=WAIT_S))
+
+    first, other, second = agent(1), agent(0), agent(1)
+    for one in (first, other, second, other, second):
+        assert one.next_rendezvous().world_size == 2
+    with pytest.raises(ConfigurationError, match='--node-rank 1: another agent'):
+        first.next_rendezvous()
+    store.connect().delete_key('agents/none/2/agent/1')  # as in another store in its place
+    second.next_rendezvous()
+    with pytest.raises(ConfigurationError):
+        first.next_rendezvous()
 
 
 ASKED = """
