@@ -350,7 +350,11 @@ class LocalizedRecovery:
     def _goes_on(self, reports: Sequence[Report]) -> bool:
         """Decide whether this rank's replay continues. Not on the replaying thread."""
         verdict = self._follows_from(reports)
-        return isinstance(verdict, Localized) and self._rank.number in verdict.going_on
+        if isinstance(verdict, WholeJob) or self._rank.number not in verdict.going_on:
+            return False
+        # Before the new processes can report their own part of a window.
+        self._protection.lose_holders(verdict.replacements)
+        return True
 
     def _wait_for_others(self, verdict: Localized, beside: Beside) -> Localized:
         met = self._membership.take_over(beside, wait=False)  # the round's keys may be deleted

@@ -13,6 +13,7 @@ import torch
 
 from moevement_ext.faults import Phase
 from moevement_ext.membership.report import Report
+from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import ForbiddenTransition
 from moevement_ext.recover.stage_replay import StageReplay
@@ -113,6 +114,24 @@ def test_loss_of_the_other_nodes_memory_is_recovered(fault_free: Expected) -> No
     job = train_through([LOST, Fault(0, Phase.CATCH_UP, kills=2, node_lost=True)], fault_free)
     assert sorted(job.began) == [0, 2]
     assert went_on(job) == {1: 1, 0: 1}
+
+
+def test_windows_whose_holder_is_lost_during_a_replay_count_again_later(
+    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay that continues captures them, too; rank 0 holds the replicas of rank 2."""
+    owners = []
+    withdraw = PersistenceTracker.withdraw_unpersisted
+
+    def noted(tracker: PersistenceTracker) -> None:
+        owners.append(tracker._rank)
+        withdraw(tracker)
+
+    monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
+    lost = LOST._replace(rank=2)
+    job = train_through([lost, Fault(2, Phase.CATCH_UP, kills=0)], fault_free)
+    assert went_on(job) == {1: 1, 0: 1}
+    assert owners == [1, 2], 'those whose replicas were on the first node, and on the second'
 
 
 def ends_too_early(monkeypatch: pytest.MonkeyPatch, has_met: list[Sequence[Report]]) -> None:
