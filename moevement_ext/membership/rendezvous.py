@@ -58,6 +58,7 @@ _FIRST_LOOKERS = 3
 _OTHER_LOOKERS = 8
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.002, 0.064
 _FINISH_SECONDS = 5.0
+_REPLACED = 'rank {} was replaced by another process; this one ends (a --node-rank given twice?)'
 _OF_A_ROUND = re.compile(
     r'(?:broken|coming|join|here|begun|full|met|answered|gathers|reports|beat|progress|round)'
     r'/(\d+)(?:/.*)?'
@@ -330,6 +331,9 @@ class Rendezvous:
 
     def _join(self, round: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""
+        slept_through = range(max(self._joined, default=round) + 1, round)[-2:]  # kept keys
+        if any(arrivals.has_signed(self.store, _here(one), self.rank) for one in slept_through):
+            raise FencedOut(_REPLACED.format(self.rank))
         left = gathered_reports.packed(report)
         if not survivor:  # no rank would know which process this is, should it stop in between
             self.store.set(_coming(round, self.rank), left)  # type: ignore[arg-type]
@@ -337,7 +341,7 @@ class Rendezvous:
         arrival = arrivals.sign(self.store, _here(round), self.rank, self.world_size)
         if not arrival.is_first:
             if survivor:
-                raise FencedOut(f'rank {self.rank} was replaced by another process; this one ends')
+                raise FencedOut(_REPLACED.format(self.rank))
             self._joined.discard(round)
             return False
         self.store.set(place_in(round, self.rank), left)  # type: ignore[arg-type]

@@ -344,6 +344,10 @@ def test_replaced_process_is_fenced_out(
         late.meet(report_of(1), TIMEOUT, after=round)
     results = [*meet_all([attempts[0], *attempts[2:]], after=round), joined.result()]
     assert assert_one_new_round(results) == round + 1, 'the others were not disturbed'
+    end_round(launcher, round + 1, 'rank 3 died')
+    with pytest.raises(FencedOut, match='rank 1 was replaced'):
+        attempts[1].meet(report_of(1), TIMEOUT, after=round)  # it has slept through that round
+    assert not arrivals.has_signed(launcher, f'here/{round + 2}', 1)
 
 
 def test_one_of_two_processes_of_a_rank_joins_a_round(
