@@ -28,6 +28,9 @@ class Operators(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    def renew(self) -> None:
+        """Look up all tensors again, after a checkpoint was loaded, which may replace them."""
+
     def check(self, header: SlotHeader) -> None:
         """Refuse the records of a slot of another model, with a `RefusedWindow`."""
 

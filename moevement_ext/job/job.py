@@ -181,6 +181,7 @@ class Job:
             self._refuse_without_window()
         reserving = reserve_early(self.rank, self.membership) if self.joining else None
         self.trainer = build(not (self.joining or found))
+        self.trainer.operators.renew()
         self.planner = Planner(self.rank, self.trainer.operators, self.trainer.place)
         if reserving is not None:
             reserving.wait()
@@ -193,6 +194,7 @@ class Job:
             if self._restart is None:
                 self._refuse_without_window()
                 load_dense()
+                self.trainer.operators.renew()
         self._continue_on_disk(predecessor)
 
     def _find(

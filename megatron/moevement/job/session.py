@@ -103,11 +103,12 @@ class Session:
             )
             return self._trainer
 
-        def load() -> None:
-            load_dense(*self._built())
-            self._training.renew()
-
-        self.job.set_up(build_trainer, load, dense_iteration, self._counters.train_iters)
+        self.job.set_up(
+            build_trainer,
+            lambda: load_dense(*self._built()),
+            dense_iteration,
+            self._counters.train_iters,
+        )
         self.around.post_step.pass_exits(self.job.committed_before)
         return self._built()
 

@@ -13,6 +13,7 @@ from moevement_ext.capture.fitting import check_fits
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.config import ConfigurationError
 from moevement_ext.job.torch_loop.first_state import create_state
+from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.dtypes import dtype_of
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
@@ -47,23 +48,38 @@ class ModuleOperators:
                 'The model is wrapped in DistributedDataParallel, which cannot be cut off within '
                 'an iteration: give the module itself, and reduce its gradients in `compute`.'
             )
-        create_state(optimizer)
+        self._model = model
+        self._optimizer = optimizer
+        self._operator_of = operator_of
+        self.device = next(model.parameters()).device
+        self.group: dist.ProcessGroup | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        """Look up all tensors again, after a load that replaces tensors, as an optimizer's does."""
+        create_state(self._optimizer)
+        self._look_up()
+
+    def _look_up(self) -> None:
+        model, optimizer = self._model, self._optimizer
         self._members: dict[str, list[nn.Parameter]] = {}
         self.kinds: dict[str, str] = {}
         self.slices: dict[str, OperatorSlices] = {}
+        trained = _trained(optimizer)
         for name, parameter in model.named_parameters():
-            operator = self._enter(*operator_of(name))
-            _check_parameter(name, parameter, optimizer)
+            operator = self._enter(*self._operator_of(name))
+            _check_parameter(name, parameter, trained)
             self._members[operator].append(parameter)
             weight = _slice(operator, name, 'weight', parameter)
             self._add(operator, (weight, *_state_of(operator, name, parameter, optimizer)), weight)
         self.buffers = [buffer for _, buffer in model.named_buffers()]
         for name, buffer in model.named_buffers():
-            operator = self._enter(*operator_of(name))
+            operator = self._enter(*self._operator_of(name))
             part = _slice(operator, name, 'buffer', buffer, volatile=True)
             self._add(operator, (part,), part)
-        self.device = next(model.parameters()).device
-        self.group: dist.ProcessGroup | None = None
+        self._saved = [buffer.clone() for buffer in self.buffers]
+        self._modules = list(model.modules())
+        self._captured = self._present()
 
     def _enter(self, operator: str, kind: str) -> str:
         self.kinds.setdefault(operator, kind)
@@ -100,9 +116,54 @@ class ModuleOperators:
             for parameter in parameters:
                 parameter.requires_grad_(operator not in names)
 
+    def begins(self) -> None:
+        """Before an iteration: save what it may change besides the update: the buffers.
+
+        Raises `ConfigurationError`, which names a tensor, if windows hold another one in its place.
+        """
+        if self._present() != self._captured:
+            self._refuse_replaced()
+        copy_all(self._saved, self.buffers)
+
+    def undo(self, began: bool) -> None:
+        """Undo a broken iteration; nothing but `requires_grad` if none `began`."""
+        self.freeze(())
+        if began:
+            copy_all(self.buffers, self._saved)
+
     def copy(self, source: int) -> None:
         assert self.group is not None
         broadcast_packed((item.source for item in self._all()), source, self.group, self.device)
+
+    def _present(self) -> list[object]:
+        """Address and `requires_grad` of all tensors; less than a microsecond for each."""
+        owners = (
+            *(module._parameters for module in self._modules),
+            *(module._buffers for module in self._modules),
+            *self._optimizer.state.values(),
+        )
+        return [
+            *(len(group['params']) for group in self._optimizer.param_groups),
+            *(
+                (tensor.data_ptr(), tensor.requires_grad)
+                for owner in owners
+                for tensor in owner.values()
+                if torch.is_tensor(tensor)
+            ),
+        ]
+
+    def _refuse_replaced(self) -> None:
+        before = self._places()
+        self._look_up()
+        if changed := before ^ self._places():
+            name, part, _ = min(changed)
+            raise ConfigurationError(
+                f'{name} ({part}) is another tensor than windows were set up for: change tensors '
+                'in place (copy_, add_), and load checkpoints in `build` or `load_dense`.'
+            )
+
+    def _places(self) -> set[tuple[str, str, int]]:
+        return {(item.tensor, item.part, item.source.data_ptr()) for item in self._all()}
 
     def _all(self) -> Iterator[TensorSlice]:
         for operator in self.slices.values():
@@ -113,13 +174,14 @@ def _state_of(
     operator: str, name: str, parameter: nn.Parameter, optimizer: Optimizer
 ) -> Iterator[TensorSlice]:
     for part, value in sorted(optimizer.state.get(parameter, {}).items()):
-        if torch.is_tensor(value):
-            if value.device != parameter.device:
-                raise ConfigurationError(
-                    f'{part} of {name} is on {value.device}, not on {parameter.device}: give the '
-                    'optimizer fused=True or capturable=True.'
-                )
-            yield _slice(operator, name, part, value)
+        if not torch.is_tensor(value):
+            continue
+        if value.device != parameter.device:
+            raise ConfigurationError(
+                f'{part} of {name} is on {value.device}, not on {parameter.device}: give the '
+                'optimizer fused=True or capturable=True.'
+            )
+        yield _slice(operator, name, part, value)
 
 
 def _slice(
@@ -131,12 +193,18 @@ def _slice(
     return TensorSlice(operator, name, part, 0, flat.numel(), flat, volatile)
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+def _trained(optimizer: Optimizer) -> set[int]:
+    """Identities of the optimizer's parameters."""
+    trained = [one for group in optimizer.param_groups for one in group['params']]
+    return set(map(id, trained))
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, trained: Collection[int]) -> None:
     """Refuse frozen parameters, as a replay freezes and thaws by `requires_grad`."""
     if not parameter.requires_grad:
         raise ConfigurationError(
             f'{name} has requires_grad=False; sparse checkpointing does not support untrained '
             'parameters: train it, or make it a buffer.'
         )
-    if not any(parameter is one for group in optimizer.param_groups for one in group['params']):
+    if id(parameter) not in trained:
         raise ConfigurationError(f'The optimizer does not have {name}; give it all parameters.')

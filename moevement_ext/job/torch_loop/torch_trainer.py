@@ -21,7 +21,6 @@ from moevement_ext.job.torch_loop.loop_state import LoopState
 from moevement_ext.job.torch_loop.module_operators import ModuleOperators
 from moevement_ext.job.torch_loop.torch_pipeline import TorchPipeline
 from moevement_ext.membership.place import Place
-from moevement_ext.memory.batches import copy_all
 from moevement_ext.memory.ledger import MAX_SCALARS, LedgerEntry
 from moevement_ext.plan.replanning import TokenCounter
 from moevement_ext.recover.trainer import Committed, Loop, PlainLoop
@@ -103,7 +102,6 @@ class TorchTrainer:
         self.pipeline = TorchPipeline(before, after, micro_batches, boundary_bytes)
         self._micro_batches = micro_batches
         self._known: list[float] | None = None
-        self._buffers = [buffer.clone() for buffer in self.operators.buffers]
         self._update = _Update(lambda: None, lambda: None, lambda skipped: None)
 
     # What a loop implements
@@ -166,7 +164,7 @@ class TorchTrainer:
         self.operators.group = group
         # A copy from another rank is exact only if the auxiliary state stays equal, and there are
         # no buffers, as each rank may accumulate statistics of its own data in buffers.
-        copies = self.copies_from_peers and not self._buffers
+        copies = self.copies_from_peers and not self.operators.buffers
         own = digest_of_bytes(self.auxiliary_state.now()).encode() if copies else b''
         states = self._job.rank.exchange('auxiliary state', own)
         alike = bool(own) and all(states[member] == own for member in members)
@@ -184,15 +182,17 @@ class TorchTrainer:
         self.auxiliary_state.iteration = iteration
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """Save the buffers, which the iteration may change; return the auxiliary state."""
-        copy_all(self._buffers, self.operators.buffers)
+        """Save the buffers, which the iteration may change; return the auxiliary state.
+
+        Raises `ConfigurationError` if a captured tensor was replaced.
+        """
+        self.operators.begins()
         return self.auxiliary_state.begins()
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
         """Restore the auxiliary state, and the buffers if the iteration had begun."""
         self.auxiliary_state.restore(state)
-        if began:
-            copy_all(self.operators.buffers, self._buffers)
+        self.operators.undo(began)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
         self._update = _Update(*calls)

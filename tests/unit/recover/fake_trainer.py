@@ -91,6 +91,9 @@ class FakeOperators:
         """What an iteration computes with."""
         return [(name, _bytes(self.weight[name])) for name in self.names]
 
+    def renew(self) -> None:
+        """The tensors stay the same."""
+
     def check(self, header: SlotHeader) -> None:
         """There is one model."""
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a loop on plain torch, through the recovery interface."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +103,65 @@ def test_undo_removes_a_broken_iteration() -> None:
     assert trainer.everything() != before
     trainer.undo_broken_iteration(state, began=True)
     assert trainer.everything() == before
+
+
+def test_renewal_finds_the_tensors_of_a_loaded_optimizer() -> None:
+    trainer = Trainer(job())
+    trainer.optimizer.load_state_dict(deepcopy(trainer.optimizer.state_dict()))
+    trainer.operators.renew()
+    trainer.begin_iteration(0)
+    trainer.iterate(0)
+    held = {(item.tensor, item.part): item.source for item in trainer.operators._all()}
+    for name, parameter in trainer.model.named_parameters():
+        state = trainer.optimizer.state[parameter]
+        assert {*state} == {'step', 'exp_avg', 'exp_avg_sq'}
+        for part, value in state.items():
+            assert torch.equal(held[name, part], value.view(-1))
+
+
+def loads_the_optimizer(trainer: Trainer) -> None:
+    trainer.optimizer.load_state_dict(deepcopy(trainer.optimizer.state_dict()))
+
+
+def replaces_a_buffer(trainer: Trainer) -> None:
+    trainer.model.norm.running_mean = trainer.model.norm.running_mean + 1
+
+
+def replaces_the_data_of_a_parameter(trainer: Trainer) -> None:
+    trainer.model.router.bias.data = torch.ones(2)
+
+
+def stops_training_a_parameter(trainer: Trainer) -> None:
+    trainer.model.router.bias.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (loads_the_optimizer, r'experts\.0\.0\.bias \(exp_avg\) is another tensor'),
+        (replaces_a_buffer, r'norm\.running_mean \(buffer\) is another tensor'),
+        (replaces_the_data_of_a_parameter, r'router\.bias \(weight\) is another tensor'),
+        (stops_training_a_parameter, r'router\.bias has requires_grad=False'),
+    ],
+)
+def test_iteration_refuses_other_tensors_than_windows_hold(
+    change: Callable[[Trainer], None], message: str
+) -> None:
+    trainer = Trainer(job())
+    trainer.begin_iteration(0)
+    trainer.iterate(0)
+    trainer.begin_iteration(1)
+    change(trainer)
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.begin_iteration(1)
+
+
+def test_iteration_interrupted_with_a_fixed_parameter_trains_it_again() -> None:
+    trainer = Trainer(job())
+    state = trainer.begin_iteration(0)
+    stops_training_a_parameter(trainer)
+    trainer.undo_broken_iteration(state, began=True)
+    trainer.begin_iteration(0)
 
 
 def test_new_process_restores_schedule_and_learning_rate() -> None:
