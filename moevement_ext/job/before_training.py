@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks and hang detection that start when all ranks are connected, before training."""
+"""Checks before training, and hang detection, which starts when all ranks are connected."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 
+from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.membership.guard import Guard
 from moevement_ext.membership.rank import Rank
@@ -13,6 +15,28 @@ from moevement_ext.protect.protection import Protection
 from moevement_ext.regroup import waits
 
 _STORE_TIMEOUT = timedelta(seconds=60)
+
+
+def refuse_without_load(load_dense: Callable[[], None] | None, dense_iteration: int) -> None:
+    """Refuse a dense checkpoint that could not be loaded once windows prove unusable.
+
+    Training would begin again with the weights that `build` made.
+    """
+    if dense_iteration >= 0 and load_dense is None:
+        raise ConfigurationError(
+            f'job.set_up was given dense_iteration={dense_iteration} without load_dense, the '
+            'function that loads that checkpoint if windows prove unusable; give both.'
+        )
+
+
+def check_loaded(iteration: int, dense_iteration: int) -> None:
+    """Check that a trainer without windows, at `iteration`, has loaded the dense checkpoint."""
+    if iteration == 0 < dense_iteration:
+        raise ConfigurationError(
+            f'job.set_up was given dense_iteration={dense_iteration}, but training would begin at '
+            'iteration 0: load that checkpoint and set trainer.iteration, in build(True) and in '
+            'load_dense().'
+        )
 
 
 def check_limits(rank: Rank, protection: Protection | None, joining: bool) -> None:

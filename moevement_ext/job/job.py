@@ -26,8 +26,7 @@ from moevement_ext.config import (
 )
 from moevement_ext.errors import EXIT_STUCK, HostMemoryError, UserError
 from moevement_ext.events import Finished, ProtectionReduced, RecoveryStarted, WorkerStarted
-from moevement_ext.job import own_device
-from moevement_ext.job.before_training import check_limits, guarded
+from moevement_ext.job import before_training, own_device
 from moevement_ext.job.digest_file import digest_of_bytes, digest_of_slices, write_digest
 from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import is_export, reads_memory, refuse_without_window
@@ -157,7 +156,7 @@ class Job:
     def set_up(
         self,
         build: Callable[[bool], Trainer],
-        load_dense: Callable[[], None] = lambda: None,
+        load_dense: Callable[[], None] | None = None,
         dense_iteration: int = -1,
         last_iteration: int | None = None,
     ) -> None:
@@ -165,16 +164,18 @@ class Job:
 
         Args:
             build: builds the trainer; the argument is True to load the newest dense checkpoint.
-            load_dense: loads the dense checkpoint into the built trainer, if recovery from memory
-                proves impossible.
+            load_dense: loads the dense checkpoint into `trainer`, if recovery from memory proves
+                impossible; may be None if there is none.
             dense_iteration: iteration of the dense checkpoint, -1 if there is none.
             last_iteration: iteration at which training ends, None if unknown.
 
         Raises:
-            UserError: an export finds no window, or this layout cannot continue the previous one.
+            UserError: an export finds no window, or this layout cannot continue the previous one;
+                or the dense checkpoint is not, or could not be, loaded.
             HostMemoryError: host memory cannot be set up, although there are windows to recover
                 from or protection is required.
         """
+        before_training.refuse_without_load(load_dense, dense_iteration)
         predecessor, find_s = self._find(dense_iteration, last_iteration)
         found = predecessor is not None and bool(predecessor.candidates or self._layouts.candidates)
         if not found:
@@ -193,8 +194,11 @@ class Job:
             self._restart = self._obtain(predecessor, find_s)
             if self._restart is None:
                 self._refuse_without_window()
-                load_dense()
-                self.trainer.operators.renew()
+                if load_dense is not None:
+                    load_dense()
+                    self.trainer.operators.renew()
+        if not self.joining and self._restart is None:
+            before_training.check_loaded(self.trainer.iteration, dense_iteration)
         self._continue_on_disk(predecessor)
 
     def _find(
@@ -312,11 +316,11 @@ class Job:
 
         The loop `run` calls `step` for every iteration.
         """
-        check_limits(self.rank, self.protection, self.joining)
+        before_training.check_limits(self.rank, self.protection, self.joining)
         if self.membership is not None:
             self.membership.have_met()
         else:
-            self._guard = guarded(self.rank)
+            self._guard = before_training.guarded(self.rank)
         if watchdog.under_torchrun():
             says = self.rank.number == 0  # one line per job, not per rank
             self._watchdog = watchdog.Watchdog(self.rank.config.hang_timeout, self.kept_in, says)

@@ -2,6 +2,7 @@
 """`Job.join` and the end of a job with one real rank: windows stay until the last iteration."""
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ SETTINGS = {'lr': 0.1}
 
 
 def trains(
-    directory: Path, stop_at: int = LAST, settings: Mapping[str, object] = SETTINGS, error: str = ''
+    directory: Path,
+    stop_at: int = LAST,
+    settings: Mapping[str, object] = SETTINGS,
+    error: str = '',
+    buffers: int = 0,
+    dense: int = -1,
+    loaded: int | None = None,
 ) -> tuple[int, str]:
     """Return the first iteration and the digest of the final state."""
     import json
@@ -41,7 +48,17 @@ def trains(
 
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        return Trainer(job, model, torch.optim.Adam(model.parameters()), LAST)
+        for index in range(buffers):
+            model.register_buffer(f'more{index}', torch.zeros(1))
+        trainer = Trainer(job, model, torch.optim.Adam(model.parameters()), LAST)
+        if with_dense and loaded is not None:
+            load(trainer)
+        return trainer
+
+    def load(trainer: Any) -> None:
+        """As from a checkpoint: the optimizer gets other tensors."""
+        trainer.optimizer.load_state_dict(deepcopy(trainer.optimizer.state_dict()))
+        trainer.iteration = loaded
 
     config = SparseCheckpointConfig(
         window=2, replicas=0, dir=str(directory / 'memory'), run_id='run', interface='lo'
@@ -58,7 +75,8 @@ def trains(
 
     digest = directory / 'digest.json'
     with Job.join(config, settings, backend='gloo') as job:
-        job.set_up(build, last_iteration=LAST)
+        again = None if loaded is None else lambda: load(job.trainer)
+        job.set_up(build, again, dense, LAST)
         job.train(loop)
         job.write_digest(str(digest))
     return begins[0], json.loads(digest.read_text())['digest']
@@ -115,3 +133,42 @@ def steps_too_far(directory: Path) -> Any:
 def test_step_after_the_last_iteration_is_refused(directory: Path) -> None:
     with pytest.raises(Raised, match='ConfigurationError: job.step .* after its last iteration'):
         run(steps_too_far, directory)
+
+
+def has_another_model(directory: Path) -> Any:
+    return trains(directory, buffers=1, dense=1, loaded=1)
+
+
+def has_no_windows(directory: Path) -> Any:
+    return trains(directory, dense=3, loaded=3)
+
+
+def test_checkpoint_is_loaded_if_windows_do_not_fit(directory: Path) -> None:
+    run(ends_early, directory)
+    assert run(has_another_model, directory)[0] == 1
+
+
+def test_checkpoint_is_loaded_without_windows(directory: Path) -> None:
+    assert run(has_no_windows, directory)[0] == 3
+
+
+def cannot_load(directory: Path) -> Any:
+    return trains(directory, dense=3)
+
+
+def loads_nothing(directory: Path) -> Any:
+    return trains(directory, dense=3, loaded=0)
+
+
+@pytest.mark.parametrize(
+    ('scenario', 'message'),
+    [
+        (cannot_load, 'dense_iteration=3 without load_dense'),
+        (loads_nothing, 'dense_iteration=3, but training would begin at iteration 0'),
+    ],
+)
+def test_checkpoint_that_is_not_loaded_is_refused(
+    scenario: Any, message: str, directory: Path
+) -> None:
+    with pytest.raises(Raised, match=f'ConfigurationError: .*{message}'):
+        run(scenario, directory)
