@@ -450,7 +450,7 @@ class Job:
     def _finish(self) -> None:
         keeps = self.keeps_windows
         if keeps is None:
-            keeps = self.trainer.iteration < self.trainer.last_iteration
+            keeps = not hasattr(self, 'trainer') or self.iteration < self.trainer.last_iteration
         if keeps:
             self.part()
         self.end_together()
