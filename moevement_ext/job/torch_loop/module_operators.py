@@ -51,6 +51,7 @@ class ModuleOperators:
         self._model = model
         self._optimizer = optimizer
         self._operator_of = operator_of
+        self._modes: list[bool] = []
         self.device = next(model.parameters()).device
         self.group: dist.ProcessGroup | None = None
         self.renew()
@@ -117,16 +118,22 @@ class ModuleOperators:
                 parameter.requires_grad_(operator not in names)
 
     def begins(self) -> None:
-        """Before an iteration: save what it may change besides the update: the buffers.
+        """Before an iteration: save what it may change besides the update: buffers and modes.
 
         Raises `ConfigurationError`, which names a tensor, if windows hold another one in its place.
         """
         if self._present() != self._captured:
             self._refuse_replaced()
         copy_all(self._saved, self.buffers)
+        self._modes = [module.training for module in self._modules]
 
     def undo(self, began: bool) -> None:
-        """Undo a broken iteration; nothing but `requires_grad` if none `began`."""
+        """Undo a broken iteration, or only the code after one, unless it `began`.
+
+        An evaluation that a failure interrupts leaves modules in its mode.
+        """
+        for module, training in zip(self._modules, self._modes, strict=False):
+            module.training = training
         self.freeze(())
         if began:
             copy_all(self.buffers, self._saved)

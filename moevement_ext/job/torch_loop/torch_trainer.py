@@ -227,6 +227,7 @@ class TorchTrainer:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
+        self.operators.undo(began=False)
         try:
             yield
         finally:

@@ -156,6 +156,25 @@ def test_iteration_refuses_other_tensors_than_windows_hold(
         trainer.begin_iteration(1)
 
 
+def modes(trainer: Trainer) -> list[bool]:
+    return [module.training for module in trainer.model.modules()]
+
+
+@pytest.mark.parametrize('replays', [True, False])
+def test_interrupted_evaluation_leaves_no_module_in_its_mode(replays: bool) -> None:
+    trainer = Trainer(job())
+    trainer.model.experts[1].eval()
+    expected = modes(trainer)
+    state = trainer.begin_iteration(0)
+    trainer.model.eval()
+    if replays:
+        with trainer.replaying():
+            assert modes(trainer) == expected
+    else:
+        trainer.undo_broken_iteration(state, began=False)
+        assert modes(trainer) == expected
+
+
 def test_iteration_interrupted_with_a_fixed_parameter_trains_it_again() -> None:
     trainer = Trainer(job())
     state = trainer.begin_iteration(0)
