@@ -8,7 +8,9 @@ _DTYPES = {
     str(dtype).removeprefix('torch.'): dtype
     for dtype in (
         *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.bool),
+        *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
+        *(torch.complex64, torch.complex128),
+        *(torch.uint16, torch.uint32, torch.uint64),
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     )
 }

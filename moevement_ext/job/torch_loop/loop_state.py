@@ -72,7 +72,12 @@ class LoopState:
         """Return the encoded state; between iterations with the generator states of training."""
         generators = self._generators or _capture()
         encoded = _Encoded(self.iteration, self.reduced, generators, self._state_dict())
-        state = msgspec.msgpack.encode(encoded, enc_hook=_encode)
+        try:
+            state = msgspec.msgpack.encode(encoded, enc_hook=_encode)
+        except OverflowError as error:
+            raise ConfigurationError(
+                'state_dict() holds an integer of more than 64 bits; give it as a string or bytes.'
+            ) from error
         if self._bound is not None and len(state) > self._bound:
             _say_too_large(len(state), self._bound)
             self._bound = None
@@ -131,7 +136,7 @@ def _decode(state: bytes) -> _Encoded:
 
 
 def _encode(value: object) -> object:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and dtype_of(dtype_name(value.dtype)) is not None:
         flat = value.detach().cpu().contiguous().view(-1)
         content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b''
         parts = (dtype_name(value.dtype), list(value.shape), content)
@@ -140,7 +145,7 @@ def _encode(value: object) -> object:
         return value.item()
     raise ConfigurationError(
         f'state_dict() holds a {type(value).__name__}: {value!r:.80}. Give numbers, strings, '
-        'bytes, lists, dicts and tensors.'
+        'bytes, lists, dicts and tensors (of other types as torch.uint8).'
     )
 
 

@@ -14,7 +14,7 @@ from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.config import ConfigurationError
 from moevement_ext.job.torch_loop.first_state import create_state
 from moevement_ext.memory.batches import copy_all
-from moevement_ext.memory.dtypes import dtype_of
+from moevement_ext.memory.dtypes import dtype_name, dtype_of
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.slot import SlotContext, SlotHeader
 
@@ -66,7 +66,7 @@ class ModuleOperators:
         self._members: dict[str, list[nn.Parameter]] = {}
         self.kinds: dict[str, str] = {}
         self.slices: dict[str, OperatorSlices] = {}
-        trained = _trained(optimizer)
+        trained = _trained(model, optimizer)
         for name, parameter in model.named_parameters():
             operator = self._enter(*self._operator_of(name))
             _check_parameter(name, parameter, trained)
@@ -181,8 +181,13 @@ def _state_of(
     operator: str, name: str, parameter: nn.Parameter, optimizer: Optimizer
 ) -> Iterator[TensorSlice]:
     for part, value in sorted(optimizer.state.get(parameter, {}).items()):
-        if not torch.is_tensor(value):
+        if value is None:
             continue
+        if not torch.is_tensor(value):
+            raise ConfigurationError(
+                f'optimizer.state has {part} of {name} as {type(value).__name__}, which windows '
+                'cannot hold: keep it as a tensor, or take another optimizer.'
+            )
         if value.device != parameter.device:
             raise ConfigurationError(
                 f'{part} of {name} is on {value.device}, not on {parameter.device}: give the '
@@ -196,13 +201,26 @@ def _slice(
 ) -> TensorSlice:
     if not tensor.is_contiguous():
         raise ConfigurationError(f'{name} ({part}) is not contiguous; make it so before training.')
+    if dtype_of(dtype_name(tensor.dtype)) is None:
+        raise ConfigurationError(
+            f'{name} ({part}) is of {tensor.dtype}, which windows cannot hold: keep it as another '
+            'type, such as torch.uint8, and take a view of it.'
+        )
     flat = tensor.detach().view(-1)
     return TensorSlice(operator, name, part, 0, flat.numel(), flat, volatile)
 
 
-def _trained(optimizer: Optimizer) -> set[int]:
-    """Identities of the optimizer's parameters."""
+def _trained(model: nn.Module, optimizer: Optimizer) -> set[int]:
+    """Identities of the optimizer's parameters; refuse state that no parameter has."""
     trained = [one for group in optimizer.param_groups for one in group['params']]
+    known = set(map(id, model.parameters()))
+    for one in (*trained, *optimizer.state):
+        if id(one) not in known:
+            what = f'a tensor of shape {list(one.shape)}' if torch.is_tensor(one) else repr(one)
+            raise ConfigurationError(
+                f'The optimizer has {what}, which is no parameter of the model, so a recovery '
+                'would lose it: give the trainer one module with all parameters.'
+            )
     return set(map(id, trained))
 
 

@@ -35,9 +35,17 @@ def test_tensors_are_restored_with_dtype_and_shape(tensor: torch.Tensor) -> None
     assert torch.equal(found, tensor)
 
 
-def test_unserializable_state_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match='holds a object: .* Give numbers'):
-        LoopState(lambda: {'a': object()}, print).now()
+@pytest.mark.parametrize(
+    ('value', 'message'),
+    [
+        (object(), 'holds a object: .* Give numbers'),
+        (torch.zeros(1, dtype=torch.float8_e4m3fnuz), 'holds a Tensor: .* Give numbers'),
+        (2**100, 'an integer of more than 64 bits'),
+    ],
+)
+def test_unserializable_state_is_refused(value: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LoopState(lambda: {'a': value}, print).now()
 
 
 def test_restore_resets_all_random_generators() -> None:

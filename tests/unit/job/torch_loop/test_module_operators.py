@@ -111,9 +111,52 @@ def with_a_fixed_parameter() -> None:
     operators_of(module)
 
 
+def with_a_parameter_of_another_module() -> None:
+    module, other = Net(), nn.Linear(3, 3, bias=False)
+    ModuleOperators(module, optim.Adam([*module.parameters(), *other.parameters()]), by_module)
+
+
+def with_an_integer_in_the_state() -> None:
+    module = Net()
+    adam = optim.Adam(module.parameters())
+    adam.state[module.router.bias] = {'step': 0}
+    ModuleOperators(module, adam, by_module)
+
+
+def with_state_of_the_whole_optimizer() -> None:
+    module = Net()
+    adam = optim.Adam(module.parameters())
+    adam.state['round'] = {'step': torch.zeros(1)}
+    ModuleOperators(module, adam, by_module)
+
+
+def with_a_buffer_of_a_rare_type() -> None:
+    module = Net()
+    module.register_buffer('scale', torch.zeros(2, dtype=torch.float8_e4m3fnuz))
+    operators_of(module)
+
+
+def test_buffers_of_all_usual_types_are_restored() -> None:
+    module = Net()
+    for dtype in (torch.complex128, torch.uint16, torch.uint32, torch.uint64):
+        module.register_buffer(str(dtype)[6:], torch.tensor([3, 5], dtype=dtype))
+    operators = operators_of(module)
+    slots = captured(operators, 0), captured(operators, 1)
+    for buffer in operators.buffers:
+        buffer.zero_()
+    for slot in slots:
+        operators.load(*slot)
+    assert module.complex128.tolist() == module.uint32.tolist() == [3, 5]
+    assert module.uint16.tolist() == module.uint64.tolist() == [3, 5]
+
+
 @pytest.mark.parametrize(
     ('build', 'message'),
     [
+        (with_a_parameter_of_another_module, r'a tensor of shape \[3, 3\], which is no parameter'),
+        (with_an_integer_in_the_state, r'step of router\.bias as int, which windows cannot hold'),
+        (with_state_of_the_whole_optimizer, "has 'round', which is no parameter of the model"),
+        (with_a_buffer_of_a_rare_type, r'scale \(buffer\) is of torch\.float8_e4m3fnuz'),
         (without_a_parameter, r'does not have experts\.0\.weight'),
         (with_a_fixed_parameter, r'router\.bias has requires_grad=False'),
     ],
