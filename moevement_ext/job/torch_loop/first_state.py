@@ -16,9 +16,10 @@ _BEGIN_AT_ZERO = (
 def create_state(optimizer: optim.Optimizer) -> None:
     """Create the state that the first step would create, with its initial values.
 
-    Existing state and parameters do not change. No parameter may have a gradient. Raises
+    Existing state and parameters do not change; gradients are dropped. Raises
     `ConfigurationError` if the initial state of this optimizer is not known to be zero.
     """
+    optimizer.zero_grad()
     for group in optimizer.param_groups:
         for parameter in group['params']:
             if not optimizer.state.get(parameter):

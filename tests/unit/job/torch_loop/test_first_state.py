@@ -57,6 +57,16 @@ def test_created_state_tensors_stay_the_same_in_training() -> None:
     assert {id(value) for state in optimizer.state.values() for value in state.values()} == sources
 
 
+def test_gradients_of_a_warm_up_do_not_reach_the_state() -> None:
+    module = model()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    optimizer = optim.Adam(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    create_state(optimizer)
+    assert all(map(torch.equal, before, module.parameters()))
+    assert not any(value.any() for state in optimizer.state.values() for value in state.values())
+
+
 def test_existing_state_is_kept() -> None:
     module = model()
     optimizer = optim.Adam(module.parameters())
