@@ -202,6 +202,7 @@ class TorchTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.pipeline.begin(iteration + 1)
         self.loss = self.compute(iteration)
+        self.pipeline.check()
         faults.point(Phase.OPTIMIZER)
         self._update.wait()
         reduced = self._reduce() if self._known is None else self._known

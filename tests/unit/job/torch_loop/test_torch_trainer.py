@@ -232,9 +232,46 @@ def with_too_many_numbers() -> None:
     trainer.iterate(0)
 
 
+class Sends(Trainer):
+    """A first stage that sends `tensors`, of one number each."""
+
+    tensors = 2
+
+    def compute(self, iteration: int) -> float:
+        with self.pipeline.replaying({Direction.UP: Ones()}):  # without another rank
+            for _ in range(self.tensors):
+                self.pipeline.send(Direction.DOWN, torch.ones(1))
+            self.pipeline.receive(Direction.UP, (1,))
+        return 0.0
+
+
+class Ones:
+    """Ones from the other stage."""
+
+    def take(self, iteration: int, sequence: int) -> torch.Tensor:
+        return torch.ones(1)
+
+
+def with_two_tensors_per_micro_batch() -> None:
+    Sends(job(ranks=2), stages=2, boundary_bytes=4).iterate(0)
+
+
+def with_a_larger_tensor() -> None:
+    Sends(job(ranks=2), stages=2).iterate(0)
+
+
+def test_iteration_with_one_tensor_per_micro_batch_is_accepted() -> None:
+    stage = Sends(job(ranks=2), stages=2, boundary_bytes=4)
+    stage.tensors = 1
+    for iteration in range(2):
+        stage.iterate(iteration)
+
+
 @pytest.mark.parametrize(
     ('build', 'message'),
     [
+        (with_two_tensors_per_micro_batch, 'received 1 .* and sent it 2, with micro_batches=1'),
+        (with_a_larger_tensor, 'was given 4 bytes, more than boundary_bytes=0'),
         (with_too_many_numbers, 'returned 17 numbers; at most 16'),
         (lambda: Trainer(job(ranks=4), stages=3), '4 ranks are no multiple of 3 stages'),
     ],
