@@ -18,6 +18,8 @@ class LoopEntry:
 
     def __init__(self) -> None:
         self.cut_off: BaseException | None = None
+        # A step of this call has begun; None before the first call.
+        self._stepped: bool | None = None
 
     def enter(self, run: Callable[[], Any]) -> Any:
         """Call the loop; raise the error that interrupted a step, even if the loop caught it.
@@ -25,10 +27,20 @@ class LoopEntry:
         The error does not stay on this object: its traceback holds the frames of the
         interrupted step, which must be freed.
         """
+        again, self._stepped = self._stepped is not None, False
         try:
             result = run()
         except LoopGoesOn:
             result = None
+        except Exception as error:
+            if again and not self._stepped:
+                logger.warning(
+                    'sparse checkpointing: the loop was entered again and raised %r before its '
+                    'first step; no rank is connected until that step returns, so use '
+                    'torch.distributed only after it',
+                    error,
+                )
+            raise
         finally:
             cut_off, self.cut_off = self.cut_off, None
         if cut_off is not None:
@@ -41,6 +53,7 @@ class LoopEntry:
         """Record the error that interrupts a step; `LoopGoesOn` if an earlier one was cut off."""
         if self.cut_off is not None:
             raise LoopGoesOn
+        self._stepped = True
         try:
             yield
         except BaseException as error:

@@ -41,6 +41,25 @@ def test_next_step_raises_the_swallowed_error() -> None:
     assert steps == [1]
 
 
+def test_loop_that_fails_before_its_first_step_is_told_that_no_rank_is_connected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not at its first call, when all ranks are connected."""
+
+    def loop() -> None:
+        raise RuntimeError('a barrier of gloo')
+
+    entry = LoopEntry()
+    for said in (0, 1):
+        with pytest.raises(RuntimeError):
+            entry.enter(loop)
+        assert len(caplog.messages) == said
+        with pytest.raises(KeyError):
+            entry.enter(lambda: interrupted(entry, KeyError('in a step')))
+        assert len(caplog.messages) == said
+    assert 'raised RuntimeError' in caplog.text and 'use torch.distributed only' in caplog.text
+
+
 def test_loop_can_be_entered_again_after_an_error() -> None:
     entry = LoopEntry()
     with pytest.raises(KeyError):
