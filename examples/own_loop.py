@@ -32,7 +32,7 @@ def main() -> None:
     sparse = SparseCheckpointConfig(
         window=4, dir=options.dir, run_id=options.run_id, events=options.events
     )
-    with attach(sparse, *configurations, plan) as job:
+    with attach(sparse, *configurations, plan, settings={'data': options.data}) as job:
         job.init_process_group()
         built = job.set_up(partial(small_gpt.build, *configurations))
         train_step = partial(small_gpt.train_step, built, plan)

@@ -19,7 +19,7 @@ Checked against megatron-core 0.19.2.
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +130,7 @@ def attach(
     optimizer: OptimizerConfig,
     ddp: DistributedDataParallelConfig,
     plan: TrainingPlan,
+    settings: Mapping[str, object] = {},
 ) -> Iterator['Attachment']:
     """Protect a training job. Every rank calls it, around all use of `torch.distributed`.
 
@@ -144,6 +145,8 @@ def attach(
         optimizer: configuration of the optimizer.
         ddp: configuration of data parallelism.
         plan: batch sizes, sequence length and backend of the loop.
+        settings: all else that can change bits, by name, such as data, seed and learning rate;
+            compared as text. Windows of other settings are refused.
 
     Raises:
         ConfigurationError: a setting breaks a rule or is not supported; the message names the
@@ -155,14 +158,14 @@ def attach(
     refuse_mixed_up_sends(model)
     refuse_recorded_passes(model)
     facts = facts_of_loop(model, optimizer, plan)
-    settings = settings_of_loop(model, optimizer, ddp, plan, facts)
-    refuse_unsupported(settings)
+    every = settings_of_loop(model, optimizer, ddp, plan, facts, settings)
+    refuse_unsupported(every)
     compiled.make_repeatable(torch.are_deterministic_algorithms_enabled(), warns=_first_rank())
     torch_adam.patch()
-    fp8_masters.install(settings)
+    fp8_masters.install(every)
     counters, data = LoopCounters(plan.train_iters), ReplayableData()
     operations = OperationCount(lambda: 0.0)
-    with protected_job(settings, facts, counters, sparse, data, operations) as session:
+    with protected_job(every, facts, counters, sparse, data, operations) as session:
         yield Attachment(session, facts, counters, data, plan)
         session.job.keeps_windows = counters.iteration < plan.train_iters
 

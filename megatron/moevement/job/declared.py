@@ -5,12 +5,15 @@ Checked against megatron-core 0.19.2.
 """
 
 import os
+import sys
+from collections.abc import Mapping
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron.moevement.facts import JobFacts, Settings
+from megatron.moevement.job.identity import ARGUMENTS
 from megatron.moevement.training_plan import TrainingPlan
 from moevement_ext.config import ConfigurationError
 
@@ -89,8 +92,23 @@ def settings_of_loop(
     ddp: DistributedDataParallelConfig,
     plan: TrainingPlan,
     facts: JobFacts,
+    of_loop: Mapping[str, object],
 ) -> Settings:
-    """All settings that may change bits, by the names of upstream's arguments."""
+    """All settings that may change bits, by the names of upstream's arguments.
+
+    `of_loop` are further ones that the program names itself.
+    """
     found = {**vars(ddp), **vars(optimizer), **vars(model), **vars(plan), **vars(facts)}
     del found['copies_from_peers']  # decides only how a rank recovers
+    named = {f'settings.{name}': str(value) for name, value in of_loop.items()}
+    return {**found, **named, ARGUMENTS: _arguments()}
+
+
+def _arguments() -> dict[str, str]:
+    """The program's arguments by flag; only the program knows which of them decide bits."""
+    found, flag = dict[str, str](), 'arguments'
+    for word in sys.argv[1:]:
+        if word.startswith('--'):
+            flag, _, word = word.partition('=')
+        found[flag] = f'{found.get(flag, "")} {word}'.strip()
     return found

@@ -27,6 +27,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import PurePath
+from typing import cast
 
 import torch
 import xxhash
@@ -37,7 +38,7 @@ from moevement_ext.config import MOEVEMENT, OFF, SparseCheckpointConfig, slurm_r
 from moevement_ext.memory.shelf import directory_of
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Placed
-from moevement_ext.memory.window.settings import RunSettings, bounded
+from moevement_ext.memory.window.settings import RunSettings, Table, bounded
 
 _DENSE_CHECKPOINTS = (
     'save load save_interval save_retain_interval non_persistent_save_interval '
@@ -103,6 +104,9 @@ INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_
 _OTHER_START = ('finetune', 'no_load_optim', 'no_load_rng')
 
 _STRATEGY = 'sparse_ckpt_strategy'
+ARGUMENTS = 'sparse_ckpt_arguments'
+"""Name of a setting with the arguments of a program that is not upstream's, by flag. They do not
+count, as some may change no bit; a difference is reported."""
 
 _PLAIN = (type(None), bool, float, str, bytes, torch.dtype, torch.device, PurePath, timedelta)
 
@@ -221,7 +225,11 @@ def run_settings(settings: Settings, run_id: str) -> RunSettings:
             layout=layout,
             files=named_files.held_by_files(settings),
             versions={**computing.versions(on_cpu), **named_files.code(settings)},
-            environment={**computing.environment(), **named_files.other_files(settings, counts)},
+            environment={
+                **computing.environment(),
+                **named_files.other_files(settings, counts),
+                **cast(Table, settings.get(ARGUMENTS, {})),
+            },
         )
     )
 

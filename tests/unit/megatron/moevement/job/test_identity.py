@@ -26,7 +26,7 @@ from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Layout, Placed
 from moevement_ext.memory.window.refused import OtherSettings
-from moevement_ext.memory.window.settings import encode
+from moevement_ext.memory.window.settings import differences, encode
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover import launched_alike
 from moevement_ext.recover.inventory import launch_of
@@ -276,14 +276,34 @@ def test_values_of_any_type_are_distinguished(one: Any, other: Any) -> None:
     assert len(digests) == 2
 
 
-def own_loop(lr: float = 1e-3) -> dict[str, object]:
+def own_loop(lr: float = 1e-3, **named: object) -> dict[str, object]:
     """Settings that `attach` derives from configurations, with callables, enums and dtypes."""
     model = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2)
     optimizer = OptimizerConfig(lr=lr)
     plan = TrainingPlan(10, seq_length=8, micro_batch_size=1, global_batch_size=4)
     facts = facts_of_loop(model, optimizer, plan)
-    settings = settings_of_loop(model, optimizer, DistributedDataParallelConfig(), plan, facts)
+    ddp = DistributedDataParallelConfig()
+    settings = settings_of_loop(model, optimizer, ddp, plan, facts, named)
     return {**settings, 'names': {'some', 'names', 'in', 'a', 'set'}, 'build': _scaled(3.0)}
+
+
+def test_settings_that_a_loop_names_count() -> None:
+    one, other = (own_loop(data=Path(name)) for name in ('/a', '/b'))
+    assert identity.run_identity(one, 'run') != identity.run_identity(other, 'run')
+    found = differences(*(identity.run_settings(item, 'run') for item in (one, other)))
+    assert found.decisive == ['--settings.data: was /a, is /b']
+
+
+def test_other_arguments_of_a_loop_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    for seed in '12':
+        monkeypatch.setattr(sys, 'argv', ['loop.py', 'run', '--seed', seed, '--lr=-0.1', '--fast'])
+        launched.append(own_loop())
+    assert len({identity.run_identity(item, 'run') for item in launched}) == 1
+    found = differences(*(identity.run_settings(item, 'run') for item in launched))
+    assert not found.decisive and found.doubtful == ['--seed: was 1, is 2']
+    told = identity.run_settings(launched[0], 'run').environment
+    assert (told['arguments'], told['--lr'], told['--fast']) == ('run', '-0.1', '')
 
 
 def test_identity_of_configurations_is_the_same_in_another_process() -> None:
