@@ -62,6 +62,7 @@ def attached(
     connect: Callable[[Any], None] = lambda job: job.init_process_group(),
     change: Callable[..., Any] = lambda *built: built,
     load_own: Mapping[str, Any] = {},
+    settings: Mapping[str, object] = {},
 ) -> Iterator[OwnLoop]:
     """A loop that is set up, with windows of two iterations. Needs its own process.
 
@@ -71,6 +72,7 @@ def attached(
         connect: called with the job before the set-up.
         change: returns what the loop builds, given what the example builds.
         load_own: keywords of `set_up` about the loop's own checkpoint.
+        settings: of the loop, by name.
     """
     from examples import small_gpt
     from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach
@@ -91,7 +93,7 @@ def attached(
         events=str(directory / 'events'),
         interface='lo',
     )
-    with attach(sparse, *configurations, plan) as job:
+    with attach(sparse, *configurations, plan, settings) as job:
         connect(job)
         built = job.set_up(lambda: change(*small_gpt.build(*configurations)), **load_own)
         yield OwnLoop(job, built, plan)

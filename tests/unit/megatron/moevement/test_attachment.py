@@ -89,6 +89,16 @@ def test_loop_that_ends_early_resumes_from_its_windows(directory: Path) -> None:
     assert windows(directory) == []
 
 
+def set_up_with_other_data(directory: Path) -> int:
+    with attached(directory, settings={'data': 'other'}) as own:
+        return own.job.iteration
+
+
+def test_windows_of_other_settings_are_not_used(directory: Path) -> None:
+    run(left_early, directory)
+    assert run(set_up_with_other_data, directory) == 0
+
+
 def saves_a_checkpoint(directory: Path) -> None:
     """Run another job, which keeps no windows."""
     with attached(directory, iterations=5) as own:
