@@ -115,14 +115,17 @@ class UpstreamData:
         """Iterator from `consumed_samples` on, which draws random numbers when upstream's would.
 
         A loader draws a seed when it is opened. A cyclic loader is opened when the first sample of
-        an epoch is read.
+        an epoch is read; one whose processes persist only in the first epoch.
         """
         if not self._cyclic:
             return iter(loader)
         again_and_again = training.cyclic_iter(loader)
         assert isinstance(loader, DataLoader)
         sampler: Any = loader.batch_sampler
-        if consumed_samples % (sampler.total_samples - sampler.last_batch_size) == 0:
+        of_epoch = sampler.total_samples - sampler.last_batch_size
+        if consumed_samples % of_epoch == 0 and not (
+            consumed_samples and loader.persistent_workers
+        ):
             return iter(again_and_again)
         return itertools.chain(iter(loader), again_and_again)
 
