@@ -349,7 +349,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         '--sparse-ckpt-forget',
         action='store_true',
         help='Continue from the dense checkpoint, or the start, if some ranks have lost windows '
-        'that all ranks had; without this flag the job refuses to start and names these ranks.',
+        'that all ranks had, or windows of another layout or release cannot be used; without this '
+        'flag the job refuses to start and names these ranks, or the reason.',
     )
     group.add_argument(
         '--sparse-ckpt-strict',

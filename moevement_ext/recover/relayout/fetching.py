@@ -7,7 +7,7 @@ from itertools import batched
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.shelf import Part, Shelf
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.relayout.index import Portion
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ShelfClient
@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 # Ranges of one request.
 _MAX_RANGES = 4096
-_FAILURES = (RefusedWindow, PeerLost, PeerRefused, HostMemoryError)
 
 Place = tuple[Portion, memoryview]
 """A piece, and the destination of its bytes."""
@@ -58,28 +57,43 @@ class Fetcher:
         return 0 if self._sees(owner) else 1 + (owner - self._rank) % (len(self._holders) + 1)
 
     def headers(self, owner: int) -> list[SlotHeader]:
-        """Headers of an owner's part, slot 0 first; `RefusedWindow` without an undamaged one."""
-        for number, part in self._sources(owner):
-            try:
-                if number == self._rank:
-                    return self._shelf.headers(part)
-                return self._connected(number).fetch_part(part)
-            except _FAILURES as error:
-                _warn(owner, number, error)
-        raise RefusedWindow(f'the part of rank {owner} cannot be read anywhere')
+        """Headers of an owner's part, slot 0 first; errors as `fetch`."""
+
+        def read(number: int, part: Part) -> list[SlotHeader]:
+            if number == self._rank:
+                return self._shelf.headers(part)
+            return self._connected(number).fetch_part(part)
+
+        return self._from_any(owner, 'the part', read)
 
     def fetch(self, owner: int, slot: int, places: Sequence[Place]) -> None:
-        """Fill places with pieces of one owner's records; `RefusedWindow` if damaged everywhere."""
+        """Fill places with pieces of one owner's records.
+
+        Raises:
+            CorruptWindow: every copy is damaged.
+            PeerLost, HostMemoryError: a holder may have an undamaged copy.
+        """
+
+        def read(number: int, part: Part) -> None:
+            if number == self._rank:
+                self._read(part, slot, places)
+            else:
+                self._receive(number, part, slot, places)
+
+        self._from_any(owner, f'slot {slot}', read)
+
+    def _from_any[Read](self, owner: int, what: str, read: Callable[[int, Part], Read]) -> Read:
+        passing: PeerLost | HostMemoryError | None = None
         for number, part in self._sources(owner):
             try:
-                if number == self._rank:
-                    self._read(part, slot, places)
-                else:
-                    self._receive(number, part, slot, places)
-                return
-            except _FAILURES as error:
+                return read(number, part)
+            except (RefusedWindow, PeerRefused, PeerLost, HostMemoryError) as error:
                 _warn(owner, number, error)
-        raise RefusedWindow(f'slot {slot} of rank {owner} cannot be read anywhere')
+                if isinstance(error, PeerLost | HostMemoryError):
+                    passing = error
+        if passing is not None:
+            raise passing
+        raise CorruptWindow(f'{what} of rank {owner} cannot be read anywhere')
 
     def _read(self, part: Part, slot: int, places: Sequence[Place]) -> None:
         for piece, view in places:

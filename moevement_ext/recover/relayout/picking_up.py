@@ -12,7 +12,7 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.placed import Placed
-from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.relayout import surplus
 from moevement_ext.recover.relayout.fetching import Fetcher
@@ -22,14 +22,15 @@ from moevement_ext.recover.relayout.found import (
     require_exact,
 )
 from moevement_ext.recover.relayout.relaid import RelaidWindow
-from moevement_ext.recover.sources import VerifiedWindow, make_room
+from moevement_ext.recover.sources import TRIES, VerifiedWindow, make_room
 from moevement_ext.recover.whole_job import Source
 from moevement_ext.replicate.client import PeerLost, ShelfClient
 from moevement_ext.replicate.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
-_FAILURES = (RefusedWindow, HostMemoryError, PeerLost)
+# Tells the other ranks that no layout could go on from the window; other reasons are texts.
+_DAMAGED = 'damaged'
 
 
 class PickingUp:
@@ -58,8 +59,8 @@ class PickingUp:
     def obtain(self, newer_than: int = -1) -> Source | None:
         """The newest window, dense after `newer_than`, that every rank could assemble. Collective.
 
-        None: recovery continues with the next tier. Raises `UserError` if this layout
-        cannot, or must not, continue from these windows.
+        None: recovery continues with the next tier, as these windows are damaged or given up.
+        Raises `UserError` if this layout cannot, or must not, continue from them.
         """
         self._memory.server.serve_shelf(self._shelf)
         self._rank.exchange('shelves', b'')  # all serve theirs now
@@ -67,12 +68,17 @@ class PickingUp:
             if candidate.window.dense_at <= newer_than:
                 continue
             self._require(candidate)
-            file = self._relaid(candidate)
-            if self._rank.exchange.all_agree(f'relaid/{number}', file is not None):
-                assert file is not None
+            file, reason = self._relaid(candidate)
+            told = self._rank.exchange(f'relaid/{number}', reason.encode(errors='replace'))
+            reasons = [reason.decode() for reason in told if reason]
+            if file is not None and not reasons:
                 self._memory.windows.persisted(file.required_name())
                 self._memory.windows.discard_after(candidate.window.start)
                 return Source(Conversion(VerifiedWindow(file)), str(candidate.layout))
+            if file is not None:
+                self._memory.windows.discard(file.required_name())
+            if _DAMAGED not in reasons and not self._rank.config.forget:
+                raise UserError(_not_assembled(candidate, reasons[0]))
             logger.warning('window %d of %s is not whole', candidate.window.start, candidate.layout)
         return None
 
@@ -108,8 +114,22 @@ class PickingUp:
             return self._memory.shelf_client(number)
         return self._elsewhere.beside.client(beyond)
 
-    def _relaid(self, candidate: Candidate) -> WindowFile | None:
-        """This rank's part, committed in its memory; None if no undamaged copy exists."""
+    def _relaid(self, candidate: Candidate) -> tuple[WindowFile | None, str]:
+        """This rank's part, committed in its memory, or the reason why there is none."""
+        reason = ''
+        for _ in range(TRIES):
+            try:
+                return self._assembled(candidate), ''
+            except (RefusedWindow, HostMemoryError, PeerLost) as error:
+                logger.warning(
+                    'refused: window %d of %s: %s', candidate.window.start, candidate.run, error
+                )
+                reason = _DAMAGED if isinstance(error, CorruptWindow) else str(error)
+                if not isinstance(error, PeerLost):  # all ranks are new: a connection was lost
+                    break
+        return None, reason
+
+    def _assembled(self, candidate: Candidate) -> WindowFile:
         began = time.perf_counter()
         fetcher = Fetcher(self._rank.number, self._shelf, candidate.holders, self._client)
         own = self._operators.slices.keys()
@@ -128,11 +148,6 @@ class PickingUp:
             windows.discard(relaid.window.name)  # of an earlier start that did not come further
             make_room(windows, relaid.window, [])
             file = self._memory.receive(relaid.window, relaid.write)
-        except _FAILURES as error:
-            logger.warning(
-                'refused: window %d of %s: %s', candidate.window.start, candidate.run, error
-            )
-            return None
         finally:
             fetcher.close()
         self._rank.events.emit(
@@ -146,3 +161,11 @@ class PickingUp:
             )
         )
         return file
+
+
+def _not_assembled(candidate: Candidate, reason: str) -> str:
+    return (
+        f'--sparse-ckpt-elastic: window {candidate.window.start} of {candidate.layout} is there, '
+        f'but this start cannot go on from it: {reason}. Remove that cause and start again, or '
+        'start that layout; --sparse-ckpt-forget goes on without the window, and deletes it.'
+    )

@@ -4,6 +4,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,6 +14,8 @@ import torch
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.capture.relaying import Division
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.errors import HostMemoryError, UserError
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic
@@ -29,10 +33,12 @@ from moevement_ext.memory.window.slot import (
     decode_context,
 )
 from moevement_ext.recover.relayout.fetching import Fetcher
-from moevement_ext.recover.relayout.found import Candidate, merged
+from moevement_ext.recover.relayout.found import Candidate, Elsewhere, merged
+from moevement_ext.recover.relayout.picking_up import PickingUp
 from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
 from moevement_ext.recover.relayout.stock import Stock, _Seen
-from moevement_ext.replicate.client import PeerRefused, ShelfClient
+from moevement_ext.recover.whole_job import Source
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ShelfClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, tmpfs_directory
 
@@ -235,6 +241,89 @@ def test_a_record_that_is_damaged_everywhere_is_named(
     window, _ = made.window()
     with pytest.raises(RefusedWindow, match='slot 0 of rank 0 cannot be read anywhere'):
         written(window, tmp_path / 'w')
+
+
+def obtained(
+    made: Job, shm: Path, fail: Callable[[], object] = lambda: None, **given: Any
+) -> Source | None:
+    """What rank 0 of two goes on from; `fail` is called whenever it begins to write its part."""
+
+    def receive(window: Window, deliver: Callable[[WindowFile], object]) -> WindowFile:
+        fail()
+        file = windows.begin(window.name, fetched=True)
+        assert file is not None
+        try:
+            deliver(file)
+        except BaseException:
+            windows.abandon(file)
+            raise
+        windows.commit(file)
+        return file
+
+    store = NodeStore(shm, NEW, 'a')
+    windows = OwnerWindows(store, 0, 0, 2**18)
+    rank = SimpleNamespace(
+        number=0,
+        world_size=2,
+        config=SparseCheckpointConfig(elastic='restart', **given),
+        identity=RankIdentity('new', 'new', 0, placed=placed(0, Layout(2, data=2))),
+        exchange=lambda name, own: [own],
+        events=SimpleNamespace(emit=lambda event: None),
+    )
+    memory = SimpleNamespace(
+        server=SimpleNamespace(serve_shelf=lambda shelf: None),
+        windows=windows,
+        receive=receive,
+        shelf_client=made.client,
+    )
+    operators = SimpleNamespace(slices={name: slices(name, 0, 2) for name in ('one', 'two')})
+    picking: Any = PickingUp
+    elsewhere = Elsewhere([made.found()], [OLD])
+    picker = picking(rank, made.shelves[0], elsewhere, memory, operators, Relaying())
+    try:
+        source: Source | None = picker.obtain()
+        assert bool(windows.committed()) == (source is not None)
+        return source
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    'failure',
+    [RefusedWindow('a scale for each shard'), HostMemoryError('9 GB'), PeerLost('no answer')],
+    ids=repr,
+)
+def test_a_whole_window_that_this_start_cannot_take_is_not_given_up(
+    failure: Exception, job: Callable[..., Job], shm: Path
+) -> None:
+    """A job that starts over would delete it."""
+
+    def fail() -> None:
+        raise failure
+
+    made = job()
+    with pytest.raises(UserError, match=rf'{failure}\. Remove that cause.*--sparse-ckpt-forget'):
+        obtained(made, shm, fail)
+    assert obtained(made, shm, fail, forget=True) is None
+
+
+def test_damaged_window_is_no_reason_to_stop(job: Callable[..., Job], shm: Path) -> None:
+    made = job()
+    for path in shm.glob(f'{OLD}/*/*/0/window-*'):
+        content = bytearray(path.read_bytes())
+        content[2**16 + 5] ^= 1
+        path.write_bytes(content)
+    assert obtained(made, shm) is None
+
+
+def test_lost_connection_is_tried_again(job: Callable[..., Job], shm: Path) -> None:
+    failures = [PeerLost('no answer')] * 2
+
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    assert obtained(job(), shm, fail) is not None
 
 
 def test_a_file_that_is_too_small_is_not_begun(job: Callable[..., Job], tmp_path: Path) -> None:
