@@ -334,14 +334,19 @@ def test_planned_exit_leaves_the_whole_state_in_one_slot(
 @pytest.mark.thorough
 @pytest.mark.parametrize('end', ENDS)
 def test_any_planned_end_leaves_the_whole_state_in_one_slot(
-    end: str, cluster: Callable[..., Cluster]
+    end: str, cluster: Callable[..., Cluster], tmp_path: Path
 ) -> None:
+    """Also with a dense checkpoint, which not every new layout could load."""
     flags, mutation = ENDS[end]
     was, now = CASES['DP to PP']
-    job = cluster(*MODEL, *was.flags(), *RESTART, *THREE, *flags.split(), ranks=was.ranks)
+    dense = str(tmp_path / 'dense')
+    saving = ['--save', dense, '--save-interval', '100', '--ckpt-format', 'torch_dist']
+    three = [*THREE, *saving, '--load', dense]
+    job = cluster(*MODEL, *was.flags(), *RESTART, *three, *flags.split(), ranks=was.ranks)
     job.finish(timeout_s=300.0, mutation=f'mutations.ending:{mutation}')
     assert 'exit at iteration: 6 | windows: kept in' in job.output(0)
-    after = again(job, cluster, now, *THREE)
+    assert Path(dense, 'latest_checkpointed_iteration.txt').read_text() == '6'
+    after = again(job, cluster, now, *three)
     after.finish(timeout_s=300.0)
     assert (relaid(after).start, relaid(after).dense_at) == (6, 6)
     assert left_over(job) == []

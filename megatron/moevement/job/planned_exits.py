@@ -21,6 +21,7 @@ from megatron.moevement.job import protection_lines
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import upstream
 from moevement_ext import faults
+from moevement_ext.config import OFF
 from moevement_ext.errors import UserError
 from moevement_ext.faults import Phase
 from moevement_ext.job.ending import announce
@@ -48,7 +49,8 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     faults.point(Phase.EXIT)
     saved = _saved(facts, session.job.committed)
     session.job.end_together()
-    remove = saved and _is_loaded(facts, code) and not reads_memory()
+    elastic = session.job.rank.config.elastic != OFF
+    remove = saved and _is_loaded(facts, code, elastic) and not reads_memory()
     if not remove:
         session.job.part()
     announce(facts.rank, int(code), freed=remove)
@@ -60,13 +62,16 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     leave(int(code))
 
 
-def _is_loaded(facts: JobFacts, code: str | int) -> bool:
+def _is_loaded(facts: JobFacts, code: str | int, elastic: bool) -> bool:
     """True if the next launch should resume from the dense checkpoint that was saved.
 
-    Only that checkpoint has the findings of the rerun machine, and windows of the same iteration
-    would take precedence. But if `--load` differs from `--save`, only the windows are newer.
+    Not if `elastic`: the next layout may be one that cannot load it. Only that checkpoint has the
+    findings of the rerun machine, and windows of the same iteration would take precedence. But if
+    `--load` differs from `--save`, only the windows are newer.
     """
-    return code == 0 or (code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and facts.load == facts.save)
+    if code == 0:
+        return not elastic
+    return code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and facts.load == facts.save
 
 
 def _saved(facts: JobFacts, iteration: int) -> bool:

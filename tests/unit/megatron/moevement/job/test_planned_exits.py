@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A planned end frees the windows only if the next start can load the dense checkpoint."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.moevement.job import planned_exits
+from moevement_ext.config import SparseCheckpointConfig
+
+
+class _LeftError(Exception):
+    """The process would have ended."""
+
+
+def _calls(
+    code: int, monkeypatch: pytest.MonkeyPatch, load: str = 'dense', **given: Any
+) -> list[str]:
+    """Calls of the job at the end, after a dense checkpoint was saved."""
+
+    def leave(status: int) -> None:
+        raise _LeftError
+
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(planned_exits, '_saved', lambda facts, iteration: True)
+    monkeypatch.setattr(planned_exits, 'leave', leave)
+    calls: list[str] = []
+    job = SimpleNamespace(
+        rank=SimpleNamespace(config=SparseCheckpointConfig(**given)),
+        committed=7,
+        kept_in=None,
+        end_together=lambda: None,
+        part=lambda: calls.append('part'),
+        close=lambda remove: calls.append(f'close({remove})'),
+    )
+    facts: Any = SimpleNamespace(rank=0, load=load, save='dense')
+    session: Any = SimpleNamespace(job=job)
+    with pytest.raises(_LeftError):
+        planned_exits.exit_as_planned(facts, session, SystemExit(code))
+    return calls
+
+
+def test_dense_checkpoint_replaces_the_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _calls(0, monkeypatch) == ['close(True)']
+
+
+@pytest.mark.parametrize('load', ['dense', 'another'])
+def test_windows_of_all_layouts_outlive_a_dense_checkpoint_of_one(
+    load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number of stages could not load it."""
+    assert _calls(0, monkeypatch, load, elastic='restart') == ['part', 'close(False)']
+
+
+def test_findings_of_the_rerun_machine_are_loaded_in_any_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _calls(16, monkeypatch, elastic='restart') == ['close(True)']
