@@ -96,7 +96,8 @@ _LAUNCH = (
 # Progress of training, not its definition; and settings that set-up derives from the data.
 _PROGRESS = (
     'iteration curr_iteration consumed_train_samples consumed_valid_samples skipped_train_samples '
-    'num_floating_point_operations_so_far do_train do_valid do_test'
+    'num_floating_point_operations_so_far do_train do_valid do_test '
+    '_is_global_batch_size_explicitly_specified'  # the size itself counts
 ).split()
 INDIFFERENT = frozenset((*_DENSE_CHECKPOINTS, *_LOGGING, *_PROFILING, *_HOST, *_LAUNCH, *_PROGRESS))
 

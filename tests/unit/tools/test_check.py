@@ -81,7 +81,8 @@ def test_tied_embeddings_of_two_stages_are_a_note(
         ('--tokenizer-model /nowhere', '--tokenizer-model: /nowhere is not there for rank 0'),
         ('--num-attention-heads 3', 'Megatron ends with AssertionError: assert args.hidden_size'),
         (
-            '--sparse-ckpt-elastic restart --sparse-ckpt-elastic-layouts pp=foo',
+            '--global-batch-size 8 --sparse-ckpt-elastic restart '
+            '--sparse-ckpt-elastic-layouts pp=foo',
             "--sparse-ckpt-elastic-layouts 'pp=foo': give sizes",
         ),
         (

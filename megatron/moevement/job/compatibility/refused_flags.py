@@ -22,6 +22,7 @@ from megatron.moevement.job.compatibility.rule import (
     equal_to,
     number,
 )
+from moevement_ext.config import RESTART
 
 
 def _saves_where_it_loads(settings: Settings) -> bool:
@@ -31,6 +32,14 @@ def _saves_where_it_loads(settings: Settings) -> bool:
 
 _SAVE_IS_LOAD = Condition('with the same --save and --load', _saves_where_it_loads)
 _NOT_SAVED = Condition('without --save', lambda settings: not settings.get('save'))
+_DEFAULT_BATCH = Condition(
+    'without --global-batch-size',
+    lambda settings: (
+        not settings.get(
+            '_is_global_batch_size_explicitly_specified', settings.get('global_batch_size')
+        )
+    ),
+)
 _FIRST = 'write a first checkpoint without --sparse-ckpt, and --load that'
 _DELAYED = Condition(
     'with --delay-wgrad-compute', lambda settings: bool(settings.get('delay_wgrad_compute'))
@@ -213,6 +222,11 @@ REFUSED = (
          _SAVE_IS_LOAD),
     Rule('--no-save-rng', GIVEN, 'save them', 'a restart could not load the saved checkpoint',
          _SAVE_IS_LOAD),
+    Rule('--sparse-ckpt-elastic', equal_to(RESTART),
+         'give the size that the log of an earlier start names ("setting global batch size to"); '
+         'with --step-batch-size-schedule, which excludes that flag, leave this one out',
+         'by default the batch follows the number of data-parallel ranks, and another batch is '
+         'another training, which starts over', _DEFAULT_BATCH),
     # What an iteration leaves
     Rule('--save-params-interval', ANY, 'leave it out', _DUMPED),
     Rule('--save-wgrads-interval', ANY, 'leave it out', _DUMPED),

@@ -14,12 +14,14 @@ cpu_device.install()
 
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
+from megatron.moevement.arguments import add_arguments  # noqa: E402
+
 LONGEST_PAGE = 120
 
 
 def options() -> dict[str, list[str]]:
-    """Spellings of the flag of each setting, from upstream's parser."""
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    """Spellings of the flag of each setting, from upstream's parser with our flags."""
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
     found: dict[str, list[str]] = {}
     for action in parser._actions:
         found.setdefault(action.dest, []).extend(action.option_strings)

@@ -130,6 +130,16 @@ def test_digests_are_stable_across_versions() -> None:
     assert identity.topology_identity(settings) == '242838eb632384da'
 
 
+def test_default_batch_may_be_written_out(defaults: Namespace) -> None:
+    """Of the two, only the size reaches training."""
+    said, unsaid = (
+        Namespace(**vars(defaults), _is_global_batch_size_explicitly_specified=said)
+        for said in (True, False)
+    )
+    assert _identities(said) == _identities(unsaid)
+    assert _training(said) == _training(unsaid)
+
+
 def test_query_groups_count_only_with_grouped_attention(defaults: Namespace) -> None:
     """Upstream's memory report changes the number, which a dense checkpoint then holds."""
     other = _changed(defaults, 'num_query_groups')
@@ -229,7 +239,8 @@ _SET_BY_VALIDATION = set(
         'skipped_train_samples num_floating_point_operations_so_far do_train do_valid do_test '
         'use_dist_ckpt transformer_pipeline_model_parallel_size '
         'virtual_pipeline_model_parallel_size num_layers_in_first_pipeline_stage '
-        'num_layers_in_last_pipeline_stage gtp_weight_remat_size expert_gtp_weight_remat_size'
+        'num_layers_in_last_pipeline_stage gtp_weight_remat_size expert_gtp_weight_remat_size '
+        '_is_global_batch_size_explicitly_specified'
     ).split()
 )
 

@@ -64,6 +64,7 @@ ARGUMENTS = {
     '--yaml-cfg': 'all.yaml',
     '--ckpt-convert-format': 'torch',
     '--pretrained-checkpoint': 'dense',
+    '--sparse-ckpt-elastic': 'restart',
     '--override-ckpt-iteration': '0',
     '--finetune': SAME_FOLDER,
     '--no-load-optim': SAME_FOLDER,
@@ -136,6 +137,16 @@ def test_refused_flag_is_named_with_the_remedy(rule: Rule, monkeypatch: pytest.M
     message = str(refused.value)
     assert message.startswith(f'--sparse-ckpt does not support {rule.flag}')
     assert rule.remedy in message and '\n' not in message
+
+
+def test_elastic_job_names_its_batch() -> None:
+    """Upstream's validation sets the size of a batch that is not given."""
+    elastic = '--sparse-ckpt-elastic restart --distributed-backend gloo'.split()
+    given = parsed(*elastic, '--global-batch-size', '8')
+    refuse_unsupported(given)
+    by_default = {**given, '_is_global_batch_size_explicitly_specified': False}
+    with pytest.raises(ConfigurationError, match='restart without --global-batch-size'):
+        refuse_unsupported(by_default)
 
 
 @pytest.mark.parametrize('flags', ['--use-distributed-optimizer', '--muon-scalar-optimizer lion'])
