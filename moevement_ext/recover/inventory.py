@@ -150,11 +150,16 @@ def held_windows(
 
 
 def take_stock(
-    store: NodeStore, disk: DiskWindows | None, identity: RankIdentity, disk_only: bool = False
+    store: NodeStore,
+    disk: DiskWindows | None,
+    identity: RankIdentity,
+    disk_only: bool = False,
+    layouts: Collection[str] = (),
 ) -> Inventory:
     """Collect this rank's inventory at the start of a job.
 
-    `disk_only` omits windows in host memory, which are not used as a source.
+    `disk_only` omits windows in host memory, which are not used as a source. `layouts` are
+    directories of other layouts, in which to look for an earlier name of this machine.
     """
     memory = _Found(identity)
     if not disk_only:
@@ -164,7 +169,7 @@ def take_stock(
         sorted(memory.windows),
         [] if disk is None else sorted(found[1].windows, reverse=True),
         msgspec.structs.replace(
-            _traces(store, disk, identity),
+            _traces(store, disk, identity, layouts),
             unread={reason: start for one in found for reason, start in one.unread.items()},
         ),
         sorted(set().union(*(one.other_settings for one in found))),
@@ -173,7 +178,12 @@ def take_stock(
     )
 
 
-def _traces(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) -> Traces:
+def _traces(
+    store: NodeStore,
+    disk: DiskWindows | None,
+    identity: RankIdentity,
+    layouts: Collection[str],
+) -> Traces:
     ledger = store.ledger_path(identity.rank)
     past = Ledger.is_of(ledger, identity)
     past |= any(window.owner == identity.rank for window in store.scan())
@@ -181,8 +191,9 @@ def _traces(store: NodeStore, disk: DiskWindows | None, identity: RankIdentity) 
     if disk is not None:
         past |= bool(disk.stored()) or disk.noted_complete()
         told = max(told, disk.newest_complete())
-    found = past or bool(store.scan())
-    renamed = {} if found else other_runs.of_other_names(store, identity)
+    here = (NodeStore(store.root, run, store.path.name) for run in {store.run_id, *layouts})
+    found = past or any(node.scan() for node in here)
+    renamed = {} if found else other_runs.of_other_names(store, identity, layouts)
     return Traces(node_name(), told, past, renamed)
 
 

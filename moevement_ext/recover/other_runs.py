@@ -7,6 +7,7 @@ silently train from the start. So would a run whose node has another name than b
 
 import fcntl
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.placed import of_same_training
 from moevement_ext.memory.window.settings import told
 
 logger = logging.getLogger(__name__)
@@ -43,28 +45,36 @@ def say(store: NodeStore, rank: Rank) -> None:
             continue
 
 
-def of_other_names(store: NodeStore, identity: RankIdentity) -> dict[str, int]:
+def of_other_names(
+    store: NodeStore, identity: RankIdentity, layouts: Collection[str] = ()
+) -> dict[str, int]:
     """Newest start of a window of this run here, by an earlier name of this machine.
 
-    Excludes emulated nodes with live processes.
+    Excludes emulated nodes with live processes. `layouts` are directories of other layouts, of
+    which windows of the same training count.
     """
     found = dict[str, int]()
-    with suppress(OSError):
-        for path in sorted(store.path.parent.iterdir()):
-            if path.name != store.path.name:
-                with suppress(SparseCheckpointError, OSError):
-                    found |= _of_name(NodeStore(store.root, store.run_id, path.name), identity)
-    return found
+    for run in {store.run_id, *layouts}:
+        with suppress(OSError):
+            for path in sorted((store.root / run).iterdir()):
+                if path.name != store.path.name:
+                    with suppress(SparseCheckpointError, OSError):
+                        newest = _newest(NodeStore(store.root, run, path.name), store, identity)
+                        found[path.name] = max(newest, found.get(path.name, newest))
+    return {name: start for name, start in found.items() if start >= 0}
 
 
-def _of_name(other: NodeStore, identity: RankIdentity) -> dict[str, int]:
+def _newest(other: NodeStore, store: NodeStore, identity: RankIdentity) -> int:
     windows = other.scan()
     if not windows or any(_lives(other.holder_path(found.holder)) for found in windows):
-        return {}
+        return -1
     newest = windows[0]
-    wanted = Expected.of(identity, newest.name)._replace(owner=newest.owner)
-    WindowFile.open(newest.path).verify_identity(wanted)
-    return {other.path.name: newest.name.start}
+    file = WindowFile.open(newest.path)
+    if other.run_id == store.run_id:
+        file.verify_identity(Expected.of(identity, newest.name)._replace(owner=newest.owner))
+    elif not of_same_training(file.header(0).placed, identity.placed):
+        return -1
+    return newest.name.start
 
 
 def _look_at(other: NodeStore, rank: Rank) -> None:

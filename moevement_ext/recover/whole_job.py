@@ -22,7 +22,7 @@ from moevement_ext.memory.deaths import Death
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.shelf import left_by_elastic
+from moevement_ext.memory.shelf import base_of, directories_of, left_by_elastic
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import HeldWindow, Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, UnreadableWindow
@@ -99,7 +99,9 @@ def find(
         UserError: ranks were launched differently (see `launched_alike.check`); or no window is
             complete any more, and some ranks have none.
     """
-    stock = take_stock(store, disk, rank.identity, disk_only(rank.config))
+    searches = rank.config.elastic != OFF and elsewhere < 0
+    layouts = directories_of(store.root, base_of(store.run_id)) if searches else []
+    stock = take_stock(store, disk, rank.identity, disk_only(rank.config), layouts)
     left = left_by_elastic(store) if rank.config.elastic == OFF else []
     found_here = msgspec.structs.replace(
         stock, deaths=deaths.noted(store.shared), refused=[*stock.refused, *left]

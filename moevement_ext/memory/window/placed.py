@@ -9,6 +9,7 @@ which tensor-parallel shard it is.
 from typing import Annotated
 
 import msgspec
+from msgspec import UnsetType
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -71,3 +72,8 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
     """Digest of all settings that must not change, whatever the layout."""
     layout: Layout
     seat: Seat
+
+
+def of_same_training(one: Placed | UnsetType, other: Placed | UnsetType) -> bool:
+    """True if both are stamped, with the same training."""
+    return isinstance(one, Placed) and isinstance(other, Placed) and one.training == other.training

@@ -9,7 +9,7 @@ from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import RankIdentity
-from moevement_ext.memory.window.placed import Placed
+from moevement_ext.memory.window.placed import Placed, of_same_training
 from moevement_ext.memory.window.settings import RunSettings, decode, differences, told
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
@@ -55,21 +55,17 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
     seen, runs, refused = [], [], set[str]()
     for run in shelf.runs():
         parts = list(shelf.look(run))
-        ours = [one for one in parts if _training(one[1]) == placed.training]
+        ours = [one for one in parts if of_same_training(one[1].placed, placed)]
         unread = shelf.unread.get(run, [])
         refused.update(f'{run}: {reason}' for reason in unread)
         if len(ours) == len(parts) and not unread:
             runs.append(run)
-        foreign = (header for _, header in parts if _training(header) != placed.training)
+        foreign = (header for _, header in parts if not of_same_training(header.placed, placed))
         refused.update(f'{run}: {_in_what(header, identity)}' for header in foreign)
         seen += [
             _seen(part, header) for part, header in ours if part.on_disk or not disk_only(config)
         ]
     return Stock(seen, runs, sorted(refused), host_identity())
-
-
-def _training(header: SlotHeader) -> str | None:
-    return header.placed.training if isinstance(header.placed, Placed) else None
 
 
 def _in_what(header: SlotHeader, identity: RankIdentity) -> str:

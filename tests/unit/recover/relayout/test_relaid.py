@@ -32,6 +32,7 @@ from moevement_ext.memory.window.slot import (
     SlotHeader,
     decode_context,
 )
+from moevement_ext.recover import inventory
 from moevement_ext.recover.relayout.fetching import Fetcher
 from moevement_ext.recover.relayout.found import Candidate, Elsewhere, merged
 from moevement_ext.recover.relayout.picking_up import PickingUp
@@ -324,6 +325,19 @@ def test_lost_connection_is_tried_again(job: Callable[..., Job], shm: Path) -> N
             raise failures.pop()
 
     assert obtained(job(), shm, fail) is not None
+
+
+@pytest.mark.parametrize('why', [None, 'its own is here, too', 'another training', 'one layout'])
+def test_windows_of_another_layout_under_another_name_are_noticed(
+    why: str | None, shm: Path
+) -> None:
+    """Else a container with a new name and another number of ranks would start over."""
+    leave(shm, {'before': [(0, 0)]} | ({'a': [(1, 1)]} if why == 'its own is here, too' else {}))
+    stamp = placed(0) if why != 'another training' else Placed('another', LAYOUT, Seat())
+    layouts = directories_of(shm, 'run') if why != 'one layout' else []
+    identity = RankIdentity('new', 'new', 0, placed=stamp)
+    own = inventory.take_stock(NodeStore(shm, NEW, 'a'), None, identity, layouts=layouts)
+    assert own.traces.renamed == ({'before': START} if why is None else {})
 
 
 def test_a_file_that_is_too_small_is_not_begun(job: Callable[..., Job], tmp_path: Path) -> None:
