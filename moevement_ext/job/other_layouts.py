@@ -74,8 +74,11 @@ class OtherLayouts:
             return
 
         def forget() -> None:
-            shelf.remove(runs)
-            if self._rank.number == 0:  # it is the first of its node
+            memory.server.serve_shelf(None)
+            shelf.close()
+            if memory.first_on_node():
+                shelf.remove(runs)
+            if self._rank.number == 0:
                 surplus.let_go()
 
         memory.forget_other_layouts = forget

@@ -161,6 +161,11 @@ class Shelf:
             self._verified.add(known)
         return data
 
+    def close(self) -> None:
+        """Unmap all windows: deleted files take memory until then. A later read opens them anew."""
+        with self._lock:
+            self._copies.clear()
+
     def remove(self, runs: list[str]) -> None:
         """Delete files of these layouts without a live process, in the memory of this node."""
         for run in runs:

@@ -98,7 +98,7 @@ class HostMemory:
         window: largest W for which the window files have room.
         cores: CPU cores of this rank, assuming equal shares for the ranks of a host.
         mark: mark of the job's secret.
-        forget_other_layouts: called on one rank per node once windows of other layouts are useless.
+        forget_other_layouts: called on all ranks once windows of other layouts are useless.
 
     Raises:
         HostMemoryError: the budget is exceeded, the tmpfs is too small, foreign or not writable,
@@ -419,7 +419,7 @@ class HostMemory:
         self.store.remove_owners_but({self.rank, *hosted}, self.rank, stubs)
         if self.first_on_node():
             self.store.remove_holders_but(self.plan.ranks)
-            self.forget_other_layouts()
+        self.forget_other_layouts()
 
     def interrupt_fetch(self) -> None:
         """Make a running `fetch` on another thread raise `PeerLost`. Any thread."""

@@ -155,7 +155,8 @@ class ReplicaServer:
         """Serve this log from now on; None: refuse requests for it."""
         self._log = log
 
-    def serve_shelf(self, shelf: Shelf) -> None:
+    def serve_shelf(self, shelf: Shelf | None) -> None:
+        """Serve these windows of other layouts from now on; None: refuse requests for them."""
         self._shelf = shelf
 
     def discard(self, name: WindowName) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
+from moevement_ext.memory.window.generations import OwnerWindows
+from tests.unit.memory.samples import capacity, commit, tmpfs_directory
 
 
 def test_holder_with_a_linked_lock_is_ignored(tmp_path: Path) -> None:
@@ -13,3 +15,23 @@ def test_holder_with_a_linked_lock_is_ignored(tmp_path: Path) -> None:
     holder.mkdir(parents=True, mode=0o700)
     (holder / 'lock').symlink_to('/etc/passwd')
     assert list(Shelf(NodeStore(tmp_path, 'run.b', 'node0'), None).look('run.a')) == []
+
+
+def test_deleted_windows_are_not_kept_mapped() -> None:
+    """Their memory would be taken until the job ends."""
+    with tmpfs_directory() as shm:
+        other = NodeStore(shm, 'run.11111111', 'node0')
+        commit(OwnerWindows(other, 0, 0, capacity()), 3)
+        other.close()
+        shelf = Shelf(NodeStore(shm, 'run.22222222', 'node0'), None)
+        (part,) = (part for part, _ in shelf.look('run.11111111'))
+        assert len(shelf.read(part, 0, 0))
+        shelf.remove(['run.11111111'])
+        assert _mapped(shm)
+        shelf.close()
+        assert not _mapped(shm)
+
+
+def _mapped(directory: Path) -> list[str]:
+    maps = Path('/proc/self/maps').read_text().splitlines()
+    return [line for line in maps if str(directory) in line]
