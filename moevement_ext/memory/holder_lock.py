@@ -22,7 +22,7 @@ LOCK_SECONDS = 10.0
 TO_DIE_SECONDS = 120.0
 """Longest wait for a process that is ending, or was killed."""
 
-_PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 0.1
 _PF_EXITING = 0x4
 _SIGKILL_PENDING = re.compile(r'^(?:SigPnd|ShdPnd):\t[0-9a-f]*[1-9a-f][0-9a-f]{2}$', re.MULTILINE)
 
@@ -31,6 +31,11 @@ class StoreInUseError(UserError):
     """A live process already holds the directory of this rank; `dies` if the process is ending."""
 
     dies = False
+
+    @property
+    def patience_s(self) -> float:
+        """Longest wait for the lock."""
+        return TO_DIE_SECONDS if self.dies else LOCK_SECONDS
 
 
 class HolderLock:
@@ -49,7 +54,7 @@ class HolderLock:
         except BlockingIOError:
             holder = os.read(self._fd, 300).decode(errors='replace')
             os.close(self._fd)
-            raise _in_use(path.parent, holder) from None
+            raise in_use(path.parent, holder) from None
         except OSError:
             os.close(self._fd)
             raise
@@ -76,12 +81,13 @@ def taken(path: Path) -> HolderLock:
         try:
             return HolderLock(path)
         except StoreInUseError as error:
-            if time.monotonic() - began >= (TO_DIE_SECONDS if error.dies else LOCK_SECONDS):
+            if time.monotonic() - began >= error.patience_s:
                 raise
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(PAUSE_SECONDS)
 
 
-def _in_use(path: Path, holder: str) -> StoreInUseError:
+def in_use(path: Path, holder: str, job: str = 'another job') -> StoreInUseError:
+    """The error about a directory that `job` has locked by the process in the lock file."""
     if _dies(holder):
         error = StoreInUseError(
             f'{path} is in use by process {holder}, which was killed but still waits in the '
@@ -90,7 +96,7 @@ def _in_use(path: Path, holder: str) -> StoreInUseError:
         error.dies = True
         return error
     return StoreInUseError(
-        f'{path} is in use by the live process {holder or "unknown"}: another job runs with the '
+        f'{path} is in use by the live process {holder or "unknown"}: {job} runs with the '
         f'same --sparse-ckpt-run-id. Give each job its own --sparse-ckpt-run-id, or end the '
         f'other job first.'
     )

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import msgspec
 import xxhash
 
 from moevement_ext.memory import private
-from moevement_ext.memory.holder_lock import LOCK_SECONDS, StoreInUseError
+from moevement_ext.memory.holder_lock import PAUSE_SECONDS, in_use
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.checks import damaged
 from moevement_ext.memory.window.expected import Expected
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = re.compile(r'\.[0-9a-f]{8}$')
 _RANK = re.compile(r'rank(\d+)')
-_PAUSE_SECONDS = 0.1
 
 
 class Part(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -250,15 +250,18 @@ def _on_disk(path: Path) -> _ShelvedCopy:
 def _require_idle(locks: Iterable[Path]) -> None:
     """Wait for ending processes of an earlier run attempt; `StoreInUseError` if one stays alive."""
     for lock in locks:
-        deadline = time.monotonic() + LOCK_SECONDS
+        began = time.monotonic()
         while not _is_free(lock):
-            if time.monotonic() >= deadline:
-                raise StoreInUseError(
-                    f'{lock.parent} is in use by the live process {lock.read_text()}: a job of '
-                    'another layout runs with the same --sparse-ckpt-run-id. End it first, or give '
-                    'each job its own.'
-                )
-            time.sleep(_PAUSE_SECONDS)
+            error = in_use(lock.parent, _holder(lock), 'a job of another layout')
+            if time.monotonic() - began >= error.patience_s:
+                raise error
+            time.sleep(PAUSE_SECONDS)
+
+
+def _holder(lock: Path) -> str:
+    with suppress(OSError):
+        return lock.read_text(errors='replace')
+    return ''
 
 
 def _is_free(lock: Path) -> bool:

@@ -372,12 +372,25 @@ def test_a_live_job_of_another_layout_is_not_read(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(shm, SPREAD)
-    monkeypatch.setattr('moevement_ext.memory.shelf.LOCK_SECONDS', 0.0)
+    monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_SECONDS', 0.0)
     live = NodeStore(shm, OLD, 'a')
     live.lock(0)
     with pytest.raises(StoreInUseError, match='a job of another layout'):
         stock(Shelf(NodeStore(shm, NEW, 'a'), None))
     live.close()
+    assert stock(Shelf(NodeStore(shm, NEW, 'a'), None)).seen
+
+
+def test_a_killed_job_of_another_layout_may_take_its_time(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel frees the memory of its processes first, as in the same layout."""
+    leave(shm, SPREAD)
+    live = NodeStore(shm, OLD, 'a')
+    live.lock(0)
+    monkeypatch.setattr('moevement_ext.memory.holder_lock.LOCK_SECONDS', 0.0)
+    monkeypatch.setattr('moevement_ext.memory.holder_lock._dies', lambda holder: True)
+    monkeypatch.setattr('time.sleep', lambda seconds: live.close())
     assert stock(Shelf(NodeStore(shm, NEW, 'a'), None)).seen
 
 
