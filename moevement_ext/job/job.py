@@ -387,7 +387,8 @@ class Job:
             conversion = self._restart.conversion
             until = self._restart.catches_up_to
             self.protection.begin_trial(conversion.window, until, of_all=True)
-            self.protection.windows.replicate_again(conversion.window, conversion.file())
+            relaid = not self._restart.predecessor.candidates
+            self.protection.windows.replicate_again(conversion.window, conversion.file(), relaid)
             self._restart.tokens_lost = tokens_lost(self.rank, self.protection, conversion)
         else:
             self.protection.forget_the_past()
