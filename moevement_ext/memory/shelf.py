@@ -165,6 +165,7 @@ class Shelf:
         """Unmap all windows: deleted files take memory until then. A later read opens them anew."""
         with self._lock:
             self._copies.clear()
+            self._verified.clear()
 
     def remove(self, runs: list[str]) -> None:
         """Delete files of these layouts without a live process, in the memory of this node."""

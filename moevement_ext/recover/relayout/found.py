@@ -109,13 +109,18 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
 def require_parts(elsewhere: Elsewhere, own: int) -> None:
     """Refuse to start over while parts of newer windows are missing, with `NodesMissing`.
 
-    `own` is the newest dense iteration in windows of this layout, -1 if there is none. If it is
-    as new, incomplete windows are remains of a layout that this one has replaced: all processes
-    died while the nodes deleted its windows.
+    `own` is the newest dense iteration in windows of this layout, -1 if there is none. Incomplete
+    windows that are as new, or the next ones after it, are remains of a layout that this one has
+    replaced: all processes died while the nodes deleted its windows.
     """
-    newer = [one for one in elsewhere.torn if one.window.dense_at > own]
+    newer = [one for one in elsewhere.torn if one.window.dense_at > _replaced_up_to(own, one)]
     if newer:
         raise NodesMissing(_missing(newer))
+
+
+def _replaced_up_to(own: int, torn: Candidate) -> int:
+    """Newest dense iteration of a replaced layout, which also had begun the next window."""
+    return own if own < 0 else own + torn.window.length
 
 
 def require_exact(candidate: Candidate, started: int) -> None:

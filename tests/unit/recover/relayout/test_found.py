@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parts of windows of another layout count for a strategy."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader
 from moevement_ext.recover.relayout.found import (
     Candidate,
+    Elsewhere,
     NodesMissing,
     require_exact,
+    require_parts,
 )
 from moevement_ext.recover.relayout.stock import take_stock
 from tests.unit.memory.samples import RUN, TOPOLOGY, capacity, commit, tmpfs_directory
@@ -51,6 +54,16 @@ def test_missing_ranks_are_counted() -> None:
     with pytest.raises(NodesMissing, match='has 3 slots.*1 of its ranks are missing') as refused:
         require_exact(candidate(3), 3)
     assert refused.value.ranks == 4
+
+
+@pytest.mark.parametrize(
+    ('own', 'refused'), [(-1, True), (3, True), (4, False), (5, False), (6, False)]
+)
+def test_remains_of_a_replaced_layout_are_not_waited_for(own: int, refused: bool) -> None:
+    """Two of its windows: those of iterations 4 and 5, of which the newer was never whole."""
+    torn = [Candidate('run', Window(WindowName(at, 'plan'), 1), Layout(4)) for at in (5, 4)]
+    with pytest.raises(NodesMissing) if refused else nullcontext():
+        require_parts(Elsewhere([], [], torn), own)
 
 
 @pytest.mark.parametrize('started', [4, 6])
