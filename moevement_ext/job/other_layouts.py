@@ -9,6 +9,8 @@ from moevement_ext.job.exporting import is_export
 from moevement_ext.job.more_nodes import without_nodes
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.holder_lock import StoreInUseError
+from moevement_ext.memory.shelf import Shelf
 from moevement_ext.protect.parting import part
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
@@ -22,7 +24,7 @@ from moevement_ext.recover.relayout.found import (
     require_parts,
 )
 from moevement_ext.recover.relayout.picking_up import PickingUp
-from moevement_ext.recover.relayout.stock import shelf_of
+from moevement_ext.recover.relayout.stock import shelf_of, take_stock
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -77,13 +79,21 @@ class OtherLayouts:
             memory.server.serve_shelf(None)
             shelf.close()
             if memory.first_on_node():
-                shelf.remove(runs)
+                shelf.remove(runs or self._useless(shelf))
             if self._rank.number == 0:
                 surplus.let_go()
 
         memory.forget_other_layouts = forget
         if disk is not None:
             disk.forget_other_layouts = lambda: shelf.remove_on_disk(runs)
+
+    def _useless(self, shelf: Shelf) -> list[str]:
+        """Directories to free; a process that has joined a running job has not searched before."""
+        try:
+            return take_stock(self._rank.identity, self._rank.config, shelf).runs
+        except StoreInUseError as error:
+            logger.warning('windows of other layouts stay: %s', error)
+            return []
 
     def part(self, protection: Protection, trainer: Trainer, iteration: int) -> None:
         """Before a planned end, keep the state after `iteration` in one slot, for any layout.

@@ -14,8 +14,9 @@ import torch
 
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.capture.relaying import Division
-from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.errors import HostMemoryError, UserError
+from moevement_ext.job.other_layouts import OtherLayouts
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf, base_of, directories_of, left_by_elastic
@@ -403,6 +404,23 @@ def test_removal_deletes_other_layouts_and_keeps_the_own_one(shm: Path) -> None:
     assert [path.name for path in (shm / OLD).iterdir()] == ['b']
     Shelf(NodeStore(shm, NEW, 'b'), None).remove([OLD])
     assert [path.name for path in shm.iterdir()] == [NEW]
+
+
+def test_a_process_that_joined_late_frees_other_layouts_too(shm: Path) -> None:
+    """As the first of its node: the one before it, which had found them, is dead."""
+    leave(shm, {node_name(): [(0, 0)]})
+    rank: Any = SimpleNamespace(
+        number=1,
+        config=SparseCheckpointConfig(dir=str(shm), elastic='restart'),
+        run_id=NEW,
+        identity=RankIdentity('new', 'new', 1, placed=placed(1)),
+    )
+    memory: Any = SimpleNamespace(
+        server=SimpleNamespace(serve_shelf=lambda shelf: None), first_on_node=lambda: True
+    )
+    OtherLayouts(rank).keep_until_replaced(memory, None)
+    memory.forget_other_layouts()
+    assert not (shm / OLD).exists()
 
 
 def test_run_has_one_directory_per_layout(shm: Path) -> None:
