@@ -4,6 +4,7 @@
 import argparse
 import math
 import os
+import re
 import socket
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -77,6 +78,9 @@ LONGEST_WINDOW = 10_000
 class ConfigurationError(UserError):
     """A setting breaks a rule; the message names the flag and what to do."""
 
+
+# Ends the directory of a run in one layout: `<run id>.<digest>`.
+LAYOUT_SUFFIX = re.compile(r'\.[0-9a-f]{8}$')
 
 # Fields that may differ between nodes.
 _OF_A_NODE = (
@@ -321,6 +325,11 @@ class SparseCheckpointConfig:
         return self.strategy in LOSSY
 
     def _check_elastic(self) -> None:
+        if self.run_id is not None and LAYOUT_SUFFIX.search(self.run_id):
+            raise ConfigurationError(
+                f'--sparse-ckpt-run-id {self.run_id!r} must be without a dot and 8 hexadecimal '
+                'digits at its end, by which the directories of layouts are told apart: use "-".'
+            )
         _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
         for flag, given in (('layouts', self.elastic_layouts), ('exact', self.elastic_exact)):
             if given and self.elastic == OFF:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from moevement_ext.config import LAYOUT_SUFFIX
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import PAUSE_SECONDS, in_use
 from moevement_ext.memory.node_store import NodeStore
@@ -36,7 +37,6 @@ from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 
 logger = logging.getLogger(__name__)
 
-_SUFFIX = re.compile(r'\.[0-9a-f]{8}$')
 _RANK = re.compile(r'rank(\d+)')
 
 
@@ -56,7 +56,7 @@ def directory_of(run: str, layout: str) -> str:
 
 
 def base_of(run_id: str) -> str:
-    return _SUFFIX.sub('', run_id)
+    return LAYOUT_SUFFIX.sub('', run_id)
 
 
 def directories_of(root: Path, run: str) -> list[str]:
@@ -65,7 +65,7 @@ def directories_of(root: Path, run: str) -> list[str]:
         names = os.listdir(root)
     except OSError:
         return []
-    of_run = re.compile(re.escape(run) + f'(?:{_SUFFIX.pattern})?')
+    of_run = re.compile(re.escape(run) + f'(?:{LAYOUT_SUFFIX.pattern})?')
     return sorted(name for name in names if of_run.fullmatch(name))
 
 

@@ -50,6 +50,7 @@ NAN = float('nan')
         ('reorder_fraction', NAN, r'in \(0, 1\]'),
         ('dir', 'relative/path', 'an absolute path'),
         ('disk', 'relative/path', 'an absolute path'),
+        ('run_id', 'exp.20240101', 'without a dot and 8 hexadecimal digits at its end'),
         ('store', 'host', 'HOST:PORT, where'),
         ('store', 'host:70000', 'HOST:PORT, where'),
         ('store', '[]:29400', 'HOST:PORT, where'),
