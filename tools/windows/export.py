@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from moevement_ext.config import OFF
 from moevement_ext.job.exporting import VARIABLE
 from moevement_ext.memory.shelf import base_of
 from tools.lab.errors import LabError
@@ -104,7 +105,8 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
 def _flags(source: Source, output: Path, command: Sequence[str]) -> list[str]:
     """Flags of the launch; the last value of a flag counts."""
     flags = list(source.flags)
-    if '--sparse-ckpt-elastic' in command:  # it finds the directory of the layout by itself
+    if (value_of(command, '--sparse-ckpt-elastic') or OFF) != OFF:
+        # It finds the directory of the layout by itself.
         flags[-1] = base_of(source.run)
     flags += ['--save', str(output.absolute()), '--ckpt-format', TORCH_DIST]
     flags += ['--save-interval', '1', '--exit-interval', '1']

@@ -24,6 +24,7 @@ from tests.unit.memory.samples import (
     write_slot,
 )
 from tools.windows.__main__ import main
+from tools.windows.export import Source, _flags
 from tools.windows.found import complete, find
 
 RANKS = 2
@@ -344,6 +345,16 @@ def test_the_run_is_launched_with_flags_that_have_the_last_word(run: Run, tmp_pa
         '--exit-interval': '1',
     }
     assert flags[-1] == '--dist-ckpt-optim-fully-reshardable'
+
+
+@pytest.mark.parametrize(
+    'elastic', ['--sparse-ckpt-elastic restart', '--sparse-ckpt-elastic=restart']
+)
+def test_an_elastic_run_is_launched_by_its_own_name(elastic: str) -> None:
+    """It finds the directory of its layout itself."""
+    source = Source('run.0123abcd', ['--sparse-ckpt-run-id', 'run.0123abcd'], 'memory', 3)
+    assert _flags(source, Path('dense'), elastic.split())[1] == 'run'
+    assert _flags(source, Path('dense'), [])[1] == 'run.0123abcd'
 
 
 RUN_ON = """
