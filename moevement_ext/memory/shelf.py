@@ -31,7 +31,12 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_in
 from moevement_ext.memory.window.name import Count, StoredWindow, Window
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.refused import (
+    CorruptWindow,
+    RefusedWindow,
+    TruncatedWindow,
+    UnknownVersion,
+)
 from moevement_ext.memory.window.slot import Record, SlotHeader
 from moevement_ext.memory.window.twin import TwinWindow, twin_windows
 
@@ -94,14 +99,15 @@ class Shelf:
 
     Attributes:
         unread: reasons why `look` skipped windows that are not damaged, by run: another release
-            may read them, or a disk that answers again.
+            may read them, or a disk that answers again. Each has the newest start of windows that
+            certainly are another release's, else -1.
     """
 
     def __init__(self, store: NodeStore, disk: Path | None) -> None:
         self._store = store
         self._node = store.path.name
         self._disk = disk
-        self.unread: dict[str, list[str]] = {}
+        self.unread: dict[str, dict[str, int]] = {}
         self._copies: dict[Part, list[_ShelvedCopy]] = {}
         self._verified: set[tuple[Path, int, int]] = set()
         self._lock = threading.Lock()
@@ -121,7 +127,7 @@ class Shelf:
         on_disk = () if self._disk is None else (self._disk / run).glob('rank*/lock')
         _require_idle([*store.path.glob('*/lock'), *on_disk])
         told = set()
-        self.unread[run] = []
+        unread = self.unread[run] = dict[str, int]()
         for stored, from_disk, opened in self._stored(store, run):
             try:
                 headers = opened(stored.path).headers
@@ -129,7 +135,10 @@ class Shelf:
                 logger.warning('refused: %s', refusal)
                 continue
             except RefusedWindow as refusal:
-                self.unread[run].append(str(refusal))
+                reason, start = str(refusal), -1
+                if isinstance(refusal, UnknownVersion):
+                    start = stored.name.start
+                unread[reason] = max(start, unread.get(reason, -1))
                 continue
             part = Part(run, Window(stored.name, headers[0].window), stored.owner, from_disk)
             if part not in told:

@@ -55,6 +55,8 @@ class Elsewhere:
     """Directories on this node that are useless once all ranks have their own window."""
     torn: list[Candidate] = field(default_factory=list)
     """Windows that lack some owners' parts; empty if there are candidates."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """Newest start of another release's windows after the dense checkpoint, by the reason."""
     beside: surplus.Answers = surplus.NO_ANSWERS
     """Answers of surplus ranks; their numbers follow those of this layout."""
 
@@ -103,16 +105,31 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
     ]
     whole = [one for one in everything if one.complete]
     _say_refused(rank, sorted({reason for stock in stocks for reason in stock.refused}))
-    return Elsewhere(whole, stock.runs, [] if whole else everything, beside)
+    unread = {
+        reason: start
+        for stock in stocks
+        for reason, start in stock.unread.items()
+        if start >= dense_iteration
+    }
+    return Elsewhere(whole, stock.runs, [] if whole else everything, unread, beside)
 
 
 def require_parts(elsewhere: Elsewhere, own: int) -> None:
     """Refuse to start over while parts of newer windows are missing, with `NodesMissing`.
 
+    Raises `UserError` if newer windows are of another release.
+
     `own` is the newest dense iteration in windows of this layout, -1 if there is none. Incomplete
     windows that are as new, or the next ones after it, are remains of a layout that this one has
     replaced: all processes died while the nodes deleted its windows.
     """
+    for reason, start in elsewhere.unread.items():
+        if start > max(own, elsewhere.dense_at):
+            raise UserError(
+                f'--sparse-ckpt-elastic: window {start} of this run in another layout has another '
+                f'format ({reason}): start the job with that release; --sparse-ckpt-forget goes on '
+                'without it.'
+            )
     newer = [one for one in elsewhere.torn if one.window.dense_at > _replaced_up_to(own, one)]
     if newer:
         raise NodesMissing(_missing(newer))

@@ -35,6 +35,8 @@ class Stock(msgspec.Struct, frozen=True):
     """Reasons to refuse windows: another training, by name with both values, or another release."""
     host: str = ''
     """Machine of the process."""
+    unread: dict[str, int] = {}
+    """The reasons and starts of `Shelf.unread`, of all runs."""
 
 
 def shelf_of(config: SparseCheckpointConfig, run_id: str) -> Shelf:
@@ -52,20 +54,21 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
     placed = identity.placed
     if not isinstance(placed, Placed):
         return Stock([], [], host=host_identity())
-    seen, runs, refused = [], [], set[str]()
+    seen, runs, refused, unread = [], [], set[str](), dict[str, int]()
     for run in shelf.runs():
         parts = list(shelf.look(run))
         ours = [one for one in parts if of_same_training(one[1].placed, placed)]
-        unread = shelf.unread.get(run, [])
-        refused.update(f'{run}: {reason}' for reason in unread)
-        if len(ours) == len(parts) and not unread:
+        skipped = shelf.unread.get(run, {})
+        unread |= skipped
+        refused.update(f'{run}: {reason}' for reason in skipped)
+        if len(ours) == len(parts) and not skipped:
             runs.append(run)
         foreign = (header for _, header in parts if not of_same_training(header.placed, placed))
         refused.update(f'{run}: {_in_what(header, identity)}' for header in foreign)
         seen += [
             _seen(part, header) for part, header in ours if part.on_disk or not disk_only(config)
         ]
-    return Stock(seen, runs, sorted(refused), host_identity())
+    return Stock(seen, runs, sorted(refused), host_identity(), unread)
 
 
 def _in_what(header: SlotHeader, identity: RankIdentity) -> str:

@@ -101,4 +101,8 @@ def test_only_unreadable_windows_are_deleted_unread(damaged: bool) -> None:
         shelf = Shelf(NodeStore(shm, f'{RUN}.22222222', 'node0'), None)
         identity = RankIdentity(RUN, TOPOLOGY, 0, placed=PLACED)
         stock = take_stock(identity, SparseCheckpointConfig(dir=str(shm)), shelf)
-        assert bool(stock.runs) == damaged and bool(stock.refused) != damaged
+        assert bool(stock.runs) == damaged and [*stock.unread.values()] == ([] if damaged else [30])
+    elsewhere = Elsewhere([], stock.runs, unread=stock.unread)
+    with nullcontext() if damaged else pytest.raises(UserError, match='format version'):
+        require_parts(elsewhere, 29)
+    require_parts(elsewhere, 30)
