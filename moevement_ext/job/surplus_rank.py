@@ -102,6 +102,7 @@ class SurplusRank:
             return 0
         if message.freed:
             self._free()
+            shelf_of(self._config, self._run_id).remove([self._run_id])  # it may have trained once
         announce(self._rank, message.code)
         return message.code
 

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 from moevement_ext.config import SparseCheckpointConfig, node_name
 from moevement_ext.job import surplus_rank
 from moevement_ext.job.surplus_rank import SurplusRank
+from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.recover.relayout import surplus
@@ -101,6 +102,22 @@ def test_surplus_rank_frees_obsolete_windows(
     surplus.dismiss(0, freed=False)
     assert code() == 0
     assert not old.exists()
+
+
+def test_windows_of_a_node_that_once_trained_are_freed_at_the_end(
+    store: TCPStore, tmp_path: Path, serve: Callable[..., Callable[[], int]]
+) -> None:
+    own = NodeStore(tmp_path, 'run.ffffffff', node_name())
+    own.lock(0)
+    own.close()
+    code = serve()
+    asked()
+    surplus.let_go()
+    asked()
+    assert own.path.exists(), 'a rank that trains here may be about to return'
+    surplus.dismiss(0, freed=True)
+    assert code() == 0
+    assert not own.path.exists()
 
 
 @pytest.mark.parametrize('message', [LetGo(), Dismissed(3, freed=True)])
