@@ -99,6 +99,7 @@ def _more_than(shards: str, ranks: str) -> Condition:
 
 
 _NOT_SKIPPED = 'a replay does not skip these iterations'
+_NO_GPT = 'other layers and models are not supported'
 _NO_DATA = 'pretrain_gpt.py has no data for it'
 _DUMPED = 'a replay writes the files of its iterations again, from weights that are partly stale'
 _SHARDED = 'the state that it shards is not captured'
@@ -183,12 +184,12 @@ REFUSED = (
          'its random biases are not captured'),
     Rule('--transformer-impl', equal_to('inference_optimized'),
          'use transformer_engine or local', 'it cannot train'),
-    Rule('--is-hybrid-model', GIVEN, 'train a GPT', 'other layers are not supported'),
-    Rule('--hybrid-layer-pattern', GIVEN, 'train a GPT', 'other layers are not supported'),
+    Rule('--is-hybrid-model', GIVEN, 'train a GPT', _NO_GPT),
+    Rule('--hybrid-layer-pattern', GIVEN, 'train a GPT', _NO_GPT),
     Rule('--experimental-attention-variant', GIVEN, 'leave it out',
          'the state of such a variant is not known'),
     Rule('--use-kitchen-attention', GIVEN, 'leave it out', _SCALING),
-    Rule('--vision-pretraining', GIVEN, 'train a GPT', 'its teacher model is not captured'),
+    Rule('--vision-pretraining', GIVEN, 'train a GPT', _NO_GPT),
     # Random numbers
     Rule('--inference-rng-tracker', GIVEN, 'leave it out', 'it is for inference'),
     Rule('--moe-router-enable-expert-bias', GIVEN, _NO_RERUN, _MOVED_TWICE, _RERUNS),
