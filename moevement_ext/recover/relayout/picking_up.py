@@ -100,7 +100,7 @@ class PickingUp:
         if window.length > 1:
             exact = (
                 f'iterations {window.start + 1} to {window.dense_at} are computed in this layout: '
-                'equal up to rounding'
+                'equal up to rounding and random numbers'
             )
         return (
             f' sparse ckpt | window {window.start} of {candidate.layout} goes on in '
