@@ -126,7 +126,7 @@ class Nccl:
         it.
 
         `options` are the predecessor's; their timeout applies to later operations,
-        `timeout` to this call. `device` None: the current device. `at_once`, the same on
+        `timeout` to this call. `device` None: that of the calling thread. `at_once`, the same on
         all members: create the communicator now, else at the first operation, as at a
         start. Raises `RuntimeError` if a member did not connect, or left, or the wait was
         interrupted.

@@ -40,14 +40,23 @@ SETTINGS = {
 }
 
 
+# Variables that torchrun's agent sets for its workers, to another value: not the user's choice.
+_OF_TORCHRUN = frozenset({'TORCH_NCCL_ASYNC_ERROR_HANDLING'})
+
+
 def prepare() -> None:
     """Set the variables that the user has not set, and warn about other values.
+
+    With torchrun's value of one, torch's watchdog would abort the communicators of a lost peer by
+    itself: waits would return, with any bytes, before a failure is announced.
 
     Every rank of a job with localized recovery calls this before the first process group.
     Raises `UserError` if NCCL is too old.
     """
     _check_version()
     for name, (value, otherwise) in SETTINGS.items():
+        if name in _OF_TORCHRUN and 'TORCHELASTIC_RUN_ID' in os.environ:
+            os.environ[name] = value
         found = os.environ.setdefault(name, value)
         if found != value and os.environ.get('LOCAL_RANK', '0') == '0':
             logger.warning('sparse checkpointing: %s=%s: %s; unset it', name, found, otherwise)

@@ -310,10 +310,14 @@ class ProcessGroups:
         groups = list(groups)
         together = min(kind.at_a_time for kind in self._kinds.values())
         failed = threading.Event()
+        # Of the training thread; a new thread's is the first GPU of the node.
+        on_gpu = torch.cuda.is_initialized()
+        device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else None
 
         def connect(group: _Group) -> Backend:
+            store = stores[group.group]
             try:
-                return self._connect_one(group, stores[group.group], timeout, at_once, failed)
+                return self._connect_one(group, store, device, timeout, at_once, failed)
             except BaseException:
                 failed.set()
                 raise
@@ -346,6 +350,7 @@ class ProcessGroups:
         self,
         group: _Group,
         store: Store,
+        device: torch.device | None,
         timeout: timedelta,
         at_once: set[str],
         failed: threading.Event,
@@ -360,7 +365,7 @@ class ProcessGroups:
             rank,
             len(group.ranks),
             group.options,
-            group.group.bound_device_id,
+            group.group.bound_device_id or device,
             timeout,
             lambda: self._unblocked or failed.is_set(),
             group.name in at_once,

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of a backend that fails like NCCL (`nccl_like`): ended, and connected anew."""
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.lost_peer import in_words
-from moevement_ext.regroup import process_groups
+from moevement_ext.regroup import nccl, process_groups
 from moevement_ext.regroup.nccl import _NOT_IN_A_GROUP, Nccl, OpenCalls
-from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError
+from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError, _Group
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
 
@@ -318,3 +320,28 @@ def take_up_fake_group(job: Job) -> None:
     groups = job.process_groups
     groups._backend = process_groups.NCCL
     groups.unblock()
+
+
+def test_groups_connect_on_the_training_threads_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads connect them, and a new thread is on the first GPU of the node."""
+    current, seen = threading.local(), []
+
+    class Communicator:
+        def __init__(self, *given: object) -> None: ...
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            seen.append(device)
+
+    monkeypatch.setattr(nccl, 'ProcessGroupNCCL', Communicator)
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: getattr(current, 'index', 0))
+    monkeypatch.setattr(
+        torch.cuda, 'set_device', lambda device: setattr(current, 'index', device.index)
+    )
+    torch.cuda.set_device(torch.device('cuda', 3))
+    groups = object.__new__(ProcessGroups)
+    groups._kinds, groups._unblocked, groups._rank = {'nccl': object.__new__(Nccl)}, False, 3
+    groups._lock, groups._addresses, groups._open = threading.Lock(), [], []
+    group = _Group(Mock(bound_device_id=None), (0, 1, 2, 3), 0, [], 'nccl', None)
+    groups._connect([group], {group.group: None}, {group.name}, timedelta(seconds=5))
+    assert seen == [torch.device('cuda', 3)]

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes survive the loss of a peer by settings that are made for them."""
 
+import inspect
 import os
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from moevement_ext.errors import UserError
 from moevement_ext.regroup import nccl_environment
@@ -15,7 +17,7 @@ from moevement_ext.regroup.nccl_environment import SETTINGS, prepare
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without any of it, and put back afterwards."""
     monkeypatch.setattr(os, 'environ', dict(os.environ))
-    for name in (*SETTINGS, 'LOCAL_RANK'):
+    for name in (*SETTINGS, 'LOCAL_RANK', 'TORCHELASTIC_RUN_ID'):
         os.environ.pop(name, None)
     monkeypatch.setattr(torch.distributed, 'is_nccl_available', lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, 'version', lambda: (2, 26, 2))
@@ -40,6 +42,15 @@ def test_variables_of_the_user_are_kept_and_their_consequence_named(
     (record,) = caplog.records
     said = record.getMessage()
     assert f'{name}=17: {SETTINGS[name].otherwise}' in said and '\n' not in said
+
+
+def test_the_value_of_torchruns_agent_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """It sets it for all workers, so it is no choice of the user."""
+    agent = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
+    set_by_it = {name for name in SETTINGS if name in agent}
+    os.environ |= {'TORCHELASTIC_RUN_ID': 'none', **dict.fromkeys(set_by_it, '1')}
+    prepare()
+    assert {os.environ[name] for name in set_by_it} == {'0'} and not caplog.records
 
 
 def test_one_process_of_a_node_warns(caplog: pytest.LogCaptureFixture) -> None:
