@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where parts of windows are not there a job refuses to start, rather than forget the others."""
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +130,39 @@ def test_windows_of_another_release_are_not_trained_over(
     refuse_to_forget([], [others, stock.traces], 7, CONFIG)
     refuse_to_forget([], [others, stock.traces], -1, SparseCheckpointConfig(forget=True))
     disk.close()
+    store.close()
+
+
+@pytest.mark.parametrize('why', ['open to other users', 'a second name', 'Input/output error'])
+def test_window_that_cannot_be_read_now_is_not_trained_over(
+    why: str, store: NodeStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = OwnerWindows(store, 0, 0, capacity())
+    path = commit(windows, 6).path
+    disk = None
+    if why == 'open to other users':
+        path.chmod(0o640)
+    elif why == 'a second name':
+        (store.root / 'kept').hardlink_to(path)
+    else:
+        disk = DiskWindows(tmp_path, 'run1', 0)
+        disk.write(windows.files()[0], IDENTITY)
+        windows.discard(named(6))
+
+        def failing(*_: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, 'preadv', failing)
+    found = take_stock(store, disk, IDENTITY).traces
+    said = refusal(held(6, 1), [found, Traces('node1', 6, True)], -1, CONFIG)
+    assert f'{node_name()} has window 6 of this run' in said and why in said
+    assert 'window-6-plan1.window' in said and 'chmod 600' in said and 'or remove it' not in said
+    refuse_to_forget(held(6, 1), [found], 7, CONFIG)
+    refuse_to_forget(held(6, 1), [found], -1, SparseCheckpointConfig(forget=True))
+    if disk is not None:  # its bytes, once they can be read, must not mix with a later history
+        disk.set_aside_after(-1, IDENTITY)
+        assert not disk.stored()
+        disk.close()
     store.close()
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole-job recovery asks a holder that does not answer again before it takes an older window."""
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from moevement_ext.config import SparseCheckpointConfig
+from moevement_ext.errors import UserError
+from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.recover import whole_job
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.whole_job import Predecessor, Source, obtain
 from moevement_ext.replicate.client import PeerLost
@@ -19,6 +25,16 @@ from tests.unit.recover.test_sources import replicate
 from tests.unit.replicate.test_host_memory import CANDIDATE, Job
 
 pytestmark = pytest.mark.timeout(300)
+
+
+class Alone:
+    """Exchanges of a rank whose peers have nothing to say."""
+
+    def __call__(self, name: str, mine: bytes) -> list[bytes]:
+        return [mine, b'']
+
+    def all_agree(self, name: str, mine: bool) -> bool:
+        return mine
 
 
 class Obtaining:
@@ -41,7 +57,7 @@ class Obtaining:
             raise PeerLost('the connection is lost')
         return self._fetch(window, holder, *others)
 
-    def obtain(self, refuse: bool = False) -> Source | None:
+    def obtain(self, refuse: bool = False, forget: bool = False) -> Source | None:
         """What the rank finds, with which all agree."""
 
         def check(header: object) -> None:
@@ -52,7 +68,8 @@ class Obtaining:
         rank = SimpleNamespace(
             number=0,
             identity=RankIdentity(RUN, TOPOLOGY, 0),
-            exchange=SimpleNamespace(all_agree=lambda name, mine: mine),
+            exchange=Alone(),
+            config=SparseCheckpointConfig(forget=forget),
             events=SimpleNamespace(emit=self.told.append),
         )
         predecessor = Predecessor(self.job.inventories(), [], [CANDIDATE], 3, -1)
@@ -94,3 +111,32 @@ def test_silent_holder_is_given_up(obtaining: Obtaining) -> None:
 def test_refused_window_is_not_requested_again(obtaining: Obtaining) -> None:
     assert obtaining.obtain(refuse=True) is None
     assert (obtaining.asked, obtaining.checked) == (1, 1)
+
+
+@pytest.mark.parametrize('failing', [1, 100])
+def test_failing_reads_of_a_disk_do_not_start_the_job_over(
+    failing: int, obtaining: Obtaining, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when all ranks read one network file system at once."""
+    monkeypatch.setattr(whole_job, '_READ_AGAIN_S', 0.0)
+    job, memory = obtaining.job, obtaining.memory
+    obtaining.lost = 100
+    memory.disk = DiskWindows(tmp_path, 'run1', 0)
+    memory.disk.write(job.commit(0), RankIdentity(RUN, TOPOLOGY, 0))
+    memory.windows.discard(named(0))
+    really, failures = os.preadv, iter(range(failing))
+
+    def preadv(*arguments: Any) -> int:
+        if next(failures, None) is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return really(*arguments)
+
+    monkeypatch.setattr(os, 'preadv', preadv)
+    if failing == 1:
+        found = obtaining.obtain()
+        assert found is not None and found.tier == 'disk'
+    else:
+        with pytest.raises(UserError, match=r'rank 0: .*Input/output error.*--sparse-ckpt-forget'):
+            obtaining.obtain()
+        assert obtaining.obtain(forget=True) is None
+    memory.disk.close()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Window files that another program removes, like cleaners of temporary files, or places there."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -15,7 +16,14 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.distributed.conftest import mounted_tmpfs
-from tests.unit.memory.samples import capacity, commit, named, tmpfs_directory, write_window
+from tests.unit.memory.samples import (
+    capacity,
+    commit,
+    named,
+    restart,
+    tmpfs_directory,
+    write_window,
+)
 
 
 @pytest.fixture
@@ -44,6 +52,26 @@ def test_file_removed_during_a_write_costs_one_window(store: NodeStore) -> None:
         windows.abandon(file)
     persist(windows, 12)
     assert [found.name.start for found in store.scan()] == [12, 0]
+
+
+def test_window_that_this_process_cannot_open_is_kept(
+    store: NodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = commit(OwnerWindows(store, 0, 0, capacity()), 0).path
+    again = restart(store)
+    really = os.open
+
+    def out_of_files(name: object, *others: int) -> int:
+        if name == path:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return really(name, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, 'open', out_of_files)
+    with pytest.raises(HostMemoryError, match=f'{path}: cannot be opened: Too many open files'):
+        OwnerWindows(again, 0, 0, capacity())
+    monkeypatch.undo()
+    assert len(OwnerWindows(again, 0, 0, capacity()).committed()) == 1
+    again.close()
 
 
 @pytest.mark.parametrize('level', ['files', 'owner', 'run'])
