@@ -86,6 +86,14 @@ def stored_in(directory: Path, rank: int) -> list[StoredWindow]:
     return sorted(committed_in(directory, rank, rank), reverse=True)
 
 
+def complete_in(directory: Path) -> int:
+    """Start of the newest window that all ranks had on disk, by a rank's directory; -1 if none."""
+    try:
+        return int((directory / _COMPLETE).read_text())
+    except (OSError, ValueError):
+        return -1
+
+
 class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
@@ -203,10 +211,7 @@ class DiskWindows:
 
     def newest_complete(self) -> int:
         """The last start passed to `note_complete`; -1 if there is none."""
-        try:
-            return int((self.path / _COMPLETE).read_text())
-        except (OSError, ValueError):
-            return -1
+        return complete_in(self.path)
 
     def prune(self, kept: Collection[WindowName]) -> None:
         """Delete all windows older than the newest of `kept`, except `kept`.

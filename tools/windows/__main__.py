@@ -3,7 +3,7 @@ r"""Lists, verifies, deletes, exports and tries windows in host memory and on di
 
     python -m tools.windows list /dev/shm/moevement-1000
     python -m tools.windows verify /lustre/windows/my-run
-    python -m tools.windows prune /dev/shm/moevement-1000 --keep 1 --yes
+    python -m tools.windows prune /dev/shm/moevement-1000 --yes
     python -m tools.windows export /lustre/windows/my-run --to torch_dist --output DENSE -- \
         torchrun --nproc-per-node 8 pretrain_gpt.py <flags of the run>
     python -m tools.windows export /lustre/windows/my-run --to torch_dist --output DENSE \
@@ -13,13 +13,13 @@ r"""Lists, verifies, deletes, exports and tries windows in host memory and on di
 DIR is a directory of `--sparse-ckpt-dir` or `--sparse-ckpt-disk`, or one below it. Host memory is
 that of this node. `list` reads headers; `verify` also reads payloads, and compares every checksum.
 `prune` lists files to delete, and deletes them with --yes: for runs without a live process on this
-node, all except the newest complete windows of each rank seen on this node. `export` launches a run
-that has ended once more, with the command after `--`: the run converts its newest window, trains
-one iteration and saves Megatron's own checkpoint, which another layout can load as far as
-upstream's loader allows. The windows that it reads stay; `prune` deletes them. With --offline this
-process makes the checkpoint, on a CPU, from files of all ranks below DIR; it takes windows of one
-slot. `check` says of each window whether a job with the flags after `--` would go on from it, in
-its layout or another one, and starts nothing.
+node, all except windows that are complete on the ranks seen on this node (on disk, the newest of
+them). `export` launches a run that has ended once more, with the command after `--`: the run
+converts its newest window, trains one iteration and saves Megatron's own checkpoint, which another
+layout can load as far as upstream's loader allows. The windows that it reads stay; `prune` deletes
+them. With --offline this process makes the checkpoint, on a CPU, from files of all ranks below DIR;
+it takes windows of one slot. `check` says of each window whether a job with the flags after `--`
+would go on from it, in its layout or another one, and starts nothing.
 
 Exit status: 0 done, 1 a window is damaged, there is none to verify, the export failed or no window
 would be taken, 2 the directory or a window cannot be read by this user.
@@ -96,7 +96,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if name == 'prune':
             command.add_argument(
                 '--keep', type=at_least(0), default=_KEEP, metavar='N',
-                help=f'windows of each run that stay ({_KEEP}); 0: nothing stays',
+                help=f'complete windows of each run that stay on disk ({_KEEP}); 0: nothing stays',
             )  # fmt: skip
             command.add_argument('--yes', action='store_true', help='delete the files')
         else:

@@ -20,7 +20,7 @@ from moevement_ext.memory.private import REMEDY, ForeignFileError
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.placed import Layout, Placed
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
+from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
 MEMORY = 'memory'
@@ -64,7 +64,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """All checksums were compared."""
     problem: str | None = None
     foreign: bool = False
-    """The problem: this user may not read the file, or others may write to it."""
+    """The problem: this user cannot read the file now, or others may write to it."""
 
     @property
     def sound(self) -> bool:
@@ -156,8 +156,8 @@ def _look(path: Path, verify: bool) -> Found | None:
         if one.state == 'being written' and isinstance(refusal, TruncatedWindow):
             return one  # no problem
         problem = str(refusal).removeprefix(str(path)).removeprefix(': ').strip()
-        foreign = isinstance(refusal.__cause__, ForeignFileError | PermissionError)
-        if foreign:
+        foreign = isinstance(refusal, UnreadableWindow)
+        if isinstance(refusal.__cause__, ForeignFileError | PermissionError):
             problem = f'{problem.removesuffix(f". {REMEDY}")}: run as its owner, after chmod 600'
         return msgspec.structs.replace(one, problem=problem, foreign=foreign)
 

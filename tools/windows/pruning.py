@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from moevement_ext.memory.disk import complete_in
 from moevement_ext.memory.shelf import base_of, directories_of
 from tools.windows.found import DISK, Found, complete
 
@@ -30,13 +31,14 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
     Args:
         found: all windows below the directory.
         keep: number of windows per run to keep, among those that all its ranks here have; 0: delete
-            all windows of a finished run.
+            all windows of a finished run. Else all of these stay in memory, and on disk the one
+            that all ranks had, as ranks elsewhere may lack newer ones.
     """
     live = live_runs(found)
-    kept = {run: set(windows[:keep]) for run, windows in complete(found).items()}
+    whole = complete(found)
     unread = {one.run for one in found if one.foreign and keep}  # a newer window may be complete
     ended = [one for one in found if one.run not in unread.union(live)]
-    files = {one.path for one in ended if _may_go(one, kept.get(one.run, set()), keep)}
+    files = {one.path for one in ended if _may_go(one, whole[one.run], keep)}
     for one in ended:
         names = ('ledger', 'lock', 'upstream-log') if keep == 0 else ('upstream-log',)
         files |= {path for name in names if (path := _holder(one) / name).exists()}
@@ -74,14 +76,20 @@ def remove(files: Sequence[Path], root: Path) -> None:
                 parent.rmdir()
 
 
-def _may_go(one: Found, kept: set[str], keep: int) -> bool:
+def _may_go(one: Found, whole: Sequence[str], keep: int) -> bool:
     if keep == 0 or one.state == 'free':
         return True
-    if not kept:  # no window is complete here, but other nodes may have the rest
+    if not whole:  # no window is complete here, but other nodes may have the rest
         return False
     if one.tier == DISK and one.state == 'being written':
         return False  # a job may use the file; its next attempt deletes leftovers
-    return one.window not in kept or one.state != 'committed'
+    if one.window not in whole or one.state != 'committed':
+        return True
+    return (
+        one.tier == DISK
+        and one.window not in whole[:keep]
+        and one.start != complete_in(one.path.parent)
+    )
 
 
 def _holder(one: Found) -> Path:

@@ -150,17 +150,25 @@ def test_windows_of_the_earlier_layout_of_a_live_job_are_kept(
     assert not earlier.files()
 
 
-def test_prune_keeps_the_newest_windows_of_an_ended_job(
+def test_prune_keeps_the_window_that_all_nodes_have(
     root: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """All workers were killed when a window was whole on some nodes only."""
+    other = NodeStore(root, 'run1', 'node1')
+    owners = [OwnerWindows(other, rank, rank, capacity()) for rank in (2, 3)]
+    for windows in owners:
+        commit(windows, 0)
+    commit(owners[0], 3)
     run.store.close()
+    other.close()
     before = run.files()
-    assert main(['prune', str(root), '--keep', '1']) == 0
-    assert 'would delete: 3 files' in capsys.readouterr().out
+    assert main(['prune', str(other.path), '--keep', '1']) == 0
+    assert 'would delete: 2 files' in capsys.readouterr().out  # a free one, and that of iteration 3
+    for node in run.store.path, other.path:
+        assert main(['prune', str(node), '--keep', '1', '--yes']) == 0
     assert run.files() == before
-    assert main(['prune', str(root), '--keep', '1', '--yes']) == 0
-    window = f'window-3-{PLAN}.window'
-    assert run.files() == {f'0/0/{window}', f'1/1/{window}', f'1/0/{window}'}
+    left = {str(path.relative_to(other.path)) for path in other.path.rglob('*.window')}
+    assert left == {f'{rank}/{rank}/window-0-{PLAN}.window' for rank in (2, 3)}
 
 
 def test_prune_keeps_all_where_no_window_is_complete(root: Path, run: Run) -> None:
@@ -204,6 +212,11 @@ def test_windows_on_disk_are_recognised_regardless_of_the_run_id(
     assert main(['prune', str(tmp_path), '--yes']) == 0
     left = {path.name for path in tmp_path.rglob('*.window')}
     assert left == {f'window-{start}-{PLAN}.window' for start in (3, 6)}
+    (tmp_path / '12345' / 'rank1' / 'complete').write_text('3')
+    assert main(['prune', str(tmp_path), '--keep', '1', '--yes']) == 0
+    kept = {(path.parent.name, path.name) for path in tmp_path.rglob('*.window')}
+    whole = {(f'rank{rank}', f'window-6-{PLAN}.window') for rank in range(RANKS)}
+    assert kept == {*whole, ('rank1', f'window-3-{PLAN}.window')}
 
 
 def test_windows_of_a_live_process_on_disk_are_kept(
