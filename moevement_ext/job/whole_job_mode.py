@@ -240,6 +240,7 @@ class WholeJobMode:
         first, last = conversion.first, conversion.last
         self.converted(last)
         self._converting = False
+        conversion.let_go()
         self.rank.events.iteration = last.iteration
         self._verification.check(last.iteration)
         self._restart.seconds |= {'load': conversion.load_s, 'convert': conversion.replay_s}

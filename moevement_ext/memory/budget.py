@@ -4,7 +4,8 @@
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -55,10 +56,16 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 class HostMemoryPlan:
-    """Host memory of all ranks of one node; `ranks` maps each rank to its bytes."""
+    """Host memory of all ranks of one node; `ranks` maps each rank to its bytes.
 
-    def __init__(self, ranks: Mapping[int, RankMemory]) -> None:
+    `sizes` are those of the window files; None: of any size.
+    """
+
+    def __init__(
+        self, ranks: Mapping[int, RankMemory], sizes: Collection[int] | None = None
+    ) -> None:
         self.ranks = dict(ranks)
+        self.sizes = sizes
 
     def by_kind(self) -> dict[str, int]:
         kinds = RankMemory.__struct_fields__
@@ -102,30 +109,49 @@ class HostMemoryPlan:
         free = free_bytes(directory)
         left = memory_left(process) if is_in_memory(directory) else None
         reserved = {rank: reserved_bytes(directory / str(rank)) for rank in self.ranks}
-        adopted = sum(reserved.values()) + reserved_bytes(directory / 'reserved')
+        kept, deleted = self._of_other_sizes(directory)
+        free += deleted
+        adopted = sum(reserved.values()) + reserved_bytes(directory / 'reserved') - kept - deleted
         # A rank with files from an earlier process needs no further space.
         beside = sum(self.ranks[rank].beside for rank, found in reserved.items() if found)
         # An earlier start may have written the secret of the job already.
         beside += min(reserved_bytes(directory / 'shared'), self.node_total - beside - adopted)
         missing = self.node_total - beside - adopted
+        here = f'{gib(adopted)} already reserved there'
+        here += f', and {gib(kept)} by windows of other lengths, to resume from' if kept else ''
         new = [self.ranks[rank].total for rank, found in reserved.items() if not found]
         margin = sum(map(_margin, new)) if _is_shared(directory) else 0
         if missing > 0 and missing + margin > free:
             others = f', and {gib(margin)} for what else lives in {SHARED},' if margin else ''
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
-                f'({gib(adopted)} already reserved there){others} but only {gib(free)} are free. '
+                f'({here}){others} but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
             )
         spares = hot_spares.memory_bytes()  # they import the program once the workers have started
-        if left is not None and missing > 0 and missing + spares > left.nbytes:
+        if left is not None and missing > 0 and missing + spares > left.nbytes + deleted:
             others = f', hot spares take {gib(spares)} (--spares 0: none),' if spares else ''
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
-                f'({gib(adopted)} already reserved there){others} but the memory limit of '
+                f'({here}){others} but the memory limit of '
                 f'{left.cgroup} leaves {gib(left.nbytes)}. Raise the limit of the container '
                 f'(--mem of Slurm, resources.limits.memory of Kubernetes), {_LESS}.'
             )
+
+    def _of_other_sizes(self, directory: Path) -> tuple[int, int]:
+        """Bytes of window files, left by a start with other sizes, that stay, and that do not.
+
+        Files without a committed window are deleted at once, the others after their successors.
+        """
+        kept = deleted = 0
+        if self.sizes is not None:
+            for rank in self.ranks:
+                for path, status in _files_below(directory / str(rank)):
+                    if path.endswith('.window') and status.st_size not in self.sizes:
+                        whole = os.path.basename(path).startswith('window-')
+                        kept += whole * status.st_blocks * 512
+                        deleted += (not whole) * status.st_blocks * 512
+        return kept, deleted
 
 
 def gib(nbytes: int) -> str:
@@ -162,11 +188,12 @@ def _is_shared(directory: Path) -> bool:
 
 def reserved_bytes(directory: Path) -> int:
     """Bytes that files below `directory` occupy now (0 without such a directory)."""
-    total = 0
+    return sum(status.st_blocks * 512 for _, status in _files_below(directory))
+
+
+def _files_below(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
     for folder, _, names in os.walk(directory):
         for name in names:
-            try:
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                continue  # another rank is recycling it, or it belongs to another user
-    return total
+            path = os.path.join(folder, name)
+            with suppress(OSError):  # another rank is recycling it, or it belongs to another user
+                yield path, os.stat(path)

@@ -59,6 +59,10 @@ class Conversion:
         """Wait for the whole window in this rank's memory."""
         return self._source.file()
 
+    def let_go(self) -> None:
+        """Drop the window, whose file may be deleted; `first` and `last` remain if read before."""
+        del self._source
+
     def run(self, trainer: Trainer, verification: Verification) -> None:
         """Load slot after slot, and replay one iteration between each two.
 

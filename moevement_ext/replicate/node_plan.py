@@ -126,7 +126,7 @@ def node_plan(
     `log_ring_bytes`. With `to_disk` windows are copied to disk. The rank `holds_none` holds no
     replicas despite the placement.
     """
-    ranks = {}
+    ranks, sizes = {}, set[int]()
     for rank, member in enumerate(members):
         if member.node != node:
             continue
@@ -136,4 +136,5 @@ def node_plan(
             kept += stubs_at(rank, members, copies.twins).values()
         log = log_bytes(member, members, longest_window, log_lag)
         ranks[rank] = rank_memory(member.capacity_bytes, kept, log, to_disk)
-    return HostMemoryPlan(ranks)
+        sizes.update([member.capacity_bytes, *kept])
+    return HostMemoryPlan(ranks, sizes)

@@ -10,9 +10,10 @@ import pytest
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import budget
 from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory, reserved_bytes
+from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import capacity, tmpfs_directory
+from tests.unit.memory.samples import capacity, commit, tmpfs_directory
 
 
 @pytest.fixture
@@ -121,6 +122,33 @@ def test_adopted_files_count_as_reserved(shm: Path) -> None:
     plan.check(None, store.path)
     with pytest.raises(HostMemoryError):
         plan.check(None, shm / 'run2')
+
+
+@pytest.mark.parametrize('state', ['committed', 'free'])
+def test_files_of_another_size_are_not_adopted(
+    state: str, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A committed window stays beside the new files; the space of a free file is used again."""
+    store = NodeStore(shm, 'run1', 'node0')
+    windows, size = OwnerWindows(store, 0, 0, capacity()), 2 * capacity()
+    if state == 'committed':
+        for start in (0, 3):
+            commit(windows, start)
+    store.close()
+    free, kept = 64 * size, 2 * in_pages(capacity()) * (state == 'free')
+    beside = reserved_bytes(store.path) - 2 * in_pages(capacity())  # the lock
+    monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
+    for more in (0, 1):
+        rank = RankMemory(own_windows=free + kept + beside + more, replicas=0, ledger=0)
+        plan = HostMemoryPlan({0: rank}, [size])
+        if more:
+            with pytest.raises(HostMemoryError):
+                plan.check(None, store.path)
+        else:
+            plan.check(None, store.path)
+    HostMemoryPlan({0: RankMemory(free, in_pages(capacity()), 0)}, [capacity()]).check(
+        None, store.path
+    )
 
 
 def test_files_of_ranks_of_other_nodes_are_not_adopted(shm: Path) -> None:

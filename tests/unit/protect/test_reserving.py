@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
-from moevement_ext.memory import holder_lock
-from moevement_ext.memory.budget import GIB
+from moevement_ext.memory import budget, holder_lock
+from moevement_ext.memory.budget import GIB, reserved_bytes
 from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
+from moevement_ext.memory.window.generations import OwnerWindows
 from moevement_ext.protect.reserving import _Room, longest_window, reserve
 from moevement_ext.replicate import secret
 from moevement_ext.replicate.copies import Copies
 from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
-from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.memory.samples import commit, tmpfs_directory
 
 LOGGED = Logged(2**15, 2**14)
 MOST = 8
@@ -138,6 +139,21 @@ def test_running_job_of_the_same_name_keeps_its_secret(
         reserve(rank, share, torch.device('cpu'), lambda reason: None)
     assert (running.shared / 'secret').read_bytes() == b'theirs'
     running.close()
+
+
+def test_restart_plans_the_windows_that_it_finds(
+    shm: Path, find: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first start, though a restart needs no margin, so that files are adopted."""
+    store = NodeStore(shm, 'run1', node_name())
+    for owner in (0, 1):
+        windows = OwnerWindows(store, 0, owner, capacity(3))
+        for start in (0, 3):
+            commit(windows, start)
+    store.close()
+    free = needed(4) - reserved_bytes(store.path)
+    monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
+    assert find() == 3
 
 
 @pytest.mark.parametrize('longest', [1, 2, 8, 64, 65, 10_000])
