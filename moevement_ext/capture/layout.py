@@ -4,6 +4,7 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -11,13 +12,14 @@ import torch
 from moevement_ext.memory.batches import in_batches
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.mapped import Bytes
+from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.slot import Record, align_up
 from moevement_ext.plan.byte_planner import OperatorTable, WindowPlan
 
 PIECE_BYTES = 32 * 2**20
 """Size of a queued copy; other copies from the device wait behind at most two pieces."""
-# Three files, in each of which the offset of a slot depends on when earlier slots were sealed.
-_PLACES_KEPT = 6
+# In each file, as the offset of a slot depends on when earlier slots were sealed.
+_PLACES_KEPT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +140,12 @@ class SlotLayout:
             self.records.append(_record(item, offset))
             offset += align_up(item.nbytes)
         self.payload_bytes = offset
-        # By volatility, then by address; views keep the map alive, so its address is not reused.
-        self._places: dict[bool, dict[int, list[Piece]]] = {True: {}, False: {}}
+        # By volatility, file and address. Views keep the map of a file alive, so that its address
+        # is not reused; they go with the file, whose pages are free once it was removed.
+        self._places: dict[bool, WeakKeyDictionary[WindowFile, dict[int, list[Piece]]]] = {
+            True: WeakKeyDictionary(),
+            False: WeakKeyDictionary(),
+        }
 
     def left_out(self, operators: Collection[str]) -> list[Record]:
         """Records that `copies` omits, as an earlier window provides them."""
@@ -149,10 +155,16 @@ class SlotLayout:
         ends = len(self.records) - self._always
         return [index for index in range(ends) if self.records[index].operator in operators]
 
-    def copies(self, payload: Bytes, volatile: bool, without: Collection[str] = ()) -> list[Piece]:
+    def copies(
+        self,
+        payload: Bytes,
+        volatile: bool,
+        without: Collection[str] = (),
+        file: WindowFile | None = None,
+    ) -> list[Piece]:
         """Copies of the volatile or of the stable slices into the payload of a slot.
 
-        Views are created once per place of a payload, since a few thousand views take
+        Views are created once per place of a payload in a `file`, since a few thousand views take
         longer than issuing the copies. One thread calls this for volatile slices, one for
         stable slices.
 
@@ -160,11 +172,12 @@ class SlotLayout:
             payload: uint8, shape [payload_bytes], in a mapped file.
             volatile: selects volatile or stable slices.
             without: operators of which only the `always` slices are copied.
+            file: that file; None: another payload, whose views are not kept.
         """
-        if without:
+        if without or file is None:
             left_out = set(self._left_out(without))
             return in_pieces(self._views(torch.from_numpy(payload), volatile, left_out))
-        places, address = self._places[volatile], payload.ctypes.data
+        places, address = self._places[volatile].setdefault(file, {}), payload.ctypes.data
         if address not in places:
             if len(places) == _PLACES_KEPT:
                 del places[next(iter(places))]

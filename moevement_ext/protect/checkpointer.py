@@ -275,8 +275,8 @@ class SparseCheckpointer:
             window.started += 1
         try:
             self._copier.start(
-                layout.copies(payload, True, older),
-                lambda: layout.copies(payload, False, older),
+                layout.copies(payload, True, older, window.file),
+                lambda: layout.copies(payload, False, older, window.file),
                 seal=lambda: self._seal(window, header, layout, payload),
                 on_error=lambda error: self._ended(window, error),
             )

@@ -404,7 +404,8 @@ class OwnerWindows:
 
     def _forget_removed(self, generation: Generation) -> None:
         logger.warning(
-            '%s was removed; exclude --sparse-ckpt-dir from the cleanup of temporary files',
+            '%s was removed; exclude --sparse-ckpt-dir from the cleanup of temporary files '
+            '(also by systemd-logind: RemoveIPC=no, or loginctl enable-linger)',
             generation.file.path,
         )
         self._generations.remove(generation)

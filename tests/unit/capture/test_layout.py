@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from moevement_ext.capture.layout import (
     operator_table,
 )
 from moevement_ext.memory.batches import copy_all
+from moevement_ext.memory.window.file import WindowFile
+from moevement_ext.memory.window.format import Directory
 from moevement_ext.memory.window.slot import ALIGNMENT
 from moevement_ext.plan.byte_planner import WindowPlan, balanced
 
@@ -122,17 +126,20 @@ def test_copies_write_each_tensor_at_the_offset_of_its_record() -> None:
         assert torch.equal(stored.view(item.source.dtype), item.source)
 
 
-def test_views_are_cached_by_place_up_to_a_bound() -> None:
+def test_views_are_cached_by_file_and_place_up_to_a_bound() -> None:
     layout = SlotLayout(PLAN, 0, OPERATORS)
     size = layout.payload_bytes
-    file = np.zeros(64 * size, np.uint8)
-    places = [file[index * size : (index + 1) * size] for index in range(64)]
-    first = layout.copies(places[0], volatile=False)
-    assert layout.copies(file[:size], volatile=False) is first
+    array = np.zeros(64 * size, np.uint8)
+    file, other = (WindowFile(Path('window'), array, Directory()) for _ in range(2))
+    places = [array[index * size : (index + 1) * size] for index in range(64)]
+    first = layout.copies(places[0], False, file=file)
+    assert layout.copies(array[:size], False, file=file) is first
     for place in places:
-        (piece,) = layout.copies(place, volatile=False)
+        (piece,) = layout.copies(place, False, file=other)
         assert piece.targets[0].data_ptr() == place.ctypes.data
-    assert len(layout._places[False]) < 10
+    assert len(layout._places[False][other]) < 4
+    assert layout.copies(places[0], False, file=other) is not first
+    assert layout.copies(places[0], False, file=file) is first
     assert layout.copies(places[0], volatile=False) is not first
 
 

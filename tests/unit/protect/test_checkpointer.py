@@ -247,6 +247,9 @@ def test_removed_files_are_replaced_and_windows_kept_again(training: Training) -
     shutil.rmtree(training.store.path)
     training.run_until(6 * W)
     assert [found.name.start for found in training.store.scan()] == [5 * W, 4 * W]
+    mapped = Path('/proc/self/maps').read_text().splitlines()
+    kept = [line for line in mapped if str(training.store.path) in line and 'deleted' in line]
+    assert not kept, 'their pages would not be free'
 
 
 # Failures of other ranks
