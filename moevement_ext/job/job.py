@@ -225,11 +225,12 @@ class Job:
             return None
         try:
             root = Path(self.rank.config.disk)
-            return DiskWindows(root, self.rank.run_id, self.rank.number)
+            return DiskWindows(root, self.rank.run_id, self.rank.number, self.joining)
         except UserError as error:
             if not self.joining or disk_only(self.rank.config):
                 raise
-            self.rank.events.reduced(str(error))
+            said = f'no rank copies windows to disk while this one cannot: {error}'
+            self.rank.events.reduced(said)
             return None
 
     def _continue_on_disk(self, predecessor: whole_job.Predecessor | None) -> None:

@@ -24,7 +24,7 @@ from moevement_ext.errors import UserError
 from moevement_ext.event_file import probe
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import free_bytes, gib
-from moevement_ext.memory.holder_lock import HolderLock, taken
+from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
 from moevement_ext.memory.node_store import require_directory_name
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
@@ -97,6 +97,9 @@ def complete_in(directory: Path) -> int:
 class DiskWindows:
     """Directory of one rank, locked until `close` or `remove`. One thread at a time uses it.
 
+    If `joining` a running job, it does not wait for the lock of a host that may be gone: reads need
+    no lock, and each copy tries again.
+
     `root` (`--sparse-ckpt-disk`) must exist, so that windows are never written below the mount
     point of an unmounted file system. `forget_other_layouts` is called once their windows are
     worthless.
@@ -106,15 +109,27 @@ class DiskWindows:
         UserError: the directory is not usable.
     """
 
-    def __init__(self, root: Path, run_id: str, rank: int) -> None:
+    def __init__(self, root: Path, run_id: str, rank: int, joining: bool = False) -> None:
         require_directory_name('--sparse-ckpt-run-id', run_id)
         self.rank = rank
+        self._lock: HolderLock | None = None
+        self._is_locked = False  # or the file system has no locks
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self.path = directory_of(root, run_id, rank)
         require_mounted(root)
         with _refused(root):
             private.make_directories(root, self.path)
-            self._lock = _locked(self.path / 'lock')
+            try:
+                self._take_lock(0.0 if joining else None)
+            except StoreInUseError as error:
+                if not (joining and error.elsewhere):
+                    raise
+                logger.warning('no window is copied there until the lock is free: %s', error)
+
+    def _take_lock(self, elsewhere_s: float | None) -> None:
+        if not self._is_locked:
+            self._lock = _locked(self.path / 'lock', elsewhere_s)
+            self._is_locked = True
             for path in self.path.glob('writing-*.window'):
                 path.unlink()
 
@@ -155,9 +170,11 @@ class DiskWindows:
         Calls `advance` after every chunk written and read; its exceptions end the copy.
 
         Raises:
+            StoreInUseError: the directory is still locked by another host.
             OSError: the file cannot be written; no partial file is left.
             RefusedWindow: the bytes read back differ from those captured.
         """
+        self._take_lock(0.0)
         name = file.required_name()
         writing = self.path / writing_name(name)
         writing.unlink(missing_ok=True)
@@ -271,10 +288,10 @@ def _start_of(path: Path) -> int:
     return int(start[0]) if start and start[0].isdecimal() else -1
 
 
-def _locked(path: Path) -> HolderLock | None:
+def _locked(path: Path, elsewhere_s: float | None) -> HolderLock | None:
     """The lock of a rank's directory; None on a file system without locks."""
     try:
-        return taken(path)
+        return taken(path, elsewhere_s)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -6,6 +6,7 @@ seconds for memory that a GPU has used. So a restarted job takes the lock by `ta
 """
 
 import fcntl
+import logging
 import os
 import re
 import socket
@@ -16,11 +17,17 @@ from pathlib import Path
 
 from moevement_ext.errors import UserError
 from moevement_ext.memory import private
+from moevement_ext.memory.file_system import is_in_memory
+
+logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 10.0
 """Longest wait for an earlier process of the job, which may be about to end."""
 TO_DIE_SECONDS = 120.0
 """Longest wait for a process that is ending, or was killed."""
+ELSEWHERE_SECONDS = 180.0
+"""Longest wait for a process of another host. If that is gone, its network file system frees the
+lock with its lease (NFS: 90 s by default), or evicts it (Lustre: up to 150 s)."""
 
 PAUSE_SECONDS = 0.1
 _PF_EXITING = 0x4
@@ -28,13 +35,18 @@ _SIGKILL_PENDING = re.compile(r'^(?:SigPnd|ShdPnd):\t[0-9a-f]*[1-9a-f][0-9a-f]{2
 
 
 class StoreInUseError(UserError):
-    """A live process already holds the directory of this rank; `dies` if the process is ending."""
+    """A live process already holds the directory of this rank.
 
-    dies = False
+    `dies` if the process is ending, `elsewhere` if its host may be gone.
+    """
+
+    dies = elsewhere = False
 
     @property
     def patience_s(self) -> float:
         """Longest wait for the lock."""
+        if self.elsewhere:
+            return ELSEWHERE_SECONDS
         return TO_DIE_SECONDS if self.dies else LOCK_SECONDS
 
 
@@ -74,15 +86,25 @@ class HolderLock:
         os.close(self._fd)
 
 
-def taken(path: Path) -> HolderLock:
-    """Wait until an earlier process releases the lock; arguments and errors as `HolderLock`."""
+def taken(path: Path, elsewhere_s: float | None = None) -> HolderLock:
+    """Wait until an earlier process releases the lock; `path` and errors as for `HolderLock`.
+
+    Waits `elsewhere_s` seconds (None: `ELSEWHERE_SECONDS`) if that is on another host.
+    """
     began = time.monotonic()
+    told = False
     while True:
         try:
             return HolderLock(path)
         except StoreInUseError as error:
-            if time.monotonic() - began >= error.patience_s:
+            limit = error.patience_s
+            if error.elsewhere and elsewhere_s is not None:
+                limit = elsewhere_s
+            if time.monotonic() - began >= limit:
                 raise
+            if error.elsewhere and not told:
+                logger.warning('waiting up to %.0f s: %s', limit, error)
+                told = True
         time.sleep(PAUSE_SECONDS)
 
 
@@ -94,6 +116,15 @@ def in_use(path: Path, holder: str, job: str = 'another job') -> StoreInUseError
             f'kernel: see dmesg; this machine may have to be restarted.'
         )
         error.dies = True
+        return error
+    host = holder.partition(' on ')[2]
+    if host not in ('', socket.gethostname()) and not is_in_memory(path):
+        error = StoreInUseError(
+            f'{path} is in use by process {holder}: if that host is gone, the file system frees '
+            f'the lock after some minutes; else {job} runs with the same '
+            f'--sparse-ckpt-run-id: give each its own.'
+        )
+        error.elsewhere = True
         return error
     return StoreInUseError(
         f'{path} is in use by the live process {holder or "unknown"}: {job} runs with the '

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -18,7 +19,9 @@ from moevement_ext.errors import UserError
 from moevement_ext.memory import holder_lock as module
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.window.name import RankIdentity
 from tests.distributed.conftest import mounted_tmpfs
+from tests.unit.memory.samples import RUN, TOPOLOGY, make_file
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(120)]
 
@@ -129,6 +132,50 @@ def test_dying_process_is_waited_for(
     waiting.close()
     if take is take_disk:
         assert not list((tmp_path / 'run1' / 'rank0').glob('writing-*'))
+
+
+@pytest.fixture
+def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IO[str]]:
+    """The lock of a host that is gone, which a network file system still holds."""
+    monkeypatch.setattr(module, 'LOCK_SECONDS', 0.0)
+    monkeypatch.setattr(module, 'is_in_memory', lambda path: False)
+    directory = tmp_path / 'run1' / 'rank0'
+    directory.mkdir(parents=True)
+    lock = directory / 'lock'
+    lock.write_text('1 on a-host-that-is-gone')
+    lock.chmod(0o600)
+    with open(lock) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield held
+
+
+def test_lock_of_a_host_that_is_gone_is_waited_for(
+    gone: IO[str], tmp_path: Path, tried: threading.Semaphore, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = Waiting(take_disk, tmp_path)
+    for _ in range(3):
+        assert tried.acquire(timeout=60)
+    gone.close()
+    waiting.close()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert 'a-host-that-is-gone: if that host is gone, the file system frees' in said
+
+
+def test_rank_that_joins_copies_once_such_a_lock_is_free(
+    gone: IO[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskWindows(tmp_path, 'run1', 0, joining=True)
+    file = make_file(tmp_path / 'memory')
+    with pytest.raises(module.StoreInUseError, match='a-host-that-is-gone'):
+        disk.write(file, RankIdentity(RUN, TOPOLOGY, 0))
+    assert not disk.stored()
+    monkeypatch.setattr(module, 'ELSEWHERE_SECONDS', 0.0)
+    with pytest.raises(module.StoreInUseError):
+        DiskWindows(tmp_path, 'run1', 0)
+    gone.close()
+    disk.write(file, RankIdentity(RUN, TOPOLOGY, 0))
+    assert len(disk.stored()) == 1
+    disk.close()
 
 
 @either
