@@ -30,10 +30,18 @@ _LESS = (
     '--sparse-ckpt-log-lag, or use fewer ranks per node (--nproc-per-node, --workers-per-node)'
 )
 
+_HIGHER_LIMIT = (
+    'Raise the limit of the container (--mem of Slurm, resources.limits.memory of Kubernetes)'
+)
+_MORE_AVAILABLE = (
+    'A larger tmpfs does not help: end what else uses it (MemAvailable in /proc/meminfo)'
+)
+
 SHARED = Path('/dev/shm')
 """Shared memory directory of communication libraries and data loaders."""
 MARGIN_BYTES = 4 * 2**20
-"""Free space per rank for these libraries, if windows are in that file system..."""
+"""Free space per rank for these libraries, if windows are in that file system, and free memory for
+processes that start later..."""
 MARGIN_SHARE = 64
 """...or the size of the windows divided by this, if that is more."""
 
@@ -97,8 +105,8 @@ class HostMemoryPlan:
             process: as for `memory_left`.
 
         Raises:
-            HostMemoryError: the plan exceeds the budget, the free space of the file system, or the
-                memory limit of the container.
+            HostMemoryError: the plan exceeds the budget, the free space of the file system, the
+                memory limit of the container, or the memory that the machine has available.
         """
         if budget_gb is not None and self.node_total > budget_gb * GIB:
             raise HostMemoryError(
@@ -120,22 +128,25 @@ class HostMemoryPlan:
         here = f'{gib(adopted)} already reserved there'
         here += f', and {gib(kept)} by windows of other lengths, to resume from' if kept else ''
         new = [self.ranks[rank].total for rank, found in reserved.items() if not found]
-        margin = sum(map(_margin, new)) if _is_shared(directory) else 0
-        if missing > 0 and missing + margin > free:
-            others = f', and {gib(margin)} for what else lives in {SHARED},' if margin else ''
+        margin = sum(map(_margin, new))
+        if missing > 0 and missing + margin * _is_shared(directory) > free:
+            shared = margin and _is_shared(directory)
+            others = f', and {gib(margin)} for what else lives in {SHARED},' if shared else ''
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
                 f'({here}){others} but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
             )
         spares = hot_spares.memory_bytes()  # they import the program once the workers have started
-        if left is not None and missing > 0 and missing + spares > left.nbytes + deleted:
-            others = f', hot spares take {gib(spares)} (--spares 0: none),' if spares else ''
+        if left is not None and missing > 0 and missing + margin + spares > left.nbytes + deleted:
+            others = f', and {gib(margin)} for processes that start later,' if margin else ''
+            others += f' hot spares take {gib(spares)} (--spares 0: none),' if spares else ''
+            limit, remedy = f'the memory limit of {left.cgroup}', _HIGHER_LIMIT
+            if left.cgroup is None:
+                limit, remedy = 'the memory of this machine', _MORE_AVAILABLE
             raise HostMemoryError(
                 f'{self.describe()}: {directory} needs {gib(missing)} more '
-                f'({here}){others} but the memory limit of '
-                f'{left.cgroup} leaves {gib(left.nbytes)}. Raise the limit of the container '
-                f'(--mem of Slurm, resources.limits.memory of Kubernetes), {_LESS}.'
+                f'({here}){others} but {limit} leaves {gib(left.nbytes)}. {remedy}, {_LESS}.'
             )
 
     def _of_other_sizes(self, directory: Path) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory, processes and cores that a container's limits leave.
+"""Memory, processes and cores that a container's limits, and the machine, leave.
 
 The kernel charges tmpfs pages to the cgroup of the process that made them, like its own memory, and
 cannot write them out. Over the limit the kernel kills processes. Page cache is charged as well, but
@@ -15,35 +15,40 @@ THIS_PROCESS = Path('/proc/self')
 
 
 class _MemoryLeft(NamedTuple):
-    """The tightest memory limit of this process."""
+    """Memory left to this process by its tightest limit."""
 
     nbytes: int
     """Bytes left below the limit; 0 if it is exceeded."""
-    cgroup: Path
-    """Directory of the group that has the limit."""
+    cgroup: Path | None
+    """Directory of the group that has the limit; None: the machine has no more."""
 
 
 class _Version(NamedTuple):
     """File names of a hierarchy, and names of the page cache counters in `memory.stat`."""
 
-    limit: str
+    limits: tuple[str, ...]
     used: str
     cache: tuple[str, str]
 
 
-_V2 = _Version('memory.max', 'memory.current', ('inactive_file', 'active_file'))
+# Beyond `memory.high` the kernel does not kill, but lets every allocation wait.
+_V2 = _Version(
+    ('memory.max', 'memory.high'),
+    'memory.current',
+    ('inactive_file', 'active_file'),
+)
 _V1 = _Version(
-    'memory.limit_in_bytes',
+    ('memory.limit_in_bytes',),
     'memory.usage_in_bytes',
     ('total_inactive_file', 'total_active_file'),  # with the groups below, as the usage
 )
 
 
 def memory_left(process: Path = THIS_PROCESS) -> _MemoryLeft | None:
-    """Memory left below the limits of this process's cgroup and of its parents.
+    """Memory of the machine left below the limits of this process's cgroup and of its parents.
 
-    Limits that are invisible inside a container do not count. `process` is the directory in
-    `/proc` with the groups and their mounts. Returns None if the limit is unknown or missing.
+    Limits that are invisible inside a container do not count, nor does swap. `process` is the
+    directory in `/proc` with the groups and their mounts. Returns None if nothing is known.
     """
     found = [
         _MemoryLeft(left, group)
@@ -51,7 +56,9 @@ def memory_left(process: Path = THIS_PROCESS) -> _MemoryLeft | None:
         for group in (lowest, *lowest.parents)
         if group.is_relative_to(highest) and (left := _left_in(group, version)) is not None
     ]
-    return min(found, default=None)
+    available = _available(process.parent / 'meminfo')
+    found += [] if available is None else [_MemoryLeft(available, None)]
+    return min(found, key=lambda left: left.nbytes, default=None)
 
 
 def processes_left(process: Path = THIS_PROCESS) -> int | None:
@@ -109,15 +116,33 @@ def _below(path: str, root: str) -> PurePosixPath:
 
 
 def _left_in(group: Path, version: _Version) -> int | None:
+    limits = [_limit(group / name) for name in version.limits]
     try:
-        limit = int((group / version.limit).read_text())
+        limit = min(limit for limit in limits if limit is not None)
         used = int((group / version.used).read_text())
         lines = (group / 'memory.stat').read_text().splitlines()
-    except (OSError, ValueError):  # the root group has no such files; 'max' is no number
+    except (OSError, ValueError):  # no limit; or the root group, which has no such files
         return None
     figures = dict(line.split() for line in lines)
     cache = sum(int(figures.get(name, 0)) for name in version.cache)
     return max(limit - used + cache, 0)
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # 'max' is no number
+        return None
+
+
+def _available(meminfo: Path) -> int | None:
+    """Bytes of RAM that new pages may take; pages of a tmpfs in use are not among them."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.split()[1] for line in lines if line.startswith('MemAvailable:'))
+    return next((int(kib) * 1024 for kib in found), None)
 
 
 def _threads_left(group: Path) -> int | None:

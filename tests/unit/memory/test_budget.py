@@ -15,6 +15,9 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
 from tests.unit.memory.samples import capacity, commit, tmpfs_directory
 
+UNKNOWN = Path('/nowhere/self')
+"""Of a machine whose memory is not known; that of a tmpfs is larger than the machine's."""
+
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
@@ -84,17 +87,17 @@ def test_margin_of_dev_shm_stays_free(shm: Path, monkeypatch: pytest.MonkeyPatch
     free = fitting + margin
     monkeypatch.setattr(budget, 'free_bytes', lambda directory: free)
     rank = RankMemory(own_windows=fitting, replicas=0, ledger=0)
-    HostMemoryPlan({0: rank}).check(None, shm)
+    HostMemoryPlan({0: rank}).check(None, shm, UNKNOWN)
     full = HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=budget.MARGIN_SHARE)})
     with pytest.raises(HostMemoryError, match=r'for what else lives in /dev/shm, but only'):
-        full.check(None, shm)
+        full.check(None, shm, UNKNOWN)
     (shm / '0').mkdir()
     (shm / '0' / 'ledger').write_bytes(b'x' * 8192)
-    full.check(None, shm)  # the margin was free when the job started
+    full.check(None, shm, UNKNOWN)  # the margin was free when the job started
     monkeypatch.setattr(budget, 'SHARED', Path('/proc'))
-    full.check(None, shm / 'elsewhere')
+    full.check(None, shm / 'elsewhere', UNKNOWN)
     with pytest.raises(HostMemoryError):
-        HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=free)}).check(None, shm)
+        HostMemoryPlan({0: msgspec.structs.replace(rank, replicas=free)}).check(None, shm, UNKNOWN)
 
 
 def test_restart_needs_no_space_besides_its_files(
@@ -119,9 +122,9 @@ def test_adopted_files_count_as_reserved(shm: Path) -> None:
     assert generations * size <= adopted < generations * size + 2**20
     free = shutil.disk_usage(shm).free
     plan = HostMemoryPlan({0: RankMemory(own_windows=free + size, replicas=0, ledger=0)})
-    plan.check(None, store.path)
+    plan.check(None, store.path, UNKNOWN)
     with pytest.raises(HostMemoryError):
-        plan.check(None, shm / 'run2')
+        plan.check(None, shm / 'run2', UNKNOWN)
 
 
 @pytest.mark.parametrize('state', ['committed', 'free'])

@@ -105,6 +105,27 @@ def test_missing_limits_are_unknown(machine: Machine) -> None:
     assert memory_left(machine.process) is None, 'no limit'
 
 
+def test_memory_high_limits_as_well(machine: Machine) -> None:
+    machine.be_in('/job')
+    group = machine.group('job', 1000, 900)
+    for high, left in (('max', 100), ('950', 50), ('2000', 100)):
+        (group / 'memory.high').write_text(f'{high}\n')
+        assert memory_left(machine.process) == _MemoryLeft(left, group)
+    machine.group('job', 'max', 900)
+    assert memory_left(machine.process) == _MemoryLeft(1100, group)
+
+
+@pytest.mark.parametrize('available', [300, 10])
+def test_machine_may_have_less_than_the_limit(machine: Machine, available: int) -> None:
+    machine.be_in('/job')
+    group = machine.group('job', 200 * 1024, 0)
+    (machine.process.parent / 'meminfo').write_text(
+        f'MemTotal: 900 kB\nMemAvailable:     {available} kB\nSwapFree: 900 kB\n'
+    )
+    limit = (200, group) if available == 300 else (10, None)
+    assert memory_left(machine.process) == _MemoryLeft(limit[0] * 1024, limit[1])
+
+
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, 'sched_getaffinity', lambda process: set(range(8)))
@@ -150,8 +171,16 @@ def test_plan_over_the_container_limit_is_refused(machine: Machine, shm: Path) -
     plan = HostMemoryPlan({0: RankMemory(own_windows=GIB, replicas=0, ledger=0)})
     with pytest.raises(HostMemoryError, match=f'1.00 GiB more.*{group} leaves 0.88 GiB.*--mem'):
         plan.check(None, shm / 'run1', machine.process)
-    machine.group('job', 2 * GIB, GIB // 4)
+    margin = GIB // 64
+    machine.group('job', GIB + margin - 1, 0)
+    with pytest.raises(HostMemoryError, match='and 0.02 GiB for processes that start later, but'):
+        plan.check(None, shm / 'run1', machine.process)
+    machine.group('job', GIB + margin, 0)
     plan.check(None, shm / 'run1', machine.process)
+    meminfo = machine.process.parent / 'meminfo'
+    meminfo.write_text(f'MemAvailable: {2**20} kB\n')
+    with pytest.raises(HostMemoryError, match='the memory of this machine leaves 1.00 GiB. A larg'):
+        plan.check(None, shm / 'run1', machine.process)
 
 
 def test_hot_spares_count_only_while_memory_is_unreserved(
