@@ -133,3 +133,16 @@ def test_files_of_former_holders_and_owners_are_removed(store: NodeStore) -> Non
     assert len(elsewhere.scan()) == 1
     for other in (alive, elsewhere):
         other.close()
+
+
+def test_rank_that_gives_up_leaves_what_the_others_share(tmp_path: Path) -> None:
+    """Else the next rank that joins finds no secret, and the whole job restarts."""
+    stores = [NodeStore(tmp_path, 'run1', 'node0') for _ in range(2)]
+    for rank, store in enumerate(stores):
+        store.lock(rank)
+    stores[0].shared.mkdir()
+    (stores[0].shared / 'secret').write_bytes(b'theirs')
+    stores[0].remove_rank(0)
+    assert (stores[1].shared / 'secret').exists()
+    stores[1].remove_rank(1)
+    assert list(tmp_path.iterdir()) == []
