@@ -59,14 +59,16 @@ def map_new(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
         os.close(fd)
 
 
-def map_anew(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
-    """Map a file for a new use: resize it to `nbytes` bytes, or create it.
+def map_anew(
+    path: Path, nbytes: int, reserved: int | None = None, create: bool = True
+) -> mmap.mmap:
+    """Map a file for a new use: resize it to `nbytes` bytes or, if `create`, create it.
 
     Existing pages are reused without zeroing, so the content is arbitrary. The first `reserved`
     bytes get pages; None: all. Raises `HostMemoryError` if the file system has not that much
     left, or if the file is not this user's own.
     """
-    fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
+    fd = private.open_file(path, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
         former = min(os.fstat(fd).st_size, nbytes)
         os.ftruncate(fd, former)

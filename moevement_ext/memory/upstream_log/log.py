@@ -174,15 +174,15 @@ class UpstreamLog:
         """Enlarge the ring to at least this size; records stay. Any thread.
 
         On a GPU the caller's current device must be set (`bind_thread`), to pin the ring.
-        Raises `HostMemoryError` if there is no room, or CUDA cannot pin the ring; the log
-        does not change.
+        Raises `HostMemoryError` if there is no room, or CUDA cannot pin the ring, and `OSError`
+        if the file was removed: a new one would lack the records. The log does not change then.
         """
         with self._resizing:
             with self._changed:
                 if capacity_bytes <= self._ring.capacity:
                     self._ring.limit = max(self._ring.limit, capacity_bytes)
                     return
-            larger = RingMap.of_size(self.path, capacity_bytes, self._cuda)
+            larger = RingMap.of_size(self.path, capacity_bytes, self._cuda, create=False)
             with self._changed:
                 self._use(larger)
                 self._ring.resize(capacity_bytes)

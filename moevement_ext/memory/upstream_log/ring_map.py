@@ -34,13 +34,13 @@ class RingMap:
             pin(self)
 
     @classmethod
-    def of_size(cls, path: Path, nbytes: int, pinned: bool) -> Self:
+    def of_size(cls, path: Path, nbytes: int, pinned: bool, create: bool = True) -> Self:
         """Resize the file and map it; content within the new size stays.
 
         Raises `HostMemoryError` if there is no room, the file is not this user's, or CUDA
-        cannot pin.
+        cannot pin; `FileNotFoundError` for a missing file, unless `create`.
         """
-        return cls(path, map_anew(path, nbytes), pinned)
+        return cls(path, map_anew(path, nbytes, create=create), pinned)
 
     def first(self, nbytes: int) -> Self:
         """Map fewer bytes of the same file.

@@ -39,6 +39,16 @@ def fill(log: UpstreamLog, iterations: range) -> None:
         log.append(iteration, DOWN, region(iteration))
 
 
+def test_log_whose_file_was_removed_keeps_its_records(shm: Path) -> None:
+    with opened(shm / 'log', Reports(), REGIONS) as log:
+        fill(log, range(REGIONS))
+        log.drain()
+        log.path.unlink()
+        with pytest.raises(FileNotFoundError):
+            log.grow(3 * REGIONS * REGION)
+        assert [value(log, iteration, DOWN, 0) for iteration in range(REGIONS)] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize('before', [0, 1, 3, 4], ids=lambda n: f'{n} dropped')
 def test_growing_log_keeps_its_records_and_takes_more(before: int, shm: Path) -> None:
     """If some records were dropped, the newest ones precede the oldest ones in the ring."""
@@ -78,7 +88,7 @@ def test_grow_never_shrinks_the_log(shm: Path) -> None:
 def test_log_without_space_to_grow_stays_unchanged(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, nbytes: int) -> None:
+    def full(path: Path, nbytes: int, **others: object) -> None:
         raise HostMemoryError('no room')
 
     with opened(shm / 'log', Reports(), REGIONS) as log:
