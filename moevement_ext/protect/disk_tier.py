@@ -91,7 +91,6 @@ class DiskTier:
         self._stopping = False
         if settings.complete is not None:
             statistics.on_disk = settings.complete.start
-        statistics.disk_bytes = disk.used_bytes()
         self._tracker = tracker(self.agreed)
         self._tracker.look()  # for a new process in a job with windows on disk
         self._thread = threading.Thread(target=self._run, name='sparse-ckpt-disk', daemon=True)
@@ -163,7 +162,7 @@ class DiskTier:
     # The disk's thread
 
     def _run(self) -> None:
-        measured = True
+        measured = False  # here, as a file system that fails must not end the training thread
         while True:
             with self._changed:
                 work = self._changed.wait_for(self._has_work, None if measured else _IDLE_SECONDS)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that copy their windows to disks of their own: real files, threads, trackers and store."""
 
+import errno
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +155,18 @@ def test_persisted_windows_are_copied_to_disk_and_the_newest_two_stay(
     assert all(rank.statistics.on_disk == 9 for rank in job.ranks)
     for rank in job.ranks:
         wait_for(lambda rank=rank: rank.statistics.disk_bytes == rank.disk.used_bytes() > 0)
+
+
+def test_disk_that_fails_does_not_end_the_training_thread(
+    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(disk: DiskWindows) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(DiskWindows, 'used_bytes', stale)
+    job = make(FAST)
+    job.persist(0)
+    job.wait_for(0)
 
 
 def test_nothing_is_pruned_before_all_have_the_newer_one(make: Callable[..., Job]) -> None:
