@@ -51,7 +51,10 @@ def kept_by(store: NodeStore, holder: int) -> list[_KeptFile]:
     path = store.holder_path(holder)
     found = []
     for file in [*sorted(path.glob(f'*/{_WINDOWS}')), *path.glob(_LOG)]:
-        status = file.stat()
+        try:
+            status = file.stat()
+        except FileNotFoundError:  # a peer renames replicas meanwhile
+            continue
         directory = str(file.parent.relative_to(path))
         found.append(
             _KeptFile(

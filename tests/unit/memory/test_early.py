@@ -64,6 +64,15 @@ def whole(store: NodeStore) -> dict[str, int]:
     return {str(file.relative_to(path)): file.stat().st_ino for file in found}
 
 
+def test_file_that_is_renamed_meanwhile_is_left_out(root: Path) -> None:
+    """An owner that is ahead takes a free file of its replica."""
+    store = on(root, 'lost')
+    set_up(store)
+    (store.owner_path(2, 2) / 'free-9.window').symlink_to('renamed')
+    assert len(kept_by(store, 2)) == 5
+    store.close()
+
+
 def test_set_up_finds_all_files_reserved(root: Path, files: list[_KeptFile]) -> None:
     EarlyReservation(on(root, 'spare'), 2, files).wait()
     before = whole(on(root, 'spare'))
