@@ -35,11 +35,11 @@ _WINDOWS_MEASURED = 2
 class _Peer:
     """One peer, and the slots that it is known to have."""
 
-    def __init__(self, client: ReplicaClient) -> None:
+    def __init__(self, client: ReplicaClient, discard_after: int | None = None) -> None:
         self.client = client
         self.sent: set[tuple[WindowName, int]] = set()
         self.committed: set[WindowName] = set()
-        self.discard_after: int | None = None
+        self.discard_after = discard_after
         self.failures = 0
         self.retry_at = 0.0
 
@@ -196,7 +196,8 @@ class Replicator:
                 self._retired.append(peer.client)
                 if peer.client.address not in addresses:  # a lost node may not answer for minutes
                     peer.client.interrupt()
-            self._peers = {rank: _Peer(client) for rank, client in peers.items()}
+            pending = {rank: peer.discard_after for rank, peer in self._peers.items()}
+            self._peers = {rank: _Peer(client, pending.get(rank)) for rank, client in peers.items()}
             for file in windows:
                 for slot in file.slots():
                     self.submit(file, slot, urgent=True)

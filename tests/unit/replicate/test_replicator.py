@@ -261,6 +261,20 @@ def test_new_peers_take_over(shm: Path, own: OwnerWindows) -> None:
             assert events.next_replicated() == named(0)
 
 
+def test_new_peer_of_a_rank_is_told_what_the_former_was_not(shm: Path, own: OwnerWindows) -> None:
+    """Else it keeps windows of an abandoned history."""
+    events = Events()
+    with serving(shm, 1) as server, replicating(events, server.address) as replicator:
+        for start in (0, 3):
+            submit_all(replicator, commit(own, start))
+            assert events.next_replicated() == named(start)
+        replicator.set_peers({1: ReplicaClient(('127.0.0.1', free_port()), SECRET, DEADLINE_S)})
+        replicator.discard_after(0)
+        assert 'is lost' in events.next_degraded()
+        replicator.set_peers({1: ReplicaClient(server.address, SECRET, DEADLINE_S)})
+        wait_for(lambda: replica_starts(server) == [0])
+
+
 def test_new_peers_take_over_from_one_that_does_not_answer(shm: Path, own: OwnerWindows) -> None:
     """As after a loss of power: nothing ends the connection, and its deadline is minutes away."""
     events = Events()
