@@ -16,6 +16,8 @@ from pathlib import Path
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
+from moevement_ext.memory.budget import gib
+from moevement_ext.memory.cgroup import memory_left
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 
@@ -33,6 +35,14 @@ class ReservedPages:
     def reserve(self, sizes: Sequence[int]) -> None:
         """Replace all earlier files by files of these sizes; if they do not all fit, keep none."""
         self.remove()
+        left, needed = memory_left(), sum(sizes)
+        if left is not None and needed > left.nbytes:
+            logger.warning(
+                'no pages are reserved for ranks that may start here: they take %s, and the memory '
+                'limit (%s) leaves %s',
+                gib(needed), left.cgroup or 'MemAvailable', gib(left.nbytes),
+            )  # fmt: skip
+            return
         try:
             private.make_directories(self._root, self.path)
             for number, nbytes in enumerate(sizes):

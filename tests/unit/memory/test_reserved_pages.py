@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moevement_ext.memory import reserved_pages
+from moevement_ext.memory.cgroup import _MemoryLeft
 from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
@@ -32,3 +33,16 @@ def test_no_file_follows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         go_on.set()
         reserving.join()
         assert [path.name for path in pages.path.iterdir()] == ['0']
+
+
+def test_pages_beyond_the_memory_limit_are_not_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the kernel ends the agent of the spare node."""
+    left = _MemoryLeft(2 * mmap.PAGESIZE, tmp_path)
+    monkeypatch.setattr(reserved_pages, 'memory_left', lambda: left)
+    pages = ReservedPages(NodeStore(tmp_path, 'run', 'c'))
+    pages.reserve([mmap.PAGESIZE] * 3)
+    assert pages.nbytes() == 0 and f'the memory limit ({tmp_path}) leaves' in caplog.text
+    pages.reserve([mmap.PAGESIZE] * 2)
+    assert pages.nbytes() > 0
