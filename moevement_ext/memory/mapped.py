@@ -13,6 +13,8 @@ Kernels before Linux 5.14 cannot do that.
 
 import ctypes
 import errno
+import functools
+import logging
 import mmap
 import os
 from pathlib import Path
@@ -23,6 +25,8 @@ import numpy.typing as npt
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
 from moevement_ext.memory.budget import NO_SPACE_REMEDY, free_bytes
+
+logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 """A part of a mapped file, shape [bytes]."""
@@ -173,8 +177,18 @@ def reserve_range(array: Bytes, path: Path, begin: int, end: int) -> None:
 def release_range(array: Bytes, begin: int, end: int) -> None:
     """Give back whole pages from `begin` to `end` of a writable map; readers find zeros there."""
     begin, end = in_pages(begin), in_pages(min(end, array.size))
-    if begin < end:
-        _advise(array, begin, end, _MADV_REMOVE)
+    if begin < end and (failed := _advise(array, begin, end, _MADV_REMOVE)):
+        _say_kept(failed)
+
+
+@functools.cache
+def _say_kept(failed: int) -> None:
+    """Say once that freed pages stay, though they no longer count, e.g. as they are locked."""
+    logger.warning(
+        'host memory that is given back stays in use (MADV_REMOVE: %s): --sparse-ckpt-dir must be '
+        'in a tmpfs, and the process must not lock its memory (mlockall)',
+        os.strerror(failed),
+    )
 
 
 def in_pages(nbytes: int) -> int:

@@ -120,6 +120,18 @@ def test_empty_file_cannot_be_mapped(shm: Path) -> None:
         map_existing(shm / 'file')
 
 
+def test_pages_that_cannot_be_freed_are_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mapped._say_kept.cache_clear()
+    monkeypatch.setattr(mapped, '_advise', lambda *_: errno.EINVAL)
+    for _ in range(2):
+        mapped.release_range(np.zeros(2 * PAGESIZE, np.uint8), 0, PAGESIZE)
+    (record,) = caplog.records
+    assert 'Invalid argument' in record.getMessage()
+    mapped._say_kept.cache_clear()
+
+
 @pytest.mark.parametrize('map_file', [lambda path: map_anew(path, SIZE), map_existing])
 def test_file_readable_by_others_is_refused_unchanged(
     shm: Path, map_file: Callable[[Path], mmap]
