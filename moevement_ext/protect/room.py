@@ -23,6 +23,7 @@ class WindowRoom:
         # Windows that start up to here may be longer, or a recovery from them may still run.
         self._unlike = -1
         self._log = threading.Lock()
+        self._settling = threading.Lock()
 
     def begins(self, start: int, window: int) -> None:
         """Record that a window begins with the state after iteration `start`. Training thread."""
@@ -38,7 +39,8 @@ class WindowRoom:
         Without room, such windows are given up until all ranks have a plan with shorter
         windows, for which every rank has room.
         """
-        self._next = window
+        with self._settling:  # which frees what only longer windows than this need
+            self._next = window
         self.in_log(window)
         if window <= self._memory.window:
             return
@@ -68,9 +70,10 @@ class WindowRoom:
         The log holds the iterations after the newly persisted window, which starts at
         `start`, so that window must be as short as the next ones.
         """
-        window = max(self.in_force, self._next)
-        if window < self._memory.window:
-            self._memory.make_room_for(window)
+        with self._settling:
+            window = max(self.in_force, self._next)
+            if window < self._memory.window:
+                self._memory.make_room_for(window)
         with self._log:
             if start > self._unlike:
                 self._memory.give_back_log(max(self.in_force, self._next))

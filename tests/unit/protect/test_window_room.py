@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room for windows follows the plans: it comes before they do, and goes after they went."""
 
+import threading
 from typing import cast
 
 from moevement_ext.errors import HostMemoryError
@@ -47,6 +48,27 @@ def test_room_grows_before_a_longer_plan_and_shrinks_after_it() -> None:
     room.begins(6, 1)
     room.settle(2)
     assert memory.window == 1 and said == [] and room.limit is None
+
+
+def test_longer_plan_that_comes_while_room_shrinks_gets_its_room() -> None:
+    memory = Memory(window=3, most=8)
+    room, _ = room_in(memory)
+    room.before(1)
+    room.begins(0, 1)
+    shrink, shrinking = memory.make_room_for, threading.Event()
+
+    def slowly(window: int) -> None:
+        if window == 1:
+            shrinking.set()
+            planning.join(0.2)
+        shrink(window)
+
+    planning = threading.Thread(target=lambda: shrinking.wait(60) and room.before(3))
+    memory.make_room_for = slowly  # type: ignore[method-assign]
+    planning.start()
+    room.settle(0)
+    planning.join()
+    assert memory.window == 3
 
 
 def test_rank_without_room_reports_its_longest_window() -> None:
