@@ -132,9 +132,9 @@ def test_all_ranks_change_to_the_same_interval(
         if trainer.iteration == 10 and not job.recovered:
             wait_for(lambda: len(changes) >= STAGES)
 
-    def measured(*figures: Any) -> WindowLoad:
+    def measured(*figures: Any, **named: Any) -> WindowLoad:
         """A load with the first copy to disk, however late that is."""
-        return msgspec.structs.replace(WindowLoad(*figures), persist_s=0.01)
+        return msgspec.structs.replace(WindowLoad(*figures, **named), persist_s=0.01)
 
     def observed(replanner: Replanner, load: WindowLoad) -> None:
         """No rank is so slow that its load is skipped: none hears of a plan without one."""

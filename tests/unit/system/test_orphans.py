@@ -46,7 +46,7 @@ os.wait()
 
 
 _REAPING_LAUNCHER = """
-import ctypes, os, subprocess, sys
+import ctypes, os, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, as process 1 of a container is
 worker, successor = ([sys.executable, '-c', program] for program in sys.argv[1:3])
 os.environ.update(variable.split('=', 1) for variable in sys.argv[3:])  # not in its /proc
@@ -54,6 +54,7 @@ first = subprocess.Popen(worker, stdout=subprocess.PIPE, start_new_session=True)
 print(int(first.stdout.readline()), flush=True)
 first.kill()
 first.wait()
+time.sleep(0.1)  # start times are in hundredths of a second: the successor is younger
 subprocess.run(successor, start_new_session=True)
 """
 
