@@ -51,8 +51,11 @@ def test_stage_of_several_ranks_continues_its_replay_together(
     assert differences(reference(*TWO_A_STAGE, ranks=6), read_digest(job)) == []
     check_localized(job)
     for rank in (0, 1):
-        assert went_on(job, rank, 7) == [2]
+        # 3: the error of an operation that a failure has ended may come after the new round.
+        assert went_on(job, rank, 7) in ([2], [3])
         assert len(job.events_of(RecoveryStarted, rank)) == 1
     for rank in (4, 5):
         assert went_on(job, rank, 13) == [0]
-    assert len(job.events_of(RecoveryStarted, 5)) == 3
+    # Its first process may have begun to replay before it was killed.
+    started = job.events_of(RecoveryStarted, 5)
+    assert len([event for event in started if event.pid == started[-1].pid]) == 3
