@@ -70,6 +70,11 @@ class MegatronLoop:
             float(self._counters.num_floating_point_operations_so_far),
         )
 
+    def note_start(self) -> None:
+        """Note what the loop is entered with; called once, before the first entry."""
+        if self._broken is not None:
+            self._broken.note_start()
+
     def committed(self, iteration: int) -> None:
         """Mark the steps after `iteration` as pending."""
         self._post_step.begin(iteration)

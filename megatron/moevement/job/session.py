@@ -115,6 +115,7 @@ class Session:
     def train(self, run: Callable[[], object]) -> object:
         """Run the training loop from the start of a dense window; again after failures."""
         self.alone.close()
+        self._trainer.loop.note_start()
         return self.job.train(run)
 
     def step(self, train_step: Callable[..., object], iteration: int) -> object:

@@ -51,6 +51,18 @@ class BrokenIteration:
         self._metrics: dict[str, torch.Tensor] = {}
         self._rerun_mode = get_rerun_state_machine().get_mode()
 
+    def note_start(self) -> None:
+        """Note functions, modes and hooks with which the loop is entered for the first time.
+
+        The program may set them before, in code that a survivor does not run again: when survivors
+        and new processes enter the loop, they must have the same.
+        """
+        config = get_model_config(self._model[0])
+        self._functions = (config.no_sync_func, config.grad_sync_func, config.param_sync_func)
+        modules = [module for chunk in self._model for module in chunk.modules()]
+        self._evaluating = [module for module in modules if not module.training]
+        self._hooked = [bool(chunk.remove_forward_pre_hook_handles) for chunk in self._model]
+
     def begin(self) -> None:
         """Make a few small copies at the start of an iteration; their memory is allocated once."""
         metrics = _metrics()
@@ -85,15 +97,17 @@ class BrokenIteration:
         if torch._C._autograd._profiler_enabled():  # upstream's loop starts a new profiler
             torch.autograd._disable_profiler()
         config = get_model_config(self._model[0])
-        config.no_sync_func = config.grad_sync_func = config.param_sync_func = None
-        for chunk in self._model:
+        config.no_sync_func, config.grad_sync_func, config.param_sync_func = self._functions
+        for chunk, hooked in zip(self._model, self._hooked, strict=True):
             chunk.train()
-            self._release_chunk(chunk)
+            self._release_chunk(chunk, hooked)
             _reset_shared_experts(chunk)
+        for module in self._evaluating:
+            module.training = False
         drop_put_aside(self._model)
 
-    def _release_chunk(self, chunk: DistributedDataParallel) -> None:
-        """Drop pending collectives, and reset the hooks to the state of a new model."""
+    def _release_chunk(self, chunk: DistributedDataParallel, hooked: bool) -> None:
+        """Drop pending collectives; reset the reductions to those of a new model, and the hooks."""
         for group in _bucket_groups(chunk):
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
@@ -104,8 +118,10 @@ class BrokenIteration:
             group.golden_per_param_grad_ready_counts = {}
             group.is_last_microbatch = True
             group.grad_reduce_finished = False
-        if chunk.ddp_config.overlap_param_gather and not chunk.remove_forward_pre_hook_handles:
+        if hooked and not chunk.remove_forward_pre_hook_handles:
             chunk.enable_forward_pre_hook()
+        elif chunk.remove_forward_pre_hook_handles and not hooked:
+            chunk.disable_forward_pre_hook(param_sync=False)
 
 
 def _reset_shared_experts(chunk: DistributedDataParallel) -> None:

@@ -2,6 +2,9 @@
 """State that an interrupted iteration accumulates into is rolled back."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ cpu_device.install()
 
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
 
+from megatron.moevement.job.megatron_loop import MegatronLoop  # noqa: E402
+from megatron.moevement.job.session import Session  # noqa: E402
 from megatron.moevement.state.broken_iteration import BrokenIteration  # noqa: E402
 from megatron.moevement.state.model_operators import Operator  # noqa: E402
 from moevement_ext.errors import SparseCheckpointError  # noqa: E402
@@ -54,3 +59,68 @@ def test_renamed_attribute_of_a_bucket_group_is_refused_at_the_start() -> None:
 
     with pytest.raises(SparseCheckpointError, match='Group.* has no param_gather_dispatched'):
         BrokenIteration([Chunk()], {})
+
+
+class Chunk(torch.nn.Module):
+    """A chunk in Megatron's wrapper, of which a loop can change functions, modes and hooks."""
+
+    bucket_groups = expert_parallel_bucket_groups = ()
+
+    def __init__(self, function: str | None, hooked: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.frozen, self.trained = torch.nn.Dropout(), torch.nn.Dropout()
+        self.remove_forward_pre_hook_handles = {'module': 'hook'} if hooked else {}
+        self.sync(function)
+
+    def sync(self, value: str | None) -> None:
+        """Set all three functions of the configuration."""
+        names = ('no_sync_func', 'grad_sync_func', 'param_sync_func')
+        vars(self.config).update(dict.fromkeys(names, value))
+
+    def enable_forward_pre_hook(self) -> None:
+        assert not self.remove_forward_pre_hook_handles
+        self.remove_forward_pre_hook_handles = {'module': 'hook'}
+
+    def disable_forward_pre_hook(self, param_sync: bool) -> None:
+        assert self.remove_forward_pre_hook_handles and not param_sync
+        self.remove_forward_pre_hook_handles = {}
+
+    def found(self) -> list[object]:
+        """What a process enters the loop with."""
+        modes = [module.training for module in self.modules()]
+        return [*vars(self.config).values(), *modes, bool(self.remove_forward_pre_hook_handles)]
+
+
+@pytest.mark.parametrize('function', ['set-up', None], ids=['custom', 'upstream'])
+@pytest.mark.parametrize('hooked', [False, True])
+def test_survivor_enters_the_loop_with_what_a_new_process_has(
+    function: str | None, hooked: bool
+) -> None:
+    """Other functions or hooks would reduce in another order than the new process."""
+    chunk = Chunk(function, hooked)
+    chunk.frozen.eval()
+    broken = BrokenIteration([chunk], {})
+    around: Any = SimpleNamespace(
+        data=None, operations=None, post_step=SimpleNamespace(reset_loop_state=lambda: None)
+    )
+    session = Session.__new__(Session)
+    session.alone = ExitStack()
+    session.job = SimpleNamespace(train=lambda run: run())  # type: ignore[assignment]
+    session._trainer = SimpleNamespace(  # type: ignore[assignment]
+        loop=MegatronLoop(SimpleNamespace(), SimpleNamespace(), around, broken)  # type: ignore[arg-type]
+    )
+
+    def loop() -> list[object]:
+        found = chunk.found()
+        chunk.sync('loop')
+        chunk.eval()
+        if hooked:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        else:
+            chunk.enable_forward_pre_hook()
+        return found
+
+    before = session.train(loop)
+    session._trainer.loop.leave()
+    assert chunk.found() == before
