@@ -158,7 +158,8 @@ class MegatronTrainer:
         state.skipped_train_samples += iteration_state.skipped_samples()
         state.floating_point_operations = self._operations.at(state.consumed_train_samples)
         state.scheduler_steps += 0 if skipped else samples
-        iteration_state.forget_weight_decay(state)
+        if not skipped:  # else the scheduler does not step, and the weight decay stays
+            iteration_state.forget_weight_decay(state)
         entry = LedgerEntry(
             iteration=iteration,
             grad_norms=state.scalars.grad_norms,

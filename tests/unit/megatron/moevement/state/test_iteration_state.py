@@ -5,6 +5,7 @@ import random
 from argparse import Namespace
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
+from megatron.moevement.attachment import ReplayableData  # noqa: E402
+from megatron.moevement.job.auxiliary_state import MegatronAuxiliaryState  # noqa: E402
+from megatron.moevement.job.megatron_trainer import MegatronTrainer  # noqa: E402
 from megatron.moevement.state import iteration_state  # noqa: E402
-from megatron.moevement.state.global_scalars import GlobalScalars  # noqa: E402
+from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder  # noqa: E402
+from megatron.moevement.state.operation_count import OperationCount  # noqa: E402
+from moevement_ext.recover.trainer import Committed  # noqa: E402
 from tests.stand_ins.random_states import GeneratorsTracker  # noqa: E402
 
 SAMPLES = 24
@@ -107,6 +113,21 @@ class Loop:
             counters.num_floating_point_operations_so_far,
         )
         return iteration_state.encode(state)
+
+    def record(self, iteration: int, skipped: bool) -> Committed:
+        """As the trainer does right after the update."""
+        trainer: Any = MegatronTrainer.__new__(MegatronTrainer)
+        trainer._facts = SimpleNamespace(data_parallel_size=1, micro_batch_size=4)
+        trainer._recorder, trainer._operations = ScalarRecorder(), OperationCount(lambda: 0.0)
+        trainer._losses = SimpleNamespace(newest=None)
+        trainer.auxiliary_state = MegatronAuxiliaryState(
+            self,  # type: ignore[arg-type]
+            self.counters,
+            trainer._recorder,
+            ReplayableData(),
+            trainer._operations,
+        )
+        return trainer.record(iteration, skipped)  # type: ignore[no-any-return]
 
     def restore(self, state: bytes) -> None:
         decoded = iteration_state.decode(state)
@@ -204,6 +225,17 @@ def test_first_iteration_after_a_dense_load_repeats_its_weight_decay() -> None:
     assert fresh.rates()[1] < 0.02 < first[1]
     trained.restore(state)
     assert trained.rates() == first
+
+
+def test_skipped_update_keeps_the_weight_decay_of_a_dense_load() -> None:
+    """The scheduler does not step then, and a survivor goes on as a replaying stage does."""
+    loop = Loop()
+    loop.scheduler.start_wd = loop.scheduler.end_wd = 0.01
+    before = loop.rates()
+    loop.restore(loop.record(1, skipped=True).state)
+    assert loop.rates() == before
+    loop.restore(loop.record(2, skipped=False).state)
+    assert loop.rates()[1] == 0.01 < before[1]
 
 
 def test_move_to_sets_the_counters() -> None:
