@@ -58,6 +58,9 @@ class LedgerEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Loss on this rank, None if it has none. Not comparable with other ranks' records."""
     judges: bool = True
     """A replay must match this entry; False if an unjudged replay wrote the entry."""
+    consumed_valid: int | None = None
+    """Validation samples consumed before this iteration, which a replay does not evaluate; None if
+    the trainer does not count them."""
 
     def shared(self) -> Self:
         """The entry reduced to the fields that are equal on all ranks."""

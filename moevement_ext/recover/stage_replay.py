@@ -197,15 +197,18 @@ class StageReplay:
 
     def _catch_up(self, dense_at: int, target: int, iterate: Callable[[int], object]) -> None:
         """Continue from the dense state with the ledger's records of the iterations."""
+        state = self._trainer.auxiliary_state
         with self._trainer.replaying():  # nothing is frozen, but nothing overlaps either
             for iteration in range(dense_at, target):
                 faults.at_iteration(iteration + 1)
                 faults.point(Phase.CATCH_UP)
                 entry = self._entry(iteration + 1)
+                # Evaluations are not repeated here, but the captured states count them.
+                state.count(iteration, None, entry.consumed_valid)
                 # Other experts reduce to values that differ from the recorded ones.
                 with nullcontext() if self._lossy else self._trainer.reduced(entry):
                     iterate(iteration)
-                self._trainer.auxiliary_state.count(entry.iteration, entry.consumed_samples)
+                state.count(entry.iteration, entry.consumed_samples)
 
     def _entry(self, iteration: int) -> LedgerEntry:
         entry = self._protection.memory.ledger.get(iteration)

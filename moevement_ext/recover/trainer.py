@@ -97,8 +97,11 @@ class AuxiliaryState(Protocol):
         `state`.
         """
 
-    def count(self, iteration: int, samples: int | None) -> None:
-        """Set the committed iterations and consumed samples; None: leave the samples unchanged."""
+    def count(self, iteration: int, samples: int | None, validation: int | None = None) -> None:
+        """Set the committed iterations, and the consumed samples of training and validation.
+
+        None leaves a number of samples unchanged.
+        """
 
 
 class Loop(Protocol):

@@ -79,7 +79,9 @@ class MegatronAuxiliaryState:
             last = iteration_state.decode(validation)
             self._counters.consumed_valid_samples = last.consumed_valid_samples
 
-    def count(self, iteration: int, samples: int | None) -> None:
+    def count(self, iteration: int, samples: int | None, validation: int | None = None) -> None:
         """Set the numbers of iterations and samples; None keeps upstream's number of samples."""
+        if validation is not None:
+            self._counters.consumed_valid_samples = validation
         known = self._counters.consumed_train_samples if samples is None else samples
         iteration_state.move_to(iteration, known, self._counters)

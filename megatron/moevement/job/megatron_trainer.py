@@ -168,6 +168,7 @@ class MegatronTrainer:
             consumed_samples=state.consumed_train_samples,
             num_tokens=state.scalars.num_tokens,
             loss=self.loss,
+            consumed_valid=state.consumed_valid_samples,
         )
         return Committed(iteration_state.encode(state), entry)
 

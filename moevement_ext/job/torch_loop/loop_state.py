@@ -108,7 +108,7 @@ class LoopState:
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
         self.iteration = _decode(state).iteration
 
-    def count(self, iteration: int, samples: int | None) -> None:
+    def count(self, iteration: int, samples: int | None, validation: int | None = None) -> None:
         self.iteration = iteration
 
     @staticmethod

@@ -219,6 +219,7 @@ def test_up_to_max_scalars_fit_and_more_are_refused(shm: Path) -> None:
         num_tokens=2**63,
         loss=0.1,
         judges=False,
+        consumed_valid=2**63,
     )
     fitting = msgspec.structs.replace(
         largest, grad_norms=[0.1] * MAX_SCALARS, overflows=[True] * MAX_SCALARS

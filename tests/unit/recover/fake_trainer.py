@@ -126,6 +126,7 @@ class FakeState:
         self.iteration = 0
         self.random = b'seed'
         self.norm = 0.0
+        self.validation = 0
 
     def now(self) -> bytes:
         return msgspec.msgpack.encode((self.iteration, self.random, self.norm))
@@ -139,8 +140,9 @@ class FakeState:
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
         self.iteration, _, _ = decoded(state)
 
-    def count(self, iteration: int, samples: int | None) -> None:
+    def count(self, iteration: int, samples: int | None, validation: int | None = None) -> None:
         self.iteration = iteration
+        self.validation = self.validation if validation is None else validation
 
 
 def decoded(state: bytes) -> tuple[int, bytes, float]:

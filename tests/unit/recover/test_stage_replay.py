@@ -103,6 +103,22 @@ def test_ledgers_of_the_stage_precede_the_ledger_of_the_node(
     assert replay.memory.ledger.get(1) == recorded
 
 
+def test_catch_up_counts_the_evaluations_that_it_skips(replay: Replay) -> None:
+    """The stage captures again; its windows must agree with those of the other stages."""
+    for iteration, validation in ((4, 16), (5, 24), (6, None)):
+        entry = LedgerEntry(iteration, [1.0], [], 2, 8 * iteration, consumed_valid=validation)
+        replay.memory.ledger.append(entry)
+    state, captured = replay.trainer.auxiliary_state, []
+    state.iteration, state.validation = 3, 16
+
+    def capture(iteration: int) -> None:
+        captured.append((iteration, state.iteration, state.validation))
+
+    replay.of_stage._catch_up(3, 6, capture)
+    assert captured == [(3, 3, 16), (4, 4, 24), (5, 5, 24)]
+    assert state.iteration == 6
+
+
 def test_replay_does_not_wait_for_a_missing_window(replay: Replay) -> None:
     replay.end_round()
     with silent_peer(greets=True) as address:

@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
-from megatron.moevement.attachment import ReplayableData  # noqa: E402
 from megatron.moevement.job.auxiliary_state import MegatronAuxiliaryState  # noqa: E402
 from megatron.moevement.job.megatron_trainer import MegatronTrainer  # noqa: E402
 from megatron.moevement.state import iteration_state  # noqa: E402
@@ -114,19 +113,17 @@ class Loop:
         )
         return iteration_state.encode(state)
 
+    def auxiliary_state(self) -> MegatronAuxiliaryState:
+        parts: Any = (self, self.counters, ScalarRecorder(), None, OperationCount(lambda: 0.0))
+        return MegatronAuxiliaryState(*parts)
+
     def record(self, iteration: int, skipped: bool) -> Committed:
         """As the trainer does right after the update."""
         trainer: Any = MegatronTrainer.__new__(MegatronTrainer)
         trainer._facts = SimpleNamespace(data_parallel_size=1, micro_batch_size=4)
         trainer._recorder, trainer._operations = ScalarRecorder(), OperationCount(lambda: 0.0)
         trainer._losses = SimpleNamespace(newest=None)
-        trainer.auxiliary_state = MegatronAuxiliaryState(
-            self,  # type: ignore[arg-type]
-            self.counters,
-            trainer._recorder,
-            ReplayableData(),
-            trainer._operations,
-        )
+        trainer.auxiliary_state = self.auxiliary_state()
         return trainer.record(iteration, skipped)  # type: ignore[no-any-return]
 
     def restore(self, state: bytes) -> None:
@@ -236,6 +233,17 @@ def test_skipped_update_keeps_the_weight_decay_of_a_dense_load() -> None:
     assert loop.rates() == before
     loop.restore(loop.record(2, skipped=False).state)
     assert loop.rates()[1] == 0.01 < before[1]
+
+
+def test_record_has_the_position_in_the_validation_data() -> None:
+    """A stage that catches up moves there without an evaluation."""
+    trained, fresh = Loop(), Loop()
+    trained.train(4)
+    entry = trained.record(2, skipped=False).entry
+    fresh.auxiliary_state().count(1, None, entry.consumed_valid)
+    assert fresh.counters.consumed_valid_samples == 2
+    fresh.auxiliary_state().count(2, 8)
+    assert fresh.counters.consumed_valid_samples == 2
 
 
 def test_move_to_sets_the_counters() -> None:
