@@ -8,6 +8,7 @@ import torch
 from torch.distributed import Store, all_gather_object, broadcast_object_list
 
 from moevement_ext.membership import packing
+from moevement_ext.store.peek import read_in_parts
 
 _COUNT_BYTES = 4
 # A value in the store has a MiB at most; its server refuses more than 8.
@@ -107,7 +108,7 @@ def left_by(store: Store, name: str, rank: int) -> bytes | None:
 
 
 def _left_by(store: Store, name: str, ranks: Sequence[int]) -> list[bytes]:
-    firsts = store.multi_get([_key(name, rank, 0) for rank in ranks])
+    firsts = read_in_parts(store, [_key(name, rank, 0) for rank in ranks])
     return [
         packing.unpacked(b''.join(_chunks(store, name, rank, first)))
         for rank, first in zip(ranks, firsts, strict=True)

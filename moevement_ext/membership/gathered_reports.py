@@ -14,13 +14,13 @@ from torch.distributed import Store
 
 from moevement_ext.membership import packing
 from moevement_ext.membership.node_copy import NodeCopy, digest_of
+from moevement_ext.store.peek import read_in_parts
 
 _COUNT_BYTES = 4
 # Read with the barrier, in one request; more is read by one rank of a node for all.
 _LITTLE_BYTES = 4096
 # A value in the store has a MiB at most. The server refuses above 8.
 _CHUNK_BYTES = 1 << 20
-_READ_AT_ONCE = 256
 
 
 def packed(own: bytes) -> bytes:
@@ -40,11 +40,8 @@ def gather(store: Store, places: Sequence[str]) -> list[bytes]:
         store: the launcher's.
         places: keys, by rank, which are there.
     """
-    found: list[bytes] = []
-    for at in range(0, len(places), _READ_AT_ONCE):  # others are served in between
-        found += store.multi_get(list(places[at : at + _READ_AT_ONCE]))
     items, room = [], packing.MOST_BYTES_OF_ALL
-    for value in found:
+    for value in read_in_parts(store, places):
         items.append(packing.unpacked(value, min(packing.MOST_BYTES, room)))
         room -= len(items[-1])
     return items

@@ -17,6 +17,9 @@ from moevement_ext.config import CAPACITY, DECAYED, FIXED
 from moevement_ext.plan.replanning import WindowLoad
 
 _KEPT_OF_BEFORE = 0.5
+# Members of a stage that publish counts, each of all its experts. Rank 0 reads and sums them all in
+# every window: more would cost it seconds and GiB in a large job, and shares need no more.
+_MEMBERS_COUNTED = 8
 # Least share of an expert at risk, relative to even shares: one without tokens in the measured
 # cycle may have some in others, and is saved once its copy is old enough.
 _LEAST_AT_RISK = 0.01
@@ -47,8 +50,13 @@ class Popularity:
         return shares
 
 
+def sampled(members: Sequence[int]) -> Sequence[int]:
+    """The members of a stage that publish token counts: a few, evenly spread over all."""
+    return members[:: -(-len(members) // _MEMBERS_COUNTED)]
+
+
 def shares_of(loads: Sequence[WindowLoad]) -> dict[str, float]:
-    """Each expert's share of its layer's tokens, summed over ranks; omits uncounted layers."""
+    """Each expert's share of its layer's tokens, over counting ranks; omits uncounted layers."""
     tokens = _summed(loads)
     layers: dict[str, float] = {}
     for name, count in tokens.items():

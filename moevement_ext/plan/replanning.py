@@ -37,7 +37,8 @@ class WindowLoad(msgspec.Struct, frozen=True):
 
     start: int
     tokens: dict[str, float]
-    """Tokens (or router weights) of each expert operator in the window's first iteration."""
+    """Tokens (or router weights) of each expert operator in the window's first iteration; none
+    from most ranks of a large stage, see `popularity.sampled`."""
     iteration_s: float
     """Median seconds of an iteration, without waits for copies."""
     copy_bytes_per_s: float | None

@@ -26,6 +26,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.auto_window import Measured
+from moevement_ext.plan.popularity import sampled
 from moevement_ext.plan.replanning import TokenCounter, WindowLoad
 from moevement_ext.plan.strategy.choice import strategy_of
 from moevement_ext.plan.strategy.cycle import Cycle
@@ -101,6 +102,8 @@ class Protection:
         stub = partial(planner.stub_capacity, context_bytes=context_bytes)
         longest = longest_window(rank, capacity, stub, planner.family, logged)
         self._strategy = strategy_of(rank.config, longest, self._shortest_window)
+        counting = sampled(planner.place.members)
+        self._counts = self._strategy.counts_tokens and rank.number in counting
         if rank.config.window == AUTO:
             planner.compare_windows(longest)
         self._first_plan = planner.first_plan(self._strategy.first())
@@ -345,8 +348,7 @@ class Protection:
         schedule = self.checkpointer.schedule
         self._position = schedule.position(iteration)
         if self._experts is None:
-            counts = self._strategy.counts_tokens
-            self._counter.counting = counts and schedule.slot(iteration) == 0
+            self._counter.counting = self._counts and schedule.slot(iteration) == 0
         else:
             self._experts.begins()
         if self._position == 0:
@@ -393,8 +395,8 @@ class Protection:
                 stage=self.planner.place.stage,
             )
             if self._experts is not None:
-                counts = self._strategy.counts_tokens
-                load = self._experts.load(load, self.last_iteration, counts, self.windows.holders)
+                holders = self.windows.holders
+                load = self._experts.load(load, self.last_iteration, self._counts, holders)
             self._seconds.clear()
             self._windows_seen += 1
             if self._windows_seen > 1:  # the first window contains warm-up

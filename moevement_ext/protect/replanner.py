@@ -19,7 +19,7 @@ from torch.distributed import DistError, Store
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.protect.stage_plan import StagePlan, publish, published
 from moevement_ext.protect.store_connection import StoreConnection
-from moevement_ext.store.peek import peek
+from moevement_ext.store.peek import peek, read_in_parts
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +152,8 @@ class Replanner:
             self._store.set(_NEWEST, str(chosen.version))
 
     def _loads(self) -> list[WindowLoad]:
-        values = self._store.multi_get([f'load/{rank}' for rank in range(self._world_size)])
-        return [_LOAD.decode(value) for value in values]
+        keys = [f'load/{rank}' for rank in range(self._world_size)]
+        return [_LOAD.decode(value) for value in read_in_parts(self._store, keys)]
 
     def _follow(self) -> None:
         newest = int(peek(self._store, _NEWEST) or 0)

@@ -4,7 +4,7 @@
 import pytest
 
 from moevement_ext.config import CAPACITY, DECAYED, FIXED, POPULARITY, SOFT
-from moevement_ext.plan.popularity import Popularity, shares_of
+from moevement_ext.plan.popularity import Popularity, sampled, shares_of
 from moevement_ext.plan.replanning import WindowLoad
 
 FIRST, SECOND = 'layer1.expert0', 'layer1.expert1'
@@ -52,3 +52,11 @@ def test_capacity_popularity_is_capped_by_the_capacity_of_each_rank() -> None:
         'layer2.expert0': 0.25,
         'layer2.expert1': 0.75,
     }
+
+
+def test_few_members_of_a_stage_publish_counts() -> None:
+    """Rank 0 reads what all of them publish: it must not grow with the job."""
+    assert list(sampled(range(3, 8))) == [3, 4, 5, 6, 7]
+    assert list(sampled(range(0, 8))) == [*range(8)]
+    for members in (range(9), range(0, 4096, 2), range(1000)):
+        assert 4 < len(sampled(members)) <= 8 and sampled(members)[-1] >= members[-1] // 2

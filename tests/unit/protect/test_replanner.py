@@ -88,6 +88,29 @@ def test_all_ranks_adopt_the_same_plans_in_order() -> None:
     assert [planned(version, master) for version in (1, 2)] == [first[0], second[0]]
 
 
+def test_loads_of_many_ranks_are_read_some_at_a_time() -> None:
+    """A proxy cuts a client to which it owes 64 MiB, so that no window would be planned anew."""
+    asked: list[int] = []
+
+    class Watched(TCPStore):
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            asked.append(len(keys))
+            return super().multi_get(keys)
+
+    store = Watched('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
+    for rank in range(1, 600):
+        store.set(f'load/{rank}', msgspec.json.encode(seen(0, {})).decode())
+    store.add('loads/0', 599)
+    adopted: queue.Queue[StagePlan] = queue.Queue()
+    replanner = Replanner(store, 0, 600, FIRST, fixed, planned, adopted.put)
+    try:
+        replanner.observe(seen(0, dict(BALANCED)))
+        assert adopted.get(timeout=DEADLINE_S).version == 1
+    finally:
+        replanner.stop()
+    assert sum(asked) == 600 and max(asked) <= 256
+
+
 def test_counts_of_outdated_windows_are_deleted() -> None:
     """Rank 1 is always a window behind, so that no window is ever decided on."""
     master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))

@@ -4,7 +4,7 @@
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from moevement_ext.store.peek import peek
+from moevement_ext.store.peek import peek, read_in_parts
 from tests.unit.membership.counted_store import CountedStore, Tally
 
 
@@ -28,3 +28,14 @@ def test_peek_is_one_request() -> None:
     store = CountedStore(served(), tally)
     peek(store, 'key')
     assert tally.read().requests == 1
+
+
+def test_many_values_are_read_some_at_a_time() -> None:
+    """A proxy cuts a client to which it owes 64 MiB, and serves others in between."""
+    tally, server = Tally(), served()
+    keys = [f'key/{index}' for index in range(1000)]
+    for key in keys:
+        server.set(key, key)
+    found = list(read_in_parts(CountedStore(server, tally), keys))
+    assert found == [key.encode() for key in keys]
+    assert tally.read().requests == 2 * 4
