@@ -240,7 +240,7 @@ class WindowLifecycle:
             WindowCommitted(
                 start=last.start,
                 plan=last.plan,
-                slots=[file.header(slot).payload_bytes for slot in range(last.window)],
+                slots=[file.payload(slot).size for slot in range(last.window)],
                 training_s=round(figures.training_s, 6),
                 exposed_s=round(figures.exposed_s, 6),
                 copy_bytes_per_s=figures.copy_bytes_per_s,

@@ -377,7 +377,7 @@ class TwinClient(ReplicaClient):
 
     def _window_bytes(self, file: WindowFile) -> int:
         """Return 0 for the usual size; for a resent window, perhaps from other flags, its size."""
-        whole = len(file.slots()) == file.header(file.slots()[0]).window
+        whole = len(file.slots()) == file.length()
         return stub_window_bytes(file, self._own_parts) if whole else 0
 
 

@@ -140,7 +140,7 @@ class Replicator:
                 return
             job = next((job for job in self._jobs if job.name == name), None)
             if job is None:
-                job = _Job(file, name, file.header(slot).window)
+                job = _Job(file, name, file.length())
                 # A peer receives one window at a time, so older windows must not come in between.
                 self._jobs = deque(sorted([*self._jobs, job], key=lambda other: other.name))
                 self._give_up_oldest()
@@ -331,7 +331,7 @@ class Replicator:
         return max(rate, 2.0 * MIN_BYTES_PER_SECOND)
 
     def _spread_rate(self, job: _Job) -> float | None:
-        sizes = [job.file.header(slot).payload_bytes for slot in range(job.length)]
+        sizes = [job.file.payload(slot).size for slot in range(job.length)]
         gaps = [after - before for before, after in itertools.pairwise(job.came)]
         if not gaps or not self.holders:
             return None

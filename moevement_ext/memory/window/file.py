@@ -106,6 +106,8 @@ class WindowFile:
         self._making_room = threading.Lock()
         self._directory = directory
         self._draft: _Draft | None = None
+        # Slots of the window; None until a header of it is written or read.
+        self._length: int | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -212,6 +214,7 @@ class WindowFile:
         with self._lock:
             self.kept = None
             self._draft = _Draft()
+            self._length = None
             self._write_directory(Directory(name))
 
     def require(self, content_bytes: int, slots: int) -> None:
@@ -260,7 +263,7 @@ class WindowFile:
             for record in header.records
         ]
         sealed = msgspec.structs.replace(header, records=records)
-        self._enter(header.slot, encode_frame(sealed))
+        self._enter(header, encode_frame(sealed))
         return sealed
 
     def write_blob(
@@ -293,7 +296,7 @@ class WindowFile:
         bad = _fill(payload, header.records if verify else [], fill)
         if bad is not None:
             raise damaged(self.path, slot, bad)
-        self._enter(slot, bytes(frame))
+        self._enter(header, bytes(frame))
         return header
 
     def _writing(self) -> _Draft:
@@ -319,7 +322,8 @@ class WindowFile:
         draft.tail = align_up(offset + nbytes)
         return offset
 
-    def _enter(self, slot: int, frame: bytes) -> None:
+    def _enter(self, header: SlotHeader, frame: bytes) -> None:
+        slot = header.slot
         with self._lock:
             payload_offset, payload_bytes = self._reserved(slot)
             draft = self._writing()
@@ -327,6 +331,7 @@ class WindowFile:
             self.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
             entry = Entry(slot, payload_offset, payload_bytes, at, len(frame))
             self._write_directory(Directory(self.name, [*self._directory.entries, entry]))
+            self._length = header.window
             del draft.reserved[slot]
 
     def _write_directory(self, directory: Directory) -> None:
@@ -339,6 +344,15 @@ class WindowFile:
     def slots(self) -> list[int]:
         """Sealed slots in ascending order."""
         return sorted(entry.slot for entry in self._directory.entries)
+
+    def length(self) -> int:
+        """Slots of the window when it is complete; at least one is sealed. Errors as in `header`.
+
+        A header can have MiB of records, so that only that of a file just opened is decoded.
+        """
+        if self._length is None:
+            self._length = self.header(min(self.slots(), default=0)).window
+        return self._length
 
     def used_bytes(self) -> int:
         """Bytes from the beginning of the file to the end of its last slot."""

@@ -66,5 +66,5 @@ def readable_headers(file: WindowFile) -> list[SlotHeader]:
 def require_complete(file: WindowFile) -> None:
     """Refuse to commit a file without all slots, with a `TruncatedWindow`."""
     slots = file.slots()
-    if not slots or slots != list(range(file.header(slots[0]).window)):
+    if not slots or slots != list(range(file.length())):
         raise TruncatedWindow(f'{file.path}: cannot be committed with only slots {slots}')

@@ -11,8 +11,9 @@ import psutil
 import pytest
 
 from moevement_ext.events import Event, WindowCommitted
+from moevement_ext.memory.window import checks
 from moevement_ext.memory.window.name import WindowName
-from moevement_ext.memory.window.slot import decode_context
+from moevement_ext.memory.window.slot import SlotHeader, decode_context, decode_frame
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.strategy.cycle import Cycle
 from tests.unit.memory.samples import PLAN, digest, tmpfs_directory
@@ -67,6 +68,22 @@ def test_committed_window_reports_its_cost(training: Training) -> None:
     assert 0 < committed.exposed_s <= statistics.exposed_s
     assert isinstance(committed.copy_bytes_per_s, float) and committed.copy_bytes_per_s > 0
     assert committed.send_bytes_per_s is None  # there is no holder
+
+
+def test_a_rank_decodes_no_header_of_its_own(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header of thousands of tensors takes milliseconds, in which no other thread runs."""
+    decoded: list[int] = []
+
+    def counted(frame: bytes) -> SlotHeader:
+        decoded.append(len(frame))
+        return decode_frame(frame)
+
+    monkeypatch.setattr(checks, 'decode_frame', counted)
+    training.lifecycle.share_links(None, spreads=True)
+    training.run_until(3 * W + 1)
+    assert len(training.heard) == 3 and not decoded
 
 
 def test_training_alone_without_draining_captures_the_same(training: Training) -> None:
