@@ -9,6 +9,7 @@ without communication.
 """
 
 from collections.abc import Sequence
+from heapq import heappush, heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -134,12 +135,22 @@ def _completed(
         holders.append(kept)
     missing = [wanted - len(twins[rank]) - len(kept) for rank, kept in enumerate(holders)]
     share = -(-int(load.sum() + sum(missing)) // max(1, len(of_rank)))
+    # The order within a domain, by load and then number, is that of load * ranks + number.
+    ranks, numbers = len(of_rank), load * len(of_rank) + np.arange(len(of_rank))
+    heaps: list[list[int]] = [[] for _ in distance]
+    for domain, number in zip(of_rank.tolist(), numbers.tolist(), strict=True):
+        heappush(heaps[domain], number)
+    # Only the first of each domain is compared: jobs have far more ranks than domains.
+    first = np.array([heap[0] for heap in heaps])
+    farther, apart = distance.max() + 1, (ranks + 1) * ranks
     for owner, count in enumerate(missing):
         for _ in range(count):
-            used = {int(of_rank[rank]) for rank in (owner, *twins[owner], *holders[owner])}
-            free = np.flatnonzero(~np.isin(of_rank, list(used)))
-            away, full = distance[of_rank[owner], of_rank[free]], load[free] >= share
-            holder = int(free[np.lexsort((free, load[free], np.where(full, 0, away), full))[0]])
-            holders[owner].append(holder)
-            load[holder] += 1
+            taken = [int(of_rank[rank]) for rank in (owner, *twins[owner], *holders[owner])]
+            away = np.where(first >= share * ranks, farther, distance[of_rank[owner]])
+            order = away * apart + first
+            order[taken] = farther * apart + apart
+            domain = int(order.argmin())
+            holders[owner].append(int(first[domain]) % ranks)
+            heapreplace(heaps[domain], int(first[domain]) + ranks)
+            first[domain] = heaps[domain][0]
     return [tuple(kept) for kept in holders]

@@ -4,6 +4,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +149,23 @@ def test_near_holders_are_preferred_and_equally_loaded(
     for owner, held_by in enumerate(two.holders):
         assert sorted(apart(domains[owner], domains[rank]) for rank in held_by) == [1, 2]
     assert max(loads(two)) <= (2 if not large else 3)
+
+
+def test_a_choice_of_a_holder_compares_domains_instead_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 16,384 ranks it would take seconds, at a start as in every replacement."""
+    compared: list[int] = []
+
+    def counted(full: np.ndarray, *values: object) -> np.ndarray:
+        compared.append(full.size)
+        return where(full, *values)
+
+    where = np.where
+    monkeypatch.setattr(module, 'MOST_EXCHANGED', 0)
+    monkeypatch.setattr(np, 'where', counted)
+    place_copies([f'pod{rank // 64}/rack{rank // 16}' for rank in range(256)], 2, range(256))
+    assert compared == [256 // 16] * 2 * 256
 
 
 def test_racks_of_one_name_in_two_pods_are_two_domains() -> None:
