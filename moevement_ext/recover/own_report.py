@@ -22,6 +22,13 @@ from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start, Trainer
 
+# Ledger entries in a report, if windows are not rarer: so that what ranks report alike repeats
+# within the 32 KiB that zlib looks back.
+_MOST_ENTRIES = 512
+# Cycles of which a recovery can need the entries; a window much older than the last two means that
+# none was persisted for long, and all workers restart from it.
+_MOST_CYCLES = 4
+
 
 class OwnReport:
     """Reports of one rank. Training thread only, except the result of `of_replay`."""
@@ -84,10 +91,15 @@ class OwnReport:
         )
 
     def _entries(self) -> list[LedgerEntry]:
-        """Committed iterations that a replay can need: from the oldest window on this node."""
+        """Committed iterations that a replay can need: from the oldest window on this node.
+
+        Not all of thousands, which all ranks would wait for one of them to pack.
+        """
         memory, newest = self._protection.memory, self._position.committed
         here = memory.windows.committed()
         if self._only_on is not None:
             here = stored_in(self._only_on, self._rank.number)
         oldest = min((window.name.start for window in here), default=newest)
+        cycles = _MOST_CYCLES * self._protection.checkpointer.schedule.period
+        oldest = max(oldest, newest - max(_MOST_ENTRIES, cycles))
         return [entry.shared() for entry in memory.ledger.entries(oldest, newest)]

@@ -8,6 +8,7 @@ import pytest
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.membership.report import encode
+from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
@@ -58,3 +59,19 @@ def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     assert (handover.version, handover.origin) == (VERSION, ORIGIN)
     assert len(report.details) < 100
     assert len(encode(report)) < 500
+
+
+@pytest.mark.parametrize(('period', 'most'), [(4, 512), (1000, 4000)])
+def test_a_report_has_no_entries_that_no_recovery_needs(period: int, most: int) -> None:
+    """No window was persisted for long: thousands of entries of each rank would stall all."""
+    window = SimpleNamespace(name=SimpleNamespace(start=ORIGIN - 4096))
+    with tmpfs_directory() as folder:
+        reports = recovery(folder, 1)._report
+        protection = reports._protection
+        protection.memory.windows.committed = lambda: [window]
+        protection.memory.ledger.entries = lambda after, to: [
+            LedgerEntry(iteration, [], [], 1, 1) for iteration in range(after + 1, to + 1)
+        ]
+        protection.checkpointer.schedule = PlanParameters(VERSION, ORIGIN, 4, {}, period - 4)
+        entries = reports.now([]).ledger
+    assert [entry.iteration for entry in entries] == [*range(ORIGIN - most + 1, ORIGIN + 1)]
