@@ -296,6 +296,11 @@ class _Named(msgspec.Struct):
 
 # Seconds for which an event waits for the thread that writes another one.
 _TO_WRITE_S = 1.0
+# Events of windows that a rank writes in a row, of each kind, and the seconds after which it may
+# write another: windows of short iterations would fill the disk with GB a day. Their figures are
+# sums since the start of the process, so that readers lose nothing.
+_WINDOWS_IN_A_ROW = 1000
+WINDOW_EVERY_S = 1.0
 
 _NAME = msgspec.json.Decoder(_Named)
 
@@ -373,6 +378,8 @@ class EventLog:
         self._rank = rank
         self._in_turn = threading.Lock()
         self._hangs = False
+        # Time until which events of windows are written already, by kind.
+        self._written_until: dict[type[Event], float] = {}
         self._file: EventFile | None = None
         self.iteration = 0
         self.recoveries = 0
@@ -389,7 +396,10 @@ class EventLog:
                 )
 
     def emit(self, event: Event) -> None:
-        """Write one event with time (seconds since the epoch), rank, pid and iteration."""
+        """Write one event with time (seconds since the epoch), rank, pid and iteration.
+
+        Where windows are shorter than a second, listeners get events that are not written.
+        """
         if self._file is not None:
             self._write(self._file, event)
         self.recoveries += isinstance(event, Recovered)
@@ -417,9 +427,21 @@ class EventLog:
             return
         try:
             self._hangs = False
-            file.append(encode(event, self._rank, os.getpid(), self.iteration))
+            if self._is_due(type(event)):
+                file.append(encode(event, self._rank, os.getpid(), self.iteration))
         finally:
             self._in_turn.release()
+
+    def _is_due(self, kind: type[Event]) -> bool:
+        if kind not in (WindowCommitted, WindowPersisted):
+            return True
+        now = time.monotonic()
+        earliest = now - (_WINDOWS_IN_A_ROW - 1) * WINDOW_EVERY_S
+        until = max(self._written_until.get(kind, earliest), earliest)
+        if until > now:
+            return False
+        self._written_until[kind] = until + WINDOW_EVERY_S
+        return True
 
     def close(self) -> None:
         if self._file is not None:

@@ -25,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from moevement_ext.events import WINDOW_EVERY_S
 from tools.lab.arguments import Parser, above_0
 from tools.lab.errors import LabError
 from tools.lab.following import Follower
@@ -121,9 +122,15 @@ def silent(history: History) -> list[int]:
     """Ranks that committed nothing during two windows of the others; none in a recovery."""
     if history.episodes and history.episodes[-1].end is None:
         return []
-    window = max((len(slots) for slots in history.slots.values()), default=1)
     newest = {rank: history.by_rank[rank][-1].iteration for rank in history.members}
-    return [rank for rank, at in newest.items() if max(newest.values()) - at > 2 * window]
+    most = 2 * _between_windows(history)
+    return [rank for rank, at in newest.items() if max(newest.values()) - at > most]
+
+
+def _between_windows(history: History) -> float:
+    """Most iterations between windows that a rank writes: of short ones, not each (`EventLog`)."""
+    window = max(map(len, history.slots.values()), default=1)
+    return max(window, WINDOW_EVERY_S / history.pace.iteration_s if history.pace else 0)
 
 
 def missing(history: History) -> list[int]:
@@ -200,7 +207,8 @@ def _protection(history: History) -> Text:
     if not history.slots:  # an older version wrote the events
         return Text(text)
     window = max(len(slots) for slots in history.slots.values())
-    return Text(f'{text}; windows of {window}', 'red' if age > _LATE_WINDOWS * window else '')
+    late = age > _LATE_WINDOWS * _between_windows(history)
+    return Text(f'{text}; windows of {window}', 'red' if late else '')
 
 
 def _stages(history: History) -> Table:

@@ -55,6 +55,29 @@ def test_line_has_time_process_and_event(tmp_path: Path) -> None:
     }
 
 
+def test_short_windows_write_one_event_of_a_kind_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else windows of 50 ms would write most of a GB a day and rank, until the disk is full."""
+    now = 100.0
+    monkeypatch.setattr(events.time, 'monotonic', lambda: now)
+    monkeypatch.setattr(events, '_WINDOWS_IN_A_ROW', 5)
+    log, heard = EventLog(str(tmp_path), 0), list[events.Event]()
+    log.listeners.append(heard.append)
+    for start in range(200):  # of 10 s
+        log.emit(events.WindowCommitted(start=start, plan='a'))
+        log.emit(events.WindowPersisted(start=start, plan='a'))
+        now += 0.05
+    log.emit(events.Finished(removed=True))
+    log.close()
+    assert len(heard) == 401, 'metrics count all'
+    *written, last = events.decode((tmp_path / 'rank0.jsonl').read_bytes())
+    assert isinstance(last, Finished)
+    for kind in (events.WindowCommitted, events.WindowPersisted):
+        starts = [event.start for event in written if isinstance(event, kind)]
+        assert starts[:5] == [*range(5)] and 13 <= len(starts) <= 15 and starts[-1] >= 180
+
+
 def test_bytes_that_are_no_text_cost_no_event_and_no_training(tmp_path: Path) -> None:
     """As in a path of another encoding, or of any in a locale that knows ASCII alone."""
     log = EventLog(str(tmp_path), 0)
