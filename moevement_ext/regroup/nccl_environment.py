@@ -26,37 +26,36 @@ class _Setting(NamedTuple):
     """Consequence of another value."""
 
 
+# With other values torch's watchdog may abort the communicators of a lost peer by itself: waits
+# return, with any bytes, before a failure is announced. So every value is replaced, also that which
+# torchrun's agent sets for its workers.
+_ALWAYS_SET = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
+
 SETTINGS = {
     'TORCH_DIST_USE_NCCL2': _Setting('0', 'process groups cannot be connected anew'),
-    'TORCH_NCCL_ASYNC_ERROR_HANDLING': _Setting('0', 'torch ends survivors of a lost rank'),
+    _ALWAYS_SET: _Setting('0', 'waits return any bytes'),
     'TORCH_NCCL_DUMP_ON_TIMEOUT': _Setting('0', 'torch may end survivors, to write a trace'),
+    'TORCH_NCCL_EXTRA_DUMP_ON_EXEC': _Setting('0', 'a recovery waits for a trace of each group'),
     'TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC': _Setting('1', 'a recovery waits for traces, a minute'),
     'TORCH_NCCL_ENABLE_MONITORING': _Setting('0', 'torch ends processes whose GPU waits long'),
-    'TORCH_NCCL_RETHROW_CUDA_ERRORS': _Setting('0', 'torch ends survivors of a lost rank'),
+    'TORCH_NCCL_RETHROW_CUDA_ERRORS': _Setting('0', 'torch ends survivors after a CUDA error'),
     # Either one turns torch's error handling on again, or removes the thread that aborts need.
-    'TORCH_NCCL_DESYNC_DEBUG': _Setting('0', 'torch ends survivors of a lost rank'),
+    'TORCH_NCCL_DESYNC_DEBUG': _Setting('0', 'torch stops watching once a rank is lost'),
     'TORCH_NCCL_BLOCKING_WAIT': _Setting('0', 'waits for a lost rank end only by their timeout'),
+    'TORCH_NCCL_USE_COMM_NONBLOCKING': _Setting('0', 'communicators may hang when connected'),
     'NCCL_NVLS_ENABLE': _Setting('0', 'communicators may hang when they are aborted'),
 }
-
-
-# Variables that torchrun's agent sets for its workers, to another value: not the user's choice.
-_OF_TORCHRUN = frozenset({'TORCH_NCCL_ASYNC_ERROR_HANDLING'})
 
 
 def prepare() -> None:
     """Set the variables that the user has not set, and warn about other values.
 
-    With torchrun's value of one, torch's watchdog would abort the communicators of a lost peer by
-    itself: waits would return, with any bytes, before a failure is announced.
-
     Every rank of a job with localized recovery calls this before the first process group.
     Raises `UserError` if NCCL is too old.
     """
     _check_version()
+    os.environ[_ALWAYS_SET] = SETTINGS[_ALWAYS_SET].value
     for name, (value, otherwise) in SETTINGS.items():
-        if name in _OF_TORCHRUN and 'TORCHELASTIC_RUN_ID' in os.environ:
-            os.environ[name] = value
         found = os.environ.setdefault(name, value)
         if found != value and os.environ.get('LOCAL_RANK', '0') == '0':
             logger.warning('sparse checkpointing: %s=%s: %s; unset it', name, found, otherwise)

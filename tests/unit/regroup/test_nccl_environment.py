@@ -17,7 +17,7 @@ from moevement_ext.regroup.nccl_environment import SETTINGS, prepare
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Without any of it, and put back afterwards."""
     monkeypatch.setattr(os, 'environ', dict(os.environ))
-    for name in (*SETTINGS, 'LOCAL_RANK', 'TORCHELASTIC_RUN_ID'):
+    for name in (*SETTINGS, 'LOCAL_RANK'):
         os.environ.pop(name, None)
     monkeypatch.setattr(torch.distributed, 'is_nccl_available', lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, 'version', lambda: (2, 26, 2))
@@ -32,7 +32,10 @@ def test_missing_variables_are_set(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-@pytest.mark.parametrize('name', SETTINGS)
+ERROR_HANDLING = 'TORCH_NCCL_ASYNC_ERROR_HANDLING'
+
+
+@pytest.mark.parametrize('name', sorted(SETTINGS.keys() - {ERROR_HANDLING}))
 def test_variables_of_the_user_are_kept_and_their_consequence_named(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -44,13 +47,20 @@ def test_variables_of_the_user_are_kept_and_their_consequence_named(
     assert f'{name}=17: {SETTINGS[name].otherwise}' in said and '\n' not in said
 
 
-def test_the_value_of_torchruns_agent_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    """It sets it for all workers, so it is no choice of the user."""
+def test_torch_never_ends_waits_itself() -> None:
+    """Else they return any bytes before the failure is announced."""
+    os.environ[ERROR_HANDLING] = '1'
+    prepare()
+    assert os.environ[ERROR_HANDLING] == '0'
+
+
+def test_torchruns_agent_sets_no_other_variable(caplog: pytest.LogCaptureFixture) -> None:
+    """Its value is no choice of the user, who could not follow a warning."""
     agent = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
     set_by_it = {name for name in SETTINGS if name in agent}
-    os.environ |= {'TORCHELASTIC_RUN_ID': 'none', **dict.fromkeys(set_by_it, '1')}
+    os.environ |= dict.fromkeys(set_by_it, '1')
     prepare()
-    assert {os.environ[name] for name in set_by_it} == {'0'} and not caplog.records
+    assert set_by_it == {ERROR_HANDLING} and not caplog.records
 
 
 def test_one_process_of_a_node_warns(caplog: pytest.LogCaptureFixture) -> None:
