@@ -28,7 +28,7 @@ class RoundGroups:
     def make(self, distributed_backend: str) -> None:
         """Take over the groups that torch has, once."""
         if self._made is None:
-            self._made = ProcessGroups(distributed_backend)
+            self._made = ProcessGroups(distributed_backend, self._timeout)
 
     def renew(
         self,

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from moevement_ext.errors import EXIT_STUCK
-from moevement_ext.membership import arrivals, membership
+from moevement_ext.membership import arrivals, membership, round_groups
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     FencedOut,
@@ -278,6 +278,16 @@ def test_failure_before_groups_exist_ends_the_waits_in_them(
     monkeypatch.setattr(RoundGroups, 'make', lambda groups, backend: None)
     settled.watch('gloo', woken.set)
     assert woken.is_set()
+
+
+def test_groups_of_a_replacement_have_the_timeout_of_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it gives up in a long save that the others wait for."""
+    given: list[object] = []
+    monkeypatch.setattr(round_groups, 'ProcessGroups', lambda *args: given.extend(args))
+    RoundGroups(2, timedelta(hours=1)).make('gloo')
+    assert given == ['gloo', timedelta(hours=1)]
 
 
 def test_update_under_way_ends_before_the_waits_are_ended(
