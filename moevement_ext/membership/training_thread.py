@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from moevement_ext import faults
-from moevement_ext.memory.device import driver
+from moevement_ext.memory.device import bind_thread, driver
 
 _SHOWN_FRAMES = 12
 _MOST_BETWEEN_LOOKS_S = 2.0
@@ -176,12 +176,12 @@ def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
     waits in it: no thread could end that wait then.
 
     Args:
-        stream: of the thread that is looked at; the one that looks is on GPU 0 until it is told.
+        stream: of the thread that is looked at.
     """
     if stream is None:
         return False
     try:
-        torch.cuda.set_device(stream.device)
+        bind_thread(stream.device)
     except RuntimeError:
         return True  # the GPU is lost, which is for others to judge
     status: int = driver().cuStreamQuery(ctypes.c_void_p(stream.cuda_stream))

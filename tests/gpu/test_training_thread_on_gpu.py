@@ -43,3 +43,16 @@ def test_thread_with_queued_work_waits_for_other_ranks(
         assert waits()
         stream.synchronize()
         assert not waits()
+
+
+def test_recording_survives_a_look(watching: ThreadPoolExecutor) -> None:
+    factor = torch.ones(8, device='cuda')
+    thread = TrainingThread()
+    factor * 2  # what is recorded has run before
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = factor * 2
+        watching.submit(thread.look).result(DEADLINE_S)
+    graph.replay()
+    assert torch.equal(doubled.cpu(), torch.full((8,), 2.0))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,6 +29,7 @@ from moevement_ext.membership.standstill import Present, Standstill
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.memory import device
 from moevement_ext.regroup import waits
+from tests.stand_ins.capture_mode import Driver
 
 pytestmark = pytest.mark.timed
 
@@ -268,6 +270,8 @@ def test_bytes_are_counted_on_a_node_that_hides_other_processes(
 class Queue:
     """Stream of the second GPU; records the current device of each querying thread.
 
+    While the training thread records a graph, only threads in relaxed mode may query it.
+
     Args:
         status: the driver's status of the stream.
         cuda_stream: its handle; that of the default stream is 0.
@@ -281,11 +285,17 @@ class Queue:
         self.asked_on: list[torch.device] = []
         """The current device of the querying thread, for each query."""
         self._bound: dict[int, torch.device] = {}
+        self._relaxed: set[int] = set()
 
     def bind(self, device: torch.device) -> None:
         self._bound[threading.get_ident()] = device
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        self._relaxed.add(threading.get_ident())
+        return Driver.cuThreadExchangeStreamCaptureMode(mode)
+
     def cuStreamQuery(self, stream: ctypes.c_void_p) -> int:  # noqa: N802 - CUDA's name
+        assert threading.get_ident() in self._relaxed
         assert stream.value == (self.cuda_stream or None)
         self.asked_on.append(self._bound.get(threading.get_ident(), torch.device('cuda', 0)))
         return self.status
@@ -300,7 +310,8 @@ def put_on_gpu(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.cuda, 'default_stream', torch.cuda.current_stream)
     monkeypatch.setattr(torch.cuda, 'set_device', queue.bind)
-    monkeypatch.setattr(training_thread, 'driver', lambda: queue)
+    for module in (training_thread, device):
+        monkeypatch.setattr(module, 'driver', lambda: queue)
 
 
 @pytest.mark.parametrize(
