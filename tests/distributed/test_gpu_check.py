@@ -11,7 +11,6 @@ from tools.gpu_check import one_rank
 from tools.gpu_check.__main__ import main
 from tools.gpu_check.report import NAME, Findings, Report, StageResult, save
 from tools.gpu_check.settings import Settings
-from tools.lab.hardware import Hardware
 
 pytestmark = pytest.mark.thorough
 
@@ -22,8 +21,8 @@ HAS_PASSED = StageResult(True, 1.0, {'kept': True}, [])
 @pytest.mark.timeout(1500)
 def test_dry_run_completes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All but the stage of four ranks, whose jobs are those of the demo."""
-    kept = {'four-rank': HAS_PASSED, 'tests': HAS_PASSED}
-    save(tmp_path, Report(Hardware.here(gpu=False), True, kept))
+    here = Report.here(gpu=False)
+    save(tmp_path, here.with_stage('four-rank', HAS_PASSED).with_stage('tests', HAS_PASSED))
     code = main(['--cpu', '--output', str(tmp_path)])
     printed = capfd.readouterr().out
     assert code == 0, printed

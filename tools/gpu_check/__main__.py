@@ -6,14 +6,15 @@
     scripts/gpu_check.sh --cpu              # a dry run without a GPU
 
 Each stage takes less than ten minutes. After each, OUTPUT/gpu-check.json has the findings and the
-hardware; the next call continues from there. A stage that is interrupted counts as failed, but its
+hardware; the next call continues from there, unless the code, megatron-core, Transformer Engine or
+NCCL has changed: then all stages run again. A stage that is interrupted counts as failed, but its
 findings so far are kept, too. At the end the tool prints a line for each stage (PASS or FAIL with
 figures); then whether localized recovery is exact, the cost of windows and the speed of captures;
 last, the stages that did not run. On a borrowed machine, copy OUTPUT before the machine is
 returned.
 
 Exit status: 0 all stages to run have passed, 1 a stage failed, 2 there is no GPU, or the output
-folder belongs to another machine.
+folder belongs to another machine or GPU.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm
 from tools.lab.errors import LabError
 from tools.lab.evidence import Tier
-from tools.lab.hardware import Hardware
 from tools.lab.launch import GRACE_S, ROOT, family
 
 # Time limit of a stage.
@@ -115,9 +115,9 @@ def check(settings: Settings, only: str | None) -> Report:
     """Run all stages that have not passed yet, or one stage.
 
     Raises:
-        LabError: the output folder belongs to another machine.
+        LabError: the output folder belongs to another machine or GPU.
     """
-    report = load(settings.output, Hardware.here(settings.gpu), not settings.gpu)
+    report = load(settings.output, Report.here(settings.gpu))
     for name in [only] if only else possible(settings.gpu):
         if not only and report.passed(name):
             print(f'\n== {name}: has passed already', flush=True)

@@ -2,15 +2,20 @@
 """The findings of all stages so far: one file, kept between calls."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
+import torch
+import xxhash
 
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
-from tools.lab.hardware import Hardware
+from tools.lab.hardware import Hardware, installed
+from tools.lab.launch import PROGRAM, ROOT
 
 NAME = 'gpu-check.json'
+# Code that jobs and stages run.
+_CODE = ('moevement_ext', 'megatron/moevement', 'tools', 'tests/gpu')
 
 
 class Findings(msgspec.Struct, frozen=True):
@@ -59,36 +64,64 @@ class Report(msgspec.Struct, frozen=True):
     dry_run: bool
     """On the CPU, over gloo, with a tiny model: proves nothing about a GPU."""
     stages: dict[str, StageResult]
+    gpu_id: str = ''
+    """A digest that tells GPUs of one model apart."""
+    software: str = ''
+    """Digest of the code and of the libraries under it."""
 
-    def with_stage(self, name: str, result: StageResult) -> 'Report':
-        return Report(self.hardware, self.dry_run, {**self.stages, name: result})
+    @classmethod
+    def here(cls, gpu: bool) -> Self:
+        """A report without stages, of this machine and this code."""
+        uuid = torch.cuda.get_device_properties(0).uuid if gpu else ''
+        identity = xxhash.xxh3_64_hexdigest(str(uuid).encode())
+        return cls(Hardware.here(gpu), not gpu, {}, identity, _software(gpu))
+
+    def with_stage(self, name: str, result: StageResult) -> Self:
+        return msgspec.structs.replace(self, stages={**self.stages, name: result})
 
     def passed(self, name: str) -> bool:
         return name in self.stages and self.stages[name].passed
 
 
-def load(output: Path, hardware: Hardware, dry_run: bool) -> Report:
-    """Load the report of earlier calls from a folder, or an empty one.
+def _software(gpu: bool) -> str:
+    nccl = torch.cuda.nccl.version() if gpu else None
+    libraries = (nccl, installed('megatron-core'), installed('transformer-engine'))
+    digest = xxhash.xxh3_64(repr(libraries).encode())
+    below = sorted(file for name in _CODE for file in (ROOT / name).rglob('*.py'))
+    for file in (ROOT / PROGRAM, *below):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def load(output: Path, now: Report) -> Report:
+    """Load the report of earlier calls from a folder.
+
+    Args:
+        output: the folder.
+        now: the report without stages; returned if there is none, or one of other software.
 
     Raises:
-        LabError: the file is damaged, or belongs to another machine.
+        LabError: the file is damaged, or belongs to another machine or GPU.
     """
     path = output / NAME
     if not path.exists():
-        return Report(hardware, dry_run, {})
+        return now
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except msgspec.MsgspecError as error:
         raise LabError(f'{path} is damaged ({error}); remove it or give another --output') from None
     ours, theirs = (
-        (one.gpu, one.processor, one.torch, dry)
-        for one, dry in ((hardware, dry_run), (report.hardware, report.dry_run))
+        (one.hardware.gpu, one.hardware.processor, one.hardware.torch, one.dry_run, one.gpu_id)
+        for one in (now, report)
     )
     if ours != theirs:
         raise LabError(
             f'{path} has results of {"a dry run on " if report.dry_run else ""}'
-            f'{report.hardware.line()}; give another --output'
+            f'{report.hardware.line()}, not of this GPU; give another --output'
         )
+    if report.software != now.software:
+        print(f'{path} has results of other code or libraries: all stages run again', flush=True)
+        return now
     return report
 
 

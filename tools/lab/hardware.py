@@ -36,7 +36,7 @@ class Hardware(msgspec.Struct, frozen=True):
             gpu=torch.cuda.get_device_name() if gpu else None,
             load_average=round(os.getloadavg()[0], 2),
             torch=str(torch.__version__),
-            megatron_core=_version('megatron-core'),
+            megatron_core=installed('megatron-core'),
         )
 
     def line(self) -> str:
@@ -55,7 +55,8 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
+    """Version of an installed package, in words."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -13,7 +13,7 @@ from tools.gpu_check.__main__ import main, run_apart, summary
 from tools.gpu_check.report import NAME, Report, StageResult, load, save
 from tools.gpu_check.settings import Settings
 from tools.lab.errors import LabError
-from tools.lab.hardware import Hardware
+from tools.lab.launch import PROGRAM
 
 pytestmark = pytest.mark.timed
 
@@ -81,21 +81,42 @@ def test_summary_ends_with_the_three_main_results(passed: bool, came_back: str, 
 
 
 def test_results_are_kept_for_this_machine_alone(tmp_path) -> None:
-    save(tmp_path, load(tmp_path, HARDWARE, False).with_stage('nccl', FAILED))
-    busier = msgspec.structs.replace(HARDWARE, load_average=9.0)
-    report = load(tmp_path, busier, False).with_stage('copies', PASSED)
+    here = Report(HARDWARE, False, {}, 'a GPU', 'this code')
+
+    def other(**fields: object) -> Report:
+        return msgspec.structs.replace(here, **fields)
+
+    save(tmp_path, load(tmp_path, here).with_stage('nccl', FAILED))
+    busier = other(hardware=msgspec.structs.replace(HARDWARE, load_average=9.0))
+    report = load(tmp_path, busier).with_stage('copies', PASSED)
     assert (report.passed('copies'), report.passed('nccl'), report.passed('tests')) == (
         True,
         False,
         False,
     )
-    with pytest.raises(LabError, match='has results of a processor.*another --output'):
-        load(tmp_path, msgspec.structs.replace(HARDWARE, gpu='H200'), False)
-    with pytest.raises(LabError, match='another --output'):
-        load(tmp_path, HARDWARE, True)
+    for elsewhere in (
+        other(hardware=msgspec.structs.replace(HARDWARE, gpu='H200')),
+        other(dry_run=True),
+        other(gpu_id='another of its model'),
+    ):
+        with pytest.raises(LabError, match='has results of a processor.*another --output'):
+            load(tmp_path, elsewhere)
     (tmp_path / NAME).write_text('{')
     with pytest.raises(LabError, match='damaged'):
-        load(tmp_path, HARDWARE, False)
+        load(tmp_path, here)
+
+
+def test_results_of_other_software_do_not_count(tmp_path, capsys, monkeypatch) -> None:
+    """Else a check after `git pull` passes without having run anything."""
+    before = Report.here(gpu=False)
+    save(tmp_path, before.with_stage('copies', PASSED))
+    assert load(tmp_path, Report.here(gpu=False)).passed('copies')
+    for changed in (('ROOT', tmp_path), ('installed', lambda package: '1')):
+        with monkeypatch.context() as patched:
+            (tmp_path / PROGRAM).touch()
+            patched.setattr(f'tools.gpu_check.report.{changed[0]}', changed[1])
+            assert load(tmp_path, Report.here(gpu=False)).stages == {}
+        assert 'results of other code or libraries: all stages run' in capsys.readouterr().out
 
 
 def test_without_a_gpu_nothing_is_claimed(tmp_path, capsys, monkeypatch) -> None:
@@ -109,14 +130,15 @@ def test_without_a_gpu_nothing_is_claimed(tmp_path, capsys, monkeypatch) -> None
 def test_a_stage_is_run_apart_kept_and_not_run_again(tmp_path, capfd) -> None:
     passed = dict.fromkeys(('environment', 'copies', 'nccl', 'one-rank', 'four-rank'), PASSED)
     command = ['--cpu', '--output', str(tmp_path)]
-    save(tmp_path, Report(Hardware.here(gpu=False), True, {'nccl': FAILED}))
+    here = Report.here(gpu=False)
+    save(tmp_path, here.with_stage('nccl', FAILED))
     assert main([*command, '--stage', 'tests']) == 0  # all are skipped, in a process of its own
     assert 'FAIL nccl' in capfd.readouterr().out
     found = msgspec.json.decode((tmp_path / NAME).read_bytes(), type=Report)
     assert (
         found.stages['tests'].figures['skipped_1'] == found.stages['tests'].figures['tests_1'] > 5
     )
-    save(tmp_path, Report(found.hardware, True, {**found.stages, **passed}))
+    save(tmp_path, msgspec.structs.replace(here, stages={**found.stages, **passed}))
     assert main(command) == 0
     assert capfd.readouterr().out.count('has passed already') == 6
 
