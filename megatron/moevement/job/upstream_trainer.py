@@ -69,7 +69,7 @@ class UpstreamTrainer:
         self._data.install()
         job = self._session.job
         if job.membership is not None:
-            self._post_step.install()
+            self._post_step.install(job.membership)
         if job.joining:
             self._session.alone.enter_context(upstream.setting('fake_process_group', True))
         trainer = 'megatron.training.training'

@@ -85,6 +85,10 @@ UPSTREAM = {
         'seqlen_squared_sum_in_batch', 'total_real_tokens_in_batch',
     ),
     'megatron.training.training:print_rank_last': ('message',),
+    'megatron.training.training:evaluate': (
+        'forward_step_func', 'data_iterator', 'model', 'process_non_loss_data_func', 'config',
+        'verbose', 'non_loss_data_func', 'eval_iters', 'pg_collection', 'p2p_communicator',
+    ),
     'megatron.training.training:evaluate_and_print_results': (
         'prefix', 'forward_step_func', 'data_iterator', 'model', 'iteration',
         'process_non_loss_data_func', 'config', 'verbose', 'write_to_tensorboard',
@@ -165,6 +169,7 @@ UPSTREAM = {
 """Parameters by part, written as `module:function` or `module:Class.method`."""
 
 TORCH = {
+    'torch.distributed:barrier': ('group',),
     'torch.distributed:new_group': ('ranks', 'timeout', 'backend'),
     'torch.distributed:all_gather_object': ('object_list', 'obj', 'group'),
     'torch.utils.data:DataLoader.__iter__': ('self',),

@@ -4,7 +4,7 @@
 A failure may strike when only some ranks have finished these steps. All ranks then resume at the
 entry of the next iteration, and together repeat each step that any rank has not finished.
 
-Wraps `evaluate_and_print_results` and `save_checkpoint_and_time`.
+Wraps `evaluate_and_print_results`, the `evaluate` in it, and `save_checkpoint_and_time`.
 Checked against megatron-core 0.19.2.
 """
 
@@ -27,6 +27,8 @@ from megatron.moevement.seams import patches
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults
 from moevement_ext.faults import Phase
+from moevement_ext.membership.membership import Membership
+from moevement_ext.membership.rendezvous import RoundEnded
 
 
 class PostStepProgress(msgspec.Struct, frozen=True):
@@ -57,14 +59,17 @@ class PostStep:
         self._evaluate: Callable[[int], None] | None = None
         self._save: Callable[[int, bool], None] | None = None
         self._forget: Callable[[], None] = lambda: None
+        self._membership: Membership | None = None
         self._valid_before = counters.consumed_valid_samples
         self._valid_told = 0
         self._evaluated = True
         self._saved = True
         self._exits_made = -1
 
-    def install(self) -> None:
+    def install(self, membership: Membership) -> None:
         """Wrap upstream's functions."""
+        self._membership = membership
+        patches.wrap('megatron.training.training:evaluate', self._trusting)
         patches.wrap('megatron.training.training:evaluate_and_print_results', self._evaluating)
         patches.wrap('megatron.training.training:save_checkpoint_and_time', self._saving)
 
@@ -196,9 +201,20 @@ class PostStep:
 
     def _saving(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
         faults.point(Phase.SAVE)
-        result = original(*args, **kwargs)
+        # Upstream names a checkpoint as the latest one after a barrier.
+        with patches.wrapped('torch.distributed:barrier', self._trusting):
+            result = original(*args, **kwargs)
         faults.point(Phase.SAVED)
         self._saved = True
+        return result
+
+    def _trusting(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Call upstream. Raises `RoundEnded` if NCCL's waits may have returned any bytes."""
+        result = original(*args, **kwargs)
+        assert self._membership is not None
+        self._membership.synchronize()
+        if self._membership.waits_returned:
+            raise RoundEnded('another rank was lost in an evaluation or a save')
         return result
 
 

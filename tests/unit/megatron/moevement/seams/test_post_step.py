@@ -5,7 +5,9 @@ import dataclasses
 import itertools
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.training import training
 
 from megatron.moevement.facts import JobFacts
+from megatron.moevement.seams import patches
 from megatron.moevement.seams.post_step import PostStep, PostStepProgress, forget_what_was_cut_off
+from moevement_ext.membership.rendezvous import RoundEnded
 from tests.unit.each import each
 
 ITERATION = 6
@@ -196,6 +200,34 @@ def test_evaluations_are_due_as_upstream_schedules_them(
     rank.catch_up([rank.commit()])
     due = interval == 3 and start != 7 and do_valid
     assert rank.calls == (EVALUATE if due else EVALUATE[:1])
+
+
+@pytest.mark.parametrize('ended', [False, True])
+def test_steps_whose_waits_were_ended_do_not_count(
+    ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's waits return then: upstream prints any loss, and names a checkpoint that has holes."""
+    rank, wrapped = Rank(ALL_DUE), {}
+    monkeypatch.setattr(patches, 'wrap', wrapped.__setitem__)
+    monkeypatch.setattr(torch.distributed, 'barrier', lambda group=None: None)
+    rank.post_step.install(SimpleNamespace(synchronize=lambda: None, waits_returned=ended))
+    rank.commit()
+    evaluate, print_results, save = wrapped.values()
+    called: list[str] = []
+
+    def evaluation() -> None:
+        evaluate(lambda: None)
+        called.append('loss is printed')
+
+    def saving() -> None:
+        torch.distributed.barrier()
+        called.append('checkpoint is named')
+
+    for wrapper, step in ((print_results, evaluation), (save, saving)):
+        with pytest.raises(RoundEnded) if ended else nullcontext():
+            wrapper(step)
+    done = rank.post_step.progress()
+    assert (done.evaluated, done.saved, len(called)) == (not ended, not ended, 0 if ended else 2)
 
 
 INTERVALS = [None, 2, OTHER]
