@@ -55,7 +55,7 @@ def test_torch_never_ends_waits_itself() -> None:
 
 
 def test_torchruns_agent_sets_no_other_variable(caplog: pytest.LogCaptureFixture) -> None:
-    """Its value is no choice of the user, who could not follow a warning."""
+    """Its value is no choice of the user: a warning would have no remedy."""
     agent = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
     set_by_it = {name for name in SETTINGS if name in agent}
     os.environ |= dict.fromkeys(set_by_it, '1')
