@@ -10,6 +10,7 @@ from tools.gpu_check.training import Kill, Trials, compare, costs, reduced
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of
 from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE, training_flags
+from tools.lab.launch import Launcher
 from tools.lab.trained import Trained
 
 WINDOW = 3
@@ -19,7 +20,7 @@ _LOST_STAGE = 1
 
 
 def run(settings: Settings) -> Iterator[Findings]:
-    """Train the demo's model without windows, with windows, and with a killed rank."""
+    """Train the demo's model without windows, with them, and under torchrun with a killed rank."""
     folder = settings.folder('four-rank')
     data = models.prepare_text(settings.output / 'data', megabytes=1)
     flags = training_flags(data, ITERATIONS)
@@ -27,7 +28,8 @@ def run(settings: Settings) -> Iterator[Findings]:
     plain, windows = trials.plain('plain'), trials.protected('windows')
     same = not compare(plain, windows, 'with windows')
     yield Findings(costs(plain, windows) | {'as_plain': same}, reduced(windows))
-    killed = trials.protected('killed', KILL)
+    # Its agents set variables that change how torch handles a lost rank.
+    killed = trials._replace(launcher=Launcher.TORCHRUN).protected('killed', KILL)
     found = killed.recovery
     figures = {
         'came_back': str(found.tier) if found else 'no',

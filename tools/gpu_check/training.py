@@ -10,7 +10,7 @@ from moevement_ext.events import ProtectionReduced
 from tools.gpu_check.settings import Settings
 from tools.lab import evidence
 from tools.lab.job import memory_directory
-from tools.lab.launch import PROGRAM, Launch
+from tools.lab.launch import PROGRAM, Launch, Launcher
 from tools.lab.models import sparse_flags
 from tools.lab.trained import Trained, train
 
@@ -47,6 +47,7 @@ class Trials(NamedTuple):
     """Path of the training program."""
     variables: Mapping[str, str] = {}
     """Additional environment variables of the jobs."""
+    launcher: Launcher = Launcher.LOCAL
 
     def plain(self, name: str) -> Trained:
         return self._train(name, [], None)
@@ -70,7 +71,8 @@ class Trials(NamedTuple):
             program_file=self.program_file,
             variables=self.variables,
         )
-        return train(launch, kill and (lambda job: job.kill_after(kill.after, [kill.rank])))
+        hurt = kill and (lambda job: job.kill_after(kill.after, [kill.rank]))
+        return train(launch, hurt, self.launcher)
 
 
 def compare(expected: Trained, other: Trained, what: str) -> list[str]:

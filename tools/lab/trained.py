@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a job to its end, with or without faults, and compares its final state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from moevement_ext.events import Event
+from moevement_ext.events import Event, WorkerStarted
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
-from tools.lab.evidence import Recovery, recovery
+from tools.lab.evidence import Recovery, kind_of, recovery
 from tools.lab.job import Job
 from tools.lab.launch import Launch, Launcher
 from tools.lab.run_log import RunLog
@@ -57,5 +57,11 @@ def train(
         log, events = job.finish(), job.events()
         found = None
         if hurt_at is not None:
-            found = recovery(events, job.pids(), hurt_at, log.iterations)
+            found = recovery(events, newest_pids(events), hurt_at, log.iterations)
     return Trained(log, read_digest(digest), events, hurt_at, found)
+
+
+def newest_pids(events: Iterable[Event]) -> list[int]:
+    """Process ids by rank, of the last worker; torchrun's agents know only running workers."""
+    pids = {event.rank: event.pid for event in kind_of(events, WorkerStarted)}
+    return [pid for _, pid in sorted(pids.items())]

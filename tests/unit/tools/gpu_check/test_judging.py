@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moevement_ext.events import ProtectionReduced, Recovered
+from moevement_ext.events import ProtectionReduced, Recovered, WorkerStarted
 from tests.unit.tools.samples import event
 from tools.gpu_check import copies, four_rank, nccl, nccl_rank, one_rank, own_tests, stages
 from tools.gpu_check.__main__ import _LIMIT_S
@@ -22,7 +22,7 @@ from tools.gpu_check.training import compare, costs, reduced
 from tools.lab.digests import StateDigest
 from tools.lab.evidence import Recovery, Tier
 from tools.lab.run_log import Captured, Iteration, RunLog
-from tools.lab.trained import Trained
+from tools.lab.trained import Trained, newest_pids
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -170,6 +170,13 @@ def test_only_the_lost_stage_replays() -> None:
     ):
         (found,) = four_rank.not_localized(wrong)
         assert problem in found
+
+
+def test_workers_of_a_job_that_is_over_are_known() -> None:
+    """Agents of torchrun know none any more, and the job would seem not to have recovered."""
+    lives = [(0, 10), (1, 11), (0, 12)]
+    events = [event(WorkerStarted, rank, 1.0, pid=pid) for rank, pid in lives]
+    assert newest_pids(events) == [12, 11]
 
 
 def marks(node: ast.AST) -> list[str]:
