@@ -51,7 +51,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     session.job.end_together()
     elastic = session.job.rank.config.elastic != OFF
     remove = saved and _is_loaded(facts, code, elastic) and not reads_memory()
-    if not remove:
+    if not remove and code == 0:  # the rerun machine leaves a half-done iteration in the buffers
         session.job.part()
     announce(facts.rank, int(code), freed=remove)
     session.job.close(remove)

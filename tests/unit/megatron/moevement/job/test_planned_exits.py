@@ -58,3 +58,11 @@ def test_findings_of_the_rerun_machine_are_loaded_in_any_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert _calls(16, monkeypatch, elastic='restart') == ['close(True)']
+
+
+@pytest.mark.parametrize(('code', 'load'), [(17, 'dense'), (16, 'another')])
+def test_half_done_iteration_is_not_kept(
+    code: int, load: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rerun machine restores no router biases; windows of before have whole iterations."""
+    assert _calls(code, monkeypatch, load, elastic='restart') == ['close(False)']
