@@ -26,6 +26,7 @@ from moevement_ext.errors import UserError
 from moevement_ext.faults import Phase
 from moevement_ext.job.ending import announce
 from moevement_ext.job.exporting import reads_memory
+from moevement_ext.job.job import Job
 from moevement_ext.system.leaving import leave
 
 _RERUN = (EXIT_CODE_RESUME_TO_DISAMBIGUATE, EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
@@ -49,8 +50,7 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     faults.point(Phase.EXIT)
     saved = _saved(facts, session.job.committed)
     session.job.end_together()
-    elastic = session.job.rank.config.elastic != OFF
-    remove = saved and _is_loaded(facts, code, elastic) and not reads_memory()
+    remove = saved and _is_loaded(facts, session.job, code) and not reads_memory()
     if not remove and code == 0:  # the rerun machine leaves a half-done iteration in the buffers
         session.job.part()
     announce(facts.rank, int(code), freed=remove)
@@ -62,15 +62,15 @@ def exit_as_planned(facts: JobFacts, session: Session, ending: SystemExit) -> No
     leave(int(code))
 
 
-def _is_loaded(facts: JobFacts, code: str | int, elastic: bool) -> bool:
-    """True if the next launch should resume from the dense checkpoint that was saved.
+def _is_loaded(facts: JobFacts, job: Job, code: str | int) -> bool:
+    """True if the next launch, if any, should resume from the dense checkpoint that was saved.
 
-    Not if `elastic`: the next layout may be one that cannot load it. Only that checkpoint has the
-    findings of the rerun machine, and windows of the same iteration would take precedence. But if
-    `--load` differs from `--save`, only the windows are newer.
+    Not if the job is elastic and goes on: the next layout may be one that cannot load it. Only that
+    checkpoint has the findings of the rerun machine, and windows of the same iteration would take
+    precedence. But if `--load` differs from `--save`, only the windows are newer.
     """
     if code == 0:
-        return not elastic
+        return job.rank.config.elastic == OFF or job.committed >= job.trainer.last_iteration
     return code == EXIT_CODE_RESUME_TO_DISAMBIGUATE and facts.load == facts.save
 
 

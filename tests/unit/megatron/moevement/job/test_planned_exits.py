@@ -16,7 +16,11 @@ class _LeftError(Exception):
 
 
 def _calls(
-    code: int, monkeypatch: pytest.MonkeyPatch, load: str = 'dense', **given: Any
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    load: str = 'dense',
+    last_iteration: int = 8,
+    **given: Any,
 ) -> list[str]:
     """Calls of the job at the end, after a dense checkpoint was saved."""
 
@@ -29,6 +33,7 @@ def _calls(
     calls: list[str] = []
     job = SimpleNamespace(
         rank=SimpleNamespace(config=SparseCheckpointConfig(**given)),
+        trainer=SimpleNamespace(last_iteration=last_iteration),
         committed=7,
         kept_in=None,
         end_together=lambda: None,
@@ -52,6 +57,11 @@ def test_windows_of_all_layouts_outlive_a_dense_checkpoint_of_one(
 ) -> None:
     """Another number of stages could not load it."""
     assert _calls(0, monkeypatch, load, elastic='restart') == ['part', 'close(False)']
+
+
+def test_windows_of_a_job_that_is_done_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at its end without an exit: no launch continues from the last iteration."""
+    assert _calls(0, monkeypatch, last_iteration=7, elastic='restart') == ['close(True)']
 
 
 def test_findings_of_the_rerun_machine_are_loaded_in_any_case(
