@@ -439,7 +439,7 @@ class LocalizedRecovery:
         self._position.resumed()
         self._refused.clear()  # new captures reuse the names
         self._lost_sources = 0
-        self._membership.committed = verdict.target
+        self._membership.committed = self._rank.events.iteration = verdict.target
         replays = self._rank.number in verdict.ranks
         verified = self.verification.result() if replays else Verified(0, NOWHERE, ())
         last = self._rank.number == self._rank.world_size - 1  # one rank reports for all

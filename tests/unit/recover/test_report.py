@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a rank is short, since one store serves all ranks."""
+"""Reports of a rank: short, since one store serves all ranks, and of its newest iteration."""
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -14,8 +15,10 @@ from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.localized import LocalizedRecovery
+from moevement_ext.recover.outage import Phases
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start
+from moevement_ext.recover.verdict import Localized
 from tests.unit.memory.samples import tmpfs_directory
 
 VERSION, ORIGIN = 2**31, 2**40
@@ -75,3 +78,14 @@ def test_a_report_has_no_entries_that_no_recovery_needs(period: int, most: int) 
         protection.checkpointer.schedule = PlanParameters(VERSION, ORIGIN, 4, {}, period - 4)
         entries = reports.now([]).ledger
     assert [entry.iteration for entry in entries] == [*range(ORIGIN - most + 1, ORIGIN + 1)]
+
+
+def test_rank_with_a_copied_state_knows_its_iteration() -> None:
+    """If an exit is due, the process trains none before it, but the windows have to agree."""
+    recovery, rank = MagicMock(), SimpleNamespace(number=1, world_size=2, events=MagicMock())
+    rank.events.iteration = 0
+    recovery._rank, recovery._phases = rank, Phases()
+    LocalizedRecovery._resume(
+        recovery, Localized(9, frozenset(), frozenset(), frozenset({1}), None, {1: 0})
+    )
+    assert rank.events.iteration == 9
