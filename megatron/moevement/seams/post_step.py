@@ -23,7 +23,7 @@ from megatron.moevement.built import (
 )
 from megatron.moevement.counters import Counters
 from megatron.moevement.facts import JobFacts
-from megatron.moevement.seams import patches
+from megatron.moevement.seams import patches, upstream
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults
 from moevement_ext.faults import Phase
@@ -64,6 +64,7 @@ class PostStep:
         self._valid_told = 0
         self._evaluated = True
         self._saved = True
+        self._unnamed: int | None = None
         self._exits_made = -1
 
     def install(self, membership: Membership) -> None:
@@ -109,6 +110,11 @@ class PostStep:
             or _due(facts.non_persistent_save_interval, iteration)
             or self.exits(iteration)
         )
+        # Once the tracker file names this iteration, its checkpoint is complete; but if it does so
+        # before the save, an earlier attempt or another run has written it.
+        kept = not self._saved and not self._not_kept(iteration)
+        again = kept and upstream.saved_iteration(facts.save) == iteration
+        self._unnamed = iteration if kept and not again else None
 
     def exits(self, iteration: int) -> bool:
         """True if an exit is due after `iteration`, before the last iteration."""
@@ -136,6 +142,7 @@ class PostStep:
         """Adopt the progress of the survivors: all may be lost before this recovery ends."""
         self._evaluated = all(survivor.evaluated for survivor in survivors)
         self._saved = all(survivor.saved for survivor in survivors)
+        self._unnamed = None  # a repeated save writes into the checkpoint that the file may name
         self._exits_made = max(survivor.exits_made for survivor in survivors)
         self._valid_before = max(survivor.valid_before for survivor in survivors)
         self._valid_told = max(survivor.valid_now for survivor in survivors)
@@ -182,6 +189,8 @@ class PostStep:
         recovery, the samples that this rank had consumed before the first failure count.
         """
         self._valid_told = max(self._valid_told, self._counters.consumed_valid_samples)
+        if self._unnamed is not None:
+            self._saved |= upstream.saved_iteration(self._facts.save) == self._unnamed
         return PostStepProgress(
             self._valid_before,
             self._valid_told,

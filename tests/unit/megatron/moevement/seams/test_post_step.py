@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +174,31 @@ def test_second_failure_keeps_evaluation_progress_of_the_first() -> None:
         assert rank.calls == EVALUATED_BY_ALL + SAVE
         rank.commit(ITERATION + 1)
         assert rank.post_step.progress().valid_now == BEFORE + EVALUATED
+
+
+def test_complete_checkpoint_is_not_written_again(tmp_path: Path) -> None:
+    """A failure may follow the tracker file and precede the end of the save."""
+    tracker = tmp_path / 'latest_checkpointed_iteration.txt'
+    rank = Rank(dataclasses.replace(ALL_DUE, save=str(tmp_path)))
+    tracker.write_text('4')
+    assert not rank.commit().saved
+    tracker.write_text(f'{ITERATION}')
+    assert rank.post_step.progress().saved
+
+
+def test_tracker_file_of_another_run_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text(f'{ITERATION}')
+    rank = Rank(dataclasses.replace(ALL_DUE, save=str(tmp_path)))
+    rank.commit()
+    assert not rank.post_step.progress().saved
+
+
+def test_tracker_file_does_not_count_while_a_save_is_repeated(tmp_path: Path) -> None:
+    """A rank that had not seen it made all ranks write into the checkpoint that it names."""
+    rank = Rank(dataclasses.replace(ALL_DUE, save=str(tmp_path)))
+    rank.post_step.take_over([rank.commit()])
+    (tmp_path / 'latest_checkpointed_iteration.txt').write_text(f'{ITERATION}')
+    assert not rank.post_step.progress().saved
 
 
 @pytest.mark.parametrize(
