@@ -8,12 +8,13 @@ Checked against megatron-core 0.19.2.
 """
 
 import gc
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
-from megatron.core.timers import Timers
+from megatron.core.timers import Timer, Timers
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -25,6 +26,9 @@ from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.put_aside import drop_put_aside
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.batches import copy_all
+
+# Upstream divides it by all iterations since its last report, which a survivor still counts.
+_REPORTED = 'interval-time'
 
 
 class BrokenIteration:
@@ -93,6 +97,8 @@ class BrokenIteration:
         machine.mode = self._rerun_mode
         machine.saved_state = None
         for timer in _timers():
+            if timer._started and timer.name == _REPORTED:
+                timer._elapsed += time.time() - timer._start_time
             timer._started = False
         if torch._C._autograd._profiler_enabled():  # upstream's loop starts a new profiler
             torch.autograd._disable_profiler()
@@ -180,6 +186,7 @@ def _check(model: Chunks) -> None:
         (SharedExpertState, ('IDLE',)),
         (get_rerun_state_machine(), ('state', 'mode', 'saved_state', 'current_iteration')),
         (Timers(0, 'minmax'), ('_timers',)),
+        (Timer(_REPORTED), ('name', '_started', '_start_time', '_elapsed')),
         (global_vars, ('_GLOBAL_TIMERS',)),
         (torch.autograd, ('_disable_profiler',)),
         (torch._C._autograd, ('_profiler_enabled',)),

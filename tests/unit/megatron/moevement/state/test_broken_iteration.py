@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from megatron.moevement.seams import cpu_device
 
 cpu_device.install()
 
+from megatron.core.timers import Timers  # noqa: E402
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker  # noqa: E402
+from megatron.training import global_vars  # noqa: E402
 
 from megatron.moevement.job.megatron_loop import MegatronLoop  # noqa: E402
 from megatron.moevement.job.session import Session  # noqa: E402
+from megatron.moevement.state import broken_iteration  # noqa: E402
 from megatron.moevement.state.broken_iteration import BrokenIteration  # noqa: E402
 from megatron.moevement.state.model_operators import Operator  # noqa: E402
 from moevement_ext.errors import SparseCheckpointError  # noqa: E402
@@ -47,6 +51,19 @@ def test_buffers_of_all_dtypes_and_metrics_are_rolled_back(losses: torch.Tensor)
         broken.roll_back()
         assert losses.tolist() == [3.0, 0.0]
         assert all(torch.equal(buffers[name], before[name]) for name in buffers)
+
+
+def test_seconds_before_a_failure_count_in_the_next_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream divides them by all iterations since the last one."""
+    timers = Timers(0, 'minmax')
+    monkeypatch.setattr(global_vars, '_GLOBAL_TIMERS', timers)
+    monkeypatch.setattr(broken_iteration, 'get_model_config', MagicMock())
+    monkeypatch.setattr(broken_iteration, 'drop_put_aside', MagicMock())
+    timers('interval-time', log_level=0).start()
+    timers('interval-time')._start_time -= 1000
+    BrokenIteration([MagicMock()], {}).reset_loop_state()
+    timers('interval-time').start()
+    assert 1000 <= timers('interval-time').elapsed() < 2000
 
 
 def test_renamed_attribute_of_a_bucket_group_is_refused_at_the_start() -> None:
