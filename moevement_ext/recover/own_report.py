@@ -93,7 +93,8 @@ class OwnReport:
     def _entries(self) -> list[LedgerEntry]:
         """Committed iterations that a replay can need: from the oldest window on this node.
 
-        Not all of thousands, which all ranks would wait for one of them to pack.
+        At least the newest one, which a rank needs that copies its state; not all of thousands,
+        which all ranks would wait for one of them to pack.
         """
         memory, newest = self._protection.memory, self._position.committed
         here = memory.windows.committed()
@@ -101,5 +102,5 @@ class OwnReport:
             here = stored_in(self._only_on, self._rank.number)
         oldest = min((window.name.start for window in here), default=newest)
         cycles = _MOST_CYCLES * self._protection.checkpointer.schedule.period
-        oldest = max(oldest, newest - max(_MOST_ENTRIES, cycles))
+        oldest = min(max(oldest, newest - max(_MOST_ENTRIES, cycles)), newest - 1)
         return [entry.shared() for entry in memory.ledger.entries(oldest, newest)]

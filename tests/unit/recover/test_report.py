@@ -53,6 +53,16 @@ def recovery(folder: Path, experts: int) -> LocalizedRecovery:
     )
 
 
+def test_newest_iteration_is_reported_before_the_first_window() -> None:
+    """A new process on another node copies a state, and takes the batch size from it."""
+    with tmpfs_directory() as folder:
+        found = recovery(folder, 1)
+        asked: list[tuple[int, int]] = []
+        found._protection.memory.ledger.entries = lambda *given: asked.append(given) or []
+        found._report.now([])
+    assert asked == [(ORIGIN - 1, ORIGIN)]
+
+
 @pytest.mark.parametrize('experts', [1, 4096])
 def test_a_report_is_no_longer_for_more_experts(experts: int) -> None:
     """Plans have a share for each; the store has them once, under their version."""

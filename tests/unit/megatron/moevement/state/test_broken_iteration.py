@@ -61,7 +61,9 @@ def test_seconds_before_a_failure_count_in_the_next_report(monkeypatch: pytest.M
     monkeypatch.setattr(broken_iteration, 'drop_put_aside', MagicMock())
     timers('interval-time', log_level=0).start()
     timers('interval-time')._start_time -= 1000
-    BrokenIteration([MagicMock()], {}).reset_loop_state()
+    broken = BrokenIteration([MagicMock()], {})
+    broken.note_start()
+    broken.reset_loop_state()
     timers('interval-time').start()
     assert 1000 <= timers('interval-time').elapsed() < 2000
 
