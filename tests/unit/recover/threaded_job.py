@@ -459,7 +459,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         process = _present()
         return host if process is None else process.node
 
-    def groups(backend: str) -> FakeGroups:
+    def groups(backend: str, timeout: timedelta) -> FakeGroups:
         process = _present()
         assert process is not None
         return process.groups
