@@ -76,6 +76,8 @@ def recovery(
     newest = {event.rank: event for event in recent if isinstance(event, _ATTEMPT)}
     if any(rank not in newest or newest[rank].pid != pid for rank, pid in enumerate(pids)):
         return None
+    if not newest:  # an unprotected job has no events
+        return None
     last = max(newest.values(), key=lambda event: event.time)
     died = len(kind_of(recent, WorkerStarted))
     back = kind_of(newest.values(), Recovered)

@@ -63,6 +63,9 @@ class TestRecovery:
     def test_job_has_not_recovered_while_a_rank_is_missing(self) -> None:
         assert found(self.SURVIVORS, [10, 11, 99], (40, 99.9)) is None
 
+    def test_job_without_events_has_no_recovery(self) -> None:
+        assert found([], [], (40, 99.9), (41, 100.1)) is None
+
     def test_report_of_an_earlier_process_does_not_count(self) -> None:
         assert found([*self.SURVIVORS, *self.REPLACEMENT], [10, 11, 98], (40, 99.9)) is None
 
