@@ -2,6 +2,7 @@
 """The supervisor's view of workers on any machine."""
 
 import itertools
+import math
 import os
 import signal
 import time
@@ -55,6 +56,7 @@ class RemoteChild(Child):
         last_lines: the last lines of its output.
         lost_with: host with which this process was lost; empty otherwise.
         node: node of the process; None before one is assigned.
+        is_settled: it has joined the other ranks, or was killed because it did not.
     """
 
     def __init__(
@@ -67,11 +69,18 @@ class RemoteChild(Child):
         self.restarts = restarts
         self.heard = heard
         self.node: _Commands | None = None
+        self.is_settled = False
         self._code: int | None = None
+        self._started_at = math.inf
 
     @property
     def waits_for_node(self) -> bool:
         return self.node is None and self._code is None
+
+    @property
+    def is_new_for_s(self) -> float:
+        """Seconds since its process started, until it is settled; negative before and after."""
+        return -1.0 if self.is_settled else time.monotonic() - self._started_at
 
     def start_on(self, node: _Commands) -> None:
         self.node = node
@@ -91,6 +100,10 @@ class RemoteChild(Child):
         """True if the agent hangs and has not started the worker in time."""
         waits = self.node is not None and self._code is None and not self.pid
         return waits and time.monotonic() > self._asked_for_at + _TO_START_S
+
+    def started(self, pid: int) -> None:
+        self.pid = pid
+        self._started_at = time.monotonic()
 
     def end(self, code: int) -> None:
         """Record the worker's death; `death` becomes readable."""
@@ -151,7 +164,7 @@ class Children:
         match message:
             case Started(key, pid, was_spare):
                 child = self._children[key]
-                child.pid = pid
+                child.started(pid)
                 self._report(WorkerLaunched(child.order.rank, pid, child.restarts, was_spare))
             case IterationLogged(key, iteration):
                 heard = self._children[key].heard

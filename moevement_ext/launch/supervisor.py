@@ -19,7 +19,6 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import LaunchError
 from moevement_ext.events import Event
 from moevement_ext.launch.allocation import unnamed_run_id
-from moevement_ext.launch.late_workers import LateWorkers
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
     AllStartAgain,
@@ -41,7 +40,7 @@ from moevement_ext.launch.local import LocalStarter
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.outcome import Outcome, print_event
 from moevement_ext.launch.output import LogTail
-from moevement_ext.launch.replacements import Replacements
+from moevement_ext.launch.replacements import late_workers, refuse_mistakes, refuse_useless
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
 from moevement_ext.launch.starter import Starter
 from moevement_ext.launch.statements import (
@@ -110,8 +109,6 @@ class Supervisor:
         self._faults = StagedFaults(config)
         self._exit_code: int | None = None
         self._announced_code = 0
-        self._replacements = Replacements(config)
-        self._late_workers = LateWorkers()
         self._bad_ends: list[BadEnd] = []
         self._failed_at_exit: list[str] = []
         self._look_for_store_at: float | None = None
@@ -210,7 +207,7 @@ class Supervisor:
         bad = {end.worker.rank for end in self._bad_ends}
         others = [worker for worker in self.workers if worker.rank not in bad]
         done = [worker for worker in others if self._is_done(worker)]
-        self._replacements.refuse_mistakes(self._bad_ends)
+        refuse_mistakes(self._bad_ends, self.workers)
         survivors = told_survivors(self._said)
         if survivors and len(done) == len(others) and self._were_lost_at_the_end(others):
             return
@@ -283,14 +280,14 @@ class Supervisor:
             end = self._bad_ends[0]
             self._outcome.lost(self.store, end)
             announce_failure(self.store, end.worker.rank, end.how)
-            self._replacements.add(end)
+            refuse_useless(end, self.config.max_restarts)
             self._bad_ends.pop(0)
             self._start(end.worker, end.worker.restarts + 1)
 
     def _start_all_again(self, cause: BadEnd) -> None:
         """Kill and restart all workers, as they may wait for the dead worker for ever."""
         self._evict()  # a worker that ended because of a hung worker has requested this
-        self._replacements.add(cause, self.workers)
+        refuse_useless(cause, self.config.max_restarts, self.workers)
         self._stop(self._living())
         self._report(AllStartAgain(cause.how))
         # A new store: in the old one torch would find the dead workers' keys and wait for them.
@@ -417,7 +414,7 @@ class Supervisor:
         return True
 
     def _kill_the_late(self) -> None:
-        for worker in self._late_workers.late(self._said, self._living()):
+        for worker in late_workers(self._said, self._living()):
             worker.child.signal(signal.SIGKILL)
             self._report(WorkerLate(worker.rank, worker.pid))
 

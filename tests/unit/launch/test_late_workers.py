@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacements that hang before they join the other ranks."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
+from torch.distributed import Store
 
 from moevement_ext.events import Event
-from moevement_ext.launch import late_workers
+from moevement_ext.launch import replacements, supervisor
 from moevement_ext.launch.launcher_events import WorkerEnded, WorkerLate, WorkerLaunched
 from moevement_ext.launch.worker import Worker
 from tests.unit.launch.conftest import Job
@@ -26,7 +27,7 @@ def test_replacement_that_does_not_join_is_replaced(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise its peers, which have joined, would wait until they give up the job."""
-    monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
+    monkeypatch.setattr(replacements, '_TO_JOIN_S', 1.0)
     report_joining(job, (0, 0), (1, 0), (1, 2))
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', '1.1=stop', nodes=2) == 0
@@ -36,24 +37,23 @@ def test_replacement_that_does_not_join_is_replaced(
 
 def test_first_process_of_a_rank_may_join_late(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank was replaced while this one still imports, as after a cold start."""
-    monkeypatch.setattr(late_workers, '_TO_JOIN_S', 1.0)
+    monkeypatch.setattr(replacements, '_TO_JOIN_S', 1.0)
     report_joining(job, (0, 0), (0, 1))
-    judge = late_workers.LateWorkers.late
 
-    def judge_both(self: late_workers.LateWorkers, *given: Any) -> list[Worker]:
-        late = judge(self, *given)
-        if self._settled.keys() == {0, 1}:
+    def judge_both(store: Store, living: Sequence[Worker]) -> list[Worker]:
+        late = replacements.late_workers(store, living)
+        if len(living) == 2 and all(worker.child.is_settled for worker in living):
             job.finish()
         return late
 
-    monkeypatch.setattr(late_workers.LateWorkers, 'late', judge_both)
+    monkeypatch.setattr(supervisor, 'late_workers', judge_both)
     job.finish_when = lambda: False
     assert job.run('0.0=kill', nodes=2) == 0
     assert [event for event in job.events if isinstance(event, WorkerLate)] == []
 
 
 def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_workers, '_TO_JOIN_S', 0.0)
+    monkeypatch.setattr(replacements, '_TO_JOIN_S', 0.0)
     looks = []
     launcher = job.supervisor(nodes=2)
     look = launcher._look_into_store
