@@ -16,7 +16,7 @@ import torch
 
 from moevement_ext.events import DeviceProblem, EventLog
 from moevement_ext.system import affinity, nvml
-from moevement_ext.system.device_judging import Finding, Harm, Judge
+from moevement_ext.system.device_judging import Finding, Harm
 from moevement_ext.system.device_watch import DeviceWatch
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,11 @@ def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
     the process has lost its data on the device; it ends the process.
     """
     source = _own()
-    return None if source is None else DeviceWatch(source, Judge(), partial(_act, events, lose))
+    if source is None:
+        return None
+    watching = DeviceWatch(source, partial(_act, events, lose))
+    watching.start()
+    return watching
 
 
 def _own() -> nvml.Nvml | None:

@@ -30,7 +30,7 @@ from moevement_ext.replicate.secret import variables_of
 from moevement_ext.store import flag
 from moevement_ext.store.node_proxy import NodeProxy
 from moevement_ext.system import nvml
-from moevement_ext.system.device_judging import Finding, Harm, Judge
+from moevement_ext.system.device_judging import Finding, Harm
 from moevement_ext.system.device_watch import DeviceWatch
 from moevement_ext.system.exit_signal import ASKING
 from moevement_ext.system.name_lookups import ask_again_soon
@@ -42,26 +42,21 @@ _TURN_S = 1.0
 
 
 class Devices:
-    """Collects faults of the node's GPUs, which `source` reads.
+    """Collects faults of the node's GPUs, which `source` reads, now and from `watch` on.
 
     `fd` is readable when there are new ones.
     """
 
     def __init__(self, source: nvml.Nvml | None) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._source = source
-        self._judge = Judge()
         self._found: queue.SimpleQueue[Finding] = queue.SimpleQueue()
-
-    def look(self) -> None:
-        """Take a first reading; call this before `watch`."""
-        for reading in [] if self._source is None else self._source.read():
-            for finding in self._judge.judge(reading):
-                self._add(finding)
+        self._watch = None if source is None else DeviceWatch(source, self._add)
+        if self._watch is not None:
+            self._watch.look()
 
     def watch(self) -> None:
-        if self._source is not None:
-            DeviceWatch(self._source, self._judge, self._add)
+        if self._watch is not None:
+            self._watch.start()
 
     def take(self) -> list[messages.DevicesFail]:
         """The findings since the last call; any thread."""
@@ -192,7 +187,6 @@ def main() -> None:
     address = Address.parse(os.environ.pop(ADDRESS_VARIABLE))
     host = os.environ['SLURMD_NODENAME']
     devices = Devices(nvml.of_this_node())
-    devices.look()
     try:
         link = connect(address, host, devices.take())
         job = link.receive()

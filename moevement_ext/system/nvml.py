@@ -11,19 +11,28 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from moevement_ext.system.device_judging import Action, Reading
+from moevement_ext.system.device_judging import Finding, Harm, of_xid
 
 logger = logging.getLogger(__name__)
 
-_ACTIONS = (
-    ('NVML_GPU_RECOVERY_ACTION_NONE', Action.NONE),
-    ('NVML_GPU_RECOVERY_ACTION_GPU_RESET', Action.GPU_RESET),
-    ('NVML_GPU_RECOVERY_ACTION_BUS_RESET', Action.GPU_RESET),
-    ('NVML_GPU_RECOVERY_ACTION_NODE_REBOOT', Action.NODE_REBOOT),
-    ('NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT', Action.NODE_REBOOT),
-    ('NVML_GPU_RECOVERY_ACTION_DRAIN_P2P', Action.DRAIN_P2P),
-    ('NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET', Action.DRAIN_AND_RESET),
-)
+_RESET = (Harm.DEVICE, 'a reset of the GPU')
+_REBOOT = (Harm.DEVICE, 'a reboot of the node')
+# Recovery actions that the driver requests for a device.
+_ACTIONS = {
+    'NVML_GPU_RECOVERY_ACTION_NONE': None,
+    'NVML_GPU_RECOVERY_ACTION_GPU_RESET': _RESET,
+    'NVML_GPU_RECOVERY_ACTION_BUS_RESET': _RESET,
+    'NVML_GPU_RECOVERY_ACTION_NODE_REBOOT': _REBOOT,
+    'NVML_GPU_RECOVERY_ACTION_SYSTEM_REBOOT': _REBOOT,
+    'NVML_GPU_RECOVERY_ACTION_DRAIN_P2P': (Harm.WORN, 'an end of peer-to-peer traffic'),
+    'NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET': (
+        Harm.WORN,
+        'a reset of the GPU once its work is done',
+    ),
+}
+_OTHER = (Harm.WORN, 'an action unknown here')
+# Xid that accompanies another one; the recovery action of the device must be read again.
+_ACTION_CHANGED = 154
 _OF_NO_USE = ('NVML_ERROR_GPU_IS_LOST', 'NVML_ERROR_RESET_REQUIRED')
 
 
@@ -38,8 +47,8 @@ class Nvml:
         for device, handle in self._handles.items():
             self._listen_to(device, handle)
 
-    def wait(self, timeout_s: float) -> Reading | None:
-        """Wait at most `timeout_s` for an Xid; None if there was none."""
+    def wait(self, timeout_s: float) -> list[Finding] | None:
+        """Wait at most `timeout_s` for an Xid and return its fault, if any; None: no Xid."""
         if not self._hears:
             time.sleep(timeout_s)
             return None
@@ -53,10 +62,13 @@ class Nvml:
             self._hears = False
             return None
         device = self._nvml.nvmlDeviceGetUUID(event.device)
-        return Reading(device, xids=(int(event.eventData),))
+        xid = int(event.eventData)
+        return [] if xid == _ACTION_CHANGED else [of_xid(device, xid)]
 
-    def read(self) -> list[Reading]:
-        return [self._read(device, handle) for device, handle in self._handles.items()]
+    def read(self) -> list[Finding]:
+        """Lasting faults, at most one of each device."""
+        found = (self._read(device, handle) for device, handle in self._handles.items())
+        return [finding for finding in found if finding is not None]
 
     def _listen_to(self, device: str, handle: Any) -> None:
         xids = self._nvml.nvmlEventTypeXidCriticalError
@@ -66,23 +78,30 @@ class Nvml:
         except self._nvml.NVMLError as error:
             logger.warning('GPU %s does not report errors as they happen: %s', device, error)
 
-    def _read(self, device: str, handle: Any) -> Reading:
+    def _read(self, device: str, handle: Any) -> Finding | None:
         nvml = self._nvml
         try:
-            clock = self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-            return Reading(device, action=self._action(handle), clock_mhz=clock)
+            # Fails if the device is lost; the query of the action need not.
+            self._told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+            requested = self._action(handle)
         except nvml.NVMLError as error:
-            lost = self._says(error, 'NVML_ERROR_GPU_IS_LOST')
-            return Reading(device, lost=lost, action=None if lost else Action.GPU_RESET)
+            if self._says(error, 'NVML_ERROR_GPU_IS_LOST'):
+                return Finding(device, Harm.DEVICE, 'the driver does not reach it')
+            requested = _RESET
+        if requested is None:
+            return None
+        harm, action = requested
+        return Finding(device, harm, f'the driver asks for {action}')
 
-    def _action(self, handle: Any) -> Action | None:
+    def _action(self, handle: Any) -> tuple[Harm, str] | None:
+        """The requested recovery action and what it shows; None if there is none."""
         nvml = self._nvml
         field = getattr(nvml, 'NVML_FI_DEV_GET_GPU_RECOVERY_ACTION', 0)
         values = self._told(lambda: nvml.nvmlDeviceGetFieldValues(handle, [field]))
         if values is None or values[0].nvmlReturn != nvml.NVML_SUCCESS:
             return None  # missing in this device, driver or library
-        known = {getattr(nvml, name, None): action for name, action in _ACTIONS}
-        return known.get(int(values[0].value.uiVal), Action.OTHER)
+        known = {getattr(nvml, name, None): action for name, action in _ACTIONS.items()}
+        return known.get(int(values[0].value.uiVal), _OTHER)
 
     def _told[T](self, read: Callable[[], T]) -> T | None:
         try:

@@ -17,7 +17,7 @@ from moevement_ext.job import own_device
 from moevement_ext.job.localized_mode import LocalizedMode
 from moevement_ext.membership import gathered_reports
 from moevement_ext.membership.rendezvous import launcher_store
-from moevement_ext.system.device_judging import Reading
+from moevement_ext.system.device_judging import Finding, of_xid
 from tests.distributed.probes import holding
 
 
@@ -107,11 +107,11 @@ def a_large_job() -> None:
 class _Device:
     """One that is lost in iteration 8; only the driver notices."""
 
-    def wait(self, timeout_s: float) -> Reading | None:
+    def wait(self, timeout_s: float) -> list[Finding] | None:
         time.sleep(0.01)
-        return Reading('GPU-2', xids=(79,)) if faults._iteration >= 8 else None
+        return [of_xid('GPU-2', 79)] if faults._iteration >= 8 else None
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[Finding]:
         return []
 
 

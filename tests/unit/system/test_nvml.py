@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readings through NVIDIA's library, here a fake; tests/gpu uses the real library."""
+"""Faults read through NVIDIA's library, here a fake; tests/gpu uses the real library."""
 
 import sys
 
 import pytest
 
 from moevement_ext.system import nvml
-from moevement_ext.system.device_judging import Action, Reading
+from moevement_ext.system.device_judging import Finding, Harm, of_xid
 from tests.unit.system.conftest import Devices
 
 A, B = 'GPU-a1', 'GPU-b2'
+LOST = 'the driver does not reach it'
 
 
-def read(source: nvml.Nvml | None) -> list[Reading]:
+def read(source: nvml.Nvml | None) -> list[Finding]:
     assert source is not None
     return source.read()
 
@@ -36,41 +37,39 @@ def test_unknown_device_disables_the_watch(devices: Devices) -> None:
     assert nvml.of_one(A) is None
 
 
-def test_readings_of_all_devices(devices: Devices) -> None:
+def test_all_devices_are_read(devices: Devices) -> None:
     devices.set(A)
-    devices.set(B, action=4, clock=600)
-    sound, bad = read(nvml.of_this_node())
-    assert sound == Reading(A, action=Action.NONE, clock_mhz=1980)
-    assert bad == Reading(B, action=Action.DRAIN_AND_RESET, clock_mhz=600)
+    devices.set(B, action=4)
+    requested = 'the driver asks for a reset of the GPU once its work is done'
+    assert read(nvml.of_this_node()) == [Finding(B, Harm.WORN, requested)]
 
 
 @pytest.mark.parametrize(
-    ('number', 'action'),
-    [(1, Action.GPU_RESET), (2, Action.NODE_REBOOT), (3, Action.DRAIN_P2P), (5, Action.OTHER),
-     (6, Action.GPU_RESET), (7, Action.NODE_REBOOT)],
+    ('number', 'harm', 'action'),
+    [(1, Harm.DEVICE, 'a reset of the GPU'), (2, Harm.DEVICE, 'a reboot of the node'),
+     (3, Harm.WORN, 'an end of peer-to-peer traffic'), (5, Harm.WORN, 'an action unknown here'),
+     (6, Harm.DEVICE, 'a reset of the GPU'), (7, Harm.DEVICE, 'a reboot of the node')],
 )  # fmt: skip
-def test_recovery_action_codes_are_mapped(number: int, action: Action, devices: Devices) -> None:
+def test_recovery_action_codes_are_mapped(
+    number: int, harm: Harm, action: str, devices: Devices
+) -> None:
     devices.set(A, action=number)
-    (reading,) = read(nvml.of_one(A))
-    assert reading.action is action
+    assert read(nvml.of_one(A)) == [Finding(A, harm, f'the driver asks for {action}')]
 
 
-def test_unsupported_values_are_missing(devices: Devices) -> None:
+def test_unsupported_values_are_no_faults(devices: Devices) -> None:
     """As with a consumer GPU or an older driver."""
     devices.set(A, clock=None, action=None)
-    (reading,) = read(nvml.of_one(A))
-    assert reading == Reading(A)
+    assert read(nvml.of_one(A)) == []
 
 
 def test_lost_device_is_read_as_lost(devices: Devices) -> None:
     devices.set(A)
     source = nvml.of_this_node()
     devices.set(A, lost=True)
-    (reading,) = read(source)
-    assert reading == Reading(A, lost=True)
+    assert read(source) == [Finding(A, Harm.DEVICE, LOST)]
     devices.set(A, reset=True)
-    (reading,) = read(source)
-    assert (reading.lost, reading.action) == (False, Action.GPU_RESET)
+    assert read(source) == [Finding(A, Harm.DEVICE, 'the driver asks for a reset of the GPU')]
 
 
 def test_errors_are_received_as_they_happen(devices: Devices) -> None:
@@ -81,9 +80,7 @@ def test_errors_are_received_as_they_happen(devices: Devices) -> None:
     assert source is not None
     assert source.wait(0.05) is None
     devices.fail(B, 79)
-    heard = source.wait(20.0)
-    assert heard is not None
-    assert (heard.device, heard.xids) == (B, (79,))
+    assert source.wait(20.0) == [of_xid(B, 79)]
     assert source.wait(0.05) is None
 
 
@@ -94,7 +91,7 @@ def test_source_of_one_device_ignores_others(devices: Devices) -> None:
     assert source is not None
     devices.fail(B, 79)
     assert source.wait(0.05) is None
-    assert [reading.device for reading in source.read()] == [A]
+    assert source.read() == []
 
 
 def test_device_lost_at_the_start_is_read_as_lost(devices: Devices) -> None:
@@ -102,14 +99,14 @@ def test_device_lost_at_the_start_is_read_as_lost(devices: Devices) -> None:
     source = nvml.of_this_node()
     assert source is not None
     assert source.wait(0.01) is None
-    assert source.read()[0].lost
+    assert source.read() == [Finding(A, Harm.DEVICE, LOST)]
 
 
 def test_devices_of_other_jobs_are_not_read(devices: Devices) -> None:
     """The library counts them although the job must not use them."""
-    devices.set(A, forbidden=True)
-    devices.set(B)
-    assert [reading.device for reading in read(nvml.of_this_node())] == [B]
+    devices.set(A, forbidden=True, lost=True)
+    devices.set(B, lost=True)
+    assert [finding.device for finding in read(nvml.of_this_node())] == [B]
 
 
 @pytest.mark.parametrize(
