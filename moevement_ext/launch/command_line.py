@@ -2,6 +2,7 @@
 """Command line of the launcher on one machine, and the flags shared with the Slurm launcher."""
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ from typing import Any
 
 from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
-from moevement_ext.launch.importable import default_spares
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.output import give_up_unwritten
 from moevement_ext.system.exit_signal import stop_at_signals
@@ -87,6 +87,24 @@ def configured(args: argparse.Namespace, **more: Any) -> LaunchConfig:
         faults=(*args.kill, *args.kill_node, *args.stop),
         **more,
     )
+
+
+def default_spares(program: str) -> int:
+    """Default number of hot spares per node: 1 for a program with a main guard, else 0."""
+    try:
+        statements = ast.parse(Path(program).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return 0
+    return int(any(_guards_main(one) for one in statements))
+
+
+def _guards_main(statement: ast.stmt) -> bool:
+    if not (isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare)):
+        return False
+    sides = [statement.test.left, *statement.test.comparators]
+    names = {one.id for one in sides if isinstance(one, ast.Name)}
+    texts = {one.value for one in sides if isinstance(one, ast.Constant)}
+    return names == {'__name__'} and texts == {'__main__'}
 
 
 def _parser() -> argparse.ArgumentParser:

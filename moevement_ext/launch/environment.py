@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment of workers on emulated nodes, with the variables that torchrun sets."""
 
+import argparse
+from collections.abc import Sequence
+
 import torch
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import shared_gpu
-from moevement_ext.launch.connections import connections
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import launch
 from moevement_ext.memory import hot_spares
@@ -14,6 +16,28 @@ _DEFAULTS = {
     'OMP_NUM_THREADS': '1',
     'PYTHONUNBUFFERED': '1',  # keeps the output of a killed worker
 }
+
+
+# Megatron requires one hardware queue of the GPU with these flags: kernels then begin in launch
+# order, which hides the communication of tensor and context parallelism before Blackwell. Elsewhere
+# one queue only delays work: small copies to the host wait behind captures, and overlapped
+# exchanges between experts wait behind compute.
+_ONE_QUEUE = {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
+_PARALLEL = ('--tensor-model-parallel-size', '--context-parallel-size')
+# With these flags Megatron does not require one queue, or refuses it.
+_WANT_MORE = ('--overlap-moe-expert-parallel-comm', '--use-torch-fsdp2', '--use-megatron-fsdp')
+
+
+def connections(flags: Sequence[str]) -> dict[str, str]:
+    """Environment variables that Megatron requires with these flags of the program."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in _PARALLEL:
+        parser.add_argument(flag, nargs='?', default='1')
+    for flag in _WANT_MORE:
+        parser.add_argument(flag, action='store_true', dest='more')
+    found, _ = parser.parse_known_args(list(flags))
+    sizes = {found.tensor_model_parallel_size, found.context_parallel_size}
+    return {} if found.more or sizes <= {'1', None} else dict(_ONE_QUEUE)
 
 
 def default_variables_here(config: LaunchConfig) -> dict[str, str]:

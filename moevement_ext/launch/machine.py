@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -51,9 +51,7 @@ class _Running(NamedTuple):
     def last_lines(self) -> list[str]:
         if self.relay is not None:
             return self.relay.last_lines
-        with suppress(OSError):
-            return last_lines(self.log) if self.log is not None else []
-        return []
+        return [] if self.log is None else last_lines(self.log)
 
 
 class Machine:

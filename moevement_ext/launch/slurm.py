@@ -16,12 +16,15 @@ from moevement_ext.command import shown
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch.allocation import call_before_end, hostnames
-from moevement_ext.launch.command_line import add_shared, configured, parse_before_program
-from moevement_ext.launch.importable import default_spares
+from moevement_ext.launch.allocation import History, call_before_end, go_back, hostnames
+from moevement_ext.launch.command_line import (
+    add_shared,
+    configured,
+    default_spares,
+    parse_before_program,
+)
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.output import give_up_unwritten
-from moevement_ext.launch.requeue import History, go_back
 from moevement_ext.launch.steps import slurm_step
 from moevement_ext.system.exit_signal import stop_at_signals
 from moevement_ext.system.name_lookups import ask_again_soon

@@ -40,9 +40,9 @@ from moevement_ext.launch.local import LocalStarter
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.outcome import Outcome, print_event
 from moevement_ext.launch.output import LogTail
+from moevement_ext.launch.remote import Starter
 from moevement_ext.launch.replacements import late_workers, refuse_mistakes, refuse_useless
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
-from moevement_ext.launch.starter import Starter
 from moevement_ext.launch.statements import (
     told_files,
     told_finished,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import psutil
 
 from megatron.moevement.seams.without_gpu import COMPILED
-from moevement_ext.launch.connections import connections
+from moevement_ext.launch.environment import connections
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = 'pretrain_gpt.py'

@@ -8,8 +8,8 @@ import pytest
 
 from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import allocation
+from moevement_ext.launch.allocation import History, go_back
 from moevement_ext.launch.launcher_events import NodeLost
-from moevement_ext.launch.requeue import History, go_back
 
 pytestmark = pytest.mark.timed
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moevement_ext.launch.command_line import main, parse
-from moevement_ext.launch.importable import default_spares
+from moevement_ext.launch.command_line import default_spares, main, parse
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from tests.quick import with_quick
 from tests.unit.launch.conftest import Job, dies
