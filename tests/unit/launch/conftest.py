@@ -147,15 +147,25 @@ class Job:
     def run(self, *flags: str, **settings: Any) -> int:
         return self.supervisor(*flags, **settings).run()
 
+    def touch(self, name: str) -> None:
+        """Let workers go on that wait for this file."""
+        (self.folder / name).touch()
+
     def finish(self) -> None:
-        (self.folder / 'finish').touch()
+        self.touch('finish')
 
     def started(self, rank: int | None = None) -> list[WorkerLaunched]:
-        found = [event for event in self.events if isinstance(event, WorkerLaunched)]
-        return [event for event in found if rank in (None, event.rank)]
+        return [event for event in self.seen(WorkerLaunched) if rank in (None, event.rank)]
 
     def spares(self) -> list[SpareReady]:
-        return [event for event in self.events if isinstance(event, SpareReady)]
+        return self.seen(SpareReady)
+
+    def seen[Kind: Event](self, kind: type[Kind]) -> list[Kind]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def on[Kind: Event](self, kind: type[Kind], call: Callable[[Kind], object]) -> None:
+        """Call this with each event of that kind, and with no other event."""
+        self.on_event = lambda event: call(event) if isinstance(event, kind) else None
 
     def attempt(self, rank: int, restarts: int = 0) -> dict:
         """Observations of one attempt of a worker."""
@@ -170,16 +180,15 @@ class Job:
 
 
 def failure(job: Job) -> str:
-    (event,) = (event for event in job.events if isinstance(event, JobFailed))
+    (event,) = job.seen(JobFailed)
     return event.reason
 
 
 def ended(job: Job) -> dict[int, list[int]]:
     """Exit codes of each rank's attempts."""
     codes: dict[int, list[int]] = {}
-    for event in job.events:
-        if isinstance(event, WorkerEnded):
-            codes.setdefault(event.rank, []).append(event.code)
+    for event in job.seen(WorkerEnded):
+        codes.setdefault(event.rank, []).append(event.code)
     return codes
 
 

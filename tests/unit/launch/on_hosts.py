@@ -13,6 +13,7 @@ from typing import Any
 
 from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig
+from moevement_ext.launch.launcher_events import NodeLost, NodeSeated
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
 from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.steps import AGENT, Step
@@ -46,6 +47,12 @@ class SlurmJob(Job):
         if survive:
             tell_survivors(self.said)
         return self.running
+
+    def seated(self) -> list[tuple[str, int]]:
+        return [(event.host, event.node) for event in self.seen(NodeSeated)]
+
+    def lost(self) -> list[tuple[str, int | None]]:
+        return [(event.host, event.node) for event in self.seen(NodeLost)]
 
     def lose(self, host: str) -> None:
         """Kill the agent of a host; Linux kills its workers. Further steps on the host fail."""

@@ -7,24 +7,17 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch.launcher_events import (
     DevicesFailing,
-    JobFailed,
-    NodeSeated,
     WorkerLaunched,
 )
-from tests.unit.launch.conftest import dies
+from tests.unit.launch.conftest import dies, failure
 from tests.unit.launch.on_hosts import SlurmJob
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob
 
 
-def seated(job: SlurmJob) -> list[tuple[str, int]]:
-    return [(event.host, event.node) for event in job.events if isinstance(event, NodeSeated)]
-
-
 def failing(job: SlurmJob) -> list[tuple[str, str, bool]]:
-    found = [event for event in job.events if isinstance(event, DevicesFailing)]
-    return [(event.host, event.trouble, event.usable) for event in found]
+    return [(event.host, event.trouble, event.usable) for event in job.seen(DevicesFailing)]
 
 
 def test_spare_host_replaces_a_host_with_a_lost_device(job: SlurmJob) -> None:
@@ -38,7 +31,7 @@ def test_spare_host_replaces_a_host_with_a_lost_device(job: SlurmJob) -> None:
     job.on_event = fail
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
-    assert seated(job) == [('a', 0), ('b', 1), ('c', 1)]
+    assert job.seated() == [('a', 0), ('b', 1), ('c', 1)]
     assert failing(job) == [('b', 'GPU GPU-0: Xid 79: it has fallen off the bus', False)]
     assert dies(job.started(1)[0].pid)
     assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'c'
@@ -49,7 +42,7 @@ def test_host_with_a_lost_device_gets_no_rank(job: SlurmJob) -> None:
     job.devices('a').set('GPU-0', action=1)
     job.finish_when = lambda: len(job.started()) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
-    assert seated(job) == [('b', 0), ('c', 1)]
+    assert job.seated() == [('b', 0), ('c', 1)]
     trouble = 'GPU GPU-0: the driver asks for a reset of the GPU'
     assert failing(job) == [('a', trouble, False)]
 
@@ -57,8 +50,7 @@ def test_host_with_a_lost_device_gets_no_rank(job: SlurmJob) -> None:
 def test_job_without_a_usable_host_ends(job: SlurmJob) -> None:
     job.devices('b').set('GPU-0', lost=True)
     assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
-    (failure,) = (event for event in job.events if isinstance(event, JobFailed))
-    assert '(b: GPU GPU-0: the driver does not reach it)' in failure.reason
+    assert '(b: GPU GPU-0: the driver does not reach it)' in failure(job)
 
 
 def test_host_with_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
@@ -72,5 +64,5 @@ def test_host_with_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
     job.on_event = lose
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.on_hosts('ab', nodes=1).run() == 0
-    assert seated(job) == [('b', 0), ('a', 0)]
+    assert job.seated() == [('b', 0), ('a', 0)]
     assert [usable for _, _, usable in failing(job)] == [True]

@@ -17,13 +17,11 @@ from moevement_ext.events import Event
 from moevement_ext.launch import child, messages, node, remote
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import (
-    JobFailed,
     NodeLost,
     NodeReady,
     NodeSeated,
     SpareEnded,
     SpareReady,
-    WorkerEnded,
     WorkerLaunched,
 )
 from moevement_ext.launch.link import Address, Link
@@ -35,30 +33,12 @@ from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.store import branches
 from moevement_ext.store.node_proxy import VARIABLE
 from moevement_ext.system import exit_signal
-from tests.unit.launch.conftest import dies, starts_a_thread, unkillable
+from tests.unit.launch.conftest import dies, ended, failure, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
 from tests.unit.memory.samples import tmpfs_directory
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob
-
-
-def seated(job: SlurmJob) -> list[tuple[str, int]]:
-    return [(event.host, event.node) for event in job.events if isinstance(event, NodeSeated)]
-
-
-def lost(job: SlurmJob) -> list[tuple[str, int | None]]:
-    return [(event.host, event.node) for event in job.events if isinstance(event, NodeLost)]
-
-
-def failure(job: SlurmJob) -> str:
-    (event,) = (event for event in job.events if isinstance(event, JobFailed))
-    return event.reason
-
-
-def codes(job: SlurmJob, rank: int) -> list[int]:
-    ended = [event for event in job.events if isinstance(event, WorkerEnded)]
-    return [event.code for event in ended if event.rank == rank]
 
 
 def test_workers_run_on_their_hosts(
@@ -70,7 +50,7 @@ def test_workers_run_on_their_hosts(
     job.finish_when = lambda: len(job.started()) == 4
     flags = ('3.0=print:hello', '--tensor-model-parallel-size', '2')
     assert job.on_hosts('ab', *flags, nodes=2, workers_per_node=2).run() == 0
-    assert seated(job) == [('a', 0), ('b', 1)]
+    assert job.seated() == [('a', 0), ('b', 1)]
     for rank in range(4):
         seen = job.attempt(rank)['env']
         expected = {
@@ -121,9 +101,9 @@ def test_store_without_branches_serves_all_nodes(
 def test_dead_worker_is_replaced_on_its_host(job: SlurmJob) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('ab', '1.0=kill', nodes=2).run() == 0
-    assert (codes(job, 0), codes(job, 1)) == ([0], [-9, 0])
+    assert (ended(job)[0], ended(job)[1]) == ([0], [-9, 0])
     assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
-    assert lost(job) == []
+    assert job.lost() == []
 
 
 @pytest.mark.parametrize('forks', [True, False])
@@ -143,16 +123,16 @@ def test_spare_host_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) ->
     job.on_event = lose_when_ready
     job.finish_when = lambda: len(job.started(2)) == len(job.started(3)) == 2
     assert job.on_hosts('abc', nodes=2, workers_per_node=2).run() == 0
-    assert seated(job) == [('a', 0), ('b', 1), ('c', 1)]
-    assert lost(job) == [('b', 1)]
+    assert job.seated() == [('a', 0), ('b', 1), ('c', 1)]
+    assert job.lost() == [('b', 1)]
     for rank in (2, 3):
-        assert codes(job, rank) == [-9, 0]
+        assert ended(job)[rank] == [-9, 0]
         assert dies(job.started(rank)[0].pid)
         assert job.started(rank)[1].was_spare
         assert job.attempt(rank, 1)['env']['MOEVEMENT_NODE'] == 'c'
     if not forks:
         assert {event.pid for event in job.spares()} == {job.started(r)[1].pid for r in (2, 3)}
-    assert codes(job, 0) == codes(job, 1) == [0]
+    assert ended(job)[0] == ended(job)[1] == [0]
     # The workers, or the spare that they are forked from: no other spares are started.
     assert there == [spares]
 
@@ -160,7 +140,7 @@ def test_spare_host_takes_the_seat_of_a_lost_host(job: SlurmJob, forks: bool) ->
 def test_worker_that_dies_on_a_healthy_host_is_forked_there(job: SlurmJob) -> None:
     def let_die(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 2:  # one on each host
-            (job.folder / 'ready').touch()
+            job.touch('ready')
 
     job.on_event = let_die
     job.finish_when = lambda: len(job.started(1)) == 3
@@ -233,8 +213,8 @@ def test_events_of_remote_spares_are_reported(job: SlurmJob) -> None:
     job.on_event = kill_first
     job.finish_when = lambda: len(job.spares()) == 2
     assert job.on_hosts('ab', nodes=1).run() == 0
-    [ended] = [event for event in job.events if isinstance(event, SpareEnded)]
-    assert (ended.pid, ended.code, ended.was_ready) == (job.spares()[0].pid, -9, True)
+    [gone] = job.seen(SpareEnded)
+    assert (gone.pid, gone.code, gone.was_ready) == (job.spares()[0].pid, -9, True)
 
 
 def test_job_without_a_spare_host_ends(job: SlurmJob) -> None:
@@ -257,7 +237,7 @@ def test_dead_agent_is_restarted_on_its_host(job: SlurmJob) -> None:
     job.on_event = kill_agent
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('ab', nodes=2).run() == 0
-    assert seated(job) == [('a', 0), ('b', 1), ('b', 1)]
+    assert job.seated() == [('a', 0), ('b', 1), ('b', 1)]
     assert job.attempt(1, 1)['env']['MOEVEMENT_NODE'] == 'b'
 
 
@@ -275,7 +255,7 @@ def test_first_message_to_an_agent_is_the_program(
     monkeypatch.setattr(Link, 'send', send_late)
     job.finish_when = lambda: len(job.started()) == 2
     assert job.on_hosts('ab', nodes=2).run() == 0
-    assert lost(job) == []
+    assert job.lost() == []
 
 
 def test_workers_move_if_the_agent_dies_before_starting_them(job: SlurmJob) -> None:
@@ -289,8 +269,8 @@ def test_workers_move_if_the_agent_dies_before_starting_them(job: SlurmJob) -> N
     job.on_event = lose_when_seated
     job.finish_when = lambda: {event.rank for event in job.started()} == {0, 1, 2, 3}
     assert job.on_hosts('ab', nodes=1, workers_per_node=4).run() == 0
-    assert seated(job) == [('a', 0), ('b', 0)]
-    assert lost(job) == [('a', 0)]
+    assert job.seated() == [('a', 0), ('b', 0)]
+    assert job.lost() == [('a', 0)]
 
 
 def test_silent_host_counts_as_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +283,8 @@ def test_silent_host_counts_as_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPat
     job.on_event = stop_agent
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
-    assert lost(job)[0] == ('b', 1)
-    assert seated(job)[-1] == ('c', 1)
+    assert job.lost()[0] == ('b', 1)
+    assert job.seated()[-1] == ('c', 1)
     assert dies(job.started(1)[0].pid)
 
 
@@ -322,8 +302,8 @@ def test_host_with_an_unkillable_worker_counts_as_lost(
     job.finish_when = lambda: len(job.started(1)) == 2
     with unkillable() as hold:
         assert job.on_hosts('abc', nodes=2).run() == 0
-    assert lost(job) == [('b', 1)]
-    assert seated(job)[-1] == ('c', 1)
+    assert job.lost() == [('b', 1)]
+    assert job.seated()[-1] == ('c', 1)
     assert len(job.steps['b']) == 1
 
 
@@ -335,22 +315,21 @@ def test_host_whose_agent_starts_no_worker_counts_as_lost(
     log = tmp_path / 'rank1.log'
     os.mkfifo(log)  # open() blocks until there is a reader
 
-    def repair(event: Event) -> None:
-        if isinstance(event, NodeLost):
-            log.unlink()
+    def repair(event: NodeLost) -> None:
+        log.unlink()
 
-    job.on_event = repair
+    job.on(NodeLost, repair)
     job.finish_when = lambda: len(job.started(0)) == len(job.started(1)) == 1
     assert job.on_hosts('abc', nodes=2, log_dir=tmp_path).run() == 0
-    assert lost(job) == [('b', 1)]
-    assert seated(job)[-1] == ('c', 1)
+    assert job.lost() == [('b', 1)]
+    assert job.seated()[-1] == ('c', 1)
 
 
 def test_unreachable_host_is_replaced_by_a_spare_at_the_start(job: SlurmJob) -> None:
     job.dead.add('a')
     job.finish_when = lambda: len(job.started()) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
-    assert seated(job) == [('b', 0), ('c', 1)]
+    assert job.seated() == [('b', 0), ('c', 1)]
 
 
 def test_job_without_a_reachable_host_fails(job: SlurmJob) -> None:
@@ -361,11 +340,9 @@ def test_job_without_a_reachable_host_fails(job: SlurmJob) -> None:
 
 def test_stop_reaches_the_workers(job: SlurmJob) -> None:
     job.finish_when = lambda: False
-    job.on_event = lambda event: (
-        job.running.stop(143) if isinstance(event, WorkerLaunched) else None
-    )
+    job.on(WorkerLaunched, lambda event: job.running.stop(143))
     assert job.on_hosts('a', nodes=1).run() == 143
-    assert codes(job, 0) == [-15]
+    assert ended(job)[0] == [-15]
 
 
 def test_stop_reaches_a_worker_without_a_node(job: SlurmJob) -> None:
@@ -381,17 +358,16 @@ def test_agent_leaves_signals_to_the_supervisor(
 ) -> None:
     """Slurm may signal all processes of a step."""
 
-    def send_all(event: Event) -> None:
-        if isinstance(event, WorkerLaunched):
-            for number in exit_signal.ASKING:
-                job.steps['a'][-1]._process.send_signal(number)
-            job.running.stop(138)
+    def send_all(event: WorkerLaunched) -> None:
+        for number in exit_signal.ASKING:
+            job.steps['a'][-1]._process.send_signal(number)
+        job.running.stop(138)
 
     job.finish_when = lambda: False
-    job.on_event = send_all
+    job.on(WorkerLaunched, send_all)
     flags = '--exit-signal-handler', '--exit-signal', 'SIGUSR1'
     assert job.on_hosts('a', *flags, nodes=1).run() == 138
-    assert (codes(job, 0), lost(job)) == ([-signal.SIGUSR1], [])
+    assert (ended(job)[0], job.lost()) == ([-signal.SIGUSR1], [])
     assert 'SIGINT has no effect on a step; to end the job, signal' in capfd.readouterr().err
 
 
@@ -411,7 +387,7 @@ def test_no_process_outlives_the_supervisor(job: SlurmJob, tmp_path: Path) -> No
 
     threading.Thread(target=stop, daemon=True).start()
     assert supervisor.run() == 143
-    assert codes(job, 0) == [-9]
+    assert ended(job)[0] == [-9]
     for host in 'ab':
         assert job.steps[host][0].ended() is not None
     assert dies(job.attempt(1)['child'])
@@ -425,11 +401,10 @@ def test_staged_kill_of_a_worker_and_of_a_node(job: SlurmJob, logged: bool, tmp_
         (memory / place / '0').mkdir(parents=True)
     kept: list[list[str]] = []
 
-    def look(event: Event) -> None:
-        if isinstance(event, NodeLost):
-            kept.append(sorted(str(path.relative_to(memory)) for path in memory.glob('*/*')))
+    def look(event: NodeLost) -> None:
+        kept.append(sorted(str(path.relative_to(memory)) for path in memory.glob('*/*')))
 
-    job.on_event = look
+    job.on(NodeLost, look)
     job.finish_when = lambda: len(job.started(1)) == 3
     faults = (StagedFault(StagedAction.KILL, 1, 2), StagedFault(StagedAction.KILL_NODE, 1, 3))
     flags = (
@@ -439,8 +414,8 @@ def test_staged_kill_of_a_worker_and_of_a_node(job: SlurmJob, logged: bool, tmp_
     log_dir = tmp_path / 'logs' if logged else None
     supervisor = job.on_hosts('abc', *flags, nodes=2, log_dir=log_dir, faults=faults)
     assert supervisor.run() == 0
-    assert codes(job, 1) == [-9, -9, 0]
-    assert lost(job) == [('b', 1)]
+    assert ended(job)[1] == [-9, -9, 0]
+    assert job.lost() == [('b', 1)]
     assert kept == [['other/b', 'run/a', 'run/c']]
     assert dies(job.started(1)[1].pid)
     assert job.attempt(1, 2)['env']['MOEVEMENT_NODE'] == 'c'
@@ -451,23 +426,22 @@ def test_last_output_of_a_worker_may_have_any_length(job: SlurmJob) -> None:
     job.finish_when = lambda: len(job.started(0)) == 2
     flags = ('0.0=print-bytes:3000000', '0.0=kill')
     assert job.on_hosts('a', *flags, nodes=1, workers_per_node=2).run() == 0
-    assert lost(job) == []
-    assert codes(job, 1) == [0]
+    assert job.lost() == []
+    assert ended(job)[1] == [0]
 
 
 def test_unauthenticated_connections_are_refused(job: SlurmJob) -> None:
-    def connect(event: Event) -> None:
-        if isinstance(event, NodeReady):
-            port = job.running._starter._listener.port  # type: ignore[attr-defined]
-            with socket.create_connection(('127.0.0.1', port)) as stranger:
-                stranger.sendall(b'GET / HTTP/1.1\r\n\r\n')
-                stranger.settimeout(20.0)
-                with suppress(ConnectionResetError):
-                    assert stranger.recv(1) == b''
+    def connect(event: NodeReady) -> None:
+        port = job.running._starter._listener.port  # type: ignore[attr-defined]
+        with socket.create_connection(('127.0.0.1', port)) as stranger:
+            stranger.sendall(b'GET / HTTP/1.1\r\n\r\n')
+            stranger.settimeout(20.0)
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b''
 
-    job.on_event = connect
+    job.on(NodeReady, connect)
     assert job.on_hosts('a', nodes=1).run() == 0
-    assert lost(job) == []
+    assert job.lost() == []
 
 
 def test_worker_that_cannot_be_started_does_not_lose_its_host(
@@ -480,8 +454,8 @@ def test_worker_that_cannot_be_started_does_not_lose_its_host(
     assert job.on_hosts('a', nodes=1, workers_per_node=2, log_dir=log.parent).run() == 1
     assert 'it failed by itself 3 times' in failure(job)
     assert 'cannot be started on a: ' in failure(job)
-    assert lost(job) == []
-    assert codes(job, 0) == [-9]
+    assert job.lost() == []
+    assert ended(job)[0] == [-9]
 
 
 def test_step_that_cannot_be_started_counts_as_ended(
@@ -497,4 +471,4 @@ def test_step_that_cannot_be_started_counts_as_ended(
     monkeypatch.setattr(job, '_start_step', no_process_left)
     job.finish_when = lambda: len(job.started()) == 1
     assert job.on_hosts('ab', nodes=1).run() == 0
-    assert seated(job) == [('b', 0)]
+    assert job.seated() == [('b', 0)]

@@ -31,7 +31,7 @@ def test_replacement_that_does_not_join_is_replaced(
     report_joining(job, (0, 0), (1, 0), (1, 2))
     job.finish_when = lambda: len(job.started(1)) == 3
     assert job.run('1.0=kill', '1.1=stop', nodes=2) == 0
-    late = [event for event in job.events if isinstance(event, WorkerLate)]
+    late = job.seen(WorkerLate)
     assert late == [WorkerLate(1, job.started(1)[1].pid)]
 
 
@@ -49,7 +49,7 @@ def test_first_process_of_a_rank_may_join_late(job: Job, monkeypatch: pytest.Mon
     monkeypatch.setattr(supervisor, 'late_workers', judge_both)
     job.finish_when = lambda: False
     assert job.run('0.0=kill', nodes=2) == 0
-    assert [event for event in job.events if isinstance(event, WorkerLate)] == []
+    assert job.seen(WorkerLate) == []
 
 
 def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,4 +67,4 @@ def test_no_worker_is_late_at_the_start_of_a_job(job: Job, monkeypatch: pytest.M
     monkeypatch.setattr(launcher, '_look_into_store', counted)
     job.finish_when = lambda: False
     assert launcher.run() == 0
-    assert [event.code for event in job.events if isinstance(event, WorkerEnded)] == [0, 0]
+    assert [event.code for event in job.seen(WorkerEnded)] == [0, 0]

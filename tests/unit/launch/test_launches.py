@@ -35,13 +35,13 @@ def test_reports_of_an_earlier_launch_are_ignored(job: Job, survive: bool) -> No
         if isinstance(event, WorkerLaunched) and event.restarts == 0:
             report_from_an_earlier_launch(job, event)
             if len(job.started()) == 2:
-                (job.folder / 'strike').touch()
+                job.touch('strike')
 
     job.on_event = note
     job.finish_when = lambda: len(job.started(1)) == 2 and bool(survive or job.started(0)[1:])
     assert job.run('1.0=kill:strike', nodes=2, survive=survive) == 0
     assert len(job.started(0)) == (1 if survive else 2) and len(job.started(1)) == 2
-    assert not any(isinstance(event, WorkerEvicted) for event in job.events)
+    assert job.seen(WorkerEvicted) == []
 
 
 def test_each_launch_passes_a_unique_name_to_its_workers(job: Job) -> None:

@@ -9,8 +9,7 @@ import pytest
 from moevement_ext.events import Event
 from moevement_ext.launch import machine
 from moevement_ext.launch.launcher_events import WorkerEnded
-from tests.unit.launch.conftest import Job
-from tests.unit.launch.test_supervisor import ended, failure
+from tests.unit.launch.conftest import Job, ended, failure
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -73,11 +72,10 @@ def test_a_log_on_a_disk_that_is_full_costs_no_second_worker(
     """A worker that prints a line there dies, and so would each that replaces it."""
     full = os.statvfs_result((4096, 4096, 100, 0, 0, 0, 0, 0, 0, 255))
 
-    def fill(event: Event) -> None:
-        if isinstance(event, WorkerEnded):
-            monkeypatch.setattr(machine.os, 'fstatvfs', lambda descriptor: full)
+    def fill(event: WorkerEnded) -> None:
+        monkeypatch.setattr(machine.os, 'fstatvfs', lambda descriptor: full)
 
-    job.on_event = fill
+    job.on(WorkerEnded, fill)
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run('1.0=kill', '1.1=print:here', nodes=2, log_dir=tmp_path) == 0
     assert ended(job) == {0: [0], 1: [-9, 0]}

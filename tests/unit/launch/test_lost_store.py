@@ -15,14 +15,13 @@ from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
 from moevement_ext.launch import supervisor
 from moevement_ext.launch.launcher_events import (
-    JobFailed,
     StoreFound,
     StoreGone,
     WorkerEnded,
     WorkerLaunched,
 )
 from tests.distributed.harness.ports import free_port
-from tests.unit.launch.conftest import Job
+from tests.unit.launch.conftest import Job, failure
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -66,10 +65,6 @@ def store() -> Iterator[OutsideStore]:
         yield one
 
 
-def seen(job: Job, kind: type[Event]) -> list[Event]:  # type: ignore[valid-type]
-    return [event for event in job.events if isinstance(event, kind)]
-
-
 def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     """Workers that end without a store restart with the next store; training continues."""
 
@@ -77,7 +72,7 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
         if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
             store.end()
         if isinstance(event, StoreGone):
-            (job.folder / 'leave').touch()
+            job.touch('leave')
         if isinstance(event, WorkerEnded) and event.code == EXIT_WHOLE_JOB:
             store.start()
 
@@ -85,7 +80,7 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     job.finish_when = lambda: len(job.started()) == 4
     flags = (f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag)
     assert job.run(*flags, nodes=2) == 0
-    assert (len(seen(job, StoreGone)), len(seen(job, StoreFound))) == (1, 1)
+    assert (len(job.seen(StoreGone)), len(job.seen(StoreFound))) == (1, 1)
     assert [worker.restarts for worker in job.started()] == [0, 0, 1, 1]
 
 
@@ -102,7 +97,7 @@ def test_stopped_store_is_lost_until_it_continues(
             store.go_on()
 
     job.on_event = note
-    job.finish_when = lambda: bool(seen(job, StoreFound))
+    job.finish_when = lambda: bool(job.seen(StoreFound))
     assert job.run(store.flag, nodes=2) == 0
     assert len(job.started()) == 2
 
@@ -115,16 +110,14 @@ def test_wait_of_a_worker_for_the_store_is_bounded(
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
             store.end()
-            (job.folder / 'leave').touch()
+            job.touch('leave')
 
     job.on_event = note
     job.finish_when = lambda: False
     assert job.run(f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag, nodes=2) == 1
-    (failed,) = seen(job, JobFailed)
-    assert f'no worker can take its place: --sparse-ckpt-store 127.0.0.1:{store.port}' in str(
-        failed
-    )
-    assert len(seen(job, WorkerEnded)) == 2
+    refusal = f'--sparse-ckpt-store 127.0.0.1:{store.port}'
+    assert f'no worker can take its place: {refusal}' in failure(job)
+    assert len(job.seen(WorkerEnded)) == 2
 
 
 def test_workers_continue_training_without_a_store(
@@ -134,9 +127,8 @@ def test_workers_continue_training_without_a_store(
     monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 0.0)
     glances = []
 
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched):
-            store.end()
+    def note(event: WorkerLaunched) -> None:
+        store.end()
 
     look = job.supervisor(store.flag)._look_for_store
 
@@ -147,7 +139,7 @@ def test_workers_continue_training_without_a_store(
         return glances[-1]
 
     monkeypatch.setattr(job.running, '_look_for_store', counted)
-    job.on_event = note
+    job.on(WorkerLaunched, note)
     job.finish_when = lambda: False
     assert job.running.run() == 0
     assert not any(glances)

@@ -4,8 +4,7 @@
 import pytest
 
 from moevement_ext.errors import EXIT_USER_ERROR, EXIT_WHOLE_JOB
-from moevement_ext.launch.launcher_events import JobFailed
-from tests.unit.launch.conftest import Job
+from tests.unit.launch.conftest import Job, failure
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -16,8 +15,7 @@ def test_user_error_at_the_start_ends_the_job(job: Job, survive: bool) -> None:
     again = [f'1.{attempt}=exit:{EXIT_USER_ERROR}' for attempt in range(3)]
     flags = ('1.0=print:no such flag', *again)
     assert job.run(*flags, survive=survive, nodes=2) == EXIT_USER_ERROR
-    (failed,) = [event for event in job.events if isinstance(event, JobFailed)]
-    first, *lines = failed.reason.splitlines()
+    first, *lines = failure(job).splitlines()
     assert first.startswith('rank 1 ') and 'refuses what it was started with' in first
     assert lines[-1] == '    no such flag'
     assert len(job.started()) == 2

@@ -47,10 +47,6 @@ os.fork = fork_if_there_is_room
 """Beginning of a program whose second fork finds no room, while the third does."""
 
 
-def spares_ended(job: Job) -> list[SpareEnded]:
-    return [event for event in job.events if isinstance(event, SpareEnded)]
-
-
 @pytest.mark.parametrize('forks', [True, False])
 @pytest.mark.parametrize('logged', [True, False])
 def test_ready_spare_takes_over(
@@ -58,7 +54,7 @@ def test_ready_spare_takes_over(
 ) -> None:
     def kill_when_ready(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 1:
-            (tmp_path / 'ready').touch()
+            job.touch('ready')
 
     if not forks:
         starts_a_thread(job)
@@ -83,13 +79,11 @@ def test_ready_spare_takes_over(
         assert (tmp_path / 'logs' / 'spares.log').read_text() == 'importing\n' * spares
     else:
         assert '[rank 1] second\n' in capsys.readouterr().out
-    assert spares_ended(job) == []
+    assert job.seen(SpareEnded) == []
 
 
 def test_one_forking_spare_replaces_any_number_of_workers(job: Job, tmp_path: Path) -> None:
-    job.on_event = lambda event: (
-        (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
-    )
+    job.on(SpareReady, lambda event: job.touch('ready'))
     job.finish_when = lambda: all(len(job.started(rank)) == 3 for rank in (0, 1))
     flags = [f'{rank}.{attempt}=kill:ready' for rank in (0, 1) for attempt in (0, 1)]
     assert job.run(*flags, nodes=2, spares=2) == 0
@@ -100,28 +94,26 @@ def test_one_forking_spare_replaces_any_number_of_workers(job: Job, tmp_path: Pa
 def test_workers_forked_from_a_dead_spare_are_replaced(job: Job, tmp_path: Path) -> None:
     def act(event: Event) -> None:
         if isinstance(event, SpareReady):
-            (tmp_path / 'ready').touch()
+            job.touch('ready')
         if isinstance(event, WorkerLaunched) and event.restarts == 1:
             os.kill(job.spares()[0].pid, signal.SIGKILL)
 
     job.on_event = act
     job.finish_when = lambda: len(job.started(0)) == 3 and len(job.spares()) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
-    assert [event.code for event in spares_ended(job)] == [-9]
+    assert [event.code for event in job.seen(SpareEnded)] == [-9]
     assert dies(job.started(0)[1].pid)
 
 
 def test_spare_without_room_for_a_fork_forks_later(job: Job, tmp_path: Path) -> None:
     """As with a full cgroup of processes; the worker that it forked before lives on."""
     job.program.write_text(FULL + job.program.read_text())
-    job.on_event = lambda event: (
-        (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
-    )
+    job.on(SpareReady, lambda event: job.touch('ready'))
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run('0.0=kill:ready', '1.0=kill:full', nodes=2, spares=1) == 0
     assert [event.restarts for event in job.started(0)] == [0, 1]
     assert all(event.was_spare for event in job.started() if event.restarts)
-    assert spares_ended(job) == []
+    assert job.seen(SpareEnded) == []
     assert (tmp_path / 'met').exists()
 
 
@@ -149,13 +141,13 @@ def test_unresponsive_spare_is_killed_and_the_worker_starts_without_it(
     def stop_first(event: Event) -> None:
         if isinstance(event, SpareReady) and len(job.spares()) == 1:
             os.kill(event.pid, signal.SIGSTOP)
-            (tmp_path / 'ready').touch()
+            job.touch('ready')
 
     job.on_event = stop_first
     job.finish_when = lambda: len(job.started(0)) == 2 and len(job.spares()) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
     assert not job.started(0)[1].was_spare
-    assert [event.code for event in spares_ended(job)] == [-9]
+    assert [event.code for event in job.seen(SpareEnded)] == [-9]
 
 
 def test_spare_without_a_gpu_imports_like_a_worker(job: Job) -> None:
@@ -165,9 +157,7 @@ def test_spare_without_a_gpu_imports_like_a_worker(job: Job) -> None:
             'imported = {', "imported = {'nvml': os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'), "
         )
     )
-    job.on_event = lambda event: (
-        (job.folder / 'ready').touch() if isinstance(event, SpareReady) else None
-    )
+    job.on(SpareReady, lambda event: job.touch('ready'))
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
     expected = '1' if os.path.exists('/dev/nvidiactl') else None
@@ -178,9 +168,7 @@ def test_warm_up_of_a_spare_is_inherited_by_its_worker(job: Job, tmp_path: Path)
     job.program.write_text(
         job.program.read_text() + "\ndef warm_up(flags):\n    imported['warm'] = list(flags)\n"
     )
-    job.on_event = lambda event: (
-        (tmp_path / 'ready').touch() if isinstance(event, SpareReady) else None
-    )
+    job.on(SpareReady, lambda event: job.touch('ready'))
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=kill:ready', spares=1) == 0
     assert 'warm' not in job.attempt(0)['imported']
@@ -206,14 +194,14 @@ def test_ready_spare_that_dies_is_replaced(job: Job) -> None:
     job.on_event = kill_first
     job.finish_when = lambda: len(job.spares()) == 2
     assert job.run(spares=1) == 0
-    assert spares_ended(job) == [SpareEnded(job.spares()[0].pid, -9, was_ready=True)]
+    assert job.seen(SpareEnded) == [SpareEnded(job.spares()[0].pid, -9, was_ready=True)]
 
 
 def test_spare_that_cannot_start_is_not_retried(job: Job, tmp_path: Path) -> None:
     job.program.write_text(job.program.read_text().replace('main()', 'run()'))
-    job.finish_when = lambda: bool(spares_ended(job))
+    job.finish_when = lambda: bool(job.seen(SpareEnded))
     assert job.run(spares=1, log_dir=tmp_path) == 0
-    (gone,) = spares_ended(job)
+    (gone,) = job.seen(SpareEnded)
     assert (gone.code, gone.was_ready) == (1, False)
     assert 'program.py has no function main(), which --spares and --fork need' in (
         (tmp_path / 'spares.log').read_text()
@@ -224,13 +212,12 @@ def test_failure_to_start_a_spare_ends_no_worker(job: Job, tmp_path: Path) -> No
     """Here its log cannot be opened; a process or file limit has the same effect."""
     log_dir = tmp_path / 'logs'
 
-    def remove_then_kill(event: Event) -> None:
-        if isinstance(event, SpareReady):
-            shutil.rmtree(log_dir)
-            os.kill(event.pid, signal.SIGKILL)
+    def remove_then_kill(event: SpareReady) -> None:
+        shutil.rmtree(log_dir)
+        os.kill(event.pid, signal.SIGKILL)
 
-    job.on_event = remove_then_kill
-    job.finish_when = lambda: any(isinstance(event, SpareMissing) for event in job.events)
+    job.on(SpareReady, remove_then_kill)
+    job.finish_when = lambda: bool(job.seen(SpareMissing))
     assert job.run(spares=1, log_dir=log_dir) == 0
     assert len(job.started()) == 1
     assert 'No such file or directory' in str(job.events)

@@ -7,7 +7,6 @@ import psutil
 import pytest
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.events import Event
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import FaultStaged
 from moevement_ext.launch.staged_faults import StagedFaults, logged_iteration
@@ -58,14 +57,13 @@ def test_staged_kill_at_an_iteration(job: Job, logged: bool, tmp_path: Path) -> 
 def test_staged_stop_keeps_the_worker_alive(job: Job) -> None:
     states = []
 
-    def look(event: Event) -> None:
-        if isinstance(event, FaultStaged):
-            pid = job.running.workers[0].pid
-            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-            states.append(psutil.Process(pid).status())
-            os.kill(pid, signal.SIGCONT)
+    def look(event: FaultStaged) -> None:
+        pid = job.running.workers[0].pid
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        states.append(psutil.Process(pid).status())
+        os.kill(pid, signal.SIGCONT)
 
-    job.on_event = look
+    job.on(FaultStaged, look)
     job.finish_when = lambda: bool(states)
     faults = (StagedFault(StagedAction.STOP, 0, 3),)
     assert job.run('1.0=print:iteration 3/', nodes=2, faults=faults) == 0
@@ -77,11 +75,10 @@ def test_staged_node_kill_removes_workers_and_memory(job: Job, tmp_path: Path) -
         (tmp_path / 'memory' / place).mkdir(parents=True)
     left: list[list[str]] = []
 
-    def look(event: Event) -> None:
-        if isinstance(event, FaultStaged):
-            left.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob('memory/*/*')))
+    def look(event: FaultStaged) -> None:
+        left.append(sorted(str(p.relative_to(tmp_path)) for p in tmp_path.glob('memory/*/*')))
 
-    job.on_event = look
+    job.on(FaultStaged, look)
     job.finish_when = lambda: len(job.started()) == 6
     flags = (
         f'--sparse-ckpt-dir={tmp_path / "memory"}',

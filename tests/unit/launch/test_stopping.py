@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from moevement_ext.launch.launcher_events import WorkerEnded
-from tests.unit.launch.conftest import Job
+from tests.unit.launch.conftest import Job, ended
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,5 +26,4 @@ def test_stop_sends_the_exit_signal_of_the_workers(
     job.on_event = lambda event: job.running.stop(143) if len(job.started()) == 2 else None
     job.finish_when = lambda: False
     assert job.run(*flags.split(), nodes=2) == 143
-    codes = {event.rank: event.code for event in job.events if isinstance(event, WorkerEnded)}
-    assert codes == {0: -number, 1: -number}
+    assert ended(job) == {0: [-number], 1: [-number]}

@@ -85,13 +85,13 @@ def test_workers_that_cannot_survive_start_again_together(job: Job) -> None:
     flags = ('1.0=kill', '2.1=exit:3')
     assert job.run(*flags, survive=False, nodes=3) == 0
     assert ended(job) == {0: [0], 1: [-9, 0], 2: [3, 0]}
-    stopped = [(e.rank, e.pid) for e in job.events if isinstance(e, WorkerStopped)]
+    stopped = [(e.rank, e.pid) for e in job.seen(WorkerStopped)]
     attempts = [
         (rank, job.started(rank)[attempt].pid) for rank, attempt in ((0, 0), (2, 0), (0, 1), (1, 1))
     ]
     assert stopped == attempts
     assert [attempt.restarts for attempt in job.started()] == [0] * 3 + [1] * 3 + [2] * 3
-    reasons = [event.reason for event in job.events if isinstance(event, AllStartAgain)]
+    reasons = [event.reason for event in job.seen(AllStartAgain)]
     pid = job.started(2)[1].pid
     assert reasons[1] == f'rank 2 (pid {pid}) ended with exit status 3'
 
@@ -179,33 +179,30 @@ def test_finished_rank_may_die_at_its_exit(job: Job, last: bool, survive: bool) 
 
 
 def test_finish_report_of_an_earlier_process_is_ignored(job: Job) -> None:
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched):
-            job.said.set('finished/0', '1 0')
+    def note(event: WorkerLaunched) -> None:
+        job.said.set('finished/0', '1 0')
 
-    job.on_event = note
+    job.on(WorkerLaunched, note)
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.run('0.0=kill', nodes=2) == 0
     assert ended(job) == {0: [-9, 0], 1: [0]}
 
 
 def test_announced_exit_status_is_that_of_the_job(job: Job) -> None:
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched):
-            job.said.set(f'finished/{event.rank}', f'{event.pid} 16')
+    def note(event: WorkerLaunched) -> None:
+        job.said.set(f'finished/{event.rank}', f'{event.pid} 16')
 
-    job.on_event = note
+    job.on(WorkerLaunched, note)
     assert job.run('0.0=exit:16:finish', '1.0=exit:16:finish', nodes=2) == 16
     assert ended(job) == {0: [16], 1: [16]}
     assert len(job.started()) == 2
 
 
 def test_error_after_training_fails_the_job(job: Job) -> None:
-    def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched):
-            job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
+    def note(event: WorkerLaunched) -> None:
+        job.said.set(f'finished/{event.rank}', f'{event.pid} 0')
 
-    job.on_event = note
+    job.on(WorkerLaunched, note)
     assert job.run('0.0=print:cannot close', '0.0=exit:1:finish', nodes=2) == 1
     reason, *lines = failure(job).splitlines()
     assert reason.endswith('ended with exit status 1 when it had finished; its last lines:')
@@ -219,7 +216,7 @@ def test_rank_killed_after_its_last_iteration_counts_as_finished(job: Job) -> No
     def note(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 2:
             job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
-            (job.folder / 'die').touch()
+            job.touch('die')
         if isinstance(event, WorkerEnded) and event.rank == 1:
             job.said.set('finished/2', f'{job.started(2)[0].pid} 0')
             job.finish()
@@ -239,7 +236,7 @@ def test_failing_job_waits_for_finished_workers(job: Job, said: bool) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
             for worker in job.started()[not said :]:
                 job.said.set(f'finished/{worker.rank}', f'{worker.pid} 0')
-            (job.folder / 'fail').touch()
+            job.touch('fail')
         if isinstance(event, WorkerEnded) and event.rank == 0:
             job.finish()
 
@@ -260,7 +257,7 @@ def test_no_restart_once_a_peer_has_reported_its_end(job: Job, finished_first: b
             job.said.set('finished/0', f'{job.started(0)[0].pid} 0')
             (job.folder / ('end' if finished_first else 'die')).touch()
         if isinstance(event, WorkerEnded):
-            (job.folder / 'die').touch()
+            job.touch('die')
 
     job.on_event = note
     flags = ('0.0=exit:0:end', '1.0=kill:die')
@@ -283,7 +280,7 @@ def test_windows_that_stay_are_reported(
     launcher = job.supervisor()
     tell_memory(job.said, memory)
     assert launcher.run() == 143
-    said = [event for event in job.events if isinstance(event, MemoryKept)]
+    said = job.seen(MemoryKept)
     assert said == ([MemoryKept(str(memory), 'slurm-42')] if file == 'window-4-plan.window' else [])
 
 
@@ -299,7 +296,7 @@ def test_windows_of_a_running_job_of_the_same_name_are_not_reported(
     launcher = job.supervisor()
     tell_memory(job.said, store.path.parent)
     assert launcher.run() == 143
-    assert not any(isinstance(event, MemoryKept) for event in job.events)
+    assert job.seen(MemoryKept) == []
     store.close()
 
 
@@ -308,7 +305,7 @@ def test_number_of_needed_ranks_is_reported(job: Job) -> None:
     launcher = job.supervisor()
     tell_needed(job.said, 4)
     assert launcher.run() == 143
-    assert [event for event in job.events if isinstance(event, RanksNeeded)] == [RanksNeeded(4)]
+    assert job.seen(RanksNeeded) == [RanksNeeded(4)]
 
 
 def test_exhausted_restart_budget_ends_the_job(job: Job) -> None:
@@ -339,13 +336,12 @@ def test_whole_job_exit_is_no_program_failure(job: Job) -> None:
 
 
 def test_no_replacement_once_a_peer_has_finished(job: Job) -> None:
-    job.on_event = lambda event: kill_rank_1(job) if isinstance(event, WorkerEnded) else None
-    job.finish_when = lambda: False
-
-    def kill_rank_1(job: Job) -> None:
+    def kill_rank_1(event: WorkerEnded) -> None:
         if len(ended(job)) == 1:
             os.kill(job.running.workers[1].pid, signal.SIGKILL)
 
+    job.on(WorkerEnded, kill_rank_1)
+    job.finish_when = lambda: False
     assert job.run('0.0=exit:0', nodes=2) == 1
     assert 'rank 0 had already finished' in failure(job)
     assert ended(job) == {0: [0], 1: [-9]}
@@ -366,7 +362,7 @@ def test_stop_sends_the_signal_first_even_to_stopped_workers(job: Job) -> None:
 
 def test_stop_kills_workers_that_ignore_the_signal(job: Job) -> None:
     job.finish_when = lambda: False
-    job.on_event = lambda event: job.running.stop(130) if isinstance(event, FaultStaged) else None
+    job.on(FaultStaged, lambda event: job.running.stop(130))
     flags = ('0.0=deaf', '0.0=print:iteration 1/')
     faults = (StagedFault(StagedAction.STOP, 0, 1),)
     assert job.run(*flags, faults=faults, grace_s=0.2) == 130
@@ -386,9 +382,7 @@ def test_worker_found_hung_is_killed_and_replaced(job: Job) -> None:
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.run(nodes=2) == 0
     assert ended(job) == {0: [0], 1: [-9, 0]}
-    assert [event for event in job.events if isinstance(event, WorkerEvicted)] == [
-        WorkerEvicted(1, job.started(1)[0].pid)
-    ]
+    assert job.seen(WorkerEvicted) == [WorkerEvicted(1, job.started(1)[0].pid)]
     assert not any(job.said.check([f'evict/{rank}']) for rank in range(2))
 
 
@@ -418,11 +412,10 @@ def test_hung_worker_is_reported_when_all_workers_restart(job: Job) -> None:
     def other_finds_it_hung(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and len(job.started()) == 2:
             evict(job.said, 1, event.pid)
-            (job.folder / 'found').touch()
+            job.touch('found')
             assert dies(job.started(0)[0].pid)
 
     job.on_event = other_finds_it_hung
     job.finish_when = lambda: len(job.started()) == 4
     assert job.run('0.0=exit:3:found', survive=False, nodes=2) == 0
-    [evicted] = [event for event in job.events if isinstance(event, WorkerEvicted)]
-    assert evicted == WorkerEvicted(1, job.started(1)[0].pid)
+    assert job.seen(WorkerEvicted) == [WorkerEvicted(1, job.started(1)[0].pid)]

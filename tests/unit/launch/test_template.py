@@ -14,16 +14,12 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.events import Event
 from moevement_ext.launch.child import SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.launcher_events import JobFailed, WorkerEnded, WorkerLaunched
+from moevement_ext.launch.launcher_events import WorkerLaunched
 from moevement_ext.launch.template import Template
-from tests.unit.launch.conftest import Job, dies
+from tests.unit.launch.conftest import Job, dies, ended, failure
 from tests.unit.readable import readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
-
-
-def ended(job: Job) -> list[tuple[int, int]]:
-    return [(event.rank, event.code) for event in job.events if isinstance(event, WorkerEnded)]
 
 
 def adopt_orphans(wanted: bool) -> None:
@@ -40,7 +36,7 @@ def test_only_the_dead_worker_is_replaced(
     log_dir = tmp_path / 'logs' if logged else None
     flags = ('1.0=kill', '1.1=exit:3', '1.2=print:third')
     assert job.run(*flags, nodes=2, fork=True, log_dir=log_dir) == 0
-    assert sorted(ended(job)) == [(0, 0), (1, -9), (1, 0), (1, 3)]
+    assert ended(job) == {0: [0], 1: [-9, 3, 0]}
     if logged:
         assert (tmp_path / 'logs' / 'rank1.log').read_text() == 'third\n'
     else:
@@ -113,8 +109,7 @@ def test_job_fails_with_its_template(job: Job) -> None:
     job.on_event = kill_template
     job.finish_when = lambda: False
     assert job.run(nodes=2, fork=True) == 1
-    [failed] = [event for event in job.events if isinstance(event, JobFailed)]
-    assert 'the template of all workers is gone' in failed.reason
+    assert 'the template of all workers is gone' in failure(job)
     assert len(workers) == 2
     assert all(dies(pid) for pid in workers)
 

@@ -5,9 +5,9 @@ import pytest
 
 from moevement_ext.events import Event
 from moevement_ext.launch import child
-from moevement_ext.launch.launcher_events import JobFailed, WorkerLaunched, WorkerUnkillable
+from moevement_ext.launch.launcher_events import WorkerLaunched, WorkerUnkillable
 from moevement_ext.membership.eviction import evict
-from tests.unit.launch.conftest import Job, dies, unkillable
+from tests.unit.launch.conftest import Job, dies, failure, unkillable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
@@ -27,8 +27,7 @@ def test_wait_for_the_death_of_a_worker_is_bounded(
     with unkillable() as hold:
         assert job.run(nodes=2) == 1
         pid = job.started(1)[0].pid
-        (failed,) = (event for event in job.events if isinstance(event, JobFailed))
-        assert f'rank 1 (pid {pid}) does not die of SIGKILL' in failed.reason
+        assert f'rank 1 (pid {pid}) does not die of SIGKILL' in failure(job)
         assert WorkerUnkillable(1, pid) in job.events
         assert dies(job.started(0)[0].pid)
 
@@ -42,7 +41,7 @@ def test_workers_restart_only_after_all_have_died(
     def hold_it(event: Event) -> None:
         if isinstance(event, WorkerLaunched) and event.rank == 1:
             hold(event.pid)
-            (job.folder / 'die').touch()
+            job.touch('die')
 
     job.on_event = hold_it
     job.finish_when = lambda: False
