@@ -84,12 +84,7 @@ class Child(ABC):
 
 
 class OwnChild(Child):
-    """A child whose parent is this process; `output` is the read end of its stdout, if a pipe."""
-
-    output: int | None
-
-    @abstractmethod
-    def close(self) -> None: ...
+    """A child that runs on this machine."""
 
     def _send(self, number: int) -> None:
         os.killpg(self.pid, number)  # the id is not reused before the child is reaped
@@ -112,28 +107,27 @@ def how_it_ended(pid: int, options: int = 0) -> int:
 class SpawnedChild(OwnChild):
     """A child that runs the Python interpreter, with the complete environment and empty stdin.
 
-    `stdout`, `stderr` and `pass_fds` as for `subprocess.Popen`.
+    `output` receives stdout and stderr (None: this process's); `pass_fds` as for
+    `subprocess.Popen`.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
-        *,
-        stdout: int | BinaryIO | None,
-        stderr: int | BinaryIO | None,
+        output: BinaryIO | None,
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._process = subprocess.Popen(
             bound([sys.executable, *command]),
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=output,
+            stderr=output,
             pass_fds=pass_fds,
             start_new_session=True,
         )
-        pid, output = self._process.pid, self._process.stdout
+        pid = self._process.pid
         try:
             death = os.pidfd_open(pid)
         except OSError:  # too many open files: its end would go unseen
@@ -141,14 +135,6 @@ class SpawnedChild(OwnChild):
             self._process.wait()
             raise
         super().__init__(pid, death)
-        self.output = None if output is None else output.fileno()
-
-    def close(self) -> None:
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        elif self.output is not None:  # the process was given it later
-            os.close(self.output)
-        self.output = None
 
     def _how_it_ended(self) -> int:
         return how_it_ended(self.pid, os.WNOWAIT)

@@ -7,11 +7,9 @@ The launcher itself owns the machine of emulated nodes; under Slurm each agent o
 import errno
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -107,6 +105,9 @@ class Machine:
         for running in self._running.values():
             if running.child.dies():
                 running.child.reap()
+            if running.relay is not None:
+                self._loop.forget(running.relay.fd)
+                os.close(running.relay.fd)
         self.spares.close()
         if self._template is not None:
             self._template.close()
@@ -118,24 +119,28 @@ class Machine:
         """Start a worker; an OS error of its log, or a lasting one, counts as the worker's end."""
         node = {**self._environment, **order.variables}[NODE]
         log = self._config.log_of(order.rank)
+        relay = None
         try:
-            child, was_spare = self._new_worker_once_there_is_room(order.variables, log)
+            if log is None:
+                relay, output = self._relayed(order)
+            else:
+                output = self._opened(log)
+            with output:
+                child, was_spare = self._new_worker_once_there_is_room(order.variables, output)
         except OSError as error:
+            if relay is not None:
+                os.close(relay.fd)
             why = f'cannot be started on {node}: {error}'
             self._tell(messages.Ended(order.key, _NOT_STARTED, [why]))
             return
-        relay = None
-        if log is None:
-            assert child.output is not None
-            heard = partial(self._heard, order.key) if order.watched else _ignore
-            relay = Relay(child.output, f'[rank {order.rank}] ', heard)
+        if relay is not None:
             self._loop.watch(relay.fd, partial(self._pump, relay))
         self._running[order.key] = _Running(child, node, log, relay)
         self._loop.watch(child.death, partial(self._ended, order.key))
         self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
 
     def _new_worker_once_there_is_room(
-        self, variables: Mapping[str, str], log: Path | None
+        self, variables: Mapping[str, str], output: BinaryIO
     ) -> tuple[OwnChild, bool]:
         """Call `_new_worker` until the limit of processes, or memory, has room for one.
 
@@ -144,18 +149,23 @@ class Machine:
         deadline = time.monotonic() + _FOR_ROOM_S
         while True:
             try:
-                return self._new_worker(variables, log)
+                return self._new_worker(variables, output)
             except OSError as error:
                 if error.errno not in _NO_ROOM or time.monotonic() > deadline:
                     raise
             time.sleep(_PAUSE_S)
 
-    def _new_worker(self, variables: Mapping[str, str], log: Path | None) -> tuple[OwnChild, bool]:
+    def _new_worker(self, variables: Mapping[str, str], output: BinaryIO) -> tuple[OwnChild, bool]:
         """Start a worker; the flag is True if a hot spare forked the worker or became it."""
         environment = {**self._environment, **variables}
-        with nullcontext() if log is None else self._opened(log) as output:
-            spare = self.spares.take(environment, output)
-            return spare or self._new_process(environment, output), spare is not None
+        spare = self.spares.take(environment, output)
+        return spare or self._new_process(environment, output), spare is not None
+
+    def _relayed(self, order: messages.StartWorker) -> tuple[Relay, BinaryIO]:
+        """A pipe to this process's output: what copies it, and its write end."""
+        heard = partial(self._heard, order.key) if order.watched else _ignore
+        fd, output = os.pipe()
+        return Relay(fd, f'[rank {order.rank}] ', heard), os.fdopen(output, 'wb')
 
     def _opened(self, log: Path) -> BinaryIO:
         """Open a log; stderr if a log written earlier is gone, which must not end the job.
@@ -172,12 +182,11 @@ class Machine:
         self._logs.add(log)
         return output
 
-    def _new_process(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild:
+    def _new_process(self, environment: Mapping[str, str], output: BinaryIO) -> OwnChild:
         command = [self._config.program, *self._config.flags]
         if self._template is not None:
-            return self._template.start(command, environment, log)
-        stdout = subprocess.PIPE if log is None else log
-        return SpawnedChild(command, environment, stdout=stdout, stderr=subprocess.STDOUT)
+            return self._template.start(command, environment, output)
+        return SpawnedChild(command, environment, output)
 
     def _ended(self, key: int) -> None:
         running = self._running.pop(key)
@@ -186,7 +195,7 @@ class Machine:
         if running.relay is not None:
             self._loop.forget(running.relay.fd)
             running.relay.finish()
-        running.child.close()
+            os.close(running.relay.fd)
         self._tell(messages.Ended(key, code, running.last_lines() if code else []))
 
     def _reserve(self, memory: NodeStore, sizes: Sequence[int]) -> None:

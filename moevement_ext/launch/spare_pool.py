@@ -43,16 +43,15 @@ class SparePool:
         self._wanted = count
         self._fill()
 
-    def take(self, environment: Mapping[str, str], log: BinaryIO | None) -> OwnChild | None:
-        """Start a worker from a ready spare; None if there is none.
+    def take(self, environment: Mapping[str, str], output: BinaryIO) -> OwnChild | None:
+        """Start a worker with this complete environment from a ready spare; None without one.
 
-        `environment` is complete; `log` receives the worker's output (None: a pipe). Raises
-        `OSError` if there is no room for another process.
+        Raises `OSError` if there is no room for another process.
         """
         command = [self._config.program, *self._config.flags]
         for spare in self._ready:
             try:
-                child = spare.start(command, environment, log)
+                child = spare.start(command, environment, output)
             except TemplateLost:
                 continue  # the loop handles its death next
             if not spare.forks:

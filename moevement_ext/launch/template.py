@@ -66,8 +66,7 @@ class Template:
             process = SpawnedChild(
                 [str(_SPARE), program, str(other.fileno()), *flags],
                 {**environment, orphans.SPARE: '1'},
-                stdout=log,
-                stderr=log,
+                log,
                 pass_fds=[other.fileno()],
             )
         return cls(process, own)
@@ -82,31 +81,18 @@ class Template:
         return self.forks is not None
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO | None
+        self, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO
     ) -> OwnChild:
         """Start a worker with this complete environment; waits until the program is imported.
 
-        Its output goes to `log`; None: the pipe `OwnChild.output`. Raises `TemplateLost` if
-        the process is dead, or cannot start another worker, and `OSError` if there is no room
-        for one.
+        Raises `TemplateLost` if the process is dead, or cannot start another worker, and
+        `OSError` if there is no room for one.
         """
         if not self.hear():
             raise TemplateLost('the template of all workers is gone')
         order = {'argv': list(command), 'env': dict(environment)}
-        if log is not None:
-            return self._start(order, log.fileno(), None)
-        output, other = os.pipe()
-        try:
-            return self._start(order, other, output)
-        except BaseException:
-            os.close(output)
-            raise
-        finally:
-            os.close(other)
-
-    def _start(self, order: dict[str, Any], printed: int, output: int | None) -> OwnChild:
         if self.forks:
-            pid = self.ask('fork', order, [printed])
+            pid = self.ask('fork', order, [output.fileno()])
             if pid < 0:
                 raise OSError(-pid, os.strerror(-pid))
             try:
@@ -115,10 +101,9 @@ class Template:
                 os.kill(pid, signal.SIGKILL)
                 self.ask('reap', pid)
                 raise
-            return _ForkedChild(self, pid, death, output)
-        self._send('become', order, [printed])
+            return _ForkedChild(self, pid, death)
+        self._send('become', order, [output.fileno()])
         self._socket.close()
-        self.process.output = output
         return self.process
 
     def ask(self, request: str, value: Any, descriptors: Sequence[int] = ()) -> int:
@@ -149,7 +134,6 @@ class Template:
         """Kill the template and thereby all workers that it has forked; return as `reap`."""
         self.process.signal(signal.SIGKILL)
         code = self.process.reap()
-        self.process.close()
         self._socket.close()
         return code
 
@@ -157,15 +141,9 @@ class Template:
 class _ForkedChild(OwnChild):
     """A forked worker; its parent, the template, reports its exit code."""
 
-    def __init__(self, template: Template, pid: int, death: int, output: int | None) -> None:
+    def __init__(self, template: Template, pid: int, death: int) -> None:
         super().__init__(pid, death)
-        self.output = output
         self._template = template
-
-    def close(self) -> None:
-        if self.output is not None:
-            os.close(self.output)
-            self.output = None
 
     def _send(self, number: int) -> None:
         try:

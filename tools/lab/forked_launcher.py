@@ -87,12 +87,7 @@ def _fork_template(program: ModuleType) -> Template:
 
 
 class _Fork(OwnChild):
-    """A fork of this process, without a pipe for its output."""
-
-    output = None
-
-    def close(self) -> None:
-        """Do nothing: there is no pipe."""
+    """A fork of this process."""
 
     def _how_it_ended(self) -> int:
         return how_it_ended(self.pid, os.WNOWAIT)

@@ -58,7 +58,7 @@ class LocalCluster:
                 return forked_launcher.start(program, self._command, environment, log)
             except LaunchError as error:
                 raise LabError(str(error)) from error
-        return SpawnedChild(self._command, environment, stdout=log, stderr=log)
+        return SpawnedChild(self._command, environment, log)
 
     def log_of(self, rank: int) -> Path:
         return log_file(self._launch.folder, rank)
@@ -114,7 +114,6 @@ class LocalCluster:
             poll.register(self._process.death, select.POLLIN)
             if poll.poll(None if seconds is None else 1000 * seconds):
                 self._code = self._process.reap()
-                self._process.close()
         return self._code
 
     def _note_events(self) -> None:

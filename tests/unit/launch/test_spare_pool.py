@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import pytest
 
@@ -120,11 +121,11 @@ def test_spare_without_room_for_a_fork_forks_later(job: Job, tmp_path: Path) -> 
 def test_worker_is_started_once_there_is_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     start, refused = Machine._new_worker, []
 
-    def without_room(machine: Machine, variables: dict[str, str], log: Path | None) -> object:
+    def without_room(machine: Machine, variables: dict[str, str], output: BinaryIO) -> object:
         if job.started() and len(refused) < 5:  # more than the errors that end a job
             refused.append(variables)
             raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
-        return start(machine, variables, log)
+        return start(machine, variables, output)
 
     monkeypatch.setattr(Machine, '_new_worker', without_room)
     job.finish_when = lambda: len(job.started(0)) == 2

@@ -5,7 +5,9 @@ import ctypes
 import errno
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 import pytest
@@ -114,14 +116,20 @@ def test_job_fails_with_its_template(job: Job) -> None:
     assert all(dies(pid) for pid in workers)
 
 
-def test_worker_reaped_by_init_counts_as_dead(job: Job) -> None:
+@pytest.fixture
+def nowhere() -> Iterator[BinaryIO]:
+    with open(os.devnull, 'wb') as output:
+        yield output
+
+
+def test_worker_reaped_by_init_counts_as_dead(job: Job, nowhere: BinaryIO) -> None:
     """Its template is gone and its process id is free; this process acts as init."""
     others = {child.pid for child in psutil.Process().children()}
     environment = {**os.environ, 'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': '0'}
     template = Template.spawn(str(job.program), [], environment)
     adopt_orphans(True)
     try:
-        worker = template.start([str(job.program)], environment, None)
+        worker = template.start([str(job.program)], environment, nowhere)
         [template_pid] = {child.pid for child in psutil.Process().children()} - others
         os.kill(template_pid, signal.SIGKILL)
         assert dies(template_pid)  # only then is the worker a child of this process
@@ -131,7 +139,6 @@ def test_worker_reaped_by_init_counts_as_dead(job: Job) -> None:
         adopt_orphans(False)
     worker.signal(signal.SIGTERM)
     assert worker.reap() == -signal.SIGKILL
-    worker.close()
     template.close()
 
 
@@ -145,23 +152,22 @@ def test_spares_with_fork_are_refused(job: Job) -> None:
         LaunchConfig(str(job.program), spares=1, fork=True)
 
 
-def test_worker_killed_right_after_its_fork_dies(job: Job) -> None:
+def test_worker_killed_right_after_its_fork_dies(job: Job, nowhere: BinaryIO) -> None:
     """It does not lead a process group yet that could be killed."""
     template = Template.spawn(str(job.program), [], os.environ)
     try:
         for attempt in range(20):
             own = {'RANK': '0', 'TORCHELASTIC_RESTART_COUNT': str(attempt)}
-            worker = template.start([str(job.program)], {**os.environ, **own}, None)
+            worker = template.start([str(job.program)], {**os.environ, **own}, nowhere)
             worker.signal(signal.SIGKILL)
             assert readable(worker.death, 120.0)
             assert worker.reap() == -signal.SIGKILL
-            worker.close()
     finally:
         template.close()
 
 
 def test_worker_whose_end_cannot_be_seen_is_killed(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, nowhere: BinaryIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would train on beside the worker that takes its place."""
     begun: list[int] = []
@@ -176,9 +182,9 @@ def test_worker_whose_end_cannot_be_seen_is_killed(
         with monkeypatch.context() as patch:
             patch.setattr(os, 'pidfd_open', no_file_left)
             with pytest.raises(OSError, match='open files'):
-                template.start([str(job.program)], own, None)
+                template.start([str(job.program)], own, nowhere)
             with pytest.raises(OSError, match='open files'):
-                SpawnedChild([str(job.program)], own, stdout=None, stderr=None)
+                SpawnedChild([str(job.program)], own, None)
         assert [psutil.pid_exists(pid) for pid in begun] == [False, False]
     finally:
         template.close()
