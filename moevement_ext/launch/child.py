@@ -72,8 +72,8 @@ class Child(ABC):
         os.close(self.death)
         return code
 
-    @abstractmethod
-    def _send(self, number: int) -> None: ...
+    def _send(self, number: int) -> None:
+        os.killpg(self.pid, number)  # the id is not reused before the child is reaped
 
     @abstractmethod
     def _how_it_ended(self) -> int:
@@ -81,13 +81,6 @@ class Child(ABC):
 
     @abstractmethod
     def _reap(self) -> int: ...
-
-
-class OwnChild(Child):
-    """A child that runs on this machine."""
-
-    def _send(self, number: int) -> None:
-        os.killpg(self.pid, number)  # the id is not reused before the child is reaped
 
 
 def bound(command: Sequence[str]) -> list[str]:
@@ -104,7 +97,7 @@ def how_it_ended(pid: int, options: int = 0) -> int:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-class SpawnedChild(OwnChild):
+class SpawnedChild(Child):
     """A child that runs the Python interpreter, with the complete environment and empty stdin.
 
     `output` receives stdout and stderr (None: this process's); `pass_fds` as for

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 from moevement_ext.events import Event
 from moevement_ext.launch import messages
-from moevement_ext.launch.child import OwnChild, SpawnedChild
+from moevement_ext.launch.child import Child, SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.output import Relay, last_lines, say_of_launcher
@@ -40,7 +40,7 @@ NODE = 'MOEVEMENT_NODE'
 class _Running(NamedTuple):
     """A started worker that is not yet reaped."""
 
-    child: OwnChild
+    child: Child
     node: str
     log: Path | None
     relay: Relay | None
@@ -141,7 +141,7 @@ class Machine:
 
     def _new_worker_once_there_is_room(
         self, variables: Mapping[str, str], output: BinaryIO
-    ) -> tuple[OwnChild, bool]:
+    ) -> tuple[Child, bool]:
         """Call `_new_worker` until the limit of processes, or memory, has room for one.
 
         The processes of the dead worker count until they have ended.
@@ -155,7 +155,7 @@ class Machine:
                     raise
             time.sleep(_PAUSE_S)
 
-    def _new_worker(self, variables: Mapping[str, str], output: BinaryIO) -> tuple[OwnChild, bool]:
+    def _new_worker(self, variables: Mapping[str, str], output: BinaryIO) -> tuple[Child, bool]:
         """Start a worker; the flag is True if a hot spare forked the worker or became it."""
         environment = {**self._environment, **variables}
         spare = self.spares.take(environment, output)
@@ -182,7 +182,7 @@ class Machine:
         self._logs.add(log)
         return output
 
-    def _new_process(self, environment: Mapping[str, str], output: BinaryIO) -> OwnChild:
+    def _new_process(self, environment: Mapping[str, str], output: BinaryIO) -> Child:
         command = [self._config.program, *self._config.flags]
         if self._template is not None:
             return self._template.start(command, environment, output)

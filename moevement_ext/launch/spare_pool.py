@@ -6,7 +6,7 @@ from functools import partial
 from typing import BinaryIO
 
 from moevement_ext.events import Event
-from moevement_ext.launch.child import OwnChild
+from moevement_ext.launch.child import Child
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import SpareEnded, SpareMissing, SpareReady
 from moevement_ext.launch.loop import FdLoop
@@ -43,7 +43,7 @@ class SparePool:
         self._wanted = count
         self._fill()
 
-    def take(self, environment: Mapping[str, str], output: BinaryIO) -> OwnChild | None:
+    def take(self, environment: Mapping[str, str], output: BinaryIO) -> Child | None:
         """Start a worker with this complete environment from a ready spare; None without one.
 
         Raises `OSError` if there is no room for another process.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from moevement_ext.errors import LaunchError
-from moevement_ext.launch.child import OwnChild, SpawnedChild
+from moevement_ext.launch.child import Child, SpawnedChild
 from moevement_ext.system import orphans
 
 _SPARE = Path(__file__).with_name('spare.py')
@@ -39,7 +39,7 @@ class Template:
             workers; False if it can only become a worker itself, once.
     """
 
-    def __init__(self, process: OwnChild, connection: socket.socket) -> None:
+    def __init__(self, process: Child, connection: socket.socket) -> None:
         self.forks: bool | None = None
         self.process = process
         self.fd = connection.fileno()
@@ -82,7 +82,7 @@ class Template:
 
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], output: BinaryIO
-    ) -> OwnChild:
+    ) -> Child:
         """Start a worker with this complete environment; waits until the program is imported.
 
         Raises `TemplateLost` if the process is dead, or cannot start another worker, and
@@ -138,7 +138,7 @@ class Template:
         return code
 
 
-class _ForkedChild(OwnChild):
+class _ForkedChild(Child):
     """A forked worker; its parent, the template, reports its exit code."""
 
     def __init__(self, template: Template, pid: int, death: int) -> None:

@@ -15,7 +15,7 @@ from moevement_ext.events import Recovered
 from tests.distributed.conftest import ON_BOTH_BACKENDS, differences, read_digest
 from tests.distributed.harness.cluster import Cluster
 from tests.distributed.probes import holding
-from tests.unit.launch.conftest import dies
+from tests.unit.readable import dies
 
 pytestmark = [ON_BOTH_BACKENDS, pytest.mark.timeout(500)]
 

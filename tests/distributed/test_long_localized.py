@@ -23,7 +23,7 @@ from tests.distributed.harness.output import scraped, upstream_lines
 from tests.distributed.probes import holding
 from tests.distributed.test_whole_job_recovery import skipped_by
 from tests.quick import with_quick
-from tests.unit.launch.conftest import dies
+from tests.unit.readable import dies
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import BinaryIO, NoReturn
 
 from moevement_ext.launch import command_line, spare
-from moevement_ext.launch.child import OwnChild, how_it_ended
+from moevement_ext.launch.child import Child, how_it_ended
 from moevement_ext.launch.template import Template
 
 # Prefix of environment variables that no import reads.
@@ -26,7 +26,7 @@ _imported: list[ModuleType] = []
 
 def start(
     program: str, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO
-) -> OwnChild:
+) -> Child:
     """Fork `scripts/local_cluster.py --fork`.
 
     Args:
@@ -86,7 +86,7 @@ def _fork_template(program: ModuleType) -> Template:
     return Template(_Fork(pid, os.pidfd_open(pid)), own)
 
 
-class _Fork(OwnChild):
+class _Fork(Child):
     """A fork of this process."""
 
     def _how_it_ended(self) -> int:

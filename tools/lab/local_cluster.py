@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moevement_ext.errors import LaunchError
-from moevement_ext.launch.child import OwnChild, SpawnedChild
+from moevement_ext.launch.child import Child, SpawnedChild
 from moevement_ext.launch.launcher_events import FILE, JobFailed, WorkerEnded, WorkerLaunched
 from tools.lab import forked_launcher
 from tools.lab.errors import LabError
@@ -50,7 +50,7 @@ class LocalCluster:
             self._process = self._launcher(log)
         self._code = None
 
-    def _launcher(self, log: BinaryIO) -> OwnChild:
+    def _launcher(self, log: BinaryIO) -> Child:
         environment = self._launch.environment()
         if self._launch.fork:
             program = self._launch.program()[0]

@@ -2,7 +2,6 @@
 """Small jobs: real processes of a scripted program under the real launcher."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from torch.distributed import Store
 
 from moevement_ext.events import Event
@@ -24,7 +24,6 @@ from moevement_ext.launch.launcher_events import (
 from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.membership.launch import of_launch
-from tests.unit.readable import readable
 
 PROGRAM = '''
 import json, multiprocessing, os, pathlib, signal, subprocess, sys, time
@@ -79,17 +78,6 @@ def act(action, value):
 if __name__ == '__main__':
     main()
 '''
-
-
-def dies(pid: int) -> bool:
-    """Wait for the death of any process. A zombie, which may never be reaped, counts as dead."""
-    try:
-        death = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    found = readable(death, 60.0)
-    os.close(death)
-    return found
 
 
 HOLDER = """
@@ -163,9 +151,16 @@ class Job:
     def seen[Kind: Event](self, kind: type[Kind]) -> list[Kind]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def on[Kind: Event](self, kind: type[Kind], call: Callable[[Kind], object]) -> None:
-        """Call this with each event of that kind, and with no other event."""
-        self.on_event = lambda event: call(event) if isinstance(event, kind) else None
+    def on[Kind: Event](
+        self, kind: type[Kind], call: Callable[[Kind], object], **fields: object
+    ) -> None:
+        """Call this with each event of that kind with these fields, and with no other event."""
+
+        def note(event: Event) -> None:
+            if isinstance(event, kind) and fields.items() <= structs.asdict(event).items():
+                call(event)
+
+        self.on_event = note
 
     def attempt(self, rank: int, restarts: int = 0) -> dict:
         """Observations of one attempt of a worker."""

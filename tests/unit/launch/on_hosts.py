@@ -5,21 +5,31 @@ A step runs the agent directly instead of `srun`.
 """
 
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from moevement_ext.launch import messages
 from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import NodeLost, NodeSeated
-from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
+from moevement_ext.launch.link import ADDRESS_VARIABLE, Address, Link
 from moevement_ext.launch.statements import tell_survivors
 from moevement_ext.launch.steps import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
 from tests.unit.launch.conftest import Job
 from tests.unit.system.conftest import DRIVER, Devices
+
+
+def connected() -> tuple[Link[messages.FromSupervisor], Link[messages.FromAgent]]:
+    """Both ends of a connection: that of an agent, and that of its supervisor."""
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    return Link(here, messages.FROM_SUPERVISOR), Link(there, messages.FROM_AGENT)
 
 
 class SlurmJob(Job):

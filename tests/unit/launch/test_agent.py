@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
-import socket
 import threading
 from pathlib import Path
 
@@ -10,9 +9,9 @@ from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.launch import link, messages
 from moevement_ext.launch.agent import Agent, Devices
 from moevement_ext.launch.launch_config import LaunchConfig
-from moevement_ext.launch.link import Link
-from tests.unit.launch.conftest import dies, failure
-from tests.unit.launch.on_hosts import SlurmJob
+from tests.unit.launch.conftest import failure
+from tests.unit.launch.on_hosts import SlurmJob, connected
+from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob
@@ -30,17 +29,9 @@ def test_workers_end_when_the_supervisor_falls_silent(
 ) -> None:
     """Otherwise a rank could run on this node and on a spare node."""
     monkeypatch.setattr(messages, 'SILENT_S', 2.0)
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        here = socket.create_connection(server.getsockname())
-        there, _ = server.accept()
-    agent = Agent(
-        Link(here, messages.FROM_SUPERVISOR),
-        messages.Program('/', str(job.program), ['x'], None, {}, fork=False),
-        'a',
-        Devices(None),
-        bytes(32),
-    )
-    supervisor = Link(there, messages.FROM_AGENT)
+    here, supervisor = connected()
+    program = messages.Program('/', str(job.program), ['x'], None, {}, fork=False)
+    agent = Agent(here, program, 'a', Devices(None), bytes(32))
     supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))
     agent.run()
     started = supervisor.receive()
@@ -56,20 +47,12 @@ def test_busy_agent_sends_heartbeats_and_survives(
     """For example, while it waits for a file system. It then carries out the pending orders."""
     monkeypatch.setattr(messages, 'SILENT_S', 5.0)
     monkeypatch.setattr(link, '_HEARTBEAT_S', 0.1)
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        here = socket.create_connection(server.getsockname())
-        there, _ = server.accept()
-    agent = Agent(
-        Link(here, messages.FROM_SUPERVISOR),
-        messages.Program('/', str(job.program), ['3.0=exit:0'], str(tmp_path), {}, fork=False),
-        'a',
-        Devices(None),
-        bytes(32),
-    )
+    here, supervisor = connected()
+    program = messages.Program('/', str(job.program), ['3.0=exit:0'], str(tmp_path), {}, fork=False)
+    agent = Agent(here, program, 'a', Devices(None), bytes(32))
     log, alias = tmp_path / 'rank3.log', tmp_path / 'alias'
     os.mkfifo(log)  # open() blocks until there is a reader
     os.link(log, alias)
-    supervisor = Link(there, messages.FROM_AGENT)
     supervisor.send(messages.StartWorker(7, 3, VARIABLES, watched=False))
     running = threading.Thread(target=agent.run, daemon=True)
     running.start()

@@ -15,7 +15,8 @@ import pytest
 from moevement_ext.launch.command_line import default_spares, main, parse
 from moevement_ext.launch.launch_config import StagedAction, StagedFault
 from tests.quick import with_quick
-from tests.unit.launch.conftest import Job, dies
+from tests.unit.launch.conftest import Job
+from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).resolve().parents[3] / 'scripts' / 'local_cluster.py'

@@ -4,13 +4,13 @@
 import pytest
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.events import Event
 from moevement_ext.launch.launcher_events import (
     DevicesFailing,
     WorkerLaunched,
 )
-from tests.unit.launch.conftest import dies, failure
+from tests.unit.launch.conftest import failure
 from tests.unit.launch.on_hosts import SlurmJob
+from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob
@@ -24,11 +24,7 @@ def test_spare_host_replaces_a_host_with_a_lost_device(job: SlurmJob) -> None:
     """The worker there hangs, as in a collective, and the launcher does not wait for it."""
     devices = job.devices('b')
 
-    def fail(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
-            devices.fail('GPU-0', 79)
-
-    job.on_event = fail
+    job.on(WorkerLaunched, lambda event: devices.fail('GPU-0', 79), rank=1, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
     assert job.seated() == [('a', 0), ('b', 1), ('c', 1)]
@@ -56,12 +52,7 @@ def test_job_without_a_usable_host_ends(job: SlurmJob) -> None:
 def test_host_with_a_worn_device_is_the_last_choice(job: SlurmJob) -> None:
     """A worn device alone does not stop a rank."""
     job.devices('a').set('GPU-0', action=4)  # reset recommended after the job
-
-    def lose(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (0, 0):
-            job.lose('b')
-
-    job.on_event = lose
+    job.on(WorkerLaunched, lambda event: job.lose('b'), rank=0, restarts=0)
     job.finish_when = lambda: len(job.started(0)) == 2
     assert job.on_hosts('ab', nodes=1).run() == 0
     assert job.seated() == [('b', 0), ('a', 0)]

@@ -33,9 +33,10 @@ from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.store import branches
 from moevement_ext.store.node_proxy import VARIABLE
 from moevement_ext.system import exit_signal
-from tests.unit.launch.conftest import dies, ended, failure, starts_a_thread, unkillable
+from tests.unit.launch.conftest import ended, failure, starts_a_thread, unkillable
 from tests.unit.launch.on_hosts import SlurmJob
 from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 JOB = SlurmJob
@@ -218,9 +219,7 @@ def test_events_of_remote_spares_are_reported(job: SlurmJob) -> None:
 
 
 def test_job_without_a_spare_host_ends(job: SlurmJob) -> None:
-    job.on_event = lambda event: (
-        job.lose('b') if isinstance(event, WorkerLaunched) and event.rank == 1 else None
-    )
+    job.on(WorkerLaunched, lambda event: job.lose('b'), rank=1)
     job.finish_when = lambda: False
     assert job.on_hosts('ab', nodes=2).run() == EXIT_WHOLE_JOB
     assert 'node 1 of the job has no host, and no spare node is left (b: ' in failure(job)
@@ -230,11 +229,10 @@ def test_job_without_a_spare_host_ends(job: SlurmJob) -> None:
 
 def test_dead_agent_is_restarted_on_its_host(job: SlurmJob) -> None:
     def kill_agent(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
-            job.lose('b')
-            job.dead.clear()
+        job.lose('b')
+        job.dead.clear()
 
-    job.on_event = kill_agent
+    job.on(WorkerLaunched, kill_agent, rank=1, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('ab', nodes=2).run() == 0
     assert job.seated() == [('a', 0), ('b', 1), ('b', 1)]
@@ -262,11 +260,10 @@ def test_workers_move_if_the_agent_dies_before_starting_them(job: SlurmJob) -> N
     """Workers whose order was lost used to have no host and to wait for five minutes."""
 
     def lose_when_seated(event: Event) -> None:
-        if isinstance(event, NodeSeated) and event.host == 'a':
-            job.lose('a')
-            assert job.steps['a'][-1]._process.wait(60.0)
+        job.lose('a')
+        assert job.steps['a'][-1]._process.wait(60.0)
 
-    job.on_event = lose_when_seated
+    job.on(NodeSeated, lose_when_seated, host='a')
     job.finish_when = lambda: {event.rank for event in job.started()} == {0, 1, 2, 3}
     assert job.on_hosts('ab', nodes=1, workers_per_node=4).run() == 0
     assert job.seated() == [('a', 0), ('b', 0)]
@@ -277,10 +274,9 @@ def test_silent_host_counts_as_lost(job: SlurmJob, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(node, 'SILENT_S', 4.0)
 
     def stop_agent(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
-            job.steps['b'][-1]._process.send_signal(signal.SIGSTOP)
+        job.steps['b'][-1]._process.send_signal(signal.SIGSTOP)
 
-    job.on_event = stop_agent
+    job.on(WorkerLaunched, stop_agent, rank=1, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2
     assert job.on_hosts('abc', nodes=2).run() == 0
     assert job.lost()[0] == ('b', 1)
@@ -293,12 +289,11 @@ def test_host_with_an_unkillable_worker_counts_as_lost(
 ) -> None:
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
-    def others_find_it_hung(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and (event.rank, event.restarts) == (1, 0):
-            hold(event.pid)
-            evict(job.said, 1, event.pid)
+    def others_find_it_hung(event: WorkerLaunched) -> None:
+        hold(event.pid)
+        evict(job.said, 1, event.pid)
 
-    job.on_event = others_find_it_hung
+    job.on(WorkerLaunched, others_find_it_hung, rank=1, restarts=0)
     job.finish_when = lambda: len(job.started(1)) == 2
     with unkillable() as hold:
         assert job.on_hosts('abc', nodes=2).run() == 0

@@ -2,13 +2,12 @@
 """Measurement of the silence of a peer."""
 
 import select
-import socket
 
 import pytest
 
 from moevement_ext.launch import link as module
-from moevement_ext.launch.link import Link
-from moevement_ext.launch.messages import FROM_AGENT, SILENT_S, Alive, FromAgent
+from moevement_ext.launch.messages import SILENT_S, Alive
+from tests.unit.launch.on_hosts import connected
 
 
 @pytest.fixture
@@ -20,11 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_time_between_checks_does_not_count_as_silence(clock: list[float]) -> None:
     """Slurm may suspend all processes of a job, which is no loss."""
-    with socket.create_server(('127.0.0.1', 0)) as listening:
-        here = socket.create_connection(listening.getsockname())
-        there, _ = listening.accept()
-    link: Link[FromAgent] = Link(here, FROM_AGENT)
-    other: Link[FromAgent] = Link(there, FROM_AGENT)
+    other, link = connected()
     clock[0] += 3600.0
     assert link.silent_s < SILENT_S / 2
     for _ in range(int(SILENT_S) + 1):  # one check per second

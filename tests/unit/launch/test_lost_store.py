@@ -108,11 +108,10 @@ def test_wait_of_a_worker_for_the_store_is_bounded(
     monkeypatch.setattr(supervisor, '_WITHOUT_STORE_S', 2.0)
 
     def note(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            store.end()
-            job.touch('leave')
+        store.end()
+        job.touch('leave')
 
-    job.on_event = note
+    job.on(WorkerLaunched, note, rank=1)
     job.finish_when = lambda: False
     assert job.run(f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag, nodes=2) == 1
     refusal = f'--sparse-ckpt-store 127.0.0.1:{store.port}'

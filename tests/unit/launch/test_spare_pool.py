@@ -22,7 +22,8 @@ from moevement_ext.launch.launcher_events import (
     WorkerLaunched,
 )
 from moevement_ext.launch.machine import Machine
-from tests.unit.launch.conftest import Job, dies, starts_a_thread
+from tests.unit.launch.conftest import Job, starts_a_thread
+from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 

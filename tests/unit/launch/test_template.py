@@ -13,13 +13,12 @@ import psutil
 import pytest
 
 from moevement_ext.config import ConfigurationError
-from moevement_ext.events import Event
 from moevement_ext.launch.child import SpawnedChild
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.launch.launcher_events import WorkerLaunched
 from moevement_ext.launch.template import Template
-from tests.unit.launch.conftest import Job, dies, ended, failure
-from tests.unit.readable import readable
+from tests.unit.launch.conftest import Job, ended, failure
+from tests.unit.readable import dies, readable
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(300)]
 
@@ -103,12 +102,11 @@ def test_job_fails_with_its_template(job: Job) -> None:
     """All workers are its children and die with it; no further worker starts."""
     workers = []
 
-    def kill_template(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            workers.extend(started.pid for started in job.started())
-            os.kill(psutil.Process(event.pid).ppid(), signal.SIGKILL)
+    def kill_template(event: WorkerLaunched) -> None:
+        workers.extend(started.pid for started in job.started())
+        os.kill(psutil.Process(event.pid).ppid(), signal.SIGKILL)
 
-    job.on_event = kill_template
+    job.on(WorkerLaunched, kill_template, rank=1)
     job.finish_when = lambda: False
     assert job.run(nodes=2, fork=True) == 1
     assert 'the template of all workers is gone' in failure(job)

@@ -3,11 +3,11 @@
 
 import pytest
 
-from moevement_ext.events import Event
 from moevement_ext.launch import child
 from moevement_ext.launch.launcher_events import WorkerLaunched, WorkerUnkillable
 from moevement_ext.membership.eviction import evict
-from tests.unit.launch.conftest import Job, dies, failure, unkillable
+from tests.unit.launch.conftest import Job, failure, unkillable
+from tests.unit.readable import dies
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(60)]
 
@@ -17,12 +17,11 @@ def test_wait_for_the_death_of_a_worker_is_bounded(
 ) -> None:
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
-    def others_find_it_hung(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            hold(event.pid)
-            evict(job.said, 1, event.pid)
+    def others_find_it_hung(event: WorkerLaunched) -> None:
+        hold(event.pid)
+        evict(job.said, 1, event.pid)
 
-    job.on_event = others_find_it_hung
+    job.on(WorkerLaunched, others_find_it_hung, rank=1)
     job.finish_when = lambda: False
     with unkillable() as hold:
         assert job.run(nodes=2) == 1
@@ -38,12 +37,11 @@ def test_workers_restart_only_after_all_have_died(
     """Two processes of a rank would write the same files."""
     monkeypatch.setattr(child, 'TO_DIE_S', 1.0)
 
-    def hold_it(event: Event) -> None:
-        if isinstance(event, WorkerLaunched) and event.rank == 1:
-            hold(event.pid)
-            job.touch('die')
+    def hold_it(event: WorkerLaunched) -> None:
+        hold(event.pid)
+        job.touch('die')
 
-    job.on_event = hold_it
+    job.on(WorkerLaunched, hold_it, rank=1)
     job.finish_when = lambda: False
     with unkillable() as hold:
         assert job.run('0.0=kill:die', survive=False, nodes=2) == 1

@@ -21,7 +21,7 @@ from moevement_ext.system.watchdog import Watchdog, under_torchrun
 from moevement_ext.system.watchdog_process import DEATH, NOTHING, SIGN, falls_silent, looks
 from tests.unit.forks import Forked
 from tests.unit.membership.clock import Clock
-from tests.unit.readable import readable
+from tests.unit.readable import dies, readable
 from tests.unit.store.processes import until
 from tests.unit.system.joining import join
 
@@ -150,24 +150,13 @@ def watched(
         process.communicate()
 
 
-def ends(pid: int) -> bool:
-    try:
-        death = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return readable(death, WAIT_S)
-    finally:
-        os.close(death)
-
-
 def test_stopped_process_is_killed() -> None:
     with watched('sleeps', silent_s=SILENT_S) as (process, dog):
         process.send_signal(signal.SIGSTOP)
         _, said = process.communicate(timeout=WAIT_S)
         assert process.returncode == -signal.SIGKILL
         assert f'rank 3 (pid {process.pid}) has sent no heartbeat for 1 s: killed' in said
-        assert ends(dog)
+        assert dies(dog)
 
 
 def test_stopped_process_is_killed_if_no_message_can_be_printed() -> None:
@@ -178,7 +167,7 @@ def test_stopped_process_is_killed_if_no_message_can_be_printed() -> None:
     ):
         process.send_signal(signal.SIGSTOP)
         assert process.wait(WAIT_S) == -signal.SIGKILL
-        assert ends(dog)
+        assert dies(dog)
 
 
 def test_process_with_blocked_threads_is_killed() -> None:
@@ -190,13 +179,13 @@ def test_watchdog_ends_with_the_process() -> None:
     with watched('sleeps') as (process, dog):
         assert psutil.pid_exists(dog)
         process.kill()
-        assert ends(dog)
+        assert dies(dog)
         assert process.communicate()[1] == ''
 
 
 def test_watchdog_ends_when_closed() -> None:
     with watched('closes') as (process, dog):
-        assert ends(dog)
+        assert dies(dog)
         assert process.poll() is None
 
 
