@@ -27,15 +27,19 @@ _LAST_TAG = 2**31 - 1
 
 
 class Gloo:
-    """Backends for tensors in host memory."""
+    """Backends for tensors in host memory; the same methods as `nccl.Nccl`."""
 
     waits_return = False
+    """False: ended operations raise; True: they return, with undefined contents of tensors."""
     at_a_time = 16
+    """Number of groups that may be connected at the same time."""
 
     def options(self, backend: ProcessGroupGloo) -> timedelta:
+        """Options for a successor of `backend`."""
         return backend.options._timeout
 
     def default_options(self, timeout: timedelta) -> timedelta:
+        """Options for the successor of a fake backend."""
         return timeout
 
     def connect(
@@ -49,7 +53,7 @@ class Gloo:
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> ProcessGroupGloo:
-        """Connect a backend with all others that connect through `store`; see `_BackendKind`.
+        """Connect a backend with all others that connect through `store`.
 
         `options` is the timeout of later operations, `timeout` that for the other members.
         `device` and `at_once` are unused: gloo always connects at once. Raises

@@ -8,9 +8,11 @@ belongs to a `ProcessGroup`.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -70,56 +72,49 @@ def check(parts: dict[str, tuple[str, ...]]) -> None:
                 raise UnsupportedTorchError(f'has no {owner}.{name}') from error
 
 
-class Releaser:
-    """Drops all backends and the store of a `ProcessGroup` object.
+class _LibTorch(NamedTuple):
+    """Parts of libtorch, called by their symbols."""
 
-    Raises `UnsupportedTorchError` if libtorch does not export the function.
+    release: Callable[[int], None]
+    """`ProcessGroup::release_resources` of the object at an address."""
+    vtable: int
+    """Address of the vtable of `ProcessGroup`."""
+
+
+@cache
+def libtorch() -> _LibTorch:
+    """Find the symbols; raises `UnsupportedTorchError` if libtorch does not export them."""
+    path = Path(torch.__file__).parent / 'lib' / 'libtorch_cpu.so'
+    try:
+        # Keeps the GIL, so that no Python thread sees a group without a backend.
+        library = ctypes.PyDLL(str(path))
+        release = library[_RELEASE]
+        vtable = ctypes.addressof(ctypes.c_char.in_dll(library, _VTABLE))
+    except (AttributeError, OSError, ValueError) as error:
+        raise UnsupportedTorchError(
+            f'does not export ProcessGroup::release_resources ({error})'
+        ) from error
+    release.argtypes = [ctypes.c_void_p]
+    release.restype = None
+    return _LibTorch(release, vtable)
+
+
+def address_of(group: ProcessGroup) -> int:
+    """C++ object's address, which pybind11 stores, with an equal holder, after the head.
+
+    Raises `UnsupportedTorchError` if Python objects of process groups have another layout.
     """
-
-    def __init__(self) -> None:
-        library = Path(torch.__file__).parent / 'lib' / 'libtorch_cpu.so'
-        try:
-            # Keeps the GIL, so that no Python thread sees a group without a backend.
-            libtorch = ctypes.PyDLL(str(library))
-            self._release = libtorch[_RELEASE]
-            self._vtable = ctypes.addressof(ctypes.c_char.in_dll(libtorch, _VTABLE))
-        except (AttributeError, OSError, ValueError) as error:
-            raise UnsupportedTorchError(
-                f'does not export ProcessGroup::release_resources ({error})'
-            ) from error
-        self._release.argtypes = [ctypes.c_void_p]
-        self._release.restype = None
-
-    def check(self, group: ProcessGroup) -> None:
-        """Check that `release` would act on the right object.
-
-        Raises `UnsupportedTorchError` if Python objects of process groups have another
-        layout.
-        """
-        self._address(group)
-
-    def release(self, group: ProcessGroup) -> None:
-        """Drop the backends; the group is unusable until others are registered. Training thread.
-
-        Other references keep the backends alive; otherwise they are destroyed in this call,
-        with the GIL held.
-        """
-        self._release(self._address(group))
-
-    def _address(self, group: ProcessGroup) -> int:
-        """C++ object's address, which pybind11 stores, with an equal holder, after the head."""
-        place = id(group) + object.__basicsize__
-        address, holder = (ctypes.c_void_p * 2).from_address(place)
-        if type(group) is not ProcessGroup or not address or address != holder:
-            raise UnsupportedTorchError(f'keeps {type(group).__name__} objects in a different way')
-        vtable = ctypes.c_void_p.from_address(address).value
-        if vtable != self._vtable + _VTABLE_HEADER:
-            raise UnsupportedTorchError('has process groups of another C++ class')
-        return int(address)
+    place = id(group) + object.__basicsize__
+    address, holder = (ctypes.c_void_p * 2).from_address(place)
+    if type(group) is not ProcessGroup or not address or address != holder:
+        raise UnsupportedTorchError(f'keeps {type(group).__name__} objects in a different way')
+    vtable = ctypes.c_void_p.from_address(address).value
+    if vtable != libtorch().vtable + _VTABLE_HEADER:
+        raise UnsupportedTorchError('has process groups of another C++ class')
+    return int(address)
 
 
 def install(
-    releaser: Releaser,
     group: ProcessGroup,
     backend: Backend,
     kind: str,
@@ -128,11 +123,10 @@ def install(
 ) -> list[Backend]:
     """Make `backend` the only backend of `group` and update torch's tables. Training thread.
 
-    Returns the old backends; their threads are joined when they are destroyed. Raises
-    `UnsupportedTorchError` if the group still uses another backend.
+    Returns the old backends, which live as long as they are referenced; their threads are joined
+    when they are destroyed. Raises `UnsupportedTorchError` if the group still uses another backend.
 
     Args:
-        releaser: drops the group's current backends.
         group: a group of torch's tables.
         backend: a connected backend.
         kind: torch's name of the backend: 'gloo', 'nccl' or 'fake'.
@@ -142,7 +136,7 @@ def install(
     name, description = group.group_name, group.group_desc
     number = getattr(ProcessGroup.BackendType, 'CUSTOM' if kind == 'fake' else kind.upper())
     old = [group._get_backend(device) for device in devices]
-    releaser.release(group)
+    libtorch().release(address_of(group))
     for device in devices:
         group._register_backend(device, number, backend)
     group._set_default_backend(number)

@@ -49,18 +49,14 @@ _NOT_IN_A_GROUP = 5
 _DEEPEST = 64
 
 
-class OpenCalls:
-    """NCCL's open groups of calls on the calling thread.
+class Nccl:
+    """Backends for tensors in GPU memory.
 
-    While a group is open on a thread, NCCL only records that thread's calls, of any
-    communicator, and starts none; a communicator created meanwhile has no ranks yet. An
-    exception between begin and end leaves a group open. `batch_isend_irecv` opens one group,
-    `ProcessGroupNCCL` opens another around each send and receive, and torch counts only the
-    first kind. A failing end closes the group but stays in torch's count. (Read in torch 2.11
-    and 2.14 and NCCL 2.28; seen on a GPU with torch 2.11.)
-
-    Raises `UnsupportedTorchError` if torch's library does not export the symbols.
+    Raises `UnsupportedTorchError` if torch's library does not export NCCL's groups of calls.
     """
+
+    waits_return = True
+    at_a_time = 1  # communicators of one process are created one after the other
 
     def __init__(self) -> None:
         path = Path(torch.__file__).parent / 'lib' / 'libtorch_cuda.so'
@@ -72,26 +68,6 @@ class OpenCalls:
             raise UnsupportedTorchError(
                 f"does not give access to NCCL's groups of calls ({error})"
             ) from error
-
-    def close(self) -> None:
-        """Close all open groups, regardless of torch's count, and reset that count."""
-        for _ in range(_DEEPEST):
-            if self._end() == _NOT_IN_A_GROUP:
-                break
-        self._count().value = 0
-
-    def _count(self) -> ctypes.c_uint64:
-        return ctypes.c_uint64.in_dll(self._library, _COUNT)
-
-
-class Nccl:
-    """Backends for tensors in GPU memory."""
-
-    waits_return = True
-    at_a_time = 1  # communicators of one process are created one after the other
-
-    def __init__(self) -> None:
-        self._open_calls = OpenCalls()
 
     def options(self, backend: ProcessGroupNCCL) -> ProcessGroupNCCL.Options:
         """Options for a successor of `backend`: timeout, priority, configuration."""
@@ -118,7 +94,7 @@ class Nccl:
         interrupted: Callable[[], bool],
         at_once: bool,
     ) -> ProcessGroupNCCL:
-        """Connect a backend, with its communicator, with all other members; see `_BackendKind`.
+        """Connect a backend, with its communicator, with all other members.
 
         torch creates communicators in the first operation, which would wait for a member
         lost meanwhile: a communicator cannot be aborted before it is complete. NCCL's
@@ -177,8 +153,22 @@ class Nccl:
                 list(pool.map(_abort, backends))
 
     def end_calls(self) -> None:
-        """Close groups of calls that an error left open on this thread."""
-        self._open_calls.close()
+        """Close groups of calls that an error left open on this thread; reset torch's count.
+
+        While a group is open on a thread, NCCL only records that thread's calls, of any
+        communicator, and starts none; a communicator created meanwhile has no ranks yet. An
+        exception between begin and end leaves a group open. `batch_isend_irecv` opens one group,
+        `ProcessGroupNCCL` opens another around each send and receive, and torch counts only the
+        first kind. A failing end closes the group but stays in torch's count. (Read in torch 2.11
+        and 2.14 and NCCL 2.28; seen on a GPU with torch 2.11.)
+        """
+        for _ in range(_DEEPEST):
+            if self._end() == _NOT_IN_A_GROUP:
+                break
+        self._count().value = 0
+
+    def _count(self) -> ctypes.c_uint64:
+        return ctypes.c_uint64.in_dll(self._library, _COUNT)
 
     def synchronize(self) -> None:
         stream = torch.cuda.current_stream()

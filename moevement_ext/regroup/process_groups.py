@@ -8,10 +8,10 @@ buckets, optimizers and schedules to them stay valid.
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -21,6 +21,11 @@ from torch.distributed import DistError, PrefixStore, Store, default_pg_timeout
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.regroup import connecting, gloo, internals, waits
 from moevement_ext.regroup.interruptible_store import InterruptibleStore
+
+if TYPE_CHECKING:
+    from moevement_ext.regroup.nccl import Nccl  # not every build of torch has NCCL
+
+type _Kind = gloo.Gloo | Nccl
 
 FAKE = 'fake'
 NCCL = 'nccl'
@@ -44,55 +49,6 @@ class _GivenUp(RuntimeError):
 
 class RegroupError(SparseCheckpointError):
     """Groups could not reconnect; those with a real backend raise until they do."""
-
-
-class _BackendKind(Protocol):
-    """Operations on one kind of real backend: `Gloo` or `Nccl`."""
-
-    waits_return: bool
-    """True if ended operations return, with undefined contents of tensors; else they raise."""
-    at_a_time: int
-    """Number of groups that may be connected at the same time."""
-
-    def options(self, backend: Any) -> Any:
-        """Options for a successor of a backend."""
-
-    def default_options(self, timeout: timedelta) -> Any:
-        """Options for the successor of a fake backend."""
-
-    def connect(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        options: Any,
-        device: torch.device | None,
-        timeout: timedelta,
-        interrupted: Callable[[], bool],
-        at_once: bool,
-    ) -> Backend:
-        """Connect a backend through `store`, `at_once` or at its first use; until interrupted."""
-
-    def is_connected(self, backend: Any) -> bool:
-        """True if the backend is connected, or connects without being used."""
-
-    def make_room(self) -> None:
-        """Free unused device memory, which connecting needs."""
-
-    def forget(self, store: Store, rank: int) -> None:
-        """Remove the keys of `connect` from the store."""
-
-    def close(self, backends: Any) -> None:
-        """End all pending and later operations."""
-
-    def end_calls(self) -> None:
-        """Close groups of calls that an error left open. On the thread of those calls."""
-
-    def synchronize(self) -> None:
-        """Wait for the training thread's queued work on the device."""
-
-    def check_device(self) -> None:
-        """Raise a RuntimeError if the device is lost."""
 
 
 class _Group(NamedTuple):
@@ -121,7 +77,7 @@ class _Open(NamedTuple):
     """A usable backend, which must be closed."""
 
     kind: str
-    backend: Backend
+    backend: Any
     ranks: tuple[int, ...]
 
 
@@ -139,7 +95,7 @@ class ProcessGroups:
 
     def __init__(self, backend: str, timeout: timedelta = default_pg_timeout) -> None:
         internals.check(internals.PARTS)
-        self._releaser = internals.Releaser()
+        internals.libtorch()
         self._backend = backend
         self._timeout = timeout
         self._kinds = {backend: _kind(backend)}
@@ -155,7 +111,7 @@ class ProcessGroups:
         # that is a Python object.
         self._tried: Store | None = None
         self._used: list[Store] = []
-        self._addresses: list[tuple[_BackendKind, Store, int]] = []
+        self._addresses: list[tuple[_Kind, Store, int]] = []
         self._destroying: threading.Thread | None = None
         with self._lock:
             self._take_up()
@@ -294,7 +250,7 @@ class ProcessGroups:
     def _note_in_use(self) -> None:
         """Record the connected groups before their end. Under the lock."""
         for group in self._groups.values():
-            backend = group.group._get_backend(group.devices[0])
+            backend: Any = group.group._get_backend(group.devices[0])
             kind = _KINDS.get(type(backend).__name__, FAKE)
             if kind != FAKE and self._kinds[kind].is_connected(backend):
                 self._in_use.add(group.name)
@@ -379,7 +335,7 @@ class ProcessGroups:
         if backend is None:
             kind = FAKE
             backend = internals.fake_backend(group.ranks.index(self._rank), len(group.ranks))
-        return internals.install(self._releaser, group.group, backend, kind, group.devices, store)
+        return internals.install(group.group, backend, kind, group.devices, store)
 
     def _raise_if_unblocked(self) -> None:
         if self._unblocked:
@@ -420,9 +376,9 @@ class ProcessGroups:
         self._groups = groups
 
     def _describe(self, group: ProcessGroup, ranks: tuple[int, ...]) -> _Group:
-        self._releaser.check(group)
+        internals.address_of(group)  # of the right class
         devices = sorted(group._device_types, key=str)
-        backends = [group._get_backend(device) for device in devices]
+        backends: list[Any] = [group._get_backend(device) for device in devices]
         name, backend = self._kind_name(ranks, backends), backends[0]
         if name != FAKE:
             kind = self._kinds.setdefault(name, _kind(name))
@@ -483,7 +439,7 @@ def stand_in_for(backend: str) -> None:
     capability[FAKE] = list(capability[backend])
 
 
-def _kind(name: str) -> _BackendKind:
+def _kind(name: str) -> _Kind:
     if name == gloo.NAME:
         internals.check(gloo.PARTS)
         return gloo.Gloo()

@@ -73,7 +73,7 @@ def _private_parts(settings: Settings) -> list[str]:
     try:
         internals.check(internals.PARTS)
         internals.check(gloo.PARTS)
-        internals.Releaser()
+        internals.libtorch()
         if settings.gpu:
             from moevement_ext.regroup import nccl  # some builds of torch have no NCCL
 

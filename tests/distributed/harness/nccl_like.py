@@ -55,7 +55,8 @@ def install() -> None:
     process_groups._KINDS[NcclLike.__name__] = process_groups.NCCL
     from moevement_ext.regroup import nccl  # binds the class above
 
-    nccl.OpenCalls = _OpenCalls  # type: ignore[misc, assignment]
+    nccl.Nccl.__init__ = lambda self: None  # type: ignore[method-assign]
+    nccl.Nccl.end_calls = _end_calls  # type: ignore[method-assign]
     training_thread._WAITING_FOR_OTHERS += (__file__,)
 
 
@@ -93,14 +94,12 @@ class _Group(threading.local):
 _group = _Group()
 
 
-class _OpenCalls:
-    """Replacement of the engine's class of the same name."""
-
-    def close(self) -> None:
-        while _group.depth:
-            with contextlib.suppress(DistBackendError):
-                _start_all(_group.end())
-        _group.counted = 0
+def _end_calls(nccl: Any) -> None:
+    """Replacement of `Nccl.end_calls`."""
+    while _group.depth:
+        with contextlib.suppress(DistBackendError):
+            _start_all(_group.end())
+    _group.counted = 0
 
 
 _communicators: 'weakref.WeakSet[NcclLike]' = weakref.WeakSet()

@@ -21,7 +21,7 @@ def test_missing_part_is_named() -> None:
 def test_missing_symbol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, '_RELEASE', '_ZN4c10d12ProcessGroup8levitateEv')
     with pytest.raises(internals.UnsupportedTorchError, match='release_resources'):
-        internals.Releaser()
+        internals.libtorch.__wrapped__()
 
 
 class _Derived(ProcessGroup):
@@ -29,19 +29,18 @@ class _Derived(ProcessGroup):
 
 
 def test_objects_of_another_class_are_refused() -> None:
-    releaser = internals.Releaser()
-    releaser.check(ProcessGroup(HashStore(), 0, 1))
+    internals.address_of(ProcessGroup(HashStore(), 0, 1))
     with pytest.raises(internals.UnsupportedTorchError, match='_Derived'):
-        releaser.check(_Derived(0, 1))
+        internals.address_of(_Derived(0, 1))
     with pytest.raises(internals.UnsupportedTorchError, match='HashStore'):
-        releaser.check(HashStore())  # type: ignore[arg-type]
+        internals.address_of(HashStore())  # type: ignore[arg-type]
 
 
-def test_address_of_another_object_is_refused() -> None:
-    releaser = internals.Releaser()
-    releaser._vtable += 8
+def test_address_of_another_object_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = internals.libtorch()
+    monkeypatch.setattr(internals, 'libtorch', lambda: found._replace(vtable=found.vtable + 8))
     with pytest.raises(internals.UnsupportedTorchError, match='another C'):
-        releaser.release(ProcessGroup(HashStore(), 0, 1))
+        internals.address_of(ProcessGroup(HashStore(), 0, 1))
 
 
 def test_fake_groups_stand_in_for_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.lost_peer import in_words
 from moevement_ext.regroup import nccl, process_groups
-from moevement_ext.regroup.nccl import _NOT_IN_A_GROUP, Nccl, OpenCalls
+from moevement_ext.regroup.nccl import _NOT_IN_A_GROUP, Nccl
 from moevement_ext.regroup.process_groups import ProcessGroups, RegroupError, _Group
 from tests.unit.regroup import ranks
 from tests.unit.regroup.ranks import DEADLINE, Failed, Job, cluster
@@ -167,13 +167,13 @@ def send_to_the_lost(job: Job, closed: bool) -> None:
 
 def test_all_groups_of_calls_of_a_thread_are_closed_regardless_of_torchs_count() -> None:
     """The library's own groups, which need no GPU."""
-    calls = OpenCalls()
+    calls = Nccl()
     library = calls._library
     for opened, counted in ((2, 1), (1, 1), (1, 0), (0, 1), (0, 0)):
         for _ in range(opened):
             assert library.ncclGroupStart() == 0
         calls._count().value = counted
-        calls.close()
+        calls.end_calls()
         assert library.ncclGroupEnd() == _NOT_IN_A_GROUP
         assert calls._count().value == 0
 
