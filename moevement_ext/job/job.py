@@ -54,7 +54,7 @@ from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
-from moevement_ext.recover.handover import handovers
+from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.trainer import Trainer
 from moevement_ext.recover.whole_job import start_the_whole_job_again
 from moevement_ext.regroup import nccl_environment
@@ -286,20 +286,19 @@ class Job:
         assert self.protection is not None  # it was required
         began = time.perf_counter()
         captured: list[SlotHeader] = []
-        source = self._layouts.obtain(self.protection.memory, self.trainer, predecessor)
-        if source is not None:  # nothing of another layout has the same bits
+        conversion = self._layouts.obtain(self.protection.memory, self.trainer, predecessor)
+        if conversion is not None:  # nothing of another layout has the same bits
             predecessor = replace(predecessor, candidates=[], committed=-1)
         elif predecessor.candidates:
             captured = self.protection.captured_after(predecessor.candidates[0].start)
             check = self.trainer.operators.check
-            source = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
-        if source is None:
+            conversion = whole_job.obtain(self.protection.memory, predecessor, self.rank, check)
+        if conversion is None:
             return None
-        conversion = source.conversion
         seconds = {'find': find_s, 'obtain': time.perf_counter() - began}
         first, last = conversion.first, conversion.last
         started = RecoveryStarted(
-            start=first.iteration, dense_at=last.iteration, source=source.tier
+            start=first.iteration, dense_at=last.iteration, source=conversion.tier
         )
         self.rank.events.emit(started)
         # The data iterators are built next: training data from the start of the replay,
@@ -308,7 +307,7 @@ class Job:
         ledger, newest = self.protection.memory.ledger, predecessor.committed
         wanted = self.rank.config.verify != OFF
         recorded = ledger.entries(first.iteration, newest) if wanted else []
-        return Restart(predecessor, conversion, source.tier, captured, recorded, seconds)
+        return Restart(predecessor, conversion, captured, recorded, seconds)
 
     # Training
 

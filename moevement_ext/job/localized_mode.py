@@ -128,7 +128,7 @@ class LocalizedMode(WholeJobMode):
         assert self._recovery is not None
         return self._recovery
 
-    def _position(self) -> RankState[Start]:
+    def _position(self) -> RankState:
         """State of this rank when it enters the training loop for the first time."""
         if self._membership.joining:
             return RankState(NOWHERE)

@@ -14,6 +14,7 @@ from moevement_ext.memory.shelf import Shelf
 from moevement_ext.protect.parting import part
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import whole_job
+from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.relayout import surplus
 from moevement_ext.recover.relayout.found import (
     NOTHING,
@@ -115,7 +116,7 @@ class OtherLayouts:
 
     def obtain(
         self, memory: HostMemory, trainer: Trainer, own: whole_job.Predecessor
-    ) -> whole_job.Source | None:
+    ) -> Conversion | None:
         """Assemble the newest window, if it is newer than those of this layout (`own`). Collective.
 
         Raises `UserError` if this layout cannot, or must not, continue from these
@@ -126,11 +127,11 @@ class OtherLayouts:
         picking = PickingUp(
             self._rank, self._shelf, self._elsewhere, memory, trainer.operators, trainer.relaying
         )
-        source = picking.obtain(_newest(own))
-        if source is None and not own.candidates:
+        conversion = picking.obtain(_newest(own))
+        if conversion is None and not own.candidates:
             reason = 'no window of another layout could be put together'
             whole_job.next_tier(reason, self._rank, own.dense_iteration)
-        return source
+        return conversion
 
 
 def _newest(own: whole_job.Predecessor) -> int:

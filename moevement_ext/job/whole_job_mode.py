@@ -41,8 +41,6 @@ class Restart:
 
     predecessor: whole_job.Predecessor
     conversion: Conversion
-    source: str
-    """Source of this rank's part of the window."""
     captured: list[SlotHeader]
     """Headers of newer slots, to verify that the recovery is exact."""
     recorded: list[LedgerEntry]
@@ -246,7 +244,7 @@ class WholeJobMode:
         self._restart.seconds |= {'load': conversion.load_s, 'convert': conversion.replay_s}
         self._caught_up_from = time.perf_counter()
         if self.rank.number == self.rank.world_size - 1:
-            line = conversion_line(first.iteration, last.iteration, self._restart.source)
+            line = conversion_line(first.iteration, last.iteration, conversion.tier)
             print(line, flush=True)
         if self._catch_up_to <= last.iteration:
             self._recovered()
@@ -313,7 +311,7 @@ class WholeJobMode:
                 replayed=replayed,
                 away_s=None if since is None else away_s,
                 seconds={'starting processes': max(away_s - sum(here.values()), 0.0), **here},
-                source=f'window {restart.conversion.window.start} from {restart.source}',
+                source=f'window {restart.conversion.window.start} from {restart.conversion.tier}',
                 verified=verified,
                 spares=spares,
             )

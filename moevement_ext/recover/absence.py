@@ -43,17 +43,10 @@ def refuse_to_forget(
 ) -> None:
     """Refuse to start over without a flag. All ranks call this when no window is complete.
 
-    An existing but refused window (damaged, of another run) is no reason to wait.
-
-    Args:
-        held: parts of windows, over all ranks.
-        traces: traces of every rank.
-        dense_iteration: iteration of the dense checkpoint to continue from, -1 for the start.
-        config: settings.
-
-    Raises:
-        UserError: all ranks had a newer window, and some ranks have none now; or a newer
-            window is of another release, or cannot be read now.
+    An existing but refused window (damaged, of another run) is no reason to wait. `held` and
+    `traces` are of all ranks; the job would go on from `dense_iteration`, -1 for the start. Raises
+    `UserError` if all ranks had a newer window, and some ranks have none now; or if a newer window
+    is of another release, or cannot be read now.
     """
     if not config.forget:
         _refuse_unread(traces, dense_iteration)
@@ -80,7 +73,7 @@ def refuse_to_forget(
         f'{_named(absent, traces)}; {_named(sorted(owners[nearest]), traces)} have '
         f'windows {", ".join(map(str, starts))}. Mount what is not mounted there, or give all '
         f'nodes the same directories, and start again; {FLAG} goes on from '
-        f'{_tier(dense_iteration) or "the start"} without them.'
+        f'{tier_of(dense_iteration)} without them.'
     )
 
 
@@ -90,7 +83,7 @@ def _refuse_unread(traces: Sequence[Traces], dense_iteration: int) -> None:
             if start >= max(dense_iteration, 0):
                 raise UserError(
                     f'the node {trace.node} has window {start} of this run, {reason}; {FLAG} goes '
-                    f'on from {_tier(dense_iteration) or "the start"}, and deletes such windows.'
+                    f'on from {tier_of(dense_iteration)}, and deletes such windows.'
                 )
 
 
@@ -105,23 +98,27 @@ def _refuse_other_names(
                     f'no rank finds a window, but on the node {trace.node} {config.dir} has window '
                     f'{start} of this run, from when the node was named {name}: launch with '
                     f'MOEVEMENT_NODE={name} there, and so on each node whose name has changed; '
-                    f'{FLAG} goes on from {_tier(dense_iteration) or "the start"} without them.'
+                    f'{FLAG} goes on from {tier_of(dense_iteration)} without them.'
                 )
 
 
-def _tier(dense_iteration: int) -> str:
-    return f'the dense checkpoint of iteration {dense_iteration}' if dense_iteration >= 0 else ''
+def tier_of(dense_iteration: int) -> str:
+    """The tier after the windows, in words; -1: without a dense checkpoint."""
+    if dense_iteration < 0:
+        return 'the start'
+    return f'the dense checkpoint of iteration {dense_iteration}'
 
 
 def _named(ranks: Sequence[int], traces: Sequence[Traces]) -> str:
     nodes = list(dict.fromkeys(traces[rank].node for rank in ranks))
     return (
-        f'{"ranks" if len(ranks) > 1 else "rank"} {_some(ranks)} '
-        f'(node{"s" if len(nodes) > 1 else ""} {_some(nodes)})'
+        f'{"ranks" if len(ranks) > 1 else "rank"} {some(ranks)} '
+        f'(node{"s" if len(nodes) > 1 else ""} {some(nodes)})'
     )
 
 
-def _some(names: Sequence[object]) -> str:
+def some(names: Sequence[object]) -> str:
+    """The first names, and how many more there are."""
     rest = len(names) - _NAMED
     shown = ', '.join(map(str, names[:_NAMED]))
     return f'{shown} and {rest} more' if rest > 0 else shown

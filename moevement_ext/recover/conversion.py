@@ -34,12 +34,14 @@ class _Slot(NamedTuple):
 class Conversion:
     """The conversion of a window to a dense state. Training thread only.
 
-    Some slots of `source` may still arrive. `replaying` is the current iteration of the replay,
-    counted from 1; `load_s` and `replay_s` are the seconds of all loads, and of all replays.
+    Some slots of `source` may still arrive; `tier` says where this rank's part was. `replaying` is
+    the current iteration of the replay, counted from 1; `load_s` and `replay_s` are the seconds of
+    all loads, and of all replays.
     """
 
-    def __init__(self, source: VerifiedWindow | ArrivingWindow) -> None:
+    def __init__(self, source: VerifiedWindow | ArrivingWindow, tier: str = '') -> None:
         self._source = source
+        self.tier = tier
         self.window = source.name
         self.replaying: int | None = None
         self.load_s = 0.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from moevement_ext.membership.rendezvous import RoundEnded
 from moevement_ext.membership.report import Report
-from moevement_ext.recover.lost_peer import in_words, lacks_gpu_memory
+from moevement_ext.recover.lost_peer import in_words, no_gpu_memory
 from moevement_ext.recover.verdict import Verdict, WholeJob
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Fruitless:
         blamed = any(report.own_error for report in reports)
         if self.count >= (2 * MOST if blamed else MOST):
             verdict = WholeJob(f'{self.count} recoveries in a row have brought nothing')
-        full = error is not None and lacks_gpu_memory(error) and self.count >= MOST_WITHOUT_MEMORY
+        full = error is not None and no_gpu_memory(error) and self.count >= MOST_WITHOUT_MEMORY
         if error is not None and (isinstance(verdict, WholeJob) or self.count == MOST or full):
             said = in_words(error) if full else repr(error)
             logger.error('sparse checkpointing: this rank ends with its own error: %s', said)

@@ -161,19 +161,17 @@ def take_stock(
     `disk_only` omits windows in host memory, which are not used as a source. `layouts` are
     directories of other layouts, in which to look for an earlier name of this machine.
     """
-    memory = _Found(identity)
+    memory, on_disk = _Found(identity), _Found(identity)
     if not disk_only:
         memory.in_memory(store)
-    found = [memory] if disk is None else [memory, _Found(identity).on_disk(disk.path)]
+    if disk is not None:
+        on_disk.on_disk(disk.path)
     return Inventory(
         sorted(memory.windows),
-        [] if disk is None else sorted(found[1].windows, reverse=True),
-        msgspec.structs.replace(
-            _traces(store, disk, identity, layouts),
-            unread={reason: start for one in found for reason, start in one.unread.items()},
-        ),
-        sorted(set().union(*(one.other_settings for one in found))),
-        sorted(set().union(*(one.doubtful for one in found))),
+        sorted(on_disk.windows, reverse=True),
+        _traces(store, disk, identity, layouts, memory.unread | on_disk.unread),
+        sorted(memory.other_settings | on_disk.other_settings),
+        sorted(memory.doubtful | on_disk.doubtful),
         digest_of(identity.settings),
     )
 
@@ -183,6 +181,7 @@ def _traces(
     disk: DiskWindows | None,
     identity: RankIdentity,
     layouts: Collection[str],
+    unread: dict[str, int],
 ) -> Traces:
     ledger = store.ledger_path(identity.rank)
     past = Ledger.is_of(ledger, identity)
@@ -194,7 +193,7 @@ def _traces(
     here = (NodeStore(store.root, run, store.path.name) for run in {store.run_id, *layouts})
     found = past or any(node.scan() for node in here)
     renamed = {} if found else other_runs.of_other_names(store, identity, layouts)
-    return Traces(node_name(), told, past, renamed)
+    return Traces(node_name(), told, past, renamed, unread)
 
 
 def launch_of(identity: RankIdentity) -> str:

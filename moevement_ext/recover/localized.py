@@ -26,12 +26,11 @@ from moevement_ext.membership.store_loss import StoreLost
 from moevement_ext.memory.window.name import Window
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
-from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.lost_peer import in_words, lost_peer
 from moevement_ext.recover.outage import Outage, Phases
-from moevement_ext.recover.own_report import OwnReport
+from moevement_ext.recover.own_report import OwnReport, handovers
 from moevement_ext.recover.rank_state import RankState, Running
-from moevement_ext.recover.reconnection import Reconnection
+from moevement_ext.recover.reconnection import connected_with, exchange_addresses
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.recover.summary import recovered_line
@@ -58,7 +57,7 @@ class LocalizedRecovery:
         membership: Membership,
         trainer: Trainer,
         protection: Protection,
-        position: RankState[Start],
+        position: RankState,
     ) -> None:
         self._rank = rank
         self._membership = membership
@@ -69,7 +68,6 @@ class LocalizedRecovery:
         self._refused: list[Window] = []
         self._lost_sources = 0
         self._fruitless = Fruitless()
-        self._reconnection = Reconnection(rank.number, membership, protection)
         self._report = OwnReport(rank, membership, trainer, protection, position, self._fruitless)
         self._phases = Phases()
         self._first_iteration = False
@@ -177,30 +175,30 @@ class LocalizedRecovery:
         verdict = self._position.pending
         assert verdict is not None
         self._watch()
-        began = time.perf_counter()
-        self._enters('respawn')
-        if verdict.window is not None and self._rank.number in verdict.ranks:
-            # Before any rank reads this log or counts new captures: other replaying stages wait
-            # for the tensors that are sent again, and windows count once they are captured again.
-            self._protection.rewind_log(verdict.window.start)
-            self._protection.withdraw_after(verdict.window.name)
-        else:
-            self._sends_no_more()
-        if self._rank.number not in verdict.replacements:
-            self._protection.lose_holders(verdict.replacements)
-        self._reconnection.exchange_addresses(verdict)
-        self._phases.respawn += time.perf_counter() - began
+        with self._phases.timed('respawn'):
+            self._enters('respawn')
+            if verdict.window is not None and self._rank.number in verdict.ranks:
+                # Before any rank reads this log or counts new captures: other replaying stages wait
+                # for the tensors that are sent again, and windows count once they are captured
+                # again.
+                self._protection.rewind_log(verdict.window.start)
+                self._protection.withdraw_after(verdict.window.name)
+            else:
+                self._sends_no_more()
+            if self._rank.number not in verdict.replacements:
+                self._protection.lose_holders(verdict.replacements)
+            self._exchange_addresses(verdict)
         with self._outage.replay(), self._on_trial(verdict):
             if self._rank.number in verdict.ranks:
                 verdict = self._replay_stage(verdict, iterate)
             else:
-                self._phases.regroup += self._reconnection.early(verdict)
+                self._connect_early(verdict)
                 self._meet_replayed()
         if self._position.rebuilding and self._rank.number in verdict.ranks:
             self._position.rebuilt()
         faults.point(Phase.REGROUP)
         self._enters('regroup')
-        self._phases.regroup += self._reconnection.of_all(verdict)
+        self._connect_all(verdict)
         if self._rank.number not in verdict.ranks | verdict.copies.keys():
             self._roll_back()
         self._copy(verdict)
@@ -250,17 +248,16 @@ class LocalizedRecovery:
         logger.warning('sparse checkpointing: recovering: %s', self._membership.reason)
 
     def _meet(self) -> None:
-        began = time.perf_counter()
-        self._enters('meet')
-        if not self._membership.joining:  # while the new process is starting
-            self._trainer.loop.leave()
-        self._membership.silence()
-        try:
-            self._membership.meet(lambda: self._report.now(self._refused))
-        except StoreLost as lost:
-            self.give_up(f'{lost}, in a rendezvous')
-        self._outage.met(self._membership.reports)
-        self._phases.respawn = time.perf_counter() - began
+        with self._phases.timed('respawn'):
+            self._enters('meet')
+            if not self._membership.joining:  # while the new process is starting
+                self._trainer.loop.leave()
+            self._membership.silence()
+            try:
+                self._membership.meet(lambda: self._report.now(self._refused))
+            except StoreLost as lost:
+                self.give_up(f'{lost}, in a rendezvous')
+            self._outage.met(self._membership.reports)
 
     def _decide(self) -> Localized:
         reports = self._membership.reports
@@ -315,7 +312,7 @@ class LocalizedRecovery:
         window = verdict.window
         self._rank.events.emit(RecoveryStarted(start=window.start, dense_at=window.dense_at))
         self._enters('regroup')
-        self._phases.regroup += self._reconnection.early(verdict)
+        self._connect_early(verdict)
         self._went_on = 0
         if verdict.together:  # no stage can proceed without the others
             self._replay_window(verdict, iterate)
@@ -332,7 +329,9 @@ class LocalizedRecovery:
         window = verdict.window
         assert window is not None
         try:
-            self._replay.run(verdict, self._membership.reports, iterate, self._position)
+            self._replay.run(
+                verdict, self._membership.reports, iterate, self._position, self._phases
+            )
         except self._replay.Refused as refusal:
             self._refused.append(window)
             self._fruitless.progressed()  # another window is tried next
@@ -343,9 +342,6 @@ class LocalizedRecovery:
                 self._refused.append(window)
                 self._fruitless.progressed()
             raise RoundEnded(str(lost)) from lost
-        self._phases.fetch = self._replay.fetch_s
-        self._phases.convert = self._replay.convert_s
-        self._phases.catch_up = self._replay.catch_up_s
 
     def _goes_on(self, reports: Sequence[Report]) -> bool:
         """Decide whether this rank's replay continues. Not on the replaying thread."""
@@ -386,13 +382,31 @@ class LocalizedRecovery:
         self._went_on += len(met)
         verdict = self._decide()
         self._position.goes_on(verdict)
-        self._reconnection.exchange_addresses(verdict)
+        self._exchange_addresses(verdict)
         return verdict
 
     def _sends_no_more(self) -> None:
         """Note that this rank logs no more sends in this recovery, so that replays do not wait."""
         if (log := self._protection.memory.log) is not None:
             log.pause()
+
+    def _exchange_addresses(self, verdict: Localized) -> None:
+        exchange_addresses(self._rank.number, verdict, self._membership, self._protection)
+
+    def _connect_early(self, verdict: Localized) -> None:
+        """Connect this rank with the ranks that replay with it, or that wait with it."""
+        with self._phases.timed('regroup'):
+            self._membership.renew(self._connected_with(verdict))
+
+    def _connect_all(self, verdict: Localized) -> None:
+        """Connect all ranks, once no rank replays."""
+        with self._phases.timed('regroup'):
+            kept = self._connected_with(verdict)
+            if len(kept) < len(self._membership.reports):
+                self._membership.renew(None, kept)
+
+    def _connected_with(self, verdict: Localized) -> frozenset[int]:
+        return connected_with(self._rank.number, verdict, self._membership.reports)
 
     def _on_trial(self, verdict: Localized) -> AbstractContextManager[None]:
         if verdict.window is None or self._rank.number not in verdict.ranks:
@@ -418,16 +432,15 @@ class LocalizedRecovery:
         source = next((have for lack, have in verdict.copies.items() if lack in family), None)
         if source is None:
             return
-        began = time.perf_counter()
-        if rank in verdict.copies:
-            self._protection.checkpointer.stop_capturing()
-        self._trainer.operators.copy(source)
-        self._trust_collectives()
-        if rank in verdict.copies:
-            self._position.reached(Start(verdict.target, store.get(f'state/{rank}')))
-            self._position.rebuilt()
-            self._roll_back()
-        self._phases.fetch += time.perf_counter() - began
+        with self._phases.timed('fetch'):
+            if rank in verdict.copies:
+                self._protection.checkpointer.stop_capturing()
+            self._trainer.operators.copy(source)
+            self._trust_collectives()
+            if rank in verdict.copies:
+                self._position.reached(Start(verdict.target, store.get(f'state/{rank}')))
+                self._position.rebuilt()
+                self._roll_back()
 
     def _resume(self, verdict: Localized) -> bool:
         self._enters('post-step')

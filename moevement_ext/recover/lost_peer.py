@@ -24,7 +24,7 @@ def in_words(error: BaseException) -> str:
     Gloo's source locations and advice are removed, and all that NCCL adds to a lack of memory.
     """
     lines = str(error).splitlines() or ['no reason given']
-    if full := _no_gpu_memory(error):
+    if full := no_gpu_memory(error):
         lines = [f'no GPU memory for a communicator: {full}']
     text = _ADVICE_OF_GLOO.sub('', _PLACE_IN_GLOO.sub('', lines[0]))
     text = ''.join(letter for letter in text if letter.isprintable() and ord(letter) < 0xE000)
@@ -46,11 +46,7 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and 'gloo' in str(error).lower()
 
 
-def lacks_gpu_memory(error: BaseException) -> bool:
-    """Return True if NCCL had no memory for a communicator, in `renew` or an operation."""
-    return bool(_no_gpu_memory(error))
-
-
-def _no_gpu_memory(error: BaseException) -> str:
+def no_gpu_memory(error: BaseException) -> str:
+    """NCCL's words if it had no memory for a communicator, in `renew` or an operation; else ''."""
     found = isinstance(error, RegroupError | DistError) and _NO_MEMORY.search(str(error))
     return found[0] if found else ''

@@ -17,10 +17,9 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.plan.strategy.choice import only_source
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.fruitless import Fruitless
-from moevement_ext.recover.handover import Handover
 from moevement_ext.recover.inventory import held_windows, launch_of
 from moevement_ext.recover.rank_state import RankState
-from moevement_ext.recover.trainer import Start, Trainer
+from moevement_ext.recover.trainer import Trainer
 
 # Ledger entries in a report, if windows are not rarer: so that what ranks report alike repeats
 # within the 32 KiB that zlib looks back.
@@ -28,6 +27,24 @@ _MOST_ENTRIES = 512
 # Cycles of which a recovery can need the entries; a window much older than the last two means that
 # none was persisted for long, and all workers restart from it.
 _MOST_CYCLES = 4
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """A survivor's data for a new process, beyond its report."""
+
+    version: int
+    """The plan at the survivor's iteration, by reference: it may name thousands of experts."""
+    origin: int
+    """Current origin of its windows: the plan's origin, or a later one after `begin_window`."""
+    trainer: bytes
+    """Result of `Loop.hand_over` on the survivor."""
+
+
+_HANDOVER = msgspec.msgpack.Decoder(Handover)
+
+
+def handovers(reports: Sequence[Report]) -> list[Handover]:
+    return [_HANDOVER.decode(report.details) for report in reports if report.details]
 
 
 class OwnReport:
@@ -39,7 +56,7 @@ class OwnReport:
         membership: Membership,
         trainer: Trainer,
         protection: Protection,
-        position: RankState[Start],
+        position: RankState,
         fruitless: Fruitless,
     ) -> None:
         self._rank = rank

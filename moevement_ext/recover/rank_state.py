@@ -11,23 +11,14 @@ no side effects: the training thread of the rank drives it and acts.
     any --decided: replay, copy--> Rebuilding --reached, stepped--> Rebuilding --rebuilt--> Whole
     pending and Rebuilding, Whole --goes on--> the same, with the newer verdict
     pending and Whole at the target --resumed--> Whole
-
-`S` is the auxiliary state that travels with an iteration (random numbers, schedules, positions).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership.report import NOWHERE
+from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized
-
-
-class _IterationStateLike(Protocol):
-    """Interface of an iteration state, as far as the state machine uses it."""
-
-    @property
-    def iteration(self) -> int: ...
 
 
 class ForbiddenTransition(SparseCheckpointError):
@@ -35,17 +26,17 @@ class ForbiddenTransition(SparseCheckpointError):
 
 
 @dataclass(frozen=True)
-class Whole[S: _IterationStateLike]:
+class Whole:
     """The state of an iteration is complete; the next one starts from it."""
 
-    state: S
+    state: Start
 
 
 @dataclass(frozen=True)
-class Running[S: _IterationStateLike]:
+class Running:
     """The iteration after `state` accumulates gradients; `state` can be rolled back to."""
 
-    state: S
+    state: Start
 
 
 @dataclass(frozen=True)
@@ -54,31 +45,26 @@ class Torn:
 
 
 @dataclass(frozen=True)
-class Rebuilding[S: _IterationStateLike]:
+class Rebuilding:
     """The state is being loaded, replayed or copied."""
 
-    reached: S | None = None
+    reached: Start | None = None
     """Progress of a replay; not reliable until the replay is complete."""
 
 
-type Position[S: _IterationStateLike] = Whole[S] | Running[S] | Torn | Rebuilding[S]
+type Position = Whole | Running | Torn | Rebuilding
 
 
-class RankState[S: _IterationStateLike]:
+class RankState:
     """The training state of one rank. Training thread only.
 
-    Args:
-        committed: newest iteration known to be committed, `NOWHERE` if none is.
-        state: state that the rank starts from; None if it must be rebuilt.
-
-    Attributes:
-        position: kind of training state that the rank holds.
-        committed: newest iteration known to be committed, on any rank.
-        pending: verdict to carry out before the next iteration, after a failure.
+    `position` is the kind of state that the rank holds; a new rank without `state` must rebuild it.
+    `committed` is the newest iteration known to be committed on any rank, `NOWHERE` if none is;
+    `pending` the verdict to carry out before the next iteration, after a failure.
     """
 
-    def __init__(self, committed: int, state: S | None = None) -> None:
-        self.position: Position[S] = Rebuilding() if state is None else Whole(state)
+    def __init__(self, committed: int, state: Start | None = None) -> None:
+        self.position: Position = Rebuilding() if state is None else Whole(state)
         self.committed = committed
         self.pending: Localized | None = None
         if state is not None and state.iteration != committed:
@@ -93,7 +79,7 @@ class RankState[S: _IterationStateLike]:
         return NOWHERE if kept is None else kept.iteration
 
     @property
-    def kept(self) -> S | None:
+    def kept(self) -> Start | None:
         """Auxiliary state of `clean_at`'s iteration."""
         return self.position.state if isinstance(self.position, Whole | Running) else None
 
@@ -104,7 +90,7 @@ class RankState[S: _IterationStateLike]:
 
     # An iteration
 
-    def begins(self, state: S) -> None:
+    def begins(self, state: Start) -> None:
         match self.position:
             case Rebuilding():
                 pass  # a replaying stage
@@ -122,7 +108,7 @@ class RankState[S: _IterationStateLike]:
         else:
             raise self._forbidden('updates')
 
-    def stepped(self, state: S) -> None:
+    def stepped(self, state: Start) -> None:
         """Record that the optimizer has written, or skipped the update, with `state` as result."""
         match self.position:
             case Rebuilding():
@@ -133,7 +119,7 @@ class RankState[S: _IterationStateLike]:
             case _:
                 raise self._forbidden(f'stepped to {state.iteration}')
 
-    def _follows(self, state: S) -> bool:
+    def _follows(self, state: Start) -> bool:
         """Allow the same iteration again: a loop may step twice, which its caller refuses."""
         return self.pending is None and state.iteration - self.committed in (0, 1)
 
@@ -163,7 +149,7 @@ class RankState[S: _IterationStateLike]:
             case _:
                 raise self._forbidden('rolls back to a state that it does not have')
 
-    def reached(self, state: S) -> None:
+    def reached(self, state: Start) -> None:
         match self.position:
             case Rebuilding(before) if before is None or before.iteration <= state.iteration:
                 self.position = Rebuilding(state)

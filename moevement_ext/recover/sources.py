@@ -68,15 +68,10 @@ def verified_window(
 ) -> tuple[WindowFile, str]:
     """Commit this rank's part of `candidate` in its own memory, and verify it.
 
-    Returns its file, and where it was: `own memory`, `rank <holder>` or `DISK`.
-
-    Args:
-        memory: host memory of this rank.
-        candidate: the window.
-        inventories: windows on each rank's node, by rank.
-        identity: of this rank in this run.
-        arrived: called with the slots in ascending order; from the first again after a failure.
-        before_next: called after a failure, before passed-on slots may be overwritten.
+    Returns its file, and where it was: `own memory`, `rank <holder>` or `DISK`. `inventories` are
+    the windows on each rank's node, by rank. Calls `arrived` with the slots in ascending order,
+    from the first again after a failure; and `before_next` after a failure, before passed-on slots
+    may be overwritten.
 
     Raises:
         RefusedWindow: no source has it whole and undamaged; the message has all reasons.
@@ -85,9 +80,9 @@ def verified_window(
     """
     reasons: list[str] = []
     kind: type[RefusedWindow] = RefusedWindow
-    for where, obtain in _sources(memory, candidate, inventories, identity):
+    for where, obtain in _sources(memory, candidate, inventories, identity, arrived):
         try:
-            return obtain(arrived), where
+            return obtain(), where
         except _FAILURES as error:
             logger.warning('refused: window %d from %s: %s', candidate.start, where, error)
             reasons.append(f'{where}: {error}')
@@ -118,27 +113,26 @@ def _sources(
     candidate: Window,
     inventories: Sequence[Sequence[HeldWindow]],
     identity: RankIdentity,
-) -> Iterator[tuple[str, Callable[[Arrived], WindowFile]]]:
+    arrived: Arrived,
+) -> Iterator[tuple[str, Callable[[], WindowFile]]]:
+    """Each source, and the call that obtains the window from it."""
+
+    def received(file: WindowFile, header: SlotHeader) -> None:
+        """Refuse slots that this rank has not captured."""
+        Expected.of(identity).check(header, file.path)
+        arrived(file, header)
+
     if memory.disk_only:
         memory.windows.discard_after(NOWHERE)
     else:
-        yield from _in_memory(memory, candidate, inventories, identity)
+        own = memory.windows.file(candidate.name)
+        if own is not None:
+            yield 'own memory', partial(_verify_own, own, identity, arrived)
+            memory.windows.discard(candidate.name)  # it was refused
+        for holder in holders(candidate, memory.rank, inventories):
+            yield f'rank {holder}', partial(memory.fetch, candidate, holder, received)
     if memory.disk is not None and memory.disk.has(candidate.name):
-        yield DISK, partial(_fetch_from_disk, memory, candidate, identity)
-
-
-def _in_memory(
-    memory: HostMemory,
-    candidate: Window,
-    inventories: Sequence[Sequence[HeldWindow]],
-    identity: RankIdentity,
-) -> Iterator[tuple[str, Callable[[Arrived], WindowFile]]]:
-    own = memory.windows.file(candidate.name)
-    if own is not None:
-        yield 'own memory', partial(_verify_own, own, identity)
-        memory.windows.discard(candidate.name)  # it was refused
-    for holder in holders(candidate, memory.rank, inventories):
-        yield f'rank {holder}', partial(_fetch, memory, candidate, holder, identity)
+        yield DISK, partial(memory.fetch_from_disk, candidate, received)
 
 
 def _verify_own(file: WindowFile, identity: RankIdentity, arrived: Arrived) -> WindowFile:
@@ -146,28 +140,6 @@ def _verify_own(file: WindowFile, identity: RankIdentity, arrived: Arrived) -> W
         file.verify_payloads([header])
         arrived(file, header)
     return file
-
-
-def _fetch(
-    memory: HostMemory, candidate: Window, holder: int, identity: RankIdentity, arrived: Arrived
-) -> WindowFile:
-    return memory.fetch(candidate, holder, _if_of(identity, arrived))
-
-
-def _fetch_from_disk(
-    memory: HostMemory, candidate: Window, identity: RankIdentity, arrived: Arrived
-) -> WindowFile:
-    return memory.fetch_from_disk(candidate, _if_of(identity, arrived))
-
-
-def _if_of(identity: RankIdentity, arrived: Arrived) -> Arrived:
-    """Wrap `arrived` to refuse slots that this rank has not captured."""
-
-    def received(file: WindowFile, header: SlotHeader) -> None:
-        Expected.of(identity).check(header, file.path)
-        arrived(file, header)
-
-    return received
 
 
 class ArrivingWindow:
@@ -192,11 +164,12 @@ class ArrivingWindow:
         self._error: Exception | None = None
         self._awaited: Callable[[], bool] | None = None
         self._changed = threading.Condition()
+        obtain = partial(
+            verified_window,
+            memory, candidate, inventories, identity, self._arrived, self._before_next,
+        )  # fmt: skip
         self._thread = threading.Thread(
-            target=self._run,
-            args=(candidate, inventories, identity),
-            daemon=True,
-            name='sparse-ckpt-window',
+            target=self._run, args=(obtain,), daemon=True, name='sparse-ckpt-window'
         )
         self._thread.start()
 
@@ -233,16 +206,9 @@ class ArrivingWindow:
                 assert self._error is not None
                 raise self._error
 
-    def _run(
-        self,
-        candidate: Window,
-        inventories: Sequence[Sequence[HeldWindow]],
-        identity: RankIdentity,
-    ) -> None:
+    def _run(self, obtain: Callable[[], tuple[WindowFile, str]]) -> None:
         try:
-            file, _ = verified_window(
-                self._memory, candidate, inventories, identity, self._arrived, self._before_next
-            )
+            file, _ = obtain()
         except Exception as error:  # the waiting reader must raise it
             with self._changed:
                 self._error = self._error or error

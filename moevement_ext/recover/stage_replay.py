@@ -27,14 +27,14 @@ from moevement_ext.membership.rank import Rank
 from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import CorruptLog, Direction
-from moevement_ext.memory.window.name import HeldWindow, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import candidates
+from moevement_ext.recover.outage import Phases
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.sources import ArrivingWindow, HolderLost, make_room
-from moevement_ext.recover.trainer import Received, Start, Trainer
+from moevement_ext.recover.trainer import Received, Trainer
 from moevement_ext.recover.verdict import Localized
 from moevement_ext.recover.verification import Verification
 from moevement_ext.replicate.client import PeerLost, PeerRefused
@@ -78,7 +78,6 @@ class StageReplay:
         self._enters = enters
         self._trust_collectives = trust_collectives
         self._waiting: list[LogReader | ArrivingWindow] = []
-        self.fetch_s = self.convert_s = self.catch_up_s = 0.0
         self.replayed = 0
         self.verification = Verification.of_nothing()
 
@@ -120,12 +119,13 @@ class StageReplay:
         verdict: Localized,
         reports: Sequence[Report],
         iterate: Callable[[int], object],
-        position: RankState[Start],
+        position: RankState,
+        phases: Phases,
     ) -> None:
         """Bring this rank to `verdict.target`. Collective over the replaying ranks.
 
         `verdict` names a window; `iterate` runs the iteration after the given one, captures
-        and commits it.
+        and commits it. Sets the seconds of `phases`.
 
         Raises:
             WindowRefused: this rank's part of the window, or a log that it needs, is damaged
@@ -144,8 +144,12 @@ class StageReplay:
         usable = candidates(held, len(reports))
         make_room(self._protection.memory.windows, verdict.window, usable)
         try:
-            with self._arriving(verdict.window, inventories) as source:
-                self._replay(Conversion(source), verdict, iterate, position)
+            # Converted while later slots still arrive.
+            source = ArrivingWindow(
+                self._protection.memory, verdict.window, inventories, self._rank.identity
+            )
+            with self._waiting_for(source):
+                self._replay(Conversion(source), verdict, iterate, position, phases)
         except (HolderLost, PeerLost) as error:
             raise _SourceLost(f'window {verdict.window.start}: {error}') from error
         except _DAMAGES as error:
@@ -169,13 +173,14 @@ class StageReplay:
         conversion: Conversion,
         verdict: Localized,
         iterate: Callable[[int], object],
-        position: RankState[Start],
+        position: RankState,
+        phases: Phases,
     ) -> None:
         began = time.perf_counter()
         start, target, trainer = conversion.window.start, verdict.target, self._trainer
         trainer.auxiliary_state.set_counters(conversion.first.state)
         trainer.auxiliary_state.move_data(conversion.first.state)
-        self.fetch_s = time.perf_counter() - began
+        phases.fetch = time.perf_counter() - began
         self._enters('convert')
         with nullcontext() if verdict.together else self._from_logs(start, target):
             conversion.run(trainer, self.verification)
@@ -184,7 +189,7 @@ class StageReplay:
             self.verification.check(conversion.last.iteration)
             lost = self._protection.roll_back(conversion.window, conversion.file())
             self.verification.tokens_lost = lost
-            self.convert_s = time.perf_counter() - began - self.fetch_s
+            phases.convert = time.perf_counter() - began - phases.fetch
             self._enters('catch-up')
             self._catch_up(conversion.last.iteration, target, iterate)
             if self.verification.forbids(self._rank.config.verify):
@@ -193,7 +198,7 @@ class StageReplay:
             if not self._protection.unjudged:  # else complete only if no rank refuses
                 position.rebuilt()
         self.replayed = target - start
-        self.catch_up_s = time.perf_counter() - began - self.fetch_s - self.convert_s
+        phases.catch_up = time.perf_counter() - began - phases.fetch - phases.convert
 
     def _catch_up(self, dense_at: int, target: int, iterate: Callable[[int], object]) -> None:
         """Continue from the dense state with the ledger's records of the iterations."""
@@ -235,16 +240,6 @@ class StageReplay:
                     received[direction] = stack.enter_context(self._waiting_for(reader))
             stack.enter_context(pipeline.replaying(received))
             yield
-
-    @contextmanager
-    def _arriving(
-        self, window: Window, inventories: Sequence[Sequence[HeldWindow]]
-    ) -> Iterator[ArrivingWindow]:
-        """This rank's part of the window, converted while later slots still arrive."""
-        memory = self._protection.memory
-        source = ArrivingWindow(memory, window, inventories, self._rank.identity)
-        with self._waiting_for(source):
-            yield source
 
     @contextmanager
     def _waiting_for[W: (LogReader, ArrivingWindow)](self, waiting: W) -> Iterator[W]:

@@ -106,11 +106,11 @@ def decide_recovery(
     ranks = frozenset(rank for rank, stage in enumerate(stage_of) if stage in stages)
     if not stages:
         return Localized(target, stages, ranks, replacements, None, copies)
-    layout = _Layout(stage_of, frozenset(tied), interleaved)
-    window, going_on = _replays(reports, target, stages, layout)
+    job = _JobState(reports, target, stage_of, frozenset(tied), interleaved)
+    window, going_on = _replays(job, stages)
     if isinstance(window, str):
         return WholeJob(window)
-    on = layout.ranks_of(going_on)
+    on = job.ranks_of(going_on)
     return Localized(target, stages, ranks, replacements, window, copies, on, together)
 
 
@@ -137,9 +137,11 @@ def _copies(
     return {rank: replica for rank, replica in found.items() if stage_of[rank] not in replaying}
 
 
-class _Layout(NamedTuple):
-    """Dependencies between stages in a replay."""
+class _JobState(NamedTuple):
+    """Reports of all ranks, and dependencies between stages in a replay to `target`."""
 
+    reports: Sequence[Report]
+    target: int
     stage_of: Sequence[int]
     tied: frozenset[int]
     interleaved: bool
@@ -156,23 +158,21 @@ class _Layout(NamedTuple):
         return found - set(stages)
 
 
-def _replays(
-    reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
-) -> tuple[Window | str, frozenset[int]]:
+def _replays(job: _JobState, stages: frozenset[int]) -> tuple[Window | str, frozenset[int]]:
     """Return the window of new replays, or why there is none; and stages whose replay continues.
 
     A replay continues if all ranks of its stage are replaying, none of its inputs is produced
     again, and its sends reach back to the window of the stages that begin now: a later failure
     then finds the same range of iterations in all logs.
     """
-    under_way = _under_way(reports, target, stages, layout)
+    under_way = _under_way(job, stages)
     going_on = frozenset(under_way)
     while True:
-        going_on = _undisturbed(going_on, reports, stages, under_way, layout)
+        going_on = _undisturbed(job, stages, going_on, under_way)
         begin = stages - going_on
         if not begin:  # no stage needs a window
             return min(found.window for found in under_way.values()), going_on
-        window = _window(reports, target, begin, layout)
+        window = _window(job, begin)
         if isinstance(window, str):
             return window, going_on
         too_late = {stage for stage in going_on if under_way[stage].window.start > window.start}
@@ -181,26 +181,23 @@ def _replays(
         going_on -= too_late
 
 
-def _under_way(
-    reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
-) -> dict[int, UnderWay]:
+def _under_way(job: _JobState, stages: frozenset[int]) -> dict[int, UnderWay]:
     """Replays to `target` that all ranks of a stage are executing, by stage."""
     found = {}
     for stage in stages:
-        first, *others = {reports[rank].under_way for rank in layout.ranks_of([stage])}
-        if first is not None and not others and first.target == target:
+        first, *others = {job.reports[rank].under_way for rank in job.ranks_of([stage])}
+        if first is not None and not others and first.target == job.target:
             found[stage] = first
     return found
 
 
 def _undisturbed(
-    going_on: frozenset[int],
-    reports: Sequence[Report],
+    job: _JobState,
     stages: frozenset[int],
+    going_on: frozenset[int],
     under_way: Mapping[int, UnderWay],
-    layout: _Layout,
 ) -> frozenset[int]:
-    """Stages that read no log which begins from scratch, or is lost.
+    """Stages of `going_on` that read no log which begins from scratch, or is lost.
 
     Records that a log has dropped since the stages began belong to iterations that they have
     replayed: a newer window is persisted on all ranks then, theirs included.
@@ -208,42 +205,42 @@ def _undisturbed(
     If no process was lost, a rank has waited in vain, and two neighbours that both replay may
     wait for each other: they begin again, and such recoveries are counted (see `fruitless`).
     """
-    none_lost = all(report.survivor for report in reports)
+    none_lost = all(report.survivor for report in job.reports)
 
     def is_disturbed(stage: int) -> bool:
         begin = stages - going_on
-        neighbours = layout.neighbours([stage])
+        neighbours = job.neighbours([stage])
         if none_lost and neighbours & going_on:
             return True
-        if neighbours & begin or (stage in layout.tied and layout.tied & begin):
+        if neighbours & begin or (stage in job.tied and job.tied & begin):
             return True
         reads = under_way[stage].window.start < under_way[stage].target
-        around = layout.ranks_of(neighbours - stages)
-        return reads and any(reports[rank].first_logged == NOWHERE for rank in around)
+        around = job.ranks_of(neighbours - stages)
+        return reads and any(job.reports[rank].first_logged == NOWHERE for rank in around)
 
     while disturbed := frozenset(filter(is_disturbed, going_on)):
         going_on -= disturbed
     return going_on
 
 
-def _window(
-    reports: Sequence[Report], target: int, stages: frozenset[int], layout: _Layout
-) -> Window | str:
-    """Return the newest window that can be converted, or why there is none.
+def _window(job: _JobState, stages: frozenset[int]) -> Window | str:
+    """Return the newest window that `stages` can convert, or why there is none.
 
     It must be complete on *all* ranks, including those that do not replay: their logs, and
     those that the replay fills again, then reach back equally far for the next failure.
     """
-    of_nodes = {id(report.windows): report.windows for report in reports}  # one object: decode_all
+    of_nodes = {
+        id(report.windows): report.windows for report in job.reports
+    }  # one object: decode_all
     held = {part for windows in of_nodes.values() for part in windows}
-    refused = {candidate for report in reports for candidate in report.refused}
-    complete = [c for c in candidates(held, len(reports)) if c not in refused]
-    reachable = [c for c in complete if c.dense_at <= target]
+    refused = {candidate for report in job.reports for candidate in report.refused}
+    complete = [c for c in candidates(held, len(job.reports)) if c not in refused]
+    reachable = [c for c in complete if c.dense_at <= job.target]
     if not reachable:
         return 'no window is complete on all ranks'
-    logs = [reports[rank].first_logged for rank in layout.ranks_of(layout.neighbours(stages))]
+    logs = [job.reports[rank].first_logged for rank in job.ranks_of(job.neighbours(stages))]
     for candidate in reachable:
-        if candidate.start == target or all(
+        if candidate.start == job.target or all(
             NOWHERE < first <= candidate.start + 1 for first in logs
         ):
             return candidate

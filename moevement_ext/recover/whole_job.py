@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -31,7 +31,7 @@ from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover import launched_alike, other_runs
-from moevement_ext.recover.absence import FLAG, refuse_to_forget
+from moevement_ext.recover.absence import FLAG, refuse_to_forget, tier_of
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.inventory import Inventory, candidates, take_stock
 from moevement_ext.recover.sources import (
@@ -69,14 +69,6 @@ class Predecessor:
     first_death: Death | None = None
 
 
-class Source(NamedTuple):
-    """The window that a job resumes from."""
-
-    conversion: Conversion
-    tier: str
-    """Location of this rank's part of the window (see `sources.verified_window`)."""
-
-
 def find(
     store: NodeStore,
     disk: DiskWindows | None,
@@ -87,17 +79,10 @@ def find(
 ) -> Predecessor:
     """Find windows of a predecessor on all nodes. Collective.
 
-    Args:
-        store: store of this node.
-        disk: disk windows of this rank.
-        rank: this rank.
-        dense_iteration: iteration of the newest dense checkpoint that would be loaded, or -1.
-        last_iteration: iteration at which training ends, None if not yet known.
-        elsewhere: iteration of a dense state in windows of another layout, or -1.
-
-    Raises:
-        UserError: ranks were launched differently (see `launched_alike.check`); or no window is
-            complete any more, and some ranks have none.
+    `dense_iteration` is that of the newest dense checkpoint that would be loaded, `elsewhere` that
+    of a dense state in windows of another layout; -1: there is none. `last_iteration`, at which
+    training ends, is None if not yet known. Raises `UserError` if ranks were launched differently
+    (see `launched_alike.check`), or no window is complete any more, and some ranks have none.
     """
     searches = rank.config.elastic != OFF and elsewhere < 0
     layouts = directories_of(store.root, base_of(store.run_id)) if searches else []
@@ -156,7 +141,7 @@ def obtain(
     predecessor: Predecessor,
     rank: Rank,
     check: Callable[[SlotHeader], None],
-) -> Source | None:
+) -> Conversion | None:
     """Obtain the newest window that is whole and undamaged on all ranks. Collective.
 
     `check` raises RefusedWindow for a slot of another model. None: continue with the next tier.
@@ -171,7 +156,7 @@ def obtain(
             file, source = obtained
             memory.windows.persisted(candidate.name)
             memory.windows.discard_after(candidate.start)
-            return Source(Conversion(VerifiedWindow(file)), source)
+            return Conversion(VerifiedWindow(file), source)
         logger.warning('window %d is not whole on every rank', candidate.start)
     _stop_if_unread(unread, rank)
     next_tier('no window could be verified on all ranks', rank, predecessor.dense_iteration)
@@ -190,11 +175,7 @@ def _stop_if_unread(unread: Sequence[str], rank: Rank) -> None:
 
 def next_tier(reason: str, rank: Rank, dense_iteration: int, older: int | None = None) -> None:
     """Log why the newest windows are not used, and the replacement: an older one, if any."""
-    tier = 'the start'
-    if older is not None:
-        tier = f'window {older}'
-    elif dense_iteration >= 0:
-        tier = f'the dense checkpoint of iteration {dense_iteration}'
+    tier = tier_of(dense_iteration) if older is None else f'window {older}'
     rank.events.emit(NextTier(reason=reason, tier=tier))
     if rank.number == 0:
         logger.warning('sparse checkpointing: recovering from %s: %s', tier, reason)

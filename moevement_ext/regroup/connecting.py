@@ -5,10 +5,10 @@ No call can end the connecting thread: gloo waits half a minute for a peer that 
 publishing its address, and a NCCL communicator cannot be aborted before it is complete.
 """
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from datetime import timedelta
 
 from torch.distributed import Store
@@ -22,29 +22,22 @@ def in_time[B](connect: Callable[[], B], timeout: timedelta, interrupted: Callab
     `connect` runs on a separate thread. Raises `RuntimeError` if it did not return in time, or
     the wait was `interrupted`.
     """
-    connected: queue.SimpleQueue[tuple[B | None, Exception | None]] = queue.SimpleQueue()
+    connected = Future[B]()
 
     def run() -> None:
         try:
-            connected.put((connect(), None))
+            connected.set_result(connect())
         except Exception as error:  # raised again on the waiting thread
-            connected.put((None, error))
+            connected.set_exception(error)
 
     threading.Thread(target=run, name='sparse-ckpt-connect', daemon=True).start()
     deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        try:
-            backend, error = connected.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            if interrupted():
-                raise RuntimeError('another failure was announced meanwhile') from None
-            if time.monotonic() > deadline:
-                raise RuntimeError('a backend did not connect in time') from None
-            continue
-        if error is not None:
-            raise error
-        assert backend is not None
-        return backend
+    while not wait([connected], _POLL_SECONDS).done:
+        if interrupted():
+            raise RuntimeError('another failure was announced meanwhile')
+        if time.monotonic() > deadline:
+            raise RuntimeError('a backend did not connect in time')
+    return connected.result()
 
 
 _TOLD = 'in-use'

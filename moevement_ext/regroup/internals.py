@@ -125,13 +125,7 @@ def install(
 
     Returns the old backends, which live as long as they are referenced; their threads are joined
     when they are destroyed. Raises `UnsupportedTorchError` if the group still uses another backend.
-
-    Args:
-        group: a group of torch's tables.
-        backend: a connected backend.
-        kind: torch's name of the backend: 'gloo', 'nccl' or 'fake'.
-        devices: that the backend serves.
-        store: that the backend connected through.
+    `kind` is torch's name of the backend, which is connected through `store` and serves `devices`.
     """
     name, description = group.group_name, group.group_desc
     number = getattr(ProcessGroup.BackendType, 'CUSTOM' if kind == 'fake' else kind.upper())

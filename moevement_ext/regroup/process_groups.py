@@ -8,7 +8,7 @@ buckets, optimizers and schedules to them stay valid.
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -228,7 +228,7 @@ class ProcessGroups:
 
     def _at_once(
         self,
-        groups: Iterable[_Group],
+        groups: Sequence[_Group],
         store: Store,
         members: Collection[int] | None,
         timeout: timedelta,
@@ -257,26 +257,45 @@ class ProcessGroups:
 
     def _connect(
         self,
-        groups: Iterable[_Group],
+        groups: Sequence[_Group],
         stores: dict[ProcessGroup, PrefixStore],
         at_once: set[str],
         timeout: timedelta,
     ) -> dict[ProcessGroup, Backend]:
         """Begin to connect the groups in the same order on all ranks, to avoid circular waits."""
-        groups = list(groups)
         together = min(kind.at_a_time for kind in self._kinds.values())
         failed = threading.Event()
         # Of the training thread; a new thread's is the first GPU of the node.
         on_gpu = torch.cuda.is_initialized()
         device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else None
 
+        def given_up() -> bool:
+            return self._unblocked or failed.is_set()
+
         def connect(group: _Group) -> Backend:
+            if given_up():
+                raise _GivenUp('another group could not be connected')
+            kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
             store = stores[group.group]
+            with self._lock:
+                self._addresses.append((kind, store, rank))
             try:
-                return self._connect_one(group, store, device, timeout, at_once, failed)
+                backend = kind.connect(
+                    store,
+                    rank,
+                    len(group.ranks),
+                    group.options,
+                    group.group.bound_device_id or device,
+                    timeout,
+                    given_up,
+                    group.name in at_once,
+                )
             except BaseException:
                 failed.set()
                 raise
+            with self._lock:
+                self._open.append(_Open(group.kind, backend, group.ranks))
+            return backend
 
         with ThreadPoolExecutor(together, thread_name_prefix='sparse-ckpt-groups') as pool:
             connecting = [pool.submit(connect, group) for group in groups]
@@ -301,34 +320,6 @@ class ProcessGroups:
             f'The process group of ranks {_shown(group.ranks)} could not be connected '
             f'within {timeout.total_seconds():g} s: {error}'
         ) from error
-
-    def _connect_one(
-        self,
-        group: _Group,
-        store: Store,
-        device: torch.device | None,
-        timeout: timedelta,
-        at_once: set[str],
-        failed: threading.Event,
-    ) -> Backend:
-        if self._unblocked or failed.is_set():
-            raise _GivenUp('another group could not be connected')
-        kind, rank = self._kinds[group.kind], group.ranks.index(self._rank)
-        with self._lock:
-            self._addresses.append((kind, store, rank))
-        backend = kind.connect(
-            store,
-            rank,
-            len(group.ranks),
-            group.options,
-            group.group.bound_device_id or device,
-            timeout,
-            lambda: self._unblocked or failed.is_set(),
-            group.name in at_once,
-        )
-        with self._lock:
-            self._open.append(_Open(group.kind, backend, group.ranks))
-        return backend
 
     def _install(self, group: _Group, backend: Backend | None, store: Store) -> list[Backend]:
         kind = group.kind

@@ -24,14 +24,9 @@ Place = tuple[Portion, memoryview]
 class Fetcher:
     """Fetches from one window of another layout. One thread uses it.
 
-    Args:
-        rank: this rank.
-        shelf: windows that this rank can read itself.
-        holders: ranks that can read the part, by owner.
-        client: makes a client of another rank's server.
-
-    Attributes:
-        local, remote: bytes that were read here, and from other ranks.
+    `shelf` has the windows that `rank`, this one, can read itself; `holders` are the ranks that can
+    read the part, by owner; `client` makes a client of another rank's server. `local` and `remote`
+    are the bytes that were read here, and from other ranks.
     """
 
     def __init__(

@@ -13,13 +13,11 @@ from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.placed import Layout, Seat
 from moevement_ext.memory.window.settings import told
+from moevement_ext.recover.absence import some
 from moevement_ext.recover.relayout import surplus
 from moevement_ext.recover.relayout.stock import Stock, take_stock
 
 logger = logging.getLogger(__name__)
-
-_MOST_NAMED = 8
-
 
 _STOCK = msgspec.msgpack.Decoder(Stock)
 
@@ -34,11 +32,7 @@ class Candidate:
     seats: dict[int, Seat] = field(default_factory=dict)
     operators: dict[int, frozenset[str]] = field(default_factory=dict)
     holders: dict[int, list[tuple[int, Part]]] = field(default_factory=dict)
-    """Ranks that can read the part, by owner; those with it in memory first."""
-
-    @property
-    def complete(self) -> bool:
-        return len(self.seats) == self.layout.ranks
+    """Ranks that can read the part, by owner."""
 
     @property
     def missing(self) -> list[int]:
@@ -72,9 +66,7 @@ NOTHING = Elsewhere([], [])
 class NodesMissing(UserError):
     """More nodes than those of this start would let the job go on.
 
-    Args:
-        message: what is missing.
-        ranks: of the layout that would go on; 0: their number alone is not what is missing.
+    `ranks` is the number of the layout that would go on; 0: that alone is not what is missing.
     """
 
     def __init__(self, message: str, ranks: int = 0) -> None:
@@ -85,13 +77,8 @@ class NodesMissing(UserError):
 def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | None) -> Elsewhere:
     """Find windows of other layouts on all nodes and disks. Collective.
 
-    Raises `StoreInUseError` if a live job has another layout of the run.
-
-    Args:
-        rank: this rank.
-        shelf: the other layouts.
-        dense_iteration: of the newest dense checkpoint that would be loaded, -1 if there is none.
-        last_iteration: at which training ends, None if that is not known yet.
+    Iterations as in `whole_job.find`. Raises `StoreInUseError` if a live job has another layout of
+    the run.
     """
     stock = take_stock(rank.identity, rank.config, shelf)
     encoded = rank.exchange('other-layouts', msgspec.msgpack.encode(stock))
@@ -103,7 +90,7 @@ def find(rank: Rank, shelf: Shelf, dense_iteration: int, last_iteration: int | N
         for one in merged(stocks)
         if dense_iteration <= one.window.dense_at < (last_iteration or one.window.dense_at + 1)
     ]
-    whole = [one for one in everything if one.complete]
+    whole = [one for one in everything if not one.missing]
     _say_refused(rank, sorted({reason for stock in stocks for reason in stock.refused}))
     unread = {
         reason: start
@@ -143,13 +130,8 @@ def _replaced_up_to(own: int, torn: Candidate) -> int:
 def require_exact(candidate: Candidate, started: int) -> None:
     """Refuse a window that another layout goes on from only up to rounding.
 
-    Args:
-        candidate: the window.
-        started: ranks that the launcher has started.
-
-    Raises:
-        NodesMissing: its layout has more ranks.
-        UserError: it has not, so that more nodes would not help.
+    Raises `NodesMissing` if its layout has more than the `started` ranks, else `UserError`, as more
+    nodes would not help.
     """
     length, layout = candidate.window.length, candidate.layout
     if length == 1:
@@ -191,18 +173,13 @@ def merged(stocks: Sequence[Stock]) -> list[Candidate]:
             one.seats[part.owner] = seen.placed.seat
             one.operators[part.owner] = frozenset(seen.operators)
             one.holders.setdefault(part.owner, []).append((number, part))
-    for one in found.values():
-        for holders in one.holders.values():
-            holders.sort(key=lambda holder: holder[1].on_disk)
     return sorted(found.values(), key=lambda one: (one.window.dense_at, one.window), reverse=True)
 
 
 def _missing(candidates: Iterable[Candidate]) -> str:
     nearest = min(candidates, key=lambda one: (len(one.missing), -one.window.dense_at))
-    named = ', '.join(map(str, nearest.missing[:_MOST_NAMED]))
-    more = len(nearest.missing) - _MOST_NAMED
     return (
         f'window {nearest.window.start} was captured by {nearest.layout}, and no node here has the '
-        f'parts of ranks {named}{f" and {more} more" if more > 0 else ""}, nor a disk: start again '
+        f'parts of ranks {some(nearest.missing)}, nor a disk: start again '
         'with the nodes that have them; --sparse-ckpt-forget goes on without them.'
     )

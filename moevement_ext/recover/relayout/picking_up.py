@@ -23,7 +23,6 @@ from moevement_ext.recover.relayout.found import (
 )
 from moevement_ext.recover.relayout.relaid import RelaidWindow
 from moevement_ext.recover.sources import TRIES, VerifiedWindow, make_room
-from moevement_ext.recover.whole_job import Source
 from moevement_ext.replicate.client import PeerLost, ShelfClient
 from moevement_ext.replicate.host_memory import HostMemory
 
@@ -56,7 +55,7 @@ class PickingUp:
         self._operators = operators
         self._relaying = relaying
 
-    def obtain(self, newer_than: int = -1) -> Source | None:
+    def obtain(self, newer_than: int = -1) -> Conversion | None:
         """The newest window, dense after `newer_than`, that every rank could assemble. Collective.
 
         None: recovery continues with the next tier, as these windows are damaged or given up.
@@ -74,7 +73,7 @@ class PickingUp:
             if file is not None and not reasons:
                 self._memory.windows.persisted(file.required_name())
                 self._memory.windows.discard_after(candidate.window.start)
-                return Source(Conversion(VerifiedWindow(file)), str(candidate.layout))
+                return Conversion(VerifiedWindow(file), str(candidate.layout))
             if file is not None:
                 self._memory.windows.discard(file.required_name())
             if _DAMAGED not in reasons and not self._rank.config.forget:

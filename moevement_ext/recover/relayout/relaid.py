@@ -41,16 +41,9 @@ def relaid_name(name: WindowName, topology: str) -> WindowName:
 class RelaidWindow:
     """One rank's part of a window, assembled slot by slot.
 
-    Raises `RefusedWindow` if no copy of a header is readable.
-
-    Args:
-        identity: of this rank.
-        slices: captured slices of each operator of this rank.
-        relaying: of the trainer.
-        fetcher: of the window in the other layout.
-        seats: of all owners.
-        wanted: owners that have any of this rank's operators.
-        window: in the other layout.
+    `identity` and `slices`, by operator, are this rank's; `fetcher`, `seats` and `window` belong to
+    the other layout, of which the `wanted` owners have any of this rank's operators. Raises
+    `RefusedWindow` if no copy of a header is readable.
     """
 
     def __init__(

@@ -115,11 +115,7 @@ def own_rank() -> int:
 
 
 def started(training: int) -> int:
-    """Ranks that the launcher has started.
-
-    Args:
-        training: number of those that train.
-    """
+    """Ranks that the launcher has started, of which `training` train."""
     return training + len(_numbers())
 
 

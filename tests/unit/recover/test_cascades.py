@@ -5,7 +5,7 @@ Of three stages the first and the last are no neighbours; processes are threads 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,36 +13,20 @@ import torch
 
 from moevement_ext.faults import Phase
 from moevement_ext.membership.report import Report
-from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.rank_state import ForbiddenTransition
 from moevement_ext.recover.stage_replay import StageReplay
 from moevement_ext.replicate.log_reader import LogReader
 from tests.quick import with_quick
-from tests.unit.recover.test_recovery import FIRST, ITERATIONS, train, train_through
-from tests.unit.recover.threaded_job import WINDOW, Expected, Fault, ThreadedJob, install
+from tests.unit.recover.test_recovery import DISTANCE, FIRST, train_through
+from tests.unit.recover.threaded_job import OF_THREADS, WINDOW, Expected, Fault, ThreadedJob
 
 OF_A_REPLAY = [Phase.FETCH, Phase.LOAD, Phase.CONVERT, Phase.CATCH_UP, Phase.REPLAYED]
 LOST = Fault(0, Phase.FORWARD, FIRST + 1)
 """The first stage, where two iterations are to be caught up with."""
+ITERATIONS = FIRST + 10 + DISTANCE
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
-
-
-@pytest.fixture(scope='module', autouse=True)
-def threads_are_processes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        install(monkeypatch)
-        yield
-
-
-@pytest.fixture(scope='module')
-def fault_free() -> Expected:
-    return train(ITERATIONS, []).states
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
 def went_on(job: ThreadedJob) -> Counter[int]:
@@ -117,21 +101,13 @@ def test_loss_of_the_other_nodes_memory_is_recovered(fault_free: Expected) -> No
 
 
 def test_windows_whose_holder_is_lost_during_a_replay_count_again_later(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+    fault_free: Expected, withdrawn: list[int]
 ) -> None:
     """The replay that continues captures them, too; rank 0 holds the replicas of rank 2."""
-    owners = []
-    withdraw = PersistenceTracker.withdraw_unpersisted
-
-    def noted(tracker: PersistenceTracker) -> None:
-        owners.append(tracker._rank)
-        withdraw(tracker)
-
-    monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
     lost = LOST._replace(rank=2)
     job = train_through([lost, Fault(2, Phase.CATCH_UP, kills=0)], fault_free)
     assert went_on(job) == {1: 1, 0: 1}
-    assert owners == [1, 2], 'those whose replicas were on the first node, and on the second'
+    assert withdrawn == [1, 2], 'those whose replicas were on the first node, and on the second'
 
 
 def ends_too_early(monkeypatch: pytest.MonkeyPatch, has_met: list[Sequence[Report]]) -> None:

@@ -6,7 +6,7 @@ fault-free run.
 """
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from moevement_ext.protect.stage_plan import StagePlan
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.test_recovery import VICTIMS, train
-from tests.unit.recover.threaded_job import STAGES, Expected, Fault, ThreadedJob, install
+from tests.unit.recover.threaded_job import OF_THREADS, STAGES, Expected, Fault, ThreadedJob
 from tests.unit.replicate.peers import wait_for
 
 INTERVAL = 4
@@ -40,23 +40,8 @@ PHASES = [Phase.FORWARD, Phase.NORM, Phase.STEP, Phase.AFTER_STEP]
 DISTANCE = 5
 ITERATIONS = STRUCK + DISTANCE * len(PHASES)
 
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 Launch = Callable[..., ThreadedJob]
-
-
-@pytest.fixture(scope='module', autouse=True)
-def threads_are_processes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        install(monkeypatch)
-        yield
-
-
-@pytest.fixture(scope='module')
-def fault_free() -> Expected:
-    return train(ITERATIONS, []).states
 
 
 @pytest.fixture

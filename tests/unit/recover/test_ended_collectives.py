@@ -89,7 +89,9 @@ def test_state_of_a_stage_with_an_aborted_conversion_is_not_whole() -> None:
     conversion, position = MagicMock(), MagicMock()
     conversion.window = WindowName(7, 'plan')
     with pytest.raises(RoundEnded):
-        replay._replay(conversion, MagicMock(together=True), lambda iteration: None, position)
+        replay._replay(
+            conversion, MagicMock(together=True), lambda iteration: None, position, Phases()
+        )
     conversion.run.assert_called_once()
     position.reached.assert_not_called()
 
@@ -121,7 +123,7 @@ def test_deaths_of_sources_refuse_no_window() -> None:
 
     reports = [Report(False, 'node', 1, []), Report(True, 'node', 2, [])]
     recovery = recovery_of(
-        _refused=[], _lost_sources=0, _position=None, _replay=Lost(),
+        _refused=[], _lost_sources=0, _position=None, _phases=None, _replay=Lost(),
         _fruitless=SimpleNamespace(progressed=lambda: None, met=lambda reports, found: found),
         _follows_from=lambda reports: None, _membership=SimpleNamespace(reports=reports),
     )  # fmt: skip

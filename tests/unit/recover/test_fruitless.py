@@ -21,21 +21,16 @@ from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_groups import FakeGroups
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.threaded_job import (
+    OF_THREADS,
     STAGES,
     Expected,
     Fault,
     Process,
     ThreadedJob,
     _present,
-    install,
 )
 
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.timeout(300),
-    # A thread of a dead one may look at it once more, as none of a dead process does.
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
+pytestmark = [pytest.mark.timed, pytest.mark.timeout(300), *OF_THREADS]
 
 ITERATIONS = 12
 FAILS_AT = 7
@@ -50,19 +45,10 @@ KINDS: dict[str, Callable[[], Exception]] = {
 
 
 @pytest.fixture(scope='module', autouse=True)
-def threads_are_processes() -> Iterator[None]:
+def pauses_are_short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        install(monkeypatch)
         monkeypatch.setattr(fruitless, '_FIRST_PAUSE_S', 0.01)
         yield
-
-
-@pytest.fixture(scope='module')
-def fault_free(threads_are_processes: None) -> Expected:
-    with tmpfs_directory() as directory:
-        job = ThreadedJob(directory, ITERATIONS)
-        job.run()
-    return job.states
 
 
 class Faulty:

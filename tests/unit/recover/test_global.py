@@ -15,32 +15,23 @@ from moevement_ext.recover import verdict
 from moevement_ext.recover.stage_replay import StageReplay
 from tests.quick import with_quick
 from tests.unit.recover import threaded_job
-from tests.unit.recover.test_recovery import DISTANCE, FIRST, ITERATIONS, train
-from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
+from tests.unit.recover.test_recovery import DISTANCE, FIRST, train
+from tests.unit.recover.threaded_job import OF_THREADS, STAGES, WINDOW, Expected, Fault, ThreadedJob
 
+ITERATIONS = FIRST + 6 * DISTANCE
 LOST = Fault(1, Phase.FORWARD, FIRST + 1)
 OF_A_REPLAY = [Phase.FETCH, Phase.LOAD, Phase.CONVERT, Phase.CATCH_UP, Phase.REPLAYED]
 OF_ANY = [Phase.DETECT, Phase.REGROUP, Phase.CONNECT, Phase.RESUME]
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
 @pytest.fixture(scope='module', autouse=True)
-def all_go_back() -> Iterator[None]:
+def all_go_back(threads_are_processes: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        install(monkeypatch)
         config = functools.partial(threaded_job.SparseCheckpointConfig, recovery=GLOBAL)
         monkeypatch.setattr(threaded_job, 'SparseCheckpointConfig', config)
         yield
-
-
-@pytest.fixture(scope='module')
-def fault_free() -> Expected:
-    return train(ITERATIONS, []).states
 
 
 def train_through(schedule: list[Fault], expected: Expected) -> ThreadedJob:

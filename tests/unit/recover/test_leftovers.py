@@ -14,12 +14,12 @@ from moevement_ext.memory.window.format import PREAMBLE_BYTES
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.threaded_job import (
+    OF_THREADS,
     STAGES,
     WINDOW,
     Fault,
     Process,
     ThreadedJob,
-    install,
 )
 
 VICTIM = 1
@@ -30,16 +30,7 @@ ITERATIONS = LAST_SLOT + WINDOW
 NEWEST = f'window-{NEWER}-*'
 _TIMEOUT_S = 60.0
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
-
-
-@pytest.fixture(autouse=True)
-def threads_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
 class DamagedJob(ThreadedJob):
@@ -120,9 +111,8 @@ def damage(path: Path) -> None:
 
 
 @pytest.fixture(scope='module')
-def undisturbed() -> Undisturbed:
-    with pytest.MonkeyPatch.context() as monkeypatch, tmpfs_directory() as directory:
-        install(monkeypatch)
+def undisturbed(threads_are_processes: None) -> Undisturbed:
+    with tmpfs_directory() as directory:
         job = Undisturbed(directory)
         job.run()
     return job

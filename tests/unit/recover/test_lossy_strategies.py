@@ -6,7 +6,7 @@ again is compared with a recount.
 """
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_groups import FakeGroups
 from tests.unit.recover.fake_trainer import FakeOperators, FakeTrainer
-from tests.unit.recover.threaded_job import STAGES, Expected, Fault, Process, ThreadedJob, install
+from tests.unit.recover.threaded_job import (
+    OF_THREADS,
+    STAGES,
+    Expected,
+    Fault,
+    Process,
+    ThreadedJob,
+)
 from tests.unit.replicate.peers import wait_for
 
 EXPERTS = 4
@@ -34,10 +41,7 @@ STRUCK = 27
 """Its newest checkpoint is of 24, the seventh, in which the turn is that of expert 2."""
 ITERATIONS = 30
 
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 Launch = Callable[..., 'Lived']
 
 
@@ -99,13 +103,6 @@ class Lived:
         self.lost = [event for event in events if isinstance(event, TokensLost)]
         self.recovered = [event for event in events if isinstance(event, Recovered)]
         self.replanned = [event for event in events if isinstance(event, Replanned)]
-
-
-@pytest.fixture(scope='module', autouse=True)
-def threads_are_processes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        install(monkeypatch)
-        yield
 
 
 @pytest.fixture

@@ -14,16 +14,12 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.recover.sources import TRIES
 from moevement_ext.replicate.host_memory import HostMemory
 from tests.unit.memory.samples import tmpfs_directory
-from tests.unit.recover.threaded_job import WINDOW, Fault, Process, ThreadedJob, install
+from tests.unit.recover.threaded_job import OF_THREADS, WINDOW, Fault, Process, ThreadedJob
 
 VICTIM = 1
 ITERATIONS = 4 * WINDOW
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
 class LostHolder:
@@ -74,7 +70,6 @@ def lose_holder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[bool], tuple[LostHolder, ThreadedJob]]:
     """Runs a job in which the victim's node is lost, and then the holder of its replica."""
-    install(monkeypatch)
 
     def run(dies: bool) -> tuple[LostHolder, ThreadedJob]:
         with tmpfs_directory() as directory:

@@ -5,7 +5,6 @@ Processes are threads, as in `test_recovery.py`; the middle stage of the pipelin
 neighbours are, of which each waits for the other.
 """
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,28 +20,19 @@ from moevement_ext.recover import fruitless
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import MICRO_BATCHES
-from tests.unit.recover.threaded_job import STAGES, Expected, Fault, ThreadedJob, _present, install
+from tests.unit.recover.threaded_job import (
+    OF_THREADS,
+    STAGES,
+    Expected,
+    Fault,
+    ThreadedJob,
+    _present,
+)
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+pytestmark = OF_THREADS
 
 ITERATIONS = 12
 NEWEST = 9
-
-
-@pytest.fixture(scope='module', autouse=True)
-def threads_are_processes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        install(monkeypatch)
-        yield
-
-
-@pytest.fixture(scope='module')
-def fault_free(threads_are_processes: None) -> Expected:
-    with tmpfs_directory() as directory:
-        job = ThreadedJob(directory, ITERATIONS)
-        job.run()
-    return job.states
 
 
 def test_missing_last_tensor_of_the_newest_iteration_restarts_the_whole_job(

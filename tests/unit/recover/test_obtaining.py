@@ -17,8 +17,9 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover import whole_job
+from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.sources import TRIES
-from moevement_ext.recover.whole_job import Predecessor, Source, obtain
+from moevement_ext.recover.whole_job import Predecessor, obtain
 from moevement_ext.replicate.client import PeerLost
 from tests.unit.memory.samples import RUN, TOPOLOGY, WINDOW, digest, named, tmpfs_directory
 from tests.unit.recover.test_sources import replicate
@@ -57,7 +58,7 @@ class Obtaining:
             raise PeerLost('the connection is lost')
         return self._fetch(window, holder, *others)
 
-    def obtain(self, refuse: bool = False, forget: bool = False) -> Source | None:
+    def obtain(self, refuse: bool = False, forget: bool = False) -> Conversion | None:
         """What the rank finds, with which all agree."""
 
         def check(header: object) -> None:

@@ -20,15 +20,15 @@ from moevement_ext.recover.rank_state import (
     Torn,
     Whole,
 )
+from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized
 
 RANK = 0
 LONGEST = 6
 
 
-@dataclass(frozen=True)
-class State:
-    iteration: int
+def start(iteration: int) -> Start:
+    return Start(iteration, b'')
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Memory:
     """A verdict was reached and is not carried out; nothing is trained."""
 
 
-Case = tuple[RankState[State], Memory]
-Step = Callable[[RankState[State], Memory], Memory]
+Case = tuple[RankState, Memory]
+Step = Callable[[RankState, Memory], Memory]
 
 
 def verdict(target: int, *, replays: bool = False, copies: bool = False) -> Localized:
@@ -60,81 +60,81 @@ def verdict(target: int, *, replays: bool = False, copies: bool = False) -> Loca
     )
 
 
-def begins(rank: RankState[State], memory: Memory) -> Memory:
-    rank.begins(State(memory.parameters if memory.parameters is not None else 0))
+def begins(rank: RankState, memory: Memory) -> Memory:
+    rank.begins(start(memory.parameters if memory.parameters is not None else 0))
     return memory
 
 
-def updating(rank: RankState[State], memory: Memory) -> Memory:
+def updating(rank: RankState, memory: Memory) -> Memory:
     rank.updating()
     return replace(memory, parameters=None)
 
 
-def stepped(rank: RankState[State], memory: Memory) -> Memory:
+def stepped(rank: RankState, memory: Memory) -> Memory:
     at = memory.reached if rank.rebuilding else rank.committed
     rebuilding = rank.rebuilding
-    rank.stepped(State(at + 1))
+    rank.stepped(start(at + 1))
     if rebuilding:  # a catch-up computes what was committed long ago
         return replace(memory, parameters=at + 1, reached=at + 1)
     return replace(memory, parameters=at + 1, committed=at + 1)
 
 
-def told_to_keep(rank: RankState[State], memory: Memory) -> Memory:
+def told_to_keep(rank: RankState, memory: Memory) -> Memory:
     target = rank.clean_at  # a verdict is made of true reports
     rank.decided(verdict(max(target, 0)), RANK)
     return replace(memory, recovering=True)
 
 
-def told_to_replay(rank: RankState[State], memory: Memory) -> Memory:
+def told_to_replay(rank: RankState, memory: Memory) -> Memory:
     rank.decided(verdict(max(memory.committed, 0), replays=True), RANK)
     return replace(memory, parameters=None, recovering=True, committed=max(memory.committed, 0))
 
 
-def told_to_replay_further(rank: RankState[State], memory: Memory) -> Memory:
+def told_to_replay_further(rank: RankState, memory: Memory) -> Memory:
     """Another rank has committed more."""
     target = max(memory.committed, 0) + 2
     rank.decided(verdict(target, replays=True), RANK)
     return replace(memory, parameters=None, recovering=True, committed=target)
 
 
-def told_to_copy(rank: RankState[State], memory: Memory) -> Memory:
+def told_to_copy(rank: RankState, memory: Memory) -> Memory:
     rank.decided(verdict(max(memory.committed, 0), copies=True), RANK)
     return replace(memory, parameters=None, recovering=True, committed=max(memory.committed, 0))
 
 
-def told_to_go_on(rank: RankState[State], memory: Memory) -> Memory:
+def told_to_go_on(rank: RankState, memory: Memory) -> Memory:
     """Another stage was lost beside its replay."""
     rank.goes_on(verdict(memory.committed, replays=True))
     return memory
 
 
-def told_to_go_on_to_another_end(rank: RankState[State], memory: Memory) -> Memory:
+def told_to_go_on_to_another_end(rank: RankState, memory: Memory) -> Memory:
     rank.goes_on(verdict(memory.committed + 1, replays=True))
     raise AssertionError('it would end before the others')
 
 
-def undone(rank: RankState[State], memory: Memory) -> Memory:
+def undone(rank: RankState, memory: Memory) -> Memory:
     rank.undone()
     return memory
 
 
-def reached_window_end(rank: RankState[State], memory: Memory) -> Memory:
-    rank.reached(State(max(memory.committed - 2, 0)))
+def reached_window_end(rank: RankState, memory: Memory) -> Memory:
+    rank.reached(start(max(memory.committed - 2, 0)))
     at = max(memory.committed - 2, 0)
     return replace(memory, parameters=at, reached=at)
 
 
-def reached_target(rank: RankState[State], memory: Memory) -> Memory:
-    rank.reached(State(memory.committed))
+def reached_target(rank: RankState, memory: Memory) -> Memory:
+    rank.reached(start(memory.committed))
     return replace(memory, parameters=memory.committed, reached=memory.committed)
 
 
-def rebuilt(rank: RankState[State], memory: Memory) -> Memory:
+def rebuilt(rank: RankState, memory: Memory) -> Memory:
     rank.rebuilt()
     return memory
 
 
-def resumed(rank: RankState[State], memory: Memory) -> Memory:
+def resumed(rank: RankState, memory: Memory) -> Memory:
     rank.resumed()
     return replace(memory, recovering=False)
 
@@ -156,8 +156,8 @@ STEPS: list[Step] = [
     resumed,
 ]
 STARTS: list[Case] = [
-    (RankState(0, State(0)), Memory(0, 0)),
-    (RankState(6, State(6)), Memory(6, 6)),
+    (RankState(0, start(0)), Memory(0, 0)),
+    (RankState(6, start(6)), Memory(6, 6)),
     (RankState(6), Memory(None, 6)),  # converts a window with all others
     (RankState(NOWHERE), Memory(None, NOWHERE)),  # a new process
 ]
@@ -186,11 +186,11 @@ def all_cases() -> Iterator[tuple[list[str], Case]]:
             pending.append(([*path, step.__name__], (following, after)))
 
 
-def check_truth(path: list[str], rank: RankState[State], memory: Memory) -> None:
+def check_truth(path: list[str], rank: RankState, memory: Memory) -> None:
     """If the rank met the others now, would they be right to rely on what it reports?"""
     if rank.clean_at != NOWHERE:
         assert memory.parameters == rank.clean_at, path
-        assert rank.kept == State(rank.clean_at), path
+        assert rank.kept == start(rank.clean_at), path
     assert rank.committed == memory.committed, path
     assert (rank.pending is not None) == memory.recovering, path
 
@@ -222,34 +222,34 @@ def test_nothing_is_trained_before_a_recovery_is_carried_out() -> None:
     for path, (rank, _) in all_cases():
         if rank.pending is not None and not rank.rebuilding:
             with pytest.raises(ForbiddenTransition, match='begins'):
-                rank.begins(State(rank.committed))
+                rank.begins(start(rank.committed))
             assert path
 
 
 def test_a_recovery_ends_at_its_target_only() -> None:
-    rank: RankState[State] = RankState(NOWHERE)
+    rank: RankState = RankState(NOWHERE)
     rank.decided(verdict(8, replays=True), RANK)
-    rank.reached(State(5))
+    rank.reached(start(5))
     with pytest.raises(ForbiddenTransition, match='takes for rebuilt'):
         rank.rebuilt()
     for iteration in (6, 7, 8):
-        rank.begins(State(iteration - 1))
+        rank.begins(start(iteration - 1))
         rank.updating()
-        rank.stepped(State(iteration))
+        rank.stepped(start(iteration))
         assert rank.clean_at == NOWHERE
     rank.rebuilt()
-    assert (rank.clean_at, rank.kept) == (8, State(8))
+    assert (rank.clean_at, rank.kept) == (8, start(8))
     rank.resumed()
 
 
-def keeps_the_end_of_the_window(rank: RankState[State], state: State) -> None:
+def keeps_the_end_of_the_window(rank: RankState, state: Start) -> None:
     """A replay forgets what it caught up."""
     if rank.rebuilding:
         return
     _STEPPED(rank, state)
 
 
-def takes_what_is_loaded_for_whole(rank: RankState[State], decided: Localized, own: int) -> None:
+def takes_what_is_loaded_for_whole(rank: RankState, decided: Localized, own: int) -> None:
     """As if the state were still there while it is loaded anew."""
     kept = rank.kept
     _DECIDED(rank, decided, own)
@@ -257,7 +257,7 @@ def takes_what_is_loaded_for_whole(rank: RankState[State], decided: Localized, o
         rank.position = Whole(kept)
 
 
-def stays_running_while_written(rank: RankState[State]) -> None:
+def stays_running_while_written(rank: RankState) -> None:
     """As if an update could be put back."""
 
 

@@ -21,7 +21,6 @@ from moevement_ext.memory.limits import CONNECTIONS_OF_A_RANK
 from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.protect.lifecycle import WindowLifecycle
-from moevement_ext.protect.persistence import PersistenceTracker
 from moevement_ext.protect.protection import Protection
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.localized import LocalizedRecovery
@@ -40,6 +39,7 @@ from tests.unit.recover.fake_trainer import (
     FakeTrainer,
 )
 from tests.unit.recover.threaded_job import (
+    OF_THREADS,
     STAGES,
     WINDOW,
     Expected,
@@ -72,14 +72,10 @@ VICTIMS = with_quick(range(STAGES), 1)
 MOST_LEFT_OPEN = 500
 """Descriptors, by processes that are killed in their first rendezvous, or while they close."""
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
-@pytest.fixture(scope='module', autouse=True)
+@pytest.fixture(scope='module')
 def threads_are_processes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         install(monkeypatch)
@@ -87,11 +83,6 @@ def threads_are_processes() -> Iterator[None]:
         yield
     gc.collect()  # processes are cycles of objects
     assert psutil.Process().num_fds() - before < MOST_LEFT_OPEN
-
-
-@pytest.fixture(scope='module')
-def fault_free() -> Expected:
-    return train(ITERATIONS, []).states
 
 
 def train(
@@ -132,19 +123,11 @@ def test_job_survives_a_lost_rank_while_any_slot_is_kept(victim: int, fault_free
 
 
 def test_windows_of_which_a_lost_rank_had_the_replica_count_again_later(
-    fault_free: Expected, monkeypatch: pytest.MonkeyPatch
+    fault_free: Expected, withdrawn: list[int]
 ) -> None:
     """Otherwise a window is persisted, and the one before is overwritten, without its copy."""
-    owners = []
-    withdraw = PersistenceTracker.withdraw_unpersisted
-
-    def noted(tracker: PersistenceTracker) -> None:
-        owners.append(tracker._rank)
-        withdraw(tracker)
-
-    monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
     train_through([Fault(1, Phase.FORWARD, FIRST)], fault_free)
-    assert len(owners) == 1 and owners != [1]
+    assert len(withdrawn) == 1 and withdrawn != [1]
 
 
 def test_connections_with_the_store_are_as_many_as_its_server_is_prepared_for(

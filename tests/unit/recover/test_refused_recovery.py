@@ -22,7 +22,15 @@ from tests.quick import with_quick
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
-from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, Process, ThreadedJob
+from tests.unit.recover.threaded_job import (
+    OF_THREADS,
+    STAGES,
+    WINDOW,
+    Expected,
+    Fault,
+    Process,
+    ThreadedJob,
+)
 from tests.unit.replicate.peers import wait_for
 
 START = 3 * WINDOW
@@ -32,26 +40,12 @@ ALL_STRUCK = START + 4 * WINDOW - 1
 ITERATIONS = ALL_STRUCK + WINDOW
 NO_WAITING = 10**6
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
-
-
-@pytest.fixture(scope='module')
-def fault_free() -> Expected:
-    with pytest.MonkeyPatch.context() as monkeypatch, tmpfs_directory() as directory:
-        threaded_job.install(monkeypatch)
-        job = ThreadedJob(directory, ITERATIONS)
-        job.run()
-    return job.states
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
 @pytest.fixture
 def stops(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Jobs refuse a recovery that differs; more settings may be given."""
-    threaded_job.install(monkeypatch)
     config = threaded_job.SparseCheckpointConfig
 
     def settle(**more: Any) -> None:

@@ -13,9 +13,9 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import PlanParameters
-from moevement_ext.recover.handover import handovers
 from moevement_ext.recover.localized import LocalizedRecovery
 from moevement_ext.recover.outage import Phases
+from moevement_ext.recover.own_report import handovers
 from moevement_ext.recover.rank_state import RankState
 from moevement_ext.recover.trainer import Start
 from moevement_ext.recover.verdict import Localized

@@ -15,6 +15,7 @@ from moevement_ext.membership.report import Report
 from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.recover.sources import ArrivingWindow
 from moevement_ext.recover.stage_replay import StageReplay
 from tests.unit.memory.samples import RUN, TOPOLOGY, tmpfs_directory
 from tests.unit.recover.fake_trainer import FakeTrainer
@@ -123,7 +124,8 @@ def test_replay_does_not_wait_for_a_missing_window(replay: Replay) -> None:
     replay.end_round()
     with silent_peer(greets=True) as address:
         replay.memory.addresses[0] = address
-        with pytest.raises(RoundEnded):
-            with replay.of_stage._arriving(CANDIDATE, [[], []]):
-                pytest.fail('it is waited for')
+        identity = RankIdentity(RUN, TOPOLOGY, 1)
+        source = ArrivingWindow(replay.memory, CANDIDATE, [[], []], identity)
+        with pytest.raises(RoundEnded), replay.of_stage._waiting_for(source):
+            pytest.fail('it is waited for')
     assert replay.of_stage._waiting == []

@@ -19,16 +19,12 @@ from tests.distributed.mutations import whole_job as mutations
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover.fake_groups import FakeGroups
 from tests.unit.recover.fake_trainer import FakeOperators, FakeTrainer, mixed
-from tests.unit.recover.threaded_job import STAGES, WINDOW, Expected, Fault, ThreadedJob, install
+from tests.unit.recover.threaded_job import OF_THREADS, STAGES, WINDOW, Expected, Fault, ThreadedJob
 
 FIRST = 2 * WINDOW + 1
 ITERATIONS = FIRST + WINDOW + 1
 
-# A thread of a dead one may look at it once more, as none of a dead process does.
-pytestmark = [
-    pytest.mark.timed,
-    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
-]
+pytestmark = [pytest.mark.timed, *OF_THREADS]
 
 
 class CountingOperators(FakeOperators):
@@ -76,15 +72,8 @@ class Replica(FakeTrainer):
         super()._write({name: mixed(name, everyone) for name in gradients})
 
 
-@pytest.fixture(scope='module', autouse=True)
-def threads_are_processes() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        install(monkeypatch)
-        yield
-
-
 @pytest.fixture(scope='module')
-def fault_free() -> Expected:
+def fault_free(threads_are_processes: None) -> Expected:
     with tmpfs_directory() as directory:
         job = ThreadedJob(directory, ITERATIONS, trainer=Replica)
         job.run()

@@ -51,6 +51,12 @@ from moevement_ext.replicate import host_memory
 from tests.unit.recover.fake_groups import FakeGroups, Network
 from tests.unit.recover.fake_trainer import FakeTrainer
 
+OF_THREADS = [
+    pytest.mark.usefixtures('threads_are_processes'),
+    # A thread of a dead one may look at it once more, as none of a dead process does.
+    pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning'),
+]
+"""Marks of tests of such a job."""
 STAGES = 3
 WINDOW = PERIOD = 3  # iterations of a window; from its start to the start of the next
 Expected = dict[tuple[int, int], object]
@@ -58,8 +64,7 @@ Expected = dict[tuple[int, int], object]
 _TIMEOUT = timedelta(seconds=120)
 _HANG_S = 60.0
 _LONG_S = 1000.0
-_PERSISTED_S = 20.0
-"""For a window to be persisted."""
+_PERSISTED_S = 20.0  # for a window to be persisted
 KEPT: type[Event] = WindowPersisted
 """The event after which a window is recovered from."""
 SECRET = 'of the launcher, 32 letters long'
@@ -286,14 +291,9 @@ def _comes_later(job: Job, due: int) -> bool:
 class ThreadedJob:
     """Launches the processes, and others in the place of those that die.
 
-    Args:
-        directory: in a tmpfs.
-        iterations: to train.
-        schedule: faults that strike one after the other: the next is armed when one has struck.
-        expected: states of a fault-free run by rank and iteration, to compare with.
-        most_errors: of processes, after which a launcher replaces them; the next ends the job.
-        max_wait_s: as of the configuration.
-        trainer: makes that of a rank.
+    The faults of `schedule` strike one after the other: the next is armed when one has struck.
+    States are compared with those `expected` of a fault-free run. Processes that end by an error
+    are replaced `most_errors` times; the next one ends the job.
     """
 
     def __init__(

@@ -34,12 +34,12 @@ from moevement_ext.memory.window.slot import (
     decode_context,
 )
 from moevement_ext.recover import inventory
+from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.relayout.fetching import Fetcher
 from moevement_ext.recover.relayout.found import Candidate, Elsewhere, merged
 from moevement_ext.recover.relayout.picking_up import PickingUp
 from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
 from moevement_ext.recover.relayout.stock import Stock, _Seen
-from moevement_ext.recover.whole_job import Source
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ShelfClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, tmpfs_directory
@@ -247,7 +247,7 @@ def test_a_record_that_is_damaged_everywhere_is_named(
 
 def obtained(
     made: Job, shm: Path, fail: Callable[[], object] = lambda: None, **given: Any
-) -> Source | None:
+) -> Conversion | None:
     """What rank 0 of two goes on from; `fail` is called whenever it begins to write its part."""
 
     def receive(window: Window, deliver: Callable[[WindowFile], object]) -> WindowFile:
@@ -283,7 +283,7 @@ def obtained(
     elsewhere = Elsewhere([made.found()], [OLD])
     picker = picking(rank, made.shelves[0], elsewhere, memory, operators, Relaying())
     try:
-        source: Source | None = picker.obtain()
+        source: Conversion | None = picker.obtain()
         assert bool(windows.committed()) == (source is not None)
         return source
     finally:
@@ -352,7 +352,7 @@ def test_a_file_that_is_too_small_is_not_begun(job: Callable[..., Job], tmp_path
 
 def test_missing_owners_are_listed(job: Callable[..., Job]) -> None:
     found = job({'a': [(0, 0)], 'b': [(3, 3)]}).found()
-    assert not found.complete
+    assert found.missing
     assert found.missing == [1, 2]
 
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of jobs whose processes are threads (`threaded_job`)."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from moevement_ext.protect.persistence import PersistenceTracker
+from tests.unit.memory.samples import tmpfs_directory
+from tests.unit.recover.threaded_job import Expected, ThreadedJob, install
+
+
+@pytest.fixture(scope='module')
+def threads_are_processes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        install(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope='module')
+def fault_free(request: pytest.FixtureRequest, threads_are_processes: None) -> Expected:
+    """States of a job that trains as long as the module's `ITERATIONS` say."""
+    with tmpfs_directory() as directory:
+        job = ThreadedJob(directory, request.module.ITERATIONS)
+        job.run()
+    return job.states
+
+
+@pytest.fixture
+def withdrawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranks that take back what they said of windows that are not persisted."""
+    owners: list[int] = []
+    withdraw = PersistenceTracker.withdraw_unpersisted
+
+    def noted(tracker: PersistenceTracker) -> None:
+        owners.append(tracker._rank)
+        withdraw(tracker)
+
+    monkeypatch.setattr(PersistenceTracker, 'withdraw_unpersisted', noted)
+    return owners
