@@ -52,9 +52,8 @@ def memory_left(process: Path = THIS_PROCESS) -> _MemoryLeft | None:
     """
     found = [
         _MemoryLeft(left, group)
-        for version, lowest, highest in _hierarchies(process)
-        for group in (lowest, *lowest.parents)
-        if group.is_relative_to(highest) and (left := _left_in(group, version)) is not None
+        for version, group in _groups(process, 'memory')
+        if (left := _left_in(group, version)) is not None
     ]
     available = _available(process.parent / 'meminfo')
     found += [] if available is None else [_MemoryLeft(available, None)]
@@ -63,30 +62,18 @@ def memory_left(process: Path = THIS_PROCESS) -> _MemoryLeft | None:
 
 def processes_left(process: Path = THIS_PROCESS) -> int | None:
     """Threads left below the limits, as for `memory_left`; None: no limit."""
-    found = [
-        left
-        for _, lowest, highest in _hierarchies(process, 'pids')
-        for group in (lowest, *lowest.parents)
-        if group.is_relative_to(highest) and (left := _threads_left(group)) is not None
-    ]
-    return min(found, default=None)
+    found = (_threads_left(group) for _, group in _groups(process, 'pids'))
+    return min((left for left in found if left is not None), default=None)
 
 
 def cores_left(process: Path = THIS_PROCESS) -> float:
     """Cores that this process may keep busy: those it may run on, within limits as above."""
-    found = [
-        cores
-        for version, lowest, highest in _hierarchies(process, 'cpu')
-        for group in (lowest, *lowest.parents)
-        if group.is_relative_to(highest) and (cores := _cores(group, version)) is not None
-    ]
-    return min([float(len(os.sched_getaffinity(0))), *found])
+    found = [_cores(group, version) for version, group in _groups(process, 'cpu')]
+    return min([float(len(os.sched_getaffinity(0))), *(cores for cores in found if cores)])
 
 
-def _hierarchies(
-    process: Path, controller: str = 'memory'
-) -> Iterator[tuple[_Version, Path, Path]]:
-    """Hierarchies that may limit the process: files, the process's group, and the root group."""
+def _groups(process: Path, controller: str) -> Iterator[tuple[_Version, Path]]:
+    """The process's groups and their parents in the hierarchies that may limit it."""
     try:
         groups = [line.split(':', 2) for line in (process / 'cgroup').read_text().splitlines()]
         mounts = [line.split() for line in (process / 'mountinfo').read_text().splitlines()]
@@ -101,7 +88,10 @@ def _hierarchies(
             kind, _, options = fields[fields.index('-') + 1 :][:3]
             if kind == 'cgroup2' if version is _V2 else _is_v1(controller, kind, options):
                 top = Path(fields[4])
-                yield version, top / _below(path, fields[3]), top
+                lowest = top / _below(path, fields[3])
+                for group in (lowest, *lowest.parents):
+                    if group.is_relative_to(top):
+                        yield version, group
 
 
 def _is_v1(controller: str, kind: str, options: str) -> bool:
