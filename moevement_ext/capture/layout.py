@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of the captured tensors inside a slot; computed once per plan, not per iteration."""
+"""Slices of the training state, and their places in a slot: computed per plan, not iteration."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,14 @@ from moevement_ext.memory.batches import in_batches
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.slot import Record, align_up
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import (
+    Record,
+    SlotContext,
+    SlotHeader,
+    align_up,
+    decode_context,
+)
 from moevement_ext.plan.byte_planner import OperatorTable, WindowPlan
 
 PIECE_BYTES = 32 * 2**20
@@ -42,6 +49,19 @@ class TensorSlice:
     @property
     def nbytes(self) -> int:
         return self.source.numel() * self.source.element_size()
+
+    def record(self, offset: int = 0) -> Record:
+        """The record of this slice at `offset` in a payload."""
+        return Record(
+            operator=self.operator,
+            tensor=self.tensor,
+            part=self.part,
+            dtype=dtype_name(self.source.dtype),
+            start=self.start,
+            end=self.end,
+            offset=offset,
+            nbytes=self.nbytes,
+        )
 
 
 class OperatorSlices(NamedTuple):
@@ -137,7 +157,7 @@ class SlotLayout:
         self.records: list[Record] = []
         offset = 0
         for item in self._slices:
-            self.records.append(_record(item, offset))
+            self.records.append(item.record(offset))
             offset += align_up(item.nbytes)
         self.payload_bytes = offset
         # By volatility, file and address. Views keep the map of a file alive, so that its address
@@ -194,17 +214,31 @@ class SlotLayout:
                 yield _Copy(place.view(item.source.dtype), item.source)
 
 
-def _record(item: TensorSlice, offset: int) -> Record:
-    return Record(
-        operator=item.operator,
-        tensor=item.tensor,
-        part=item.part,
-        dtype=dtype_name(item.source.dtype),
-        start=item.start,
-        end=item.end,
-        offset=offset,
-        nbytes=item.nbytes,
-    )
+def check_fits(header: SlotHeader, slices: Mapping[str, OperatorSlices]) -> None:
+    """Check that a slot has all records that `slices` of this rank need, and no others.
+
+    Raises `RefusedWindow` if the slot belongs to another model; the message names a parameter.
+    """
+    context = decode_context(header.context)
+    needed = {item.record().key for item in _slices_of(context, slices)}
+    held = {record.key for record in header.records}
+    where = f'slot {header.slot} of window {header.start}'
+    for part in sorted(needed - held):
+        raise RefusedWindow(f'{where} has no {part} of {part.operator}, which the model needs')
+    for part in sorted(held - needed):
+        raise RefusedWindow(f'{where} has {part} of {part.operator}, which the model does not have')
+    absent = slices.keys() - {*context.full, *context.weights}
+    if header.slot == 0 and absent:
+        raise RefusedWindow(f'{where} has no record of {min(absent)}, which the model has')
+
+
+def _slices_of(context: SlotContext, slices: Mapping[str, OperatorSlices]) -> Iterator[TensorSlice]:
+    for name in slices.keys() & context.full:
+        yield from slices[name].full
+    for name in slices.keys() & context.weights:
+        yield from slices[name].weights
+    for operator in slices.values():
+        yield from operator.always
 
 
 def operator_table(

@@ -25,8 +25,7 @@ from moevement_ext.config import LAYOUT_SUFFIX
 from moevement_ext.memory import private
 from moevement_ext.memory.holder_lock import PAUSE_SECONDS, in_use
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.checks import damaged
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.expected import Expected, damaged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.file_names import committed_in
 from moevement_ext.memory.window.name import Count, StoredWindow, Window

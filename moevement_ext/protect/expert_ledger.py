@@ -20,14 +20,13 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.events import TokensLost
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.memory.window.checks import damaged
+from moevement_ext.memory.window.expected import damaged
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.kept import Kept, Range, merged
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import (
     ExpertCopies,
     ExpertCopy,
-    Record,
     SlotHeader,
     align_up,
     decode_context,
@@ -68,9 +67,9 @@ class Checkpoint(NamedTuple):
             return None
         ranges: list[Range] = []
         content = self.base.payload(0)
-        known = {_key(record): record for record in self.base.header(0).records}
+        known = {record.key: record for record in self.base.header(0).records}
         for record in layout.left_out(self.older):
-            source = known[_key(record)]
+            source = known[record.key]
             part = payload[record.offset : record.offset + record.nbytes]
             part[:] = content[source.offset : source.offset + source.nbytes]
             if xxhash.xxh3_64_intdigest(memoryview(part)) != source.checksum:
@@ -251,10 +250,6 @@ def expert_ledger(rank: Rank, tokens: TokenCounter, operators: Operators) -> Exp
     own = {name: sizes[name] for name, kind in operators.kinds.items() if kind == 'expert'}
     others = sum(sizes.values()) - sum(own.values())
     return ExpertLedger(tokens, lossy_strategy(rank.config), own, others)
-
-
-def _key(record: Record) -> tuple[str, str, str, int, int]:
-    return record.operator, record.tensor, record.part, record.start, record.end
 
 
 def _copies(header: SlotHeader) -> ExpertCopies:

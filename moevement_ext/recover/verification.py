@@ -24,11 +24,10 @@ from typing import NamedTuple, Self
 import torch
 import xxhash
 
-from moevement_ext.capture.fitting import RangeKey
 from moevement_ext.capture.layout import OperatorSlices
 from moevement_ext.config import STOP
 from moevement_ext.memory.ledger import LedgerEntry
-from moevement_ext.memory.window.slot import SlotHeader, decode_context, older_experts
+from moevement_ext.memory.window.slot import RangeKey, SlotHeader, decode_context, older_experts
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Verification:
         recorded: Iterable[LedgerEntry] = (),
     ) -> None:
         self._sources = {
-            RangeKey.of_slice(item): item.source
+            item.record().key: item.source
             for slices in operators.values()
             for item in (*slices.full, *slices.weights)
         }
@@ -91,9 +90,7 @@ class Verification:
             checksums = self._expected.setdefault(header.iteration, {})
             older = older_experts(header)
             checksums.update(
-                (RangeKey.of_record(item), item.checksum)
-                for item in header.records
-                if item.operator not in older
+                (item.key, item.checksum) for item in header.records if item.operator not in older
             )
         self._recorded = {entry.iteration: entry for entry in recorded if entry.judges}
         self._compares = True
@@ -118,7 +115,7 @@ class Verification:
         expected = self._expected.pop(header.iteration, {})
         older = older_experts(header)
         for item in header.records:
-            key = RangeKey.of_record(item)
+            key = item.key
             compared = key in self._sources and item.operator not in older
             if compared and expected.get(key, item.checksum) != item.checksum:
                 self._differing.setdefault(item.operator, header.iteration)

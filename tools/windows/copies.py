@@ -10,8 +10,7 @@ from typing import NamedTuple
 import xxhash
 
 from moevement_ext.memory.node_store import STUB
-from moevement_ext.memory.window.checks import damaged
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.expected import Expected, damaged
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import Record, SlotHeader

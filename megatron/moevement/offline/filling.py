@@ -18,7 +18,7 @@ from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.layout import TensorSlice
 from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.window.placed import Placed
-from moevement_ext.memory.window.slot import Record, SlotHeader
+from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.relayout.index import SlotIndex, Wanted
 
 Read = Callable[[int, int], memoryview]
@@ -62,11 +62,7 @@ class Filling:
             if item.part == 'step' and group_step is not None:
                 item.source.fill_(group_step)
                 continue
-            record = Record(
-                item.operator, item.tensor, item.part, dtype_name(item.source.dtype),
-                item.start, item.end, 0, item.nbytes,
-            )  # fmt: skip
-            self._training.loader.restore(record, self._content(item))
+            self._training.loader.restore(item.record(), self._content(item))
         complete_restore(
             list(self._training.states.values()),
             self._training.model,

@@ -10,8 +10,7 @@ from megatron.moevement.built import Chunks
 from megatron.moevement.state import stored
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, complete_restore
-from moevement_ext.capture.fitting import check_fits
-from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice, check_fits
 from moevement_ext.memory.dtypes import dtype_of
 from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
 

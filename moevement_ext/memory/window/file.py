@@ -28,8 +28,7 @@ from moevement_ext.memory.mapped import (
     reserve_range,
 )
 from moevement_ext.memory.private import ForeignFileError
-from moevement_ext.memory.window.checks import check_whole, damaged, verified_header
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.expected import Expected, check_whole, damaged, verified_header
 from moevement_ext.memory.window.format import (
     MAX_SLOTS,
     PREAMBLE_BYTES,

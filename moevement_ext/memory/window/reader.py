@@ -15,8 +15,7 @@ import xxhash
 
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.window.checks import check_whole, damaged, verified_header
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.expected import Expected, check_whole, damaged, verified_header
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.format import PREAMBLE_BYTES, Entry, read_directory
 from moevement_ext.memory.window.name import WindowName

@@ -9,7 +9,7 @@ identifies the content of a whole slot.
 """
 
 import struct
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
@@ -28,6 +28,20 @@ LOSS_BYTES = 16
 """At least the bytes that a loss adds to an encoded context."""
 
 _CHECKSUM = struct.Struct('<Q')
+
+
+class RangeKey(NamedTuple):
+    """Identity of a captured range, for comparison of slots and models."""
+
+    operator: str
+    tensor: str
+    part: str
+    dtype: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f'{self.tensor} ({self.part}, {self.dtype}, elements {self.start} to {self.end})'
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +64,10 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     nbytes: Count
     checksum: Count = 0
     """xxh3_64 of the bytes; 0 until the slot is sealed."""
+
+    @property
+    def key(self) -> RangeKey:
+        return RangeKey(self.operator, self.tensor, self.part, self.dtype, self.start, self.end)
 
 
 class SlotHeader(msgspec.Struct):

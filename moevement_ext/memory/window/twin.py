@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from moevement_ext.memory.window.checks import check_whole
-from moevement_ext.memory.window.expected import Expected
+from moevement_ext.memory.window.expected import Expected, check_whole
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
 from moevement_ext.memory.window.format import window_capacity
 from moevement_ext.memory.window.name import StoredWindow
 from moevement_ext.memory.window.refused import CorruptWindow, OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import (
+    RangeKey,
     Record,
     SlotHeader,
     align_up,
@@ -187,13 +187,5 @@ def _is_same(record: Record, found: Record | None, is_own: bool) -> bool:
     return is_own or found.checksum == record.checksum
 
 
-def _identity(record: Record) -> tuple[str, str, str, str, int, int, int]:
-    return (
-        record.operator,
-        record.tensor,
-        record.part,
-        record.dtype,
-        record.start,
-        record.end,
-        record.nbytes,
-    )
+def _identity(record: Record) -> tuple[RangeKey, int]:
+    return record.key, record.nbytes

@@ -15,7 +15,6 @@ from moevement_ext import faults
 from moevement_ext.capture.layout import OperatorSlices, TensorSlice
 from moevement_ext.capture.relaying import Division, Relaying
 from moevement_ext.faults import Phase
-from moevement_ext.memory.dtypes import dtype_name
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
 from moevement_ext.memory.window.placed import Placed, Seat
@@ -93,7 +92,7 @@ class RelaidWindow:
         context = self._context(slot)
         records, offset = [], 0
         for item in self._wanted(context):
-            records.append(_record(item, offset))
+            records.append(item.record(offset))
             offset += align_up(item.nbytes)
         start = self.window.start
         return SlotHeader(
@@ -173,10 +172,3 @@ class RelaidWindow:
 
     def _division_of(self, record: Record, owner: int | None) -> Division:
         return self._relaying.division_of(record.operator, record.part, record.tensor, owner)
-
-
-def _record(item: TensorSlice, offset: int) -> Record:
-    dtype = dtype_name(item.source.dtype)
-    return Record(
-        item.operator, item.tensor, item.part, dtype, item.start, item.end, offset, item.nbytes
-    )

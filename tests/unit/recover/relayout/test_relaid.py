@@ -28,7 +28,6 @@ from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
-    Record,
     SlotContext,
     SlotHeader,
     decode_context,
@@ -103,9 +102,7 @@ def captured(windows: OwnerWindows, owner: int) -> WindowFile:
         records, content = [], b''
         for item in (item for kind in held for item in kind):
             data = item.source.view(torch.uint8).numpy().tobytes()
-            dtype = str(item.source.dtype).removeprefix('torch.')
-            place = (item.start, item.end, len(content), len(data))
-            records.append(Record(item.operator, item.tensor, item.part, dtype, *place))
+            records.append(item.record(len(content)))
             content += data + bytes(-len(data) % 64)
         context = SlotContext(FULL[slot], WEIGHTS[slot], f'state {owner} {slot}'.encode())
         header = SlotHeader(
