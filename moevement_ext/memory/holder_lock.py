@@ -29,7 +29,7 @@ ELSEWHERE_SECONDS = 180.0
 """Longest wait for a process of another host. If that is gone, its network file system frees the
 lock with its lease (NFS: 90 s by default), or evicts it (Lustre: up to 150 s)."""
 
-PAUSE_SECONDS = 0.1
+_PAUSE_SECONDS = 0.1
 _PF_EXITING = 0x4
 _SIGKILL_PENDING = re.compile(r'^(?:SigPnd|ShdPnd):\t[0-9a-f]*[1-9a-f][0-9a-f]{2}$', re.MULTILINE)
 
@@ -66,7 +66,7 @@ class HolderLock:
         except BlockingIOError:
             holder = os.read(self._fd, 300).decode(errors='replace')
             os.close(self._fd)
-            raise in_use(path.parent, holder) from None
+            raise _in_use(path.parent, holder) from None
         except OSError:
             os.close(self._fd)
             raise
@@ -105,10 +105,40 @@ def taken(path: Path, elsewhere_s: float | None = None) -> HolderLock:
             if error.elsewhere and not told:
                 logger.warning('waiting up to %.0f s: %s', limit, error)
                 told = True
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(_PAUSE_SECONDS)
 
 
-def in_use(path: Path, holder: str, job: str = 'another job') -> StoreInUseError:
+def is_held(path: Path) -> bool:
+    """True if a process holds the lock. The shared lock taken here excludes no other reader."""
+    try:
+        fd = private.open_file(path, os.O_RDONLY)
+    except (OSError, private.ForeignFileError):  # a file of another user is no lock of this job
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def wait_until_free(path: Path, job: str) -> None:
+    """Wait for an ending process of `job`; `StoreInUseError` if it stays alive."""
+    began = time.monotonic()
+    while is_held(path):
+        holder = ''
+        with suppress(OSError):
+            holder = path.read_text(errors='replace')
+        error = _in_use(path.parent, holder, job)
+        if time.monotonic() - began >= error.patience_s:
+            raise error
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _in_use(path: Path, holder: str, job: str = 'another job') -> StoreInUseError:
     """The error about a directory that `job` has locked by the process in the lock file."""
     if _dies(holder):
         error = StoreInUseError(

@@ -17,7 +17,7 @@ from pathlib import Path
 from moevement_ext.config import ConfigurationError
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import private
-from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, taken
+from moevement_ext.memory.holder_lock import HolderLock, StoreInUseError, is_held, taken
 from moevement_ext.memory.window.file_names import COMMITTED, committed_in
 from moevement_ext.memory.window.name import StoredWindow
 
@@ -194,14 +194,7 @@ def holds_windows(run: Path) -> bool:
 
 def is_in_use(run: Path) -> bool:
     """True if a live process, perhaps of another job, keeps windows in `<root>/<run id>`."""
-    for path in run.glob('*/*/lock'):
-        try:
-            HolderLock(path).release()
-        except StoreInUseError:
-            return True
-        except (HostMemoryError, OSError):  # not this user's own, or removed meanwhile
-            continue
-    return False
+    return any(map(is_held, run.glob('*/*/lock')))
 
 
 def require_directory_name(flag: str, part: str) -> None:

@@ -5,15 +5,12 @@ With `--sparse-ckpt-elastic` a run has one directory per layout, `<run id>.<dige
 overwrites no window of an earlier layout before all of its ranks have their own window.
 """
 
-import fcntl
 import logging
 import os
 import re
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +19,7 @@ import msgspec
 import xxhash
 
 from moevement_ext.config import LAYOUT_SUFFIX
-from moevement_ext.memory import private
-from moevement_ext.memory.holder_lock import PAUSE_SECONDS, in_use
+from moevement_ext.memory.holder_lock import wait_until_free
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected, damaged
 from moevement_ext.memory.window.file import WindowFile
@@ -124,7 +120,8 @@ class Shelf:
         """
         store = NodeStore(self._store.root, run, self._node)
         on_disk = () if self._disk is None else (self._disk / run).glob('rank*/lock')
-        _require_idle([*store.path.glob('*/lock'), *on_disk])
+        for lock in (*store.path.glob('*/lock'), *on_disk):
+            wait_until_free(lock, 'a job of another layout')
         told = set()
         unread = self.unread[run] = dict[str, int]()
         for stored, from_disk, opened in self._stored(store, run):
@@ -254,37 +251,3 @@ def _on_disk(path: Path) -> _ShelvedCopy:
             return memoryview(reader.read_record(header.slot, record))
 
     return _ShelvedCopy(path, headers, read)
-
-
-def _require_idle(locks: Iterable[Path]) -> None:
-    """Wait for ending processes of an earlier run attempt; `StoreInUseError` if one stays alive."""
-    for lock in locks:
-        began = time.monotonic()
-        while not _is_free(lock):
-            error = in_use(lock.parent, _holder(lock), 'a job of another layout')
-            if time.monotonic() - began >= error.patience_s:
-                raise error
-            time.sleep(PAUSE_SECONDS)
-
-
-def _holder(lock: Path) -> str:
-    with suppress(OSError):
-        return lock.read_text(errors='replace')
-    return ''
-
-
-def _is_free(lock: Path) -> bool:
-    """True if no process holds the lock. The shared lock taken here excludes no other reader."""
-    try:
-        fd = private.open_file(lock, os.O_RDONLY)
-    except (OSError, private.ForeignFileError):  # a file of another user is no lock of this job
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    finally:
-        os.close(fd)

@@ -5,14 +5,13 @@ Without `--sparse-ckpt-run-id` a mistyped flag makes another run, which finds no
 silently train from the start. So would a run whose node has another name than before.
 """
 
-import fcntl
 import logging
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.membership.rank import Rank
+from moevement_ext.memory.holder_lock import is_held
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
@@ -66,7 +65,7 @@ def of_other_names(
 
 def _newest(other: NodeStore, store: NodeStore, identity: RankIdentity) -> int:
     windows = other.scan()
-    if not windows or any(_lives(other.holder_path(found.holder)) for found in windows):
+    if not windows or any(is_held(other.holder_path(found.holder) / 'lock') for found in windows):
         return -1
     newest = windows[0]
     file = WindowFile.open(newest.path)
@@ -79,7 +78,7 @@ def _newest(other: NodeStore, store: NodeStore, identity: RankIdentity) -> int:
 
 def _look_at(other: NodeStore, rank: Rank) -> None:
     windows = other.scan()
-    if not windows or _lives(other.holder_path(windows[0].holder)):
+    if not windows or is_held(other.holder_path(windows[0].holder) / 'lock'):
         return
     header = WindowFile.open(windows[0].path).header(0)
     lines = Expected.of(rank.identity).differs(header).decisive
@@ -94,13 +93,3 @@ def _look_at(other: NodeStore, rank: Rank) -> None:
             told(differing) or 'its id alone',
             '' if differing else f', with {_RUN_ID} {other.run_id}',
         )
-
-
-def _lives(holder: Path) -> bool:
-    """True if a process has locked the directory; containers reuse process ids."""
-    with suppress(OSError), open(holder / 'lock', 'rb') as file:
-        try:  # a process that asks for the lock right now asks again
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
