@@ -212,13 +212,10 @@ class DiskWindows:
     def note_complete(self, start: int) -> None:
         """Record that all ranks have the window with this start on disk; -1: no window."""
         written = self.path / f'{_COMPLETE}.new'
-        fd = private.open_file(written, os.O_WRONLY | os.O_CREAT)
-        try:
+        with private.opened(written, os.O_WRONLY | os.O_CREAT) as fd:
             os.ftruncate(fd, 0)
             os.write(fd, str(start).encode())
             os.fsync(fd)
-        finally:
-            os.close(fd)
         os.rename(written, self.path / _COMPLETE)
         _sync_directory(self.path)
 
@@ -310,8 +307,7 @@ def _copy(file: WindowFile, path: Path, advance: Advance) -> None:
             + (f' ({aside} of an earlier attempt, aside-*, may be deleted there)' if aside else '')
         )
     content = memoryview(file.array)[:used]
-    fd = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
+    with private.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
         synced = written = 0
         while written < used:
             count = os.write(fd, content[written : written + CHUNK_BYTES])
@@ -323,8 +319,6 @@ def _copy(file: WindowFile, path: Path, advance: Advance) -> None:
         os.ftruncate(fd, file.capacity)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def _write_back(fd: int, begin: int, end: int) -> None:

@@ -111,17 +111,12 @@ def taken(path: Path, elsewhere_s: float | None = None) -> HolderLock:
 def is_held(path: Path) -> bool:
     """True if a process holds the lock. The shared lock taken here excludes no other reader."""
     try:
-        fd = private.open_file(path, os.O_RDONLY)
-    except (OSError, private.ForeignFileError):  # a file of another user is no lock of this job
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with private.opened(path, os.O_RDONLY) as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # a file system without locks
+    except (OSError, private.ForeignFileError):  # of another user, or a file system without locks
         return False
-    finally:
-        os.close(fd)
     return False
 
 

@@ -17,6 +17,8 @@ import functools
 import logging
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -53,14 +55,12 @@ def map_new(path: Path, nbytes: int, reserved: int | None = None) -> mmap.mmap:
         HostMemoryError: the file system is too full; no file is left behind.
         FileExistsError: a file of that name exists.
     """
-    fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        return _reserved(fd, nbytes, path, reserved)
-    except BaseException:
-        path.unlink()
-        raise
-    finally:
-        os.close(fd)
+    with private.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        try:
+            return _reserved(fd, nbytes, path, reserved)
+        except BaseException:
+            path.unlink()
+            raise
 
 
 def map_anew(
@@ -72,8 +72,7 @@ def map_anew(
     bytes get pages; None: all. Raises `HostMemoryError` if the file system has not that much
     left, or if the file is not this user's own.
     """
-    fd = private.open_file(path, os.O_RDWR | (os.O_CREAT if create else 0))
-    try:
+    with private.opened(path, os.O_RDWR | (os.O_CREAT if create else 0)) as fd:
         former = min(os.fstat(fd).st_size, nbytes)
         os.ftruncate(fd, former)
         try:
@@ -81,8 +80,6 @@ def map_anew(
         except HostMemoryError:
             os.ftruncate(fd, former)  # frees the pages reserved beyond the former size
             raise
-    finally:
-        os.close(fd)
 
 
 def map_existing(path: Path, writable: bool = False, reserved: int | None = None) -> mmap.mmap:
@@ -96,8 +93,7 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
         HostMemoryError: the file system has no space to fill the holes.
         OSError: the file cannot be opened or mapped.
     """
-    fd = private.open_file(path, os.O_RDWR if writable else os.O_RDONLY)
-    try:
+    with private.opened(path, os.O_RDWR if writable else os.O_RDONLY) as fd:
         if not writable:
             return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         found = os.fstat(fd)
@@ -107,8 +103,6 @@ def map_existing(path: Path, writable: bool = False, reserved: int | None = None
         mapped = _map(fd, found.st_size)
         reserve_range(np.frombuffer(mapped, np.uint8), path, 0, wanted)
         return mapped
-    finally:
-        os.close(fd)
 
 
 def prepare_map(path: Path, nbytes: int, reserved: int) -> None:
@@ -147,11 +141,8 @@ def map_first(path: Path, nbytes: int) -> mmap.mmap:
         OSError: the file cannot be opened or mapped.
         ValueError: the file is smaller.
     """
-    fd = private.open_file(path, os.O_RDWR)
-    try:
+    with private.opened(path, os.O_RDWR) as fd:
         mapped = mmap.mmap(fd, nbytes)
-    finally:
-        os.close(fd)
     reserve_range(np.frombuffer(mapped, np.uint8), path, 0, nbytes)
     return mapped
 
@@ -200,12 +191,8 @@ def _reserved(fd: int, nbytes: int, path: Path, reserved: int | None) -> mmap.mm
     """Resize the open file, map it, and reserve its first pages."""
     wanted = nbytes if reserved is None else min(reserved, nbytes)
     _check_free(fd, wanted, path)
-    try:
+    with _no_space_named(path, nbytes):
         os.ftruncate(fd, nbytes)
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise _no_space(path, nbytes, free_bytes(path.parent)) from error
     mapped = _map(fd, nbytes)
     array = np.frombuffer(mapped, np.uint8)
     reserve_range(array, path, 0, wanted)
@@ -220,15 +207,19 @@ def _check_free(fd: int, nbytes: int, path: Path) -> None:
 
 
 def _allocate(path: Path, begin: int, end: int) -> None:
-    fd = private.open_file(path, os.O_RDWR)
-    try:
+    with private.opened(path, os.O_RDWR) as fd, _no_space_named(path, end):
         os.posix_fallocate(fd, begin, end - begin)
+
+
+@contextmanager
+def _no_space_named(path: Path, nbytes: int) -> Iterator[None]:
+    """Raise a `HostMemoryError` instead of an error of the system about missing space."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        raise _no_space(path, end, free_bytes(path.parent)) from error
-    finally:
-        os.close(fd)
+        raise _no_space(path, nbytes, free_bytes(path.parent)) from error
 
 
 def _advise(array: Bytes, begin: int, end: int, advice: int) -> int:

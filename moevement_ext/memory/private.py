@@ -9,7 +9,8 @@ it is used, no link is followed, and foreign files are refused by name.
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moevement_ext.errors import HostMemoryError
@@ -80,6 +81,16 @@ def open_file(path: Path, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A descriptor as of `open_file`, closed at the end."""
+    fd = open_file(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _levels(root: Path, path: Path) -> list[Path]:
