@@ -10,10 +10,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -79,12 +78,40 @@ def left_by_elastic(store: NodeStore) -> list[str]:
     ]
 
 
-class _ShelvedCopy(NamedTuple):
-    """One copy of a part. Everything but its payload is verified."""
+class Copy:
+    """One copy of an owner's part of a window. Everything but its payload is verified.
 
-    path: Path
-    headers: list[SlotHeader]
-    read: Callable[[SlotHeader, Record], memoryview]
+    `data` returns the bytes of a record of a slot.
+    """
+
+    def __init__(
+        self, path: Path, headers: list[SlotHeader], data: Callable[[int, Record], memoryview]
+    ) -> None:
+        self.headers = headers
+        self._path = path
+        self._data = data
+        self._verified: set[tuple[int, int]] = set()
+
+    def read(self, slot: int, index: int) -> memoryview:
+        """Verified bytes of record `index`; `RefusedWindow` if they are damaged."""
+        record = self.headers[slot].records[index]
+        data = self._data(slot, record)
+        if (slot, index) not in self._verified:
+            if xxhash.xxh3_64_intdigest(data) != record.checksum:
+                raise damaged(self._path, slot, record)
+            self._verified.add((slot, index))
+        return data
+
+
+def read_any(copies: Iterable[Copy], slot: int, index: int) -> memoryview:
+    """Verified bytes of record `index`; `RefusedWindow` without an undamaged copy."""
+    refusals = []
+    for copy in copies:
+        try:
+            return copy.read(slot, index)
+        except RefusedWindow as refusal:
+            refusals.append(str(refusal))
+    raise RefusedWindow('; '.join(refusals))
 
 
 class Shelf:
@@ -103,8 +130,7 @@ class Shelf:
         self._node = store.path.name
         self._disk = disk
         self.unread: dict[str, dict[str, int]] = {}
-        self._copies: dict[Part, list[_ShelvedCopy]] = {}
-        self._verified: set[tuple[Path, int, int]] = set()
+        self._copies: dict[Part, list[Copy]] = {}
         self._lock = threading.Lock()
 
     def runs(self) -> list[str]:
@@ -147,30 +173,12 @@ class Shelf:
 
     def read(self, part: Part, slot: int, index: int) -> memoryview:
         """Verified bytes of record `index`; `RefusedWindow` without an undamaged copy here."""
-        refusals = []
-        for copy in self._opened(part):
-            header = copy.headers[slot]
-            record = header.records[index]
-            try:
-                return self._read(copy, header, record)
-            except RefusedWindow as refusal:
-                refusals.append(str(refusal))
-        raise RefusedWindow('; '.join(refusals))
-
-    def _read(self, copy: _ShelvedCopy, header: SlotHeader, record: Record) -> memoryview:
-        data = copy.read(header, record)
-        known = copy.path, header.slot, record.offset
-        if known not in self._verified:
-            if xxhash.xxh3_64_intdigest(data) != record.checksum:
-                raise damaged(copy.path, header.slot, record)
-            self._verified.add(known)
-        return data
+        return read_any(self._opened(part), slot, index)
 
     def close(self) -> None:
         """Unmap all windows: deleted files take memory until then. A later read opens them anew."""
         with self._lock:
             self._copies.clear()
-            self._verified.clear()
 
     def remove(self, runs: list[str]) -> None:
         """Delete files of these layouts without a live process, in the memory of this node."""
@@ -183,13 +191,13 @@ class Shelf:
             if self._disk is not None:
                 shutil.rmtree(self._disk / run, ignore_errors=True)
 
-    def _opened(self, part: Part) -> list[_ShelvedCopy]:
+    def _opened(self, part: Part) -> list[Copy]:
         with self._lock:
             if part not in self._copies:
                 self._copies[part] = self._open(part)
             return self._copies[part]
 
-    def _open(self, part: Part) -> list[_ShelvedCopy]:
+    def _open(self, part: Part) -> list[Copy]:
         if part.run not in self.runs():
             raise RefusedWindow(f'{part.run} is no other layout of the run {self._store.run_id}')
         copies, refusals = [], []
@@ -208,46 +216,50 @@ class Shelf:
 
     def _stored(
         self, store: NodeStore, run: str
-    ) -> Iterator[tuple[StoredWindow, bool, Callable[[Path], _ShelvedCopy]]]:
+    ) -> Iterator[tuple[StoredWindow, bool, Callable[[Path], Copy]]]:
         yield from ((stored, False, _mapped) for stored in store.scan())
-        yield from ((stored, False, _twin) for stored in twin_windows(store.scan_stubs()))
+        yield from ((stored, False, copy_at_twin) for stored in twin_windows(store.scan_stubs()))
         if self._disk is None or not (self._disk / run).is_dir():
             return
         for path in sorted((self._disk / run).iterdir()):
             match = _RANK.fullmatch(path.name)
             if match is not None:
                 owner = int(match[1])
-                yield from ((stored, True, _on_disk) for stored in committed_in(path, owner, owner))
+                yield from (
+                    (stored, True, copy_in_file) for stored in committed_in(path, owner, owner)
+                )
 
 
-def _mapped(path: Path) -> _ShelvedCopy:
+def _mapped(path: Path) -> Copy:
     file = WindowFile.open(path)
 
-    def read(header: SlotHeader, record: Record) -> memoryview:
-        return memoryview(file.payload(header.slot))[record.offset : record.offset + record.nbytes]
+    def data(slot: int, record: Record) -> memoryview:
+        return memoryview(file.payload(slot))[record.offset : record.offset + record.nbytes]
 
-    return _ShelvedCopy(path, file.verify_identity(Expected()), read)
+    return Copy(path, file.verify_identity(Expected()), data)
 
 
-def _twin(path: Path) -> _ShelvedCopy:
+def copy_at_twin(path: Path) -> Copy:
+    """Open the stub at `path` with its base; errors as of `TwinWindow.open`."""
     twin = TwinWindow.open(path)
 
     @lru_cache(maxsize=1)  # records are read slot by slot
     def payload(slot: int) -> memoryview:
         return memoryview(b''.join(twin.payload(slot)))
 
-    def read(header: SlotHeader, record: Record) -> memoryview:
-        return payload(header.slot)[record.offset : record.offset + record.nbytes]
+    def data(slot: int, record: Record) -> memoryview:
+        return payload(slot)[record.offset : record.offset + record.nbytes]
 
-    return _ShelvedCopy(path, twin.verify_identity(Expected()), read)
+    return Copy(path, twin.verify_identity(Expected()), data)
 
 
-def _on_disk(path: Path) -> _ShelvedCopy:
+def copy_in_file(path: Path) -> Copy:
+    """A copy that is read without mapping it; `RefusedWindow` if it is unreadable."""
     with WindowReader(path) as reader:
         headers = reader.verify_identity(Expected())
 
-    def read(header: SlotHeader, record: Record) -> memoryview:
+    def data(slot: int, record: Record) -> memoryview:
         with WindowReader(path) as reader:
-            return memoryview(reader.read_record(header.slot, record))
+            return memoryview(reader.read_record(slot, record))
 
-    return _ShelvedCopy(path, headers, read)
+    return Copy(path, headers, data)

@@ -2,26 +2,14 @@
 """Reads one window of all its owners, whichever copy of it is undamaged."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
-
-import xxhash
 
 from moevement_ext.memory.node_store import STUB
-from moevement_ext.memory.window.expected import Expected, damaged
-from moevement_ext.memory.window.reader import WindowReader
+from moevement_ext.memory.shelf import Copy, copy_at_twin, copy_in_file, read_any
 from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.memory.window.slot import Record, SlotHeader
-from moevement_ext.memory.window.twin import TwinWindow, base_path
+from moevement_ext.memory.window.twin import base_path
 from tools.windows.found import Found
-
-
-class _Copy(NamedTuple):
-    path: Path
-    header: SlotHeader
-    read: Callable[[Record], bytes | bytearray | memoryview]
 
 
 class Copies:
@@ -42,7 +30,7 @@ class Copies:
         for one in found:
             files[one.rank].append(one.path)
         self._copies = {owner: _opened(paths) for owner, paths in files.items()}
-        self.headers = {owner: copies[0].header for owner, copies in self._copies.items()}
+        self.headers = {owner: copies[0].headers[0] for owner, copies in self._copies.items()}
 
     def read(self, owner: int, index: int) -> memoryview:
         """Bytes of a record, compared with their checksum.
@@ -50,24 +38,14 @@ class Copies:
         Raises:
             RefusedWindow: they are damaged in all copies; names operator and tensor.
         """
-        record = self.headers[owner].records[index]
-        refusals = []
-        for copy in self._copies[owner]:
-            try:
-                data = copy.read(record)
-                if xxhash.xxh3_64_intdigest(data) != record.checksum:
-                    raise damaged(copy.path, copy.header.slot, record)
-                return memoryview(data)
-            except RefusedWindow as refusal:
-                refusals.append(str(refusal))
-        raise RefusedWindow('; '.join(refusals))
+        return read_any(self._copies[owner], 0, index)
 
 
-def _opened(paths: Iterable[Path]) -> list[_Copy]:
+def _opened(paths: Iterable[Path]) -> list[Copy]:
     copies, refusals = [], []
     for path in paths:
         try:
-            copies.append(_of_twin(path) if path.parent.name.startswith(STUB) else _of_file(path))
+            copies.append(_opened_one(path))
         except RefusedWindow as refusal:
             refusals.append(str(refusal))
     if not copies:
@@ -75,25 +53,9 @@ def _opened(paths: Iterable[Path]) -> list[_Copy]:
     return copies
 
 
-def _of_file(path: Path) -> _Copy:
-    with WindowReader(path) as reader:
-        (header,) = reader.verify_identity(Expected())
-
-    def read(record: Record) -> bytearray:
-        with WindowReader(path) as reader:
-            return reader.read_record(header.slot, record)
-
-    return _Copy(path, header, read)
-
-
-def _of_twin(path: Path) -> _Copy:
+def _opened_one(path: Path) -> Copy:
+    if not path.parent.name.startswith(STUB):
+        return copy_in_file(path)
     if not base_path(path).exists():
         raise RefusedWindow(f'{path}: the window that it belongs to is not there')
-    twin = TwinWindow.open(path)
-    (header,) = twin.verify_identity(Expected())
-
-    @cache
-    def payload() -> memoryview:
-        return memoryview(b''.join(twin.payload(header.slot)))
-
-    return _Copy(path, header, lambda r: payload()[r.offset : r.offset + r.nbytes])
+    return copy_at_twin(path)
