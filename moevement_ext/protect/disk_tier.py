@@ -291,7 +291,7 @@ class DiskTier:
                 self._stopping
                 or bool(self._rollbacks)
                 or self._agreed.is_given_up(window.start)
-                or not self._windows.is_held(file)
+                or not file.held
                 or self._last not in (None, window)
             )
 

@@ -29,8 +29,7 @@ from moevement_ext.memory.sizing import (
 )
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
-from moevement_ext.memory.window.generation import FileSize
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.name import Window, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader

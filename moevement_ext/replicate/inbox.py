@@ -219,7 +219,7 @@ class Inbox:
         """True if the base of the stub is here; `OtherBytes` if the base holds another state."""
         if self._bases is None:
             return True
-        base = self._bases.awaited(name, _BASE_SECONDS)
+        base = self._bases.file(name, _BASE_SECONDS)
         if base is None:
             return False
         try:

@@ -9,7 +9,7 @@ import msgspec
 
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.sizing import Logged, log_ring_bytes, rank_memory, window_lengths
-from moevement_ext.memory.window.generation import FileSize
+from moevement_ext.memory.window.generations import FileSize
 from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
 

@@ -23,8 +23,7 @@ from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generation import FileSize
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.name import StoredWindow, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame

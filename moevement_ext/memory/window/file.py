@@ -6,6 +6,7 @@ sealed, so that its size need not be known when the payload is reserved. Readers
 damage raises a `RefusedWindow` (invariant I7).
 """
 
+import enum
 import mmap
 import os
 import threading
@@ -73,6 +74,20 @@ class SlotBlob(NamedTuple):
     frame: memoryview
 
 
+class FileState(enum.Enum):
+    """State of a file."""
+
+    FREE = 'free'
+    WRITING = 'writing'
+    UNJUDGED = 'unjudged'
+    COMMITTED = 'committed'
+    CUT_OFF = 'cut off'
+    """Left incomplete by an earlier process: free, and compared with until it is reused."""
+
+
+BEING_FILLED = FileState.WRITING, FileState.UNJUDGED
+
+
 class _Draft:
     """State of a window being written: the end of the used part and reserved payloads."""
 
@@ -93,6 +108,10 @@ class WindowFile:
         room: bytes with pages, from the beginning: the size of windows of the length in force.
             The rest of the file is a hole.
         kept: byte ranges shared with an earlier window, if they are known.
+        state: set by the `OwnerWindows` that recycles the file.
+        held: `OwnerWindows.hold` protects it; False once a rollback has freed it in spite of that,
+            so that its bytes may change.
+        fetched: a thread fills it that no other one waits for, whatever becomes of its window.
     """
 
     def __init__(
@@ -102,6 +121,8 @@ class WindowFile:
         self.array = array
         self.room = array.size if room is None else room
         self.kept: Kept | None = None
+        self.state = FileState.FREE
+        self.held = self.fetched = False
         self._making_room = threading.Lock()
         self._directory = directory
         self._draft: _Draft | None = None
@@ -195,6 +216,11 @@ class WindowFile:
     def name(self) -> WindowName | None:
         """The window in this file, complete or being written; None when empty."""
         return self._directory.name
+
+    @property
+    def start(self) -> int:
+        """First iteration of the window in this file; -1 when empty."""
+        return -1 if self.name is None else self.name.start
 
     def required_name(self) -> WindowName:
         """Name of the window in this file; `ValueError` if the file is empty."""

@@ -18,8 +18,7 @@ from moevement_ext.memory.mapped import map_anew
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.reserved_pages import ReservedPages
 from moevement_ext.memory.upstream_log.log import UpstreamLog
-from moevement_ext.memory.window.generation import FileSize
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_window
 
 CPU = torch.device('cpu')

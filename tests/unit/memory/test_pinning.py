@@ -19,8 +19,7 @@ from moevement_ext.memory.pinning import pin
 from moevement_ext.memory.upstream_log.ring_map import RingMap
 from moevement_ext.memory.window import file as file_module
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generation import FileSize
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_window
 
 

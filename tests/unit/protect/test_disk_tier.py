@@ -440,7 +440,7 @@ def test_a_held_file_is_neither_overwritten_nor_missed(make: Callable[..., Job])
         commit(windows, start)
         assert windows.begin(named(start + 90)) is None, 'two take turns, as without a disk'
         windows.persisted(named(start))
-    assert held.array.tobytes() == content and windows.is_held(held)
+    assert held.array.tobytes() == content and held.held
     with pytest.raises(ValueError, match='only one'):
         windows.hold(named(9))
     windows.release(held)
@@ -456,7 +456,7 @@ def test_rollback_frees_a_held_file_and_its_holder_notices(make: Callable[..., J
     held = windows.hold(named(3))
     assert held is not None
     windows.discard_after(0)
-    assert not windows.is_held(held)
+    assert not held.held
     file = windows.begin(named(6))
     assert file is not None
     write_window(file)

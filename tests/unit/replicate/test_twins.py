@@ -242,12 +242,16 @@ def test_a_base_that_is_reused_while_it_is_compared_is_awaited(
     file, base = twins.capture(0), twins.capture(1, differs='weight0')
     windows = twins.ranks[1].windows
 
-    def reused(*given: object) -> WindowFile:
-        windows.discard(named(0))
+    really = windows.file
+
+    def reused(name: WindowName, wait_s: float = 0.0) -> WindowFile | None:
+        if not wait_s:
+            return really(name)
+        windows.discard(name)
         return base
 
     with monkeypatch.context() as meanwhile, pytest.raises(BaseAwaited):
-        meanwhile.setattr(windows, 'awaited', reused)
+        meanwhile.setattr(windows, 'file', reused)
         send(twins, file)
     twins.capture(1)
     twins.ranks[0].peers()[1].commit(0, named(0))

@@ -19,8 +19,7 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generation import FileSize
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow
 from tests.unit.memory.samples import (
@@ -74,7 +73,7 @@ def test_names_follow_the_states(store: NodeStore) -> None:
     second = windows.begin(named(3))
     assert second is not None
     windows.abandon(second)
-    assert file_names(windows) == ['free-1.window', 'window-0-plan1.window']
+    assert file_names(windows) == ['free-0.window', 'window-0-plan1.window']
 
 
 def test_incomplete_window_is_not_committed(store: NodeStore) -> None:
@@ -297,7 +296,7 @@ def test_damaged_committed_window_is_replaced(
 _VICTIM = """
 import sys, pathlib
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from tests.unit.memory.samples import capacity, named, write_slot, write_window
 windows = OwnerWindows(NodeStore(pathlib.Path(sys.argv[1]), 'run1', 'node0'), 0, 0, capacity())
 file = windows.begin(named(0))

@@ -18,9 +18,8 @@ from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window import file as file_module
 from moevement_ext.memory.window.expected import Expected
-from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generation import FileSize, FileState, Generation
-from moevement_ext.memory.window.generations import OwnerWindows
+from moevement_ext.memory.window.file import FileState, WindowFile
+from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.refused import RefusedWindow
 from tests.unit.forks import Forked
 from tests.unit.memory.samples import (
@@ -239,12 +238,10 @@ def _victim(root: Path, moment: str, early: bool, room: int) -> None:
         MOMENTS[moment](windows)
 
 
-def _needed_until_a_newer_window_is_committed(
-    windows: OwnerWindows, generation: Generation
-) -> bool:
+def _needed_until_a_newer_window_is_committed(windows: OwnerWindows, file: WindowFile) -> bool:
     """Released a step too early: other ranks and replica holders may lack the newer window."""
-    newest = max(g.start for g in windows._generations if g.state is FileState.COMMITTED)
-    return generation.state is not FileState.FREE and generation.start >= newest
+    newest = max(one.start for one in windows._files if one.state is FileState.COMMITTED)
+    return file.state is not FileState.FREE and file.start >= newest
 
 
 def left_by(store: NodeStore, moment: str, early: bool = False, room: int = LONG) -> list[int]:
