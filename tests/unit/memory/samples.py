@@ -123,11 +123,11 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def commit(windows: OwnerWindows, start: int, plan: str = PLAN) -> WindowFile:
+def commit(windows: OwnerWindows, start: int, plan: str = PLAN, window: int = WINDOW) -> WindowFile:
     """Commit a complete window."""
     file = windows.begin(named(start, plan))
     assert file is not None
-    write_window(file, windows.owner)
+    write_window(file, windows.owner, window)
     windows.commit(file)
     return file
 

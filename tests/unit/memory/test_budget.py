@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,16 +12,10 @@ from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory, reserve
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import capacity, commit, tmpfs_directory
+from tests.unit.memory.samples import capacity, commit
 
 UNKNOWN = Path('/nowhere/self')
 """Of a machine whose memory is not known; that of a tmpfs is larger than the machine's."""
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def two_ranks() -> HostMemoryPlan:

@@ -2,7 +2,6 @@
 """Limits of containers, read from copies of kernel files."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory import hot_spares
 from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory
 from moevement_ext.memory.cgroup import _MemoryLeft, cores_left, memory_left
-from tests.unit.memory.samples import tmpfs_directory
 
 UNLIMITED = 9223372036854771712
 
@@ -157,12 +155,6 @@ def test_cores_of_cgroups_version_1(
 def test_limits_of_this_process_are_readable() -> None:
     left = memory_left()
     assert left is None or left.nbytes > 0
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def test_plan_over_the_container_limit_is_refused(machine: Machine, shm: Path) -> None:

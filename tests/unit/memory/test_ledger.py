@@ -4,7 +4,6 @@ import math
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,12 +23,6 @@ from tests.unit.memory.samples import RUN, TOPOLOGY, identity_of, tmpfs_director
 
 REPOSITORY = Path(__file__).parents[3]
 OWN = identity_of(1)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def entry(iteration: int, grad_norm: float = 1.5, overflow: bool = False) -> LedgerEntry:

@@ -2,7 +2,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from mmap import PAGESIZE, mmap
 from pathlib import Path
 
@@ -19,15 +19,8 @@ from moevement_ext.memory.mapped import (
     reserve_range,
 )
 from moevement_ext.memory.private import ForeignFileError
-from tests.unit.memory.samples import tmpfs_directory
 
 SIZE = 2**16
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def reserved(path: Path) -> int:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,21 +18,7 @@ from tests.unit.memory.samples import (
     commit,
     named,
     restart,
-    tmpfs_directory,
 )
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
-
-
-@pytest.fixture
-def store(shm: Path) -> Iterator[NodeStore]:
-    store = NodeStore(shm, 'run1', 'node0')
-    yield store
-    store.close()
 
 
 @pytest.mark.parametrize('run_id', ['', '..', 'a/b', '-x'])

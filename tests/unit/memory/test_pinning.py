@@ -20,7 +20,7 @@ from moevement_ext.memory.upstream_log.ring_map import RingMap
 from moevement_ext.memory.window import file as file_module
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
-from tests.unit.memory.samples import capacity, named, tmpfs_directory, write_window
+from tests.unit.memory.samples import capacity, commit, named, tmpfs_directory
 
 
 class Runtime:
@@ -129,7 +129,7 @@ def test_pinned_range_follows_the_reserved_range_of_a_file(monkeypatch: pytest.M
         windows = OwnerWindows(NodeStore(shm, 'run', 'node'), 0, 0, FileSize(long, short))
         for file in windows.files():
             pin(file, file.room)
-        commit_short(windows, 0)
+        commit(windows, 0, window=1)
         windows.persisted(named(0))
         used = windows.file(named(0))
         assert used is not None
@@ -138,7 +138,7 @@ def test_pinned_range_follows_the_reserved_range_of_a_file(monkeypatch: pytest.M
         (free,) = [file for file in windows.files() if file is not used]
         assert runtime.registered == [(free.array.ctypes.data, in_pages(long))], 'in use'
         assert runtime.unregistered == [free.array.ctypes.data]
-        commit_short(windows, 3)
+        commit(windows, 3, window=1)
         windows.persisted(named(3))
         assert runtime.registered[1:] == [(used.array.ctypes.data, in_pages(long))]
         runtime.registered.clear()
@@ -193,10 +193,3 @@ def test_log_map_stays_registered_while_a_copy_uses_it(
     under_way.clear()
     gc.collect()
     assert runtime.unregistered == [pointer]
-
-
-def commit_short(windows: OwnerWindows, start: int) -> None:
-    file = windows.begin(named(start))
-    assert file is not None
-    write_window(file, window=1)
-    windows.commit(file)

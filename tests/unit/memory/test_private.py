@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,6 @@ from tests.unit.memory.samples import (
     capacity,
     identity_of,
     named,
-    tmpfs_directory,
     write_window,
 )
 
@@ -34,12 +33,6 @@ NOBODY = 65534
 TEXT = 'a victim wrote this'
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can act as a second user')
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture

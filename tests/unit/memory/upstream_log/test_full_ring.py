@@ -2,14 +2,12 @@
 """A log without room waits for a window to be persisted, or forgets its oldest iterations."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from moevement_ext.memory.upstream_log.record import LogGap, LogKey
-from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.memory.upstream_log.logs import (
     DEADLINE_S,
     DOWN,
@@ -19,12 +17,6 @@ from tests.unit.memory.upstream_log.logs import (
     region,
     value,
 )
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 @pytest.fixture

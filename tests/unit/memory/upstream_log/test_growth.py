@@ -14,7 +14,6 @@ from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.upstream_log import ring_map as map_module
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.upstream_log.ring_map import RingMap
-from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.memory.upstream_log.logs import (
     DEADLINE_S,
     DOWN,
@@ -26,12 +25,6 @@ from tests.unit.memory.upstream_log.logs import (
 )
 
 REGIONS = 4
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def fill(log: UpstreamLog, iterations: range) -> None:

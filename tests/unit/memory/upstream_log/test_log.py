@@ -34,12 +34,6 @@ from tests.unit.memory.upstream_log.logs import (
 
 
 @pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
-
-
-@pytest.fixture
 def reports() -> Reports:
     return Reports()
 

@@ -3,7 +3,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -44,12 +44,6 @@ from tests.unit.memory.samples import (
     tmpfs_directory,
     write_slot,
 )
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def load(path: Path) -> list[object]:

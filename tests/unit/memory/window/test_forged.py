@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows with valid checksums whose directory or headers say something else in one place."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,6 @@ from tests.unit.memory.samples import (
 )
 
 _INTEGERS = st.one_of(st.integers(0, 2**63 - 1), st.integers(0, 2**17), st.integers(0, WINDOW + 1))
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
 
 
 def require_refused(path: Path) -> None:

@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -36,19 +35,6 @@ from tests.unit.memory.samples import (
 )
 
 REPOSITORY = Path(__file__).parents[4]
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    with tmpfs_directory() as path:
-        yield path
-
-
-@pytest.fixture
-def store(shm: Path) -> Iterator[NodeStore]:
-    store = NodeStore(shm, 'run1', 'node0')
-    yield store
-    store.close()
 
 
 def starts(windows: OwnerWindows) -> list[int]:

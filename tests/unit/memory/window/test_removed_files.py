@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,8 @@ from tests.unit.memory.samples import (
     commit,
     named,
     restart,
-    tmpfs_directory,
     write_window,
 )
-
-
-@pytest.fixture
-def store() -> Iterator[NodeStore]:
-    with tmpfs_directory() as shm:
-        store = NodeStore(shm, 'run1', 'node0')
-        yield store
-        store.close()
 
 
 def persist(windows: OwnerWindows, start: int) -> None:

@@ -3,7 +3,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,6 @@ from tests.unit.memory.samples import (
     commit,
     named,
     restart,
-    tmpfs_directory,
     write_slot,
     write_window,
 )
@@ -38,24 +37,9 @@ LONG, SHORT = capacity(), capacity(window=1)
 SIZE = FileSize(LONG, SHORT)
 
 
-@pytest.fixture
-def store() -> Iterator[NodeStore]:
-    with tmpfs_directory() as shm:
-        store = NodeStore(shm, 'run1', 'node0')
-        yield store
-        store.close()
-
-
 def pages(windows: OwnerWindows) -> list[int]:
     """Allocated bytes of the files, smallest first."""
     return sorted(path.stat().st_blocks * 512 for path in windows.path.iterdir())
-
-
-def commit_short(windows: OwnerWindows, start: int) -> None:
-    file = windows.begin(named(start))
-    assert file is not None
-    write_window(file, window=1)
-    windows.commit(file)
 
 
 def test_files_have_pages_for_the_windows_in_force(store: NodeStore) -> None:
@@ -77,7 +61,7 @@ def test_longer_window_keeps_its_pages_until_its_successor_is_persisted(store: N
     assert pages(windows) == [in_pages(LONG)] * 2, 'a recovery may need either'
     windows.persisted(named(3))
     assert pages(windows) == [in_pages(SHORT), in_pages(LONG)]
-    commit_short(windows, 6)
+    commit(windows, 6, window=1)
     windows.persisted(named(6))
     assert pages(windows) == [in_pages(SHORT)] * 2
 
@@ -105,7 +89,7 @@ def test_longer_window_gets_pages_temporarily(
     assert file is not None and pages(windows) == [in_pages(SHORT), in_pages(LONG)]
     windows.abandon(file)
     commit(windows, 3)  # slots that were not announced
-    commit_short(windows, 6)
+    commit(windows, 6, window=1)
     windows.persisted(named(6))
     assert pages(windows) == [in_pages(SHORT)] * 2
 
@@ -114,7 +98,7 @@ def test_missing_space_for_longer_windows_leaves_files_unchanged(
     store: NodeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = OwnerWindows(store, 0, 0, SIZE)
-    commit_short(windows, 0)
+    commit(windows, 0, window=1)
     windows.persisted(named(0))
 
     def full(array: object, path: Path, begin: int, end: int) -> None:
@@ -129,7 +113,7 @@ def test_missing_space_for_longer_windows_leaves_files_unchanged(
     with pytest.raises(HostMemoryError):
         write_window(file)
     windows.abandon(file)
-    commit_short(windows, 6)
+    commit(windows, 6, window=1)
     assert pages(windows) == [in_pages(SHORT)] * 2
 
 
@@ -149,7 +133,7 @@ def test_restart_takes_no_more_pages(store: NodeStore) -> None:
     windows = OwnerWindows(store, 0, 0, LONG)
     commit(windows, 0)
     windows.persisted(named(0))
-    commit_short(windows, 3)
+    commit(windows, 3, window=1)
     again = OwnerWindows(restart(store), 0, 0, SIZE)
     assert pages(again) == [in_pages(SHORT), in_pages(LONG)], 'what is whole is kept whole'
     found = again.file(named(0))
@@ -275,7 +259,7 @@ def test_missing_space_at_a_restart_leaves_the_window_whole(
     missing_from: int, store: NodeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = OwnerWindows(store, 0, 0, SIZE)
-    commit_short(windows, 0)
+    commit(windows, 0, window=1)
     path = windows.committed()[0].path
 
     def full(array: object, path: Path, begin: int, end: int) -> None:
