@@ -156,15 +156,13 @@ class Ledger:
         return kept[-1][1] if kept else None
 
     @staticmethod
-    def is_of(path: Path, identity: RankIdentity) -> bool:
-        """True if an earlier process of this run, layout and rank left the file."""
-        return bool(_content(path, identity))
+    def read_complete(path: Path, identity: RankIdentity) -> int | None:
+        """Start of the newest window that all ranks had, -1 if the file records none.
 
-    @staticmethod
-    def read_complete(path: Path, identity: RankIdentity) -> int:
-        """Start of the newest window that all ranks had, -1 if the file records none."""
+        None if no earlier process of this run, layout and rank left the file.
+        """
         content = _content(path, identity)
-        return _COMPLETE.unpack_from(content, _COMPLETE_AT)[0] - 1 if content else -1
+        return _COMPLETE.unpack_from(content, _COMPLETE_AT)[0] - 1 if content else None
 
     def close(self) -> None:
         self._map.close()

@@ -183,10 +183,9 @@ def _traces(
     layouts: Collection[str],
     unread: dict[str, int],
 ) -> Traces:
-    ledger = store.ledger_path(identity.rank)
-    past = Ledger.is_of(ledger, identity)
-    past |= any(window.owner == identity.rank for window in store.scan())
-    told = Ledger.read_complete(ledger, identity)
+    complete = Ledger.read_complete(store.ledger_path(identity.rank), identity)
+    told = -1 if complete is None else complete
+    past = complete is not None or any(window.owner == identity.rank for window in store.scan())
     if disk is not None:
         past |= bool(disk.stored()) or disk.noted_complete()
         told = max(told, disk.newest_complete())

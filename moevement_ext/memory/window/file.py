@@ -88,14 +88,6 @@ class FileState(enum.Enum):
 BEING_FILLED = FileState.WRITING, FileState.UNJUDGED
 
 
-class _Draft:
-    """State of a window being written: the end of the used part and reserved payloads."""
-
-    def __init__(self) -> None:
-        self.tail = PREAMBLE_BYTES
-        self.reserved: dict[int, tuple[int, int]] = {}  # slot -> (offset, bytes)
-
-
 class WindowFile:
     """A window file mapped once for the lifetime of the object.
 
@@ -125,7 +117,9 @@ class WindowFile:
         self.held = self.fetched = False
         self._making_room = threading.Lock()
         self._directory = directory
-        self._draft: _Draft | None = None
+        # Offset and bytes of the payloads reserved, by slot; None: not open for writing.
+        self._reserved: dict[int, tuple[int, int]] | None = None
+        self._tail = PREAMBLE_BYTES  # end of the used part
         # Slots of the window; None until a header of it is written or read.
         self._length: int | None = None
         self._lock = threading.Lock()
@@ -238,7 +232,7 @@ class WindowFile:
     def begin(self, name: WindowName) -> None:
         with self._lock:
             self.kept = None
-            self._draft = _Draft()
+            self._reserved, self._tail = {}, PREAMBLE_BYTES
             self._length = None
             self._write_directory(Directory(name))
 
@@ -250,7 +244,7 @@ class WindowFile:
     def freeze(self) -> None:
         """Forbid further writes; called when the window is committed."""
         with self._lock:
-            self._draft = None
+            self._reserved = None
 
     def reserve_slot(self, slot: int, payload_bytes: int) -> Bytes:
         """Reserve a slot's payload: a view of the map, 64-byte aligned, shape [payload_bytes].
@@ -259,17 +253,17 @@ class WindowFile:
         again. Raises `HostMemoryError` if the file is too small.
         """
         with self._lock:
-            draft = self._writing()
+            reserved = self._writing()
             if not 0 <= slot < MAX_SLOTS:
                 raise ValueError(f'{self.path}: slot {slot} is not in [0, {MAX_SLOTS})')
             if self._entry(slot) is not None:
                 raise ValueError(f'{self.path}: slot {slot} is already sealed')
-            if slot not in draft.reserved:
-                draft.reserved[slot] = self._take(draft, payload_bytes), payload_bytes
-            offset, reserved = draft.reserved[slot]
-            if reserved != payload_bytes:
+            if slot not in reserved:
+                reserved[slot] = self._take(payload_bytes), payload_bytes
+            offset, nbytes = reserved[slot]
+            if nbytes != payload_bytes:
                 raise ValueError(
-                    f'{self.path}: slot {slot} was reserved with {reserved} bytes, '
+                    f'{self.path}: slot {slot} was reserved with {nbytes} bytes, '
                     f'not {payload_bytes}'
                 )
             return self.array[offset : offset + payload_bytes]
@@ -280,7 +274,7 @@ class WindowFile:
         Called on a worker thread, as it reads the whole payload.
         """
         with self._lock:
-            offset, size = self._reserved(header.slot)
+            offset, size = self._place_of(header.slot)
         check_layout(header, self.name, size)
         payload = self.array[offset : offset + size]
         records = [
@@ -324,19 +318,19 @@ class WindowFile:
         self._enter(header, bytes(frame))
         return header
 
-    def _writing(self) -> _Draft:
-        if self._draft is None:
+    def _writing(self) -> dict[int, tuple[int, int]]:
+        if self._reserved is None:
             raise ValueError(f'{self.path} is not open for writing; a committed window is final')
-        return self._draft
+        return self._reserved
 
-    def _reserved(self, slot: int) -> tuple[int, int]:
-        reserved = self._writing().reserved
+    def _place_of(self, slot: int) -> tuple[int, int]:
+        reserved = self._writing()
         if slot not in reserved:
             raise ValueError(f'{self.path}: slot {slot} is sealed without having been reserved')
         return reserved[slot]
 
-    def _take(self, draft: _Draft, nbytes: int) -> int:
-        offset = draft.tail
+    def _take(self, nbytes: int) -> int:
+        offset = self._tail
         if offset + nbytes > self.capacity:
             raise HostMemoryError(
                 f'{self.path}: {nbytes} bytes more at offset {offset} exceed the capacity of '
@@ -344,20 +338,19 @@ class WindowFile:
             )
         if offset + nbytes > in_pages(self.room):
             self.make_room(offset + nbytes)
-        draft.tail = align_up(offset + nbytes)
+        self._tail = align_up(offset + nbytes)
         return offset
 
     def _enter(self, header: SlotHeader, frame: bytes) -> None:
         slot = header.slot
         with self._lock:
-            payload_offset, payload_bytes = self._reserved(slot)
-            draft = self._writing()
-            at = self._take(draft, len(frame))
+            payload_offset, payload_bytes = self._place_of(slot)
+            at = self._take(len(frame))
             self.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
             entry = Entry(slot, payload_offset, payload_bytes, at, len(frame))
             self._write_directory(Directory(self.name, [*self._directory.entries, entry]))
             self._length = header.window
-            del draft.reserved[slot]
+            del self._writing()[slot]
 
     def _write_directory(self, directory: Directory) -> None:
         used = encode_directory(self.path, self.capacity, directory)

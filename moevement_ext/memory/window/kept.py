@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Byte ranges that a payload shares with an earlier window, so that they need not be sent."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -44,14 +44,9 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     """Merge adjacent ranges."""
     found: list[Range] = []
     for here, there, count in ranges:
-        if found and _ends(found[-1]) == (here, there):
-            begin, from_, before = found.pop()
-            found.append((begin, from_, before + count))
+        begin, from_, before = found[-1] if found else (-1, -1, 0)
+        if (begin + before, from_ + before) == (here, there):
+            found[-1] = begin, from_, before + count
         else:
             found.append((here, there, count))
     return found
-
-
-def _ends(part: Sequence[int]) -> tuple[int, int]:
-    here, there, count = part
-    return here + count, there + count

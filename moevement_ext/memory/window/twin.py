@@ -102,15 +102,12 @@ class TwinWindow:
         """
         return cls(WindowFile.open(path), WindowFile.open(base_path(path)))
 
-    def headers(self) -> list[SlotHeader]:
-        return [header for _, header in sorted(self._headers.items())]
-
     def verify_identity(self, expected: Expected) -> list[SlotHeader]:
         """Verify that the window is whole and the expected one; the owner's headers, slot 0 first.
 
         Payloads are not read. Raises a `RefusedWindow` typed by the reason.
         """
-        headers = self.headers()
+        headers = [header for _, header in sorted(self._headers.items())]
         check_whole(self.path, headers, expected)
         return headers
 

@@ -53,7 +53,7 @@ def forge_header(path: Path, forge: Callable[[SlotHeader], SlotHeader]) -> None:
     write_window(file)
     frame = encode_frame(forge(file.header(1)))
     with file._lock:
-        at = file._take(file._writing(), len(frame))
+        at = file._take(len(frame))
     file.array[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
     first, second, last = file._directory.entries
     moved = msgspec.structs.replace(second, frame_offset=at, frame_bytes=len(frame))
