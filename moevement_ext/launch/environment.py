@@ -10,7 +10,7 @@ from moevement_ext.config import ConfigurationError
 from moevement_ext.launch import shared_gpu
 from moevement_ext.launch.launch_config import LaunchConfig
 from moevement_ext.membership import launch
-from moevement_ext.memory import hot_spares
+from moevement_ext.memory.budget import SPARES
 
 _DEFAULTS = {
     'OMP_NUM_THREADS': '1',
@@ -59,7 +59,7 @@ def job_variables(config: LaunchConfig, host: str, port: int) -> dict[str, str]:
         'MASTER_PORT': str(port),
         'TORCHELASTIC_USE_AGENT_STORE': 'True',
         launch.VARIABLE: config.launch,
-        **hot_spares.variables(config.spares),
+        SPARES: str(config.spares),
     }
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import hot_spares
 from moevement_ext.memory.cgroup import THIS_PROCESS, memory_left
 from moevement_ext.memory.file_system import is_in_memory
 
@@ -44,6 +43,12 @@ MARGIN_BYTES = 4 * 2**20
 processes that start later..."""
 MARGIN_SHARE = 64
 """...or the size of the windows divided by this, if that is more."""
+
+
+SPARES = 'MOEVEMENT_HOT_SPARES'
+"""Environment variable of a worker: number of hot spares that its launcher keeps on its node."""
+# Of one hot spare: 0.4 GiB after importing torch and Megatron on a CPU, plus a margin.
+_SPARE_BYTES = 512 << 20
 
 
 class RankMemory(msgspec.Struct, frozen=True):
@@ -137,7 +142,7 @@ class HostMemoryPlan:
                 f'({here}){others} but only {gib(free)} are free. '
                 f'{NO_SPACE_REMEDY}'
             )
-        spares = hot_spares.memory_bytes()  # they import the program once the workers have started
+        spares = spare_bytes()  # they import the program once the workers have started
         if left is not None and missing > 0 and missing + margin + spares > left.nbytes + deleted:
             others = f', and {gib(margin)} for processes that start later,' if margin else ''
             others += f' hot spares take {gib(spares)} (--spares 0: none),' if spares else ''
@@ -183,6 +188,11 @@ def _existing(directory: Path) -> Path:
     while not directory.exists():
         directory = directory.parent
     return directory
+
+
+def spare_bytes() -> int:
+    """Memory of all hot spares of this node, in bytes; 0 under launchers that keep none."""
+    return int(os.environ.get(SPARES, '0')) * _SPARE_BYTES
 
 
 def _margin(nbytes: int) -> int:

@@ -89,8 +89,6 @@ class Ledger:
     """
 
     def __init__(self, path: Path, capacity_records: int, identity: RankIdentity) -> None:
-        if capacity_records < 1:
-            raise ValueError(f'a ledger of {capacity_records} records remembers nothing')
         self.path = path
         self.capacity = capacity_records
         self._encoder = msgspec.msgpack.Encoder()

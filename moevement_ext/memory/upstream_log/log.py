@@ -88,8 +88,6 @@ class UpstreamLog:
         on_degraded: Callable[[str], None],
     ) -> None:
         self.path = path
-        if capacity_bytes < 1:
-            raise ValueError(f'an upstream log of {capacity_bytes} bytes keeps nothing')
         self._device = with_index(device)
         self._cuda = device.type == 'cuda'
         self._map = RingMap.of_size(path, capacity_bytes, self._cuda)

@@ -54,7 +54,6 @@ class OwnerWindows:
         stubs: the files hold stubs (see `window.twin`).
 
     Raises:
-        ValueError: fewer than two generations.
         HostMemoryError: the files cannot be reserved.
         StoreInUseError: another live job holds the directory.
     """
@@ -69,11 +68,6 @@ class OwnerWindows:
         holdable: bool = False,
         stubs: bool = False,
     ) -> None:
-        if generations < 2:
-            raise ValueError(
-                f'generations={generations}: a persisted window cannot be kept while the next is '
-                f'written unless there are at least 2'
-            )
         store.lock(holder)
         self.holder = holder
         self.owner = owner

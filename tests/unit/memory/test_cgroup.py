@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from moevement_ext.errors import HostMemoryError
-from moevement_ext.memory import hot_spares
-from moevement_ext.memory.budget import GIB, HostMemoryPlan, RankMemory
+from moevement_ext.memory.budget import GIB, SPARES, HostMemoryPlan, RankMemory
 from moevement_ext.memory.cgroup import _MemoryLeft, cores_left, memory_left
 
 UNLIMITED = 9223372036854771712
@@ -183,7 +182,7 @@ def test_hot_spares_count_only_while_memory_is_unreserved(
     machine.group('job', 2 * GIB, GIB // 4)
     plan = HostMemoryPlan({0: RankMemory(own_windows=GIB, replicas=0, ledger=0)})
     plan.check(None, shm / 'run1', machine.process)
-    monkeypatch.setenv(hot_spares.VARIABLE, '2')
+    monkeypatch.setenv(SPARES, '2')
     with pytest.raises(HostMemoryError, match='hot spares take 1.00 GiB .--spares 0: none., but'):
         plan.check(None, shm / 'run1', machine.process)
     HostMemoryPlan({}).check(None, shm / 'run1', machine.process)

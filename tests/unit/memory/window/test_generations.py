@@ -137,11 +137,6 @@ def test_plan_must_be_a_file_name(store: NodeStore, plan: str) -> None:
         windows.begin(named(0, plan))
 
 
-def test_too_few_generations_are_refused(store: NodeStore) -> None:
-    with pytest.raises(ValueError, match='at least 2'):
-        OwnerWindows(store, 0, 0, capacity(), generations=1)
-
-
 def test_error_about_missing_space_names_the_ranks(store: NodeStore) -> None:
     total = os.statvfs(store.root).f_blocks * os.statvfs(store.root).f_frsize
     with pytest.raises(HostMemoryError, match='rank 2 cannot keep 2 windows of rank 5'):
