@@ -48,16 +48,16 @@ _MAX_HEADERS = 4096
 _MAX_HEADERS_BYTES = 256 * 2**20
 
 
+Range = tuple[int, int, int]
+"""Index of a record in the header of its slot, first byte within it, and one past the last."""
+
+
 class PeerLost(ConnectionError):
     """A peer does not answer: dead, unreachable, or slower than the deadline."""
 
 
 class PeerRefused(SparseCheckpointError):
     """A living peer refused a request; the message is its reason."""
-
-
-class BaseAwaited(SparseCheckpointError):
-    """A twin has not yet captured the base window of a stub."""
 
 
 class ReplicaClient:
@@ -149,12 +149,11 @@ class ReplicaClient:
                 self._refused = None
             return sum(map(len, parts))
 
-    def commit(self, owner: int, window: WindowName) -> None:
+    def commit(self, owner: int, window: WindowName) -> bool:
         """Ask the peer to commit a fully sent window.
 
-        Raises:
-            BaseAwaited: a twin has not captured the same window yet; try again.
-            OtherBytes: a twin has captured different bytes.
+        False if a twin has not captured the same window yet; try again. Raises `OtherBytes` if
+        a twin has captured different bytes.
         """
         with self._exchange() as connection:
             connection.send(CommitWindow(owner, window))
@@ -162,14 +161,17 @@ class ReplicaClient:
             reply = _reply(connection)
             self._refused = None
         if isinstance(reply, NotYet):
-            raise BaseAwaited(f'window {window} is not complete there')
+            return False
         if isinstance(reply, Differs):
             raise OtherBytes(reply.reason)
         _require(reply, Ack)
+        return True
 
     def discard_after(self, owner: int, start: int) -> None:
         """Ask the peer to drop the owner's replicas that begin after `start` (-1: all)."""
-        self._call(DiscardAfter(owner, start))
+        with self._exchange() as connection:
+            connection.send(DiscardAfter(owner, start))
+            _expect(connection, Ack)
 
     def fetch_window(
         self,
@@ -251,6 +253,37 @@ class ReplicaClient:
             raise CorruptLog(f'{key}, from peer {host}:{port}, is damaged: checksum mismatch')
         return tensor, data
 
+    def fetch_part(self, part: Part) -> list[SlotHeader]:
+        """Headers of a part of a window in another layout, slot 0 first.
+
+        Raises `RefusedWindow` if they are damaged, or no whole window.
+        """
+        headers = self._headers(FetchPart(part))
+        if [header.slot for header in headers] != list(range(part.window.length)):
+            raise RefusedWindow(f'window {part.window.start} of rank {part.owner} is not whole')
+        return headers
+
+    def fetch_ranges(
+        self, part: Part, slot: int, ranges: Sequence[Range], into: Sequence[memoryview]
+    ) -> None:
+        """Receive ranges of records into places of the same sizes.
+
+        Raises `RefusedWindow` if the received bytes differ from the peer's.
+        """
+        nbytes = sum(map(len, into))
+        with self._exchange(nbytes) as connection:
+            connection.send(FetchRanges(part, slot, list(ranges)))
+            head = _expect(connection, RangesHead)
+            if head.nbytes != nbytes:
+                raise RefusedWindow(f'{head.nbytes} bytes are announced, {nbytes} were asked for')
+            digest = xxhash.xxh3_64()
+            for view in into:
+                connection.receive_into(view)
+                digest.update(view)
+        if digest.intdigest() != head.checksum:
+            host, port = self.address
+            raise RefusedWindow(f'ranges from peer {host}:{port} are damaged: checksum mismatch')
+
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
         return file.slot_blob(slot)
 
@@ -283,15 +316,6 @@ class ReplicaClient:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    @staticmethod
-    def _expected[Expected: Reply](connection: Connection, expected: type[Expected]) -> Expected:
-        return _expect(connection, expected)
-
-    def _call(self, request: Request) -> None:
-        with self._exchange() as connection:
-            connection.send(request)
-            _expect(connection, Ack)
 
     @contextmanager
     def _exchange(self, nbytes: int = 0) -> Iterator[Connection]:
@@ -379,39 +403,3 @@ class TwinClient(ReplicaClient):
         """Return 0 for the usual size; for a resent window, perhaps from other flags, its size."""
         whole = len(file.slots()) == file.length()
         return stub_window_bytes(file, self._own_parts) if whole else 0
-
-
-Range = tuple[int, int, int]
-"""Index of a record in the header of its slot, first byte within it, and one past the last."""
-
-
-class ShelfClient(ReplicaClient):
-    """Fetches headers and ranges of records of windows of another layout; errors as above."""
-
-    def fetch_part(self, part: Part) -> list[SlotHeader]:
-        """Headers of a part, slot 0 first; `RefusedWindow` if damaged, or no whole window."""
-        headers = self._headers(FetchPart(part))
-        if [header.slot for header in headers] != list(range(part.window.length)):
-            raise RefusedWindow(f'window {part.window.start} of rank {part.owner} is not whole')
-        return headers
-
-    def fetch_ranges(
-        self, part: Part, slot: int, ranges: Sequence[Range], into: Sequence[memoryview]
-    ) -> None:
-        """Receive ranges of records into places of the same sizes.
-
-        Raises `RefusedWindow` if the received bytes differ from the peer's.
-        """
-        nbytes = sum(map(len, into))
-        with self._exchange(nbytes) as connection:
-            connection.send(FetchRanges(part, slot, list(ranges)))
-            head = self._expected(connection, RangesHead)
-            if head.nbytes != nbytes:
-                raise RefusedWindow(f'{head.nbytes} bytes are announced, {nbytes} were asked for')
-            digest = xxhash.xxh3_64()
-            for view in into:
-                connection.receive_into(view)
-                digest.update(view)
-        if digest.intdigest() != head.checksum:
-            host, port = self.address
-            raise RefusedWindow(f'ranges from peer {host}:{port} are damaged: checksum mismatch')

@@ -35,13 +35,7 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.memory.witness import Witness
 from moevement_ext.plan.strategy.choice import disk_only
-from moevement_ext.replicate.client import (
-    PeerLost,
-    PeerRefused,
-    ReplicaClient,
-    ShelfClient,
-    TwinClient,
-)
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.node_plan import (
@@ -300,9 +294,6 @@ class HostMemory:
         """Create a client of another rank's server, not yet connected."""
         log_bytes = self._log_bytes(self.members[rank])
         return ReplicaClient(self.addresses[rank], self._secret, max_record_bytes=log_bytes)
-
-    def shelf_client(self, rank: int) -> ShelfClient:
-        return ShelfClient(self.addresses[rank], self._secret)
 
     def peer_addresses(self) -> list[tuple[str, int]]:
         """Current host and port of each twin and each holder of this rank's replicas."""

@@ -12,9 +12,11 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
 
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
@@ -26,9 +28,9 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
 from moevement_ext.memory.window.name import StoredWindow, WindowName
 from moevement_ext.memory.window.refused import RefusedWindow
-from moevement_ext.memory.window.slot import encode_frame
+from moevement_ext.memory.window.slot import SlotHeader, encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
-from moevement_ext.replicate import greeting, shelf_server
+from moevement_ext.replicate import greeting
 from moevement_ext.replicate.connection import Connection, Strangers
 from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.protocol import (
@@ -43,6 +45,7 @@ from moevement_ext.replicate.protocol import (
     LogHead,
     NotYet,
     PutSlot,
+    RangesHead,
     Refused,
     Reply,
     Request,
@@ -238,10 +241,15 @@ class ReplicaServer:
                     self._send_record(connection, request)
                     return
                 case FetchHeaders():
-                    self._send_headers(connection, request)
+                    inbox = self._inbox(request.owner)
+                    headers = inbox.headers_after(connection, request.start, self._timeout_s)
+                    self._send_headers(connection, headers)
                     return
-                case FetchPart() | FetchRanges():
-                    shelf_server.answer(connection, self._shelf, request, self._timeout_s)
+                case FetchPart():
+                    self._send_headers(connection, self._served_shelf().headers(request.part))
+                    return
+                case FetchRanges():
+                    _send_ranges(connection, self._served_shelf(), request, self._timeout_s)
                     return
                 case PutSlot() | CommitWindow() | DiscardAfter():
                     inbox = self._inbox(request.owner)
@@ -288,9 +296,12 @@ class ReplicaServer:
         else:
             connection.send(Ack())
 
-    def _send_headers(self, connection: Connection, request: FetchHeaders) -> None:
-        inbox = self._inbox(request.owner)
-        headers = inbox.headers_after(connection, request.start, self._timeout_s)
+    def _served_shelf(self) -> Shelf:
+        if self._shelf is None:
+            raise ValueError('windows of other layouts are not served here')
+        return self._shelf
+
+    def _send_headers(self, connection: Connection, headers: Sequence[SlotHeader]) -> None:
         frames = [(header.slot, encode_frame(header)) for header in headers]
         nbytes = sum(len(frame) for _, frame in frames)
         connection.set_deadline(self._timeout_s, nbytes)
@@ -317,6 +328,30 @@ class ReplicaServer:
                 refusals.append(str(refusal))
         missing = f'window {request.window} of rank {request.owner} is not on this node'
         raise RefusedWindow('; '.join(refusals) or missing)
+
+
+def _send_ranges(
+    connection: Connection, shelf: Shelf, request: FetchRanges, timeout_s: float
+) -> None:
+    headers = shelf.headers(request.part)
+    if request.slot >= len(headers):
+        raise ValueError(f'there is no slot {request.slot}')
+    pieces = []
+    for index, begin, end in request.ranges:
+        if index >= len(headers[request.slot].records):
+            raise ValueError(f'there is no record {index}')
+        record = shelf.read(request.part, request.slot, index)
+        if not begin <= end <= len(record):
+            raise ValueError(f'record {index} has {len(record)} bytes, not {begin} to {end}')
+        pieces.append(record[begin:end])
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        digest.update(piece)
+    nbytes = sum(map(len, pieces))
+    connection.set_deadline(timeout_s, nbytes)
+    connection.send(RangesHead(nbytes, digest.intdigest()))
+    for piece in pieces:
+        connection.send_bytes(piece)
 
 
 def _open_file(path: Path, expected: Expected) -> _Served:

@@ -19,7 +19,7 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import OtherBytes
 from moevement_ext.plan.windows import spread
-from moevement_ext.replicate.client import CHUNK_BYTES, BaseAwaited, ReplicaClient
+from moevement_ext.replicate.client import CHUNK_BYTES, ReplicaClient
 from moevement_ext.replicate.protocol import MIN_BYTES_PER_SECOND
 from moevement_ext.token_bucket import TokenBucket
 
@@ -344,16 +344,14 @@ class Replicator:
 
     def _commit(self, job: _Job, peer: _Peer) -> None:
         try:
-            peer.client.commit(self.owner, job.name)
-        except BaseAwaited:
-            self._ask_again(job, peer)
-            return
+            if not peer.client.commit(self.owner, job.name):
+                self._ask_again(job, peer)
+                return
         except OtherBytes as difference:  # the bytes stay different, so this is no copy
             self._on_degraded(f'window {job.name.start} has a copy fewer: {difference}')
         with self._changed:
-            peer.failures = (
-                0  # not before: a window that is refused as a whole is sent slot by slot
-            )
+            # Not before: a window that is refused as a whole is sent slot by slot.
+            peer.failures = 0
             if job in self._jobs:
                 peer.committed.add(job.name)
 

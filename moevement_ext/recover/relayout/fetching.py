@@ -10,7 +10,7 @@ from moevement_ext.memory.shelf import Part, Shelf
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 from moevement_ext.recover.relayout.index import Portion
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ShelfClient
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class Fetcher:
         rank: int,
         shelf: Shelf,
         holders: Mapping[int, Sequence[tuple[int, Part]]],
-        client: Callable[[int], ShelfClient],
+        client: Callable[[int], ReplicaClient],
     ) -> None:
         self._rank = rank
         self._shelf = shelf
         self._holders = holders
         self._client = client
-        self._clients: dict[int, ShelfClient] = {}
+        self._clients: dict[int, ReplicaClient] = {}
         self.local = self.remote = 0
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Fetcher:
             number == self._rank and not part.on_disk for number, part in self._holders[owner]
         )
 
-    def _connected(self, number: int) -> ShelfClient:
+    def _connected(self, number: int) -> ReplicaClient:
         if number not in self._clients:
             self._clients[number] = self._client(number)
         return self._clients[number]

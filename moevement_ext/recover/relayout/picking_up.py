@@ -23,7 +23,7 @@ from moevement_ext.recover.relayout.found import (
 )
 from moevement_ext.recover.relayout.relaid import RelaidWindow
 from moevement_ext.recover.sources import TRIES, VerifiedWindow, make_room
-from moevement_ext.replicate.client import PeerLost, ShelfClient
+from moevement_ext.replicate.client import PeerLost, ReplicaClient
 from moevement_ext.replicate.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
@@ -106,11 +106,11 @@ class PickingUp:
             f'{placed.layout} | {exact} | {self._relaying.kept(candidate.layout)} |'
         )
 
-    def _client(self, number: int) -> ShelfClient:
+    def _client(self, number: int) -> ReplicaClient:
         """Make a client of another rank; surplus ranks are numbered after training ranks."""
         beyond = number - self._rank.world_size
         if beyond < 0:
-            return self._memory.shelf_client(number)
+            return self._memory.client(number)
         return self._elsewhere.beside.client(beyond)
 
     def _relaid(self, candidate: Candidate) -> tuple[WindowFile | None, str]:

@@ -23,7 +23,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from moevement_ext.membership.exchange import left_by
 from moevement_ext.membership.rank import Rank
 from moevement_ext.recover.relayout.stock import Stock
-from moevement_ext.replicate.client import ShelfClient
+from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.greeting import new_secret
 from moevement_ext.replicate.secret import VARIABLE, given_in, of_attempt
 from moevement_ext.store import nearest
@@ -86,10 +86,10 @@ class Answers:
     def stocks(self) -> list[Stock]:
         return [answer.stock for answer in self.answers]
 
-    def client(self, index: int) -> ShelfClient:
+    def client(self, index: int) -> ReplicaClient:
         """A client, not yet connected, of the rank at `index` in `stocks`."""
         answer = self.answers[index]
-        return ShelfClient((answer.host, answer.port), self.secret)
+        return ReplicaClient((answer.host, answer.port), self.secret)
 
 
 NO_ANSWERS = Answers([], b'')

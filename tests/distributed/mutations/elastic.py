@@ -7,7 +7,7 @@ from megatron.moevement.job import megatron_relaying as relaying
 from megatron.moevement.state import relaid_state
 from megatron.moevement.state.expert_division import ExpertDivision
 from moevement_ext.recover.relayout import index, surplus
-from moevement_ext.replicate import shelf_server
+from moevement_ext.replicate import replica_server
 
 
 def an_expert_is_swapped() -> None:
@@ -92,7 +92,7 @@ def experts_are_cut_elsewhere() -> None:
 
 def a_surplus_rank_serves_records_of_another_owner() -> None:
     """Sizes are the same, and so is the checksum of what is sent."""
-    original = shelf_server._send_ranges
+    original = replica_server._send_ranges
 
     def send_ranges(connection, shelf, request, timeout_s):
         if surplus.is_surplus():
@@ -101,4 +101,4 @@ def a_surplus_rank_serves_records_of_another_owner() -> None:
             request = msgspec.structs.replace(request, part=part)
         original(connection, shelf, request, timeout_s)
 
-    shelf_server._send_ranges = send_ranges
+    replica_server._send_ranges = send_ranges

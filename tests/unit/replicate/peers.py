@@ -72,9 +72,15 @@ def put_window(
     client: ReplicaClient, file: WindowFile, persisted: WindowName | None = None, owner: int = OWNER
 ) -> None:
     """Send a whole sealed window and commit it there."""
+    put_slots(client, file, persisted, owner)
+    assert client.commit(owner, file.required_name())
+
+
+def put_slots(
+    client: ReplicaClient, file: WindowFile, persisted: WindowName | None = None, owner: int = OWNER
+) -> None:
     for slot in file.slots():
         client.put_slot(owner, file, slot, Agreed(persisted))
-    client.commit(owner, file.required_name())
 
 
 class SlowPeer(ReplicaClient):
@@ -92,8 +98,9 @@ class SlowPeer(ReplicaClient):
     def put_slot(self, *_: object) -> int:
         return 1
 
-    def commit(self, owner: int, window: WindowName) -> None:
+    def commit(self, owner: int, window: WindowName) -> bool:
         self._answer(window)
+        return True
 
     def discard_after(self, owner: int, start: int) -> None:
         self._answer(start)

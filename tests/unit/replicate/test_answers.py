@@ -15,7 +15,7 @@ from moevement_ext.memory.window.name import Window
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import encode_frame
 from moevement_ext.replicate import greeting
-from moevement_ext.replicate.client import ReplicaClient, ShelfClient
+from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
 from moevement_ext.replicate.protocol import Ack, LogHead, RangesHead, Reply, SlotHead, WindowHead
 from tests.unit.memory.samples import SECRET, WINDOW, make_header, named
@@ -63,7 +63,7 @@ def answering() -> Iterator[Answers]:
 
 def ranges_from(address: tuple[str, int]) -> bytes:
     into = bytearray(len(BYTES))
-    client = ShelfClient(address, SECRET, DEADLINE_S)
+    client = ReplicaClient(address, SECRET, DEADLINE_S)
     client.fetch_ranges(PART, 0, [(0, 0, len(BYTES))], [memoryview(into)])
     client.close()
     return bytes(into)
@@ -104,13 +104,13 @@ def headers_of(slots: list[int]) -> list[Reply | bytes]:
 def test_part_of_a_window_without_its_slots_is_refused(
     slots: list[int], answering: Answers
 ) -> None:
-    client = ShelfClient(answering(*headers_of(slots)), SECRET, DEADLINE_S)
+    client = ReplicaClient(answering(*headers_of(slots)), SECRET, DEADLINE_S)
     with pytest.raises(RefusedWindow, match='window 0 of rank 0 is not whole'):
         client.fetch_part(PART)
 
 
 def test_part_of_a_window_with_its_slots_is_taken(answering: Answers) -> None:
-    client = ShelfClient(answering(*headers_of([*range(WINDOW)])), SECRET, DEADLINE_S)
+    client = ReplicaClient(answering(*headers_of([*range(WINDOW)])), SECRET, DEADLINE_S)
     assert [header.slot for header in client.fetch_part(PART)] == [*range(WINDOW)]
     client.close()
 

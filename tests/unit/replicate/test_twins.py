@@ -20,7 +20,7 @@ from moevement_ext.memory.window.name import HeldWindow, WindowName
 from moevement_ext.memory.window.refused import OtherBytes
 from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import verified_window
-from moevement_ext.replicate.client import BaseAwaited, PeerRefused
+from moevement_ext.replicate.client import PeerRefused
 from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.node_plan import Member
 from moevement_ext.replicate.replicator import Replicator
@@ -35,7 +35,7 @@ from tests.unit.memory.samples import (
     named,
     tmpfs_directory,
 )
-from tests.unit.replicate.peers import put_window, wait_for
+from tests.unit.replicate.peers import put_slots, put_window, wait_for
 from tests.unit.replicate.test_host_memory import CANDIDATE
 
 NODES = ('node-a', 'node-b')
@@ -163,7 +163,7 @@ def test_lost_window_is_restored_from_the_twin_with_every_bit(twins: Twins) -> N
         blob = client._blob(file, slot)
         sent.append(len(blob.payload) + len(blob.frame))
         client.put_slot(0, file, slot, Agreed(None))
-    client.commit(0, file.required_name())
+    assert client.commit(0, file.required_name())
     assert sum(sent) < WINDOW * 2**10 < file.used_bytes()
     memory = twins.lose_node(0)
     inventories = [twins.held(rank) for rank in range(2)]
@@ -194,12 +194,12 @@ def test_a_twin_that_holds_other_bytes_is_no_copy(twins: Twins, differs: str) ->
 
 
 def test_a_stub_waits_until_the_twin_has_captured_the_same(twins: Twins) -> None:
-    file = twins.capture(0)
-    with pytest.raises(BaseAwaited):
-        send(twins, file)
+    file, client = twins.capture(0), twins.ranks[0].peers()[1]
+    put_slots(client, file)
+    assert not client.commit(0, named(0))
     assert twins.held(1) == []
     twins.capture(1)
-    twins.ranks[0].peers()[1].commit(0, file.required_name())
+    assert client.commit(0, named(0))
     assert HeldWindow(CANDIDATE, 0) in twins.held(1)
 
 
@@ -221,8 +221,7 @@ def test_a_stub_counts_only_as_long_as_its_base_is_there(twins: Twins) -> None:
     send(twins, file)
     client = twins.ranks[0].peers()[1]
     twins.ranks[1].windows.discard(named(0))
-    with pytest.raises(BaseAwaited):
-        client.commit(0, named(0))
+    assert not client.commit(0, named(0))
     twins.capture(1, differs='weight0')
     with pytest.raises(PeerRefused, match='do not hold the same'):
         client.commit(0, named(0))
@@ -250,11 +249,13 @@ def test_a_base_that_is_reused_while_it_is_compared_is_awaited(
         windows.discard(name)
         return base
 
-    with monkeypatch.context() as meanwhile, pytest.raises(BaseAwaited):
+    client = twins.ranks[0].peers()[1]
+    put_slots(client, file)
+    with monkeypatch.context() as meanwhile:
         meanwhile.setattr(windows, 'file', reused)
-        send(twins, file)
+        assert not client.commit(0, named(0))
     twins.capture(1)
-    twins.ranks[0].peers()[1].commit(0, named(0))
+    assert client.commit(0, named(0))
     assert HeldWindow(CANDIDATE, 0) in twins.held(1)
 
 

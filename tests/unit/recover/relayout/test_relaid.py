@@ -39,7 +39,7 @@ from moevement_ext.recover.relayout.found import Candidate, Elsewhere, merged
 from moevement_ext.recover.relayout.picking_up import PickingUp
 from moevement_ext.recover.relayout.relaid import RelaidWindow, relaid_name
 from moevement_ext.recover.relayout.stock import Stock, _Seen
-from moevement_ext.replicate.client import PeerLost, PeerRefused, ShelfClient
+from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, tmpfs_directory
 
@@ -142,9 +142,9 @@ class Job:
         (candidate,) = merged([stock(shelf) for shelf in self.shelves])
         return candidate
 
-    def client(self, rank: int) -> ShelfClient:
+    def client(self, rank: int) -> ReplicaClient:
         assert rank == 1
-        client = ShelfClient(self.server.address, SECRET)
+        client = ReplicaClient(self.server.address, SECRET)
         self.stack.callback(client.close)
         return client
 
@@ -273,7 +273,7 @@ def obtained(
         server=SimpleNamespace(serve_shelf=lambda shelf: None),
         windows=windows,
         receive=receive,
-        shelf_client=made.client,
+        client=made.client,
     )
     operators = SimpleNamespace(slices={name: slices(name, 0, 2) for name in ('one', 'two')})
     picking: Any = PickingUp
