@@ -143,7 +143,7 @@ class SurplusRank:
             host = local_host(self._config.interface, several)
             node = NodeStore(Path(self._config.dir), self._run_id, node_name())
             secret = of_attempt(secret, call.salt)
-            self._server = ReplicaServer(node, self._rank, {}, secret, (host, 0))
+            self._server = ReplicaServer(node, self._rank, {}, secret, host)
             self._server.serve_shelf(shelf)
             address = self._server.address
         self._runs = stock.runs

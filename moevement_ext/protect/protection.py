@@ -42,7 +42,7 @@ from moevement_ext.protect.room import WindowRoom
 from moevement_ext.protect.stage_plan import StagePlan
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
-from moevement_ext.replicate.share import Share, TwinShare
+from moevement_ext.replicate.node_plan import Share
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
     from moevement_ext.protect.expert_ledger import ExpertLedger
@@ -111,12 +111,20 @@ class Protection:
         self._longest = longest
         self._device = with_index(operators.device)
         self._disk: DiskTier | None = None
-        slots, own = planner.slot_bytes(window), planner.own_parts
-        twin = TwinShare(planner.family, stub(longest), slots, own)
         lengths = window_lengths(longest) if rank.config.window == AUTO else []
-        sizes = [(capacity(length), stub(length)) for length in lengths]
-        share = Share(rank.identity, capacity(longest), logged, True, disk, longest, window, twin)
-        share = share._replace(shorter=sizes)
+        share = Share(
+            rank.identity,
+            capacity(longest),
+            logged,
+            disk=disk,
+            longest_window=longest,
+            window=window,
+            shorter=[(capacity(length), stub(length)) for length in lengths],
+            family=planner.family,
+            stub_bytes=stub(longest),
+            slot_bytes=planner.slot_bytes(window),
+            own_parts=planner.own_parts,
+        )
         self.memory = reserve(rank, share, operators.device, self._statistics.degraded)
         self._room = WindowRoom(self.memory, self._statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
@@ -485,7 +493,7 @@ class Protection:
         granted = self._rank.config.cpu_share * self.memory.cores
         if self._device.type != 'cpu' or not granted:
             return None
-        replica_s = self.windows.send_cost() + self.memory.server.cost.s_per_byte()
+        replica_s = self.windows.send_cost() + self.memory.receive_cost.s_per_byte()
         byte_s = self.checkpointer.capture_cost() + len(self._reached) * replica_s
         other = self._other_work.share(self._statistics.captured_bytes, byte_s)
         # A recovery is other work, too, and must not leave nothing to captures.

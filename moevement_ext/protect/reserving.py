@@ -16,23 +16,10 @@ from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member, copies_of, node_plan
+from moevement_ext.replicate.node_plan import Member, Share, copies_of, node_plan
 from moevement_ext.replicate.secret import agree
-from moevement_ext.replicate.share import Share
 
-
-class _Room(msgspec.Struct, frozen=True):
-    """A rank's message to the others for the choice of the longest window."""
-
-    member: Member
-    """The member with the shortest windows."""
-    capacities: list[int]
-    """Sizes of the rank's window files, for each length."""
-    stubs: list[int]
-    """Sizes of the rank's stub files, for each length."""
-
-
-_ROOM = msgspec.msgpack.Decoder(_Room)
+_MEMBER = msgspec.msgpack.Decoder(Member)
 
 
 def longest_window(
@@ -51,33 +38,24 @@ def longest_window(
     if config.window != AUTO:
         return config.longest_window
     lengths = window_lengths(config.max_window)
-    capacities = [capacity(length) for length in lengths]
-    stubs = [stub(length) for length in lengths]
     node = node_name()
     domain = own_domain(node, config.topology)
-    member = Member(node, capacities[0], logged, '', b'', domain, family)
-    encoded = exchange('room', msgspec.msgpack.encode(_Room(member, capacities, stubs)))
-    rooms = [_ROOM.decode(item) for item in encoded]
-    copies = copies_of([room.member for room in rooms], config.topology, config.replicas)
+    sizes = [(capacity(length), stub(length)) for length in lengths]
+    own = Member(node, capacity(lengths[-1]), logged, '', b'', domain, family, shorter=sizes)
+    members = [_MEMBER.decode(item) for item in exchange('room', msgspec.msgpack.encode(own))]
+    copies = copies_of(members, config.topology, config.replicas)
 
-    def fits(index: int) -> bool:
-        members = [
-            msgspec.structs.replace(
-                room.member, capacity_bytes=room.capacities[index], stub_bytes=room.stubs[index]
-            )
-            for room in rooms
-        ]
-        plan = node_plan(
-            node, members, copies, lengths[index], config.log_lag, config.disk is not None
-        )
+    def fits(length: int) -> bool:
+        sized = [member.sized_for(length, lengths[-1]) for member in members]
+        plan = node_plan(node, sized, copies, length, config.log_lag, config.disk is not None)
         try:
             plan.check(config.host_memory_gb, Path(config.dir) / rank.run_id / node)
         except (HostMemoryError, OSError):  # `reserve` reports the error
             return False
         return True
 
-    own = next((index for index in reversed(range(len(lengths))) if fits(index)), 0)
-    found = exchange('longest-window', msgspec.msgpack.encode(own))
+    here = next((index for index in reversed(range(len(lengths))) if fits(lengths[index])), 0)
+    found = exchange('longest-window', msgspec.msgpack.encode(here))
     return lengths[min(msgspec.msgpack.decode(item, type=int) for item in found)]
 
 

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from moevement_ext.config import SparseCheckpointConfig, node_name
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.budget import HostMemoryPlan, gib
 from moevement_ext.memory.cgroup import cores_left
@@ -23,10 +24,7 @@ from moevement_ext.memory.ledger import Ledger
 from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.pinning import pin
-from moevement_ext.memory.sizing import (
-    LEDGER_RECORDS,
-    rank_memory,
-)
+from moevement_ext.memory.sizing import LEDGER_RECORDS, rank_memory
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.file import FileTooSmall, WindowFile
 from moevement_ext.memory.window.generations import FileSize, OwnerWindows
@@ -38,31 +36,26 @@ from moevement_ext.plan.strategy.choice import disk_only
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient, TwinClient
 from moevement_ext.replicate.domains import own_domain
 from moevement_ext.replicate.greeting import new_secret
+from moevement_ext.replicate.inbox import Inbox
 from moevement_ext.replicate.node_plan import (
-    ALONE,
     Member,
+    Share,
     copies_of,
-    file_sizes,
-    hosted_by,
+    held_by,
     log_bytes,
     node_plan,
-    stubs_at,
     warn_of_same_names,
 )
 from moevement_ext.replicate.own_address import host_identity, local_host
-from moevement_ext.replicate.replica_server import Keeping, ReplicaServer
+from moevement_ext.replicate.replica_server import ReplicaServer
 from moevement_ext.replicate.secret import mark, of_attempt
-from moevement_ext.replicate.share import Share, TwinShare
 
 logger = logging.getLogger(__name__)
 
 Exchange = Callable[[bytes], list[bytes]]
 """Collective all-gather of bytes, by rank."""
 
-
 _ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
-
-
 _MEMBER = msgspec.msgpack.Decoder(Member)
 
 
@@ -88,6 +81,7 @@ class HostMemory:
         witness: headers captured before a recovery that is not judged yet.
         disk_only: windows in memory are not used as a source of a recovery.
         server: serves windows and log to the peers.
+        receive_cost: CPU time of receiving replicas.
         window: largest W for which the window files have room.
         cores: CPU cores of this rank, assuming equal shares for the ranks of a host.
         mark: mark of the job's secret.
@@ -111,16 +105,12 @@ class HostMemory:
         secret: bytes,
     ) -> None:
         self.rank = share.identity.rank
-        self._identity = share.identity
-        self._longest_window = share.longest_window or config.longest_window
-        self._most_windows = config.longest_window
-        self._log_lag = config.log_lag
-        self._hosts_replicas = share.hosts_replicas
+        self._config = config
+        self._share = share
         self._to_disk = config.disk is not None
+        self._longest_window = share.longest_window or config.longest_window
         self.disk = share.disk
         self.disk_only = disk_only(config)
-        twin = share.twin or TwinShare(ALONE, 0, 0, frozenset())
-        self._own_parts = twin.own_parts
         self.store = NodeStore(Path(config.dir), run_id, node_name())
         own = Member(
             node=node_name(),
@@ -129,12 +119,12 @@ class HostMemory:
             host=host_identity(),
             salt=new_secret(),
             domain=own_domain(node_name(), config.topology),
-            family=twin.family,
-            stub_bytes=twin.stub_bytes,
-            slot_bytes=twin.slot_bytes,
+            family=share.family,
+            stub_bytes=share.stub_bytes,
+            slot_bytes=share.slot_bytes,
             shorter=list(share.shorter),
         )
-        self.members = _exchange_members(own, exchange)
+        self.members = [_MEMBER.decode(item) for item in exchange(msgspec.msgpack.encode(own))]
         # A process that replaces this one later receives the same salt from the other ranks.
         self._secret = of_attempt(secret, self.members[0].salt)
         self.mark = mark(secret)
@@ -145,12 +135,14 @@ class HostMemory:
         self.log: UpstreamLog | None = None
         self.forget_other_layouts: Callable[[], None] = lambda: None
         self._fetching: ReplicaClient | None = None
+        self.receive_cost = CpuCost()
+        self._inboxes: dict[int, Inbox] = {}
         self.plan = self._plan(self._longest_window)
         self.window = share.window or self._longest_window
         self._changing = threading.Lock()
         try:
             self.plan.check(config.host_memory_gb, self.store.path)
-            self._reserve(own, device, config, on_degraded)
+            self._reserve(own, device, on_degraded)
         except HostMemoryError:
             self.give_up()
             raise
@@ -159,11 +151,7 @@ class HostMemory:
             raise HostMemoryError(f'{self.store.path}: {error}') from error
 
     def _reserve(
-        self,
-        own: Member,
-        device: torch.device,
-        config: SparseCheckpointConfig,
-        on_degraded: Callable[[str], None],
+        self, own: Member, device: torch.device, on_degraded: Callable[[str], None]
     ) -> None:
         present = self._sized_for(self.window)
         size = FileSize(own.capacity_bytes, present[self.rank].capacity_bytes)
@@ -171,8 +159,8 @@ class HostMemory:
         pinned = self.windows.files() if device.type == 'cuda' else []
         with threads_beside(device) as beside:  # pinning takes seconds for some GB
             begun = [beside.submit(pin, file, file.room) for file in pinned]
-            begun.append(beside.submit(self._open_log, own, device, config, on_degraded))
-            self._serve(own, config, present)
+            begun.append(beside.submit(self._open_log, own, device, on_degraded))
+            self._serve(own, present)
         for done in begun:
             done.result()
         if self.log is not None:
@@ -180,32 +168,29 @@ class HostMemory:
         self._make_room_for(self.window)
 
     def _open_log(
-        self,
-        own: Member,
-        device: torch.device,
-        config: SparseCheckpointConfig,
-        on_degraded: Callable[[str], None],
+        self, own: Member, device: torch.device, on_degraded: Callable[[str], None]
     ) -> None:
-        log_bytes = self._log_bytes(own, self.window)
-        if log_bytes:
+        nbytes = self._log_bytes(own, self.window)
+        if nbytes:
             path = self.store.holder_path(self.rank) / 'upstream-log'
-            self.log = UpstreamLog(path, log_bytes, device, config.max_wait, on_degraded)
+            self.log = UpstreamLog(path, nbytes, device, self._config.max_wait, on_degraded)
 
-    def _serve(
-        self, own: Member, config: SparseCheckpointConfig, present: Sequence[Member]
-    ) -> None:
-        rank = self.rank
+    def _serve(self, own: Member, present: Sequence[Member]) -> None:
+        rank, config = self.rank, self._config
         self.witness = Witness(self.store.holder_path(rank) / 'captured-before')
-        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._identity)
+        self.ledger = Ledger(self.store.ledger_path(rank), LEDGER_RECORDS, self._share.identity)
         hosts = Counter(member.host for member in self.members)
         self.cores = cores_left() / hosts[own.host]
         host = local_host(config.interface, several_hosts=len(hosts) > 1)
-        stubs = file_sizes(self._stubs(rank), self._stubs(rank, present))
-        keeping = Keeping(config.verify_replicas, stubs, self.windows)
-        hosted = file_sizes(self._hosted(rank), self._hosted(rank, present))
-        self.server = ReplicaServer(
-            self.store, rank, hosted, self._secret, (host, 0), keeping=keeping
-        )
+        sizes = self._held(present)
+        for owner, longest in self._held(self.members).items():
+            of_twin = rank in self.copies.twins[owner]
+            size = FileSize(longest, sizes[owner])
+            windows = OwnerWindows(self.store, rank, owner, size, stubs=of_twin)
+            bases = self.windows if of_twin else None
+            inbox = Inbox(windows, self.receive_cost, config.verify_replicas, bases)
+            self._inboxes[owner] = inbox
+        self.server = ReplicaServer(self.store, rank, self._inboxes, self._secret, host)
 
     def make_room_in_log(self, window: int) -> None:
         """Enlarge the log for windows of this length, within the memory plan. Any thread.
@@ -243,11 +228,12 @@ class HostMemory:
             self._changing.release()
 
     def _make_room_for(self, window: int) -> None:
-        present, rank = self._sized_for(window), self.rank
-        replicas = self._hosted(rank, present) | self._stubs(rank, present)
-        own = present[rank].capacity_bytes
+        present = self._sized_for(window)
+        replicas = self._held(present)
+        own = present[self.rank].capacity_bytes
         self.windows.make_room(own)
-        self.server.make_room(replicas)
+        for owner, nbytes in replicas.items():
+            self._inboxes[owner].windows.make_room(nbytes)
         self._reserved = rank_memory(own, replicas.values(), 0, self._to_disk)
 
     def describe(self) -> str:
@@ -270,7 +256,7 @@ class HostMemory:
         )
 
     def _windows_that_fit(self) -> str:
-        longest, most = self._longest_window, self._most_windows
+        longest, most = self._longest_window, self._config.longest_window
         said = f'windows: up to {longest} iterations'
         return said if longest == most else f'{said}, as {most} do not fit'
 
@@ -302,7 +288,7 @@ class HostMemory:
     def peers(self) -> dict[int, ReplicaClient]:
         """Create clients of this rank's twins and replica holders, by rank."""
         twins = {
-            rank: TwinClient(self.addresses[rank], self._secret, self._own_parts)
+            rank: TwinClient(self.addresses[rank], self._secret, self._share.own_parts)
             for rank in self.copies.twins[self.rank]
         }
         return twins | {rank: self.client(rank) for rank in self.copies.holders[self.rank]}
@@ -394,7 +380,8 @@ class HostMemory:
         other nodes.
         """
         self.windows.discard(name)
-        self.server.discard(name)
+        for inbox in self._inboxes.values():
+            inbox.windows.discard(name)
         for stored in (*self.store.scan(), *self.store.scan_stubs()):
             if stored.name == name and stored.holder not in self.plan.ranks:
                 stored.path.unlink(missing_ok=True)
@@ -405,8 +392,9 @@ class HostMemory:
         Any thread, once all ranks and their holders have a window at their current places,
         or at the end. Takes as long as the system needs to free the memory.
         """
-        hosted, stubs = self._hosted(self.rank), self._stubs(self.rank)
-        self.store.remove_owners_but({self.rank, *hosted}, self.rank, stubs)
+        twins = {owner for owner in self._inboxes if self.rank in self.copies.twins[owner]}
+        hosted = self._inboxes.keys() - twins
+        self.store.remove_owners_but({self.rank, *hosted}, self.rank, twins)
         if self.first_on_node():
             self.store.remove_holders_but(self.plan.ranks)
         self.forget_other_layouts()
@@ -442,17 +430,9 @@ class HostMemory:
         else:
             self.store.close()
 
-    def _hosted(self, rank: int, members: Sequence[Member] | None = None) -> dict[int, int]:
-        """Window file bytes by owner, for the owners with replicas on `rank`."""
-        if rank == self.rank and not self._hosts_replicas:
-            return {}
-        return hosted_by(rank, members or self.members, self.copies.holders)
-
-    def _stubs(self, rank: int, members: Sequence[Member] | None = None) -> dict[int, int]:
-        """Stub file bytes by owner, for the owners with `rank` as a twin."""
-        if rank == self.rank and not self._hosts_replicas:
-            return {}
-        return stubs_at(rank, members or self.members, self.copies.twins)
+    def _held(self, members: Sequence[Member]) -> dict[int, int]:
+        """File bytes by owner of the copies on this rank."""
+        return held_by(self.rank, members, self.copies) if self._share.hosts_replicas else {}
 
     def _sized_for(self, window: int) -> list[Member]:
         """Descriptions of all ranks with files for windows of this length."""
@@ -465,16 +445,12 @@ class HostMemory:
             self._sized_for(window),
             self.copies,
             window,
-            self._log_lag,
+            self._config.log_lag,
             self._to_disk,
-            holds_none=None if self._hosts_replicas else self.rank,
+            holds_none=None if self._share.hosts_replicas else self.rank,
         )
 
     def _log_bytes(self, member: Member, window: int | None = None) -> int:
         """Size of a rank's upstream log for windows of this length; None: for the longest."""
-        return log_bytes(member, self.members, window or self._longest_window, self._log_lag)
-
-
-def _exchange_members(own: Member, exchange: Exchange) -> list[Member]:
-    encoded = exchange(msgspec.msgpack.encode(own))
-    return [_MEMBER.decode(item) for item in encoded]
+        longest = window or self._longest_window
+        return log_bytes(member, self.members, longest, self._config.log_lag)

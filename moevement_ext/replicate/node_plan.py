@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of a node's ranks, computed from the descriptions of all ranks."""
+"""Host memory of a rank, and of a node's ranks from the descriptions of all ranks."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from moevement_ext.memory.budget import HostMemoryPlan
-from moevement_ext.memory.sizing import Logged, log_ring_bytes, rank_memory, window_lengths
+from moevement_ext.memory.disk import DiskWindows
+from moevement_ext.memory.sizing import (
+    NOTHING_LOGGED,
+    Logged,
+    log_ring_bytes,
+    rank_memory,
+    window_lengths,
+)
 from moevement_ext.memory.window.generations import FileSize
+from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.memory.window.twin import OwnParts
 from moevement_ext.replicate.copies import Copies, place_copies
 from moevement_ext.replicate.domains import failure_domains
 
@@ -51,6 +61,29 @@ class Member(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, capacity_bytes=capacity, stub_bytes=stub, shorter=[])
 
 
+class Share(NamedTuple):
+    """Contents and sizes of one rank's host memory."""
+
+    identity: RankIdentity
+    capacity_bytes: int
+    """Size of one window file of this rank."""
+    logged: Logged = NOTHING_LOGGED
+    hosts_replicas: bool = True
+    """Hold the replicas placed here; otherwise their owners have one copy fewer."""
+    disk: DiskWindows | None = None
+    longest_window: int | None = None
+    """The W that all sizes are for; None: as configured."""
+    window: int | None = None
+    """The first W, for which files and log have room; None: the longest."""
+    shorter: Sequence[tuple[int, int]] = ()
+    """This and the next three: see `Member`."""
+    family: int = ALONE
+    stub_bytes: int = 0
+    slot_bytes: int = 0
+    own_parts: OwnParts = frozenset()
+    """Parts that may differ at a twin."""
+
+
 def copies_of(members: Sequence[Member], topology: str | None, replicas: int) -> Copies:
     """Place the copies of all ranks' windows, at the ranks' places at the start of the job.
 
@@ -83,25 +116,15 @@ def warn_of_same_names(members: Sequence[Member]) -> None:
         )
 
 
-def hosted_by(
-    rank: int, members: Sequence[Member], holders: Sequence[Collection[int]]
-) -> dict[int, int]:
-    """Window file bytes by owner, for the owners with replicas on `rank`."""
-    return {
-        owner: members[owner].capacity_bytes for owner, peers in enumerate(holders) if rank in peers
-    }
-
-
-def stubs_at(
-    rank: int, members: Sequence[Member], twins: Sequence[Collection[int]]
-) -> dict[int, int]:
-    """Stub file bytes by owner, for the owners with `rank` as a twin."""
-    return {owner: members[owner].stub_bytes for owner, of in enumerate(twins) if rank in of}
-
-
-def file_sizes(longest: dict[int, int], present: dict[int, int]) -> dict[int, FileSize]:
-    """Sizes of files by owner, for the longest and for the current windows."""
-    return {owner: FileSize(size, present[owner]) for owner, size in longest.items()}
+def held_by(rank: int, members: Sequence[Member], copies: Copies) -> dict[int, int]:
+    """File bytes by owner of the copies on `rank`: of a window, or of a twin's stub."""
+    sizes = {}
+    for owner, member in enumerate(members):
+        if rank in copies.holders[owner]:
+            sizes[owner] = member.capacity_bytes
+        elif rank in copies.twins[owner]:
+            sizes[owner] = member.stub_bytes
+    return sizes
 
 
 def log_bytes(
@@ -130,10 +153,7 @@ def node_plan(
     for rank, member in enumerate(members):
         if member.node != node:
             continue
-        kept: list[int] = []
-        if rank != holds_none:
-            kept += hosted_by(rank, members, copies.holders).values()
-            kept += stubs_at(rank, members, copies.twins).values()
+        kept = [] if rank == holds_none else held_by(rank, members, copies).values()
         log = log_bytes(member, members, longest_window, log_lag)
         ranks[rank] = rank_memory(member.capacity_bytes, kept, log, to_disk)
         sizes.update([member.capacity_bytes, *kept])

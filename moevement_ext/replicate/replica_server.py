@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.upstream_log.record import LogGap
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.generations import FileSize, OwnerWindows
-from moevement_ext.memory.window.name import StoredWindow, WindowName
+from moevement_ext.memory.window.name import StoredWindow
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, encode_frame
 from moevement_ext.memory.window.twin import TwinWindow, base_path, twin_windows
@@ -66,20 +64,6 @@ _MAX_CONNECTIONS = 512
 _LOG_WAIT_SECONDS = 0.5
 
 
-class Keeping(NamedTuple):
-    """A holder's policy for received windows."""
-
-    verify_every: int = 1
-    """Verify the checksums of every n-th window, while it arrives."""
-    stubs: Mapping[int, FileSize | int] = {}
-    """Sizes of stub files, by owner that captures the same bytes as the holder."""
-    bases: OwnerWindows | None = None
-    """The holder's own windows, which the stubs refer to."""
-
-
-_WHOLE = Keeping()
-
-
 class _Served(NamedTuple):
     """A window to send."""
 
@@ -99,46 +83,38 @@ _Opened = Callable[[Path, Expected], _Served]
 class ReplicaServer:
     """Server for a rank's peers: takes replicas, and serves windows and the rank's log.
 
-    The training thread calls `serve_log` and `stop`. Raises `HostMemoryError` if the replica
-    files cannot be reserved.
+    The training thread calls `serve_log` and `stop`.
 
     Args:
         store: store of this node.
         rank: the holder.
-        sizes: sizes of window files, by owner this rank holds replicas for.
+        inboxes: replicas held here, by owner.
         secret: secret of this start of the job; every client must prove its knowledge.
-        address: host and port to listen on, IPv4 or IPv6; port 0 lets the system choose.
+        host: address to listen on, IPv4 or IPv6.
+        port: port to listen on; 0 lets the system choose.
         timeout_s: time for one exchange after its begin, plus time to move its bytes.
-        keeping: policy for received windows.
     """
 
     def __init__(
         self,
         store: NodeStore,
         rank: int,
-        sizes: Mapping[int, FileSize | int],
+        inboxes: Mapping[int, Inbox],
         secret: bytes,
-        address: tuple[str, int] = ('127.0.0.1', 0),
+        host: str = '127.0.0.1',
+        port: int = 0,
         timeout_s: float = 30.0,
-        keeping: Keeping = _WHOLE,
     ) -> None:
         self._store = store
         self._secret = secret
         self._timeout_s = timeout_s
-        self.cost = CpuCost()
-        self._inboxes = {
-            owner: Inbox(OwnerWindows(store, rank, owner, size), self.cost, keeping.verify_every)
-            for owner, size in sizes.items()
-        }
-        for owner, size in keeping.stubs.items():
-            kept = OwnerWindows(store, rank, owner, size, stubs=True)
-            self._inboxes[owner] = Inbox(kept, self.cost, keeping.verify_every, keeping.bases)
+        self._inboxes = inboxes
         self._log: UpstreamLog | None = None
         self._shelf: Shelf | None = None
         self._connections: dict[Connection, threading.Thread] = {}
         self._strangers = Strangers()  # a subset of the connections
         self._lock = threading.Lock()
-        self._listener = _Listener(address, self)
+        self._listener = _Listener((host, port), self)
         self._thread = threading.Thread(
             target=self._listener.serve_forever,
             args=(_POLL_SECONDS,),
@@ -160,19 +136,6 @@ class ReplicaServer:
     def serve_shelf(self, shelf: Shelf | None) -> None:
         """Serve these windows of other layouts from now on; None: refuse requests for them."""
         self._shelf = shelf
-
-    def discard(self, name: WindowName) -> None:
-        """Drop the replicas of one window. Any thread."""
-        for inbox in self._inboxes.values():
-            inbox.windows.discard(name)
-
-    def make_room(self, rooms: Mapping[int, int]) -> None:
-        """Reserve pages for the owners' replicas: bytes of a window or stub, by owner. Any thread.
-
-        Raises `HostMemoryError` without room; replicas of windows that fit are still taken.
-        """
-        for owner, room in rooms.items():
-            self._inboxes[owner].windows.make_room(room)
 
     def stop(self) -> None:
         """Stop listening and close all connections; files stay."""

@@ -38,7 +38,7 @@ from tests.unit.memory.samples import (
     tmpfs_directory,
     write_window,
 )
-from tests.unit.replicate.peers import OWNER, put_window
+from tests.unit.replicate.peers import OWNER, inbox_of_owner, put_window
 
 SECONDS = 20.0
 MAX_RECORD_BYTES = 2**20
@@ -61,7 +61,7 @@ class Targets:
         logging.getLogger('moevement_ext').addHandler(self._errors)
         logging.getLogger('moevement_ext').propagate = False
         self._store = NodeStore(directory, 'run1', 'node1')
-        self._server = ReplicaServer(self._store, 1, {OWNER: capacity()}, SECRET)
+        self._server = ReplicaServer(self._store, 1, inbox_of_owner(self._store), SECRET)
         windows = self._server._inboxes[OWNER].windows
         file = windows.begin(named())
         assert file is not None

@@ -41,7 +41,7 @@ def protection(
         windows=SimpleNamespace(send_cost=lambda: 2e-9),
         memory=SimpleNamespace(
             cores=4.0,
-            server=SimpleNamespace(cost=SimpleNamespace(s_per_byte=lambda: 3e-9)),
+            receive_cost=SimpleNamespace(s_per_byte=lambda: 3e-9),
             copies=SimpleNamespace(holders=[[1] * holders]),
         ),
     )
@@ -121,18 +121,19 @@ def test_sends_and_receives_are_measured_on_their_own_threads(shm: Path) -> None
     with serving(shm) as server:
         client = ReplicaClient(server.address, SECRET, DEADLINE_S)
         sender = Replicator(OWNER, {1: client}, replicated.put, replicated.put)
+        receiver = server._inboxes[OWNER]
         try:
             file = commit(own, 0)
-            assert sender.cost.s_per_byte() == server.cost.s_per_byte() == 0
+            assert sender.cost.s_per_byte() == receiver._cost.s_per_byte() == 0
             for slot in file.slots():
                 sender.submit(file, slot)
             assert replicated.get(timeout=DEADLINE_S) == named(0)
-            found = sender.cost.s_per_byte(), server.cost.s_per_byte()
+            found = sender.cost.s_per_byte(), receiver._cost.s_per_byte()
             assert min(found) > 0
             for slot in file.slots():
                 sender.submit(file, slot)
             assert replicated.get(timeout=DEADLINE_S) == named(0)
-            assert (sender.cost.s_per_byte(), server.cost.s_per_byte()) == found, 'it had it'
+            assert (sender.cost.s_per_byte(), receiver._cost.s_per_byte()) == found, 'it had it'
         finally:
             sender.stop()
     store.close()

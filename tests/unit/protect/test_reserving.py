@@ -17,7 +17,7 @@ from moevement_ext.memory.holder_lock import StoreInUseError
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.sizing import Logged, window_lengths
 from moevement_ext.memory.window.generations import OwnerWindows
-from moevement_ext.protect.reserving import _Room, longest_window, reserve
+from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.replicate import secret
 from moevement_ext.replicate.copies import Copies
 from moevement_ext.replicate.node_plan import ALONE, Member, node_plan
@@ -57,9 +57,8 @@ def find(shm: Path) -> Callable[..., int]:
         def exchange(name: str, own: bytes) -> list[bytes]:
             if name == 'longest-window':
                 return [own, msgspec.msgpack.encode(window_lengths(MOST).index(elsewhere))]
-            room = msgspec.msgpack.decode(own, type=_Room)
-            other = msgspec.structs.replace(room.member, node='another')
-            return [own, msgspec.msgpack.encode(msgspec.structs.replace(room, member=other))]
+            other = msgspec.msgpack.decode(own, type=Member)
+            return [own, msgspec.msgpack.encode(msgspec.structs.replace(other, node='another'))]
 
         config = SparseCheckpointConfig(
             **{'dir': str(shm), 'replicas': 1, 'max_window': MOST, **settings}

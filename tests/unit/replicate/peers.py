@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.node_store import NodeStore
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.agreed import Agreed
@@ -20,12 +21,20 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
-from moevement_ext.replicate.replica_server import Keeping, ReplicaServer
+from moevement_ext.replicate.inbox import Inbox
+from moevement_ext.replicate.replica_server import ReplicaServer
 from tests.unit.memory.samples import SECRET, capacity, named
 
 OWNER, HOLDER = 0, 1
 DEADLINE_S = 20.0
 """How long a test waits for something that comes at once."""
+
+
+def inbox_of_owner(
+    store: NodeStore, rank: int = HOLDER, nbytes: int = capacity(), verify_every: int = 1
+) -> dict[int, Inbox]:
+    """For replicas of OWNER, in files of this size."""
+    return {OWNER: Inbox(OwnerWindows(store, rank, OWNER, nbytes), CpuCost(), verify_every)}
 
 
 @contextmanager
@@ -38,15 +47,8 @@ def serving(
 ) -> Iterator[ReplicaServer]:
     """A holder of replicas of OWNER, on a node of its own."""
     store = NodeStore(shm, 'run1', f'node{rank}')
-    server = ReplicaServer(
-        store,
-        rank,
-        {OWNER: capacity()},
-        SECRET,
-        (host, port),
-        DEADLINE_S,
-        Keeping(verify_every=verify_every),
-    )
+    inboxes = inbox_of_owner(store, rank, verify_every=verify_every)
+    server = ReplicaServer(store, rank, inboxes, SECRET, host, port, DEADLINE_S)
     try:
         yield server
     finally:

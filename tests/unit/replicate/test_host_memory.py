@@ -21,9 +21,8 @@ from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.client import PeerLost, PeerRefused, ReplicaClient
 from moevement_ext.replicate.domains import failure_domains, own_domain
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member
+from moevement_ext.replicate.node_plan import Member, Share
 from moevement_ext.replicate.secret import of_attempt
-from moevement_ext.replicate.share import Share
 from tests.unit.memory.samples import (
     RUN,
     SECRET,

@@ -22,6 +22,7 @@ from tests.unit.replicate.peers import (
     OWNER,
     ask,
     connected,
+    inbox_of_owner,
     put_window,
     replicas,
     silent_peer,
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.timed
 def _hold(shm: Path, port: int) -> None:
     """Body of a process: serve until it is killed."""
     store = NodeStore(shm, 'run1', 'node1')
-    server = ReplicaServer(store, 1, {0: capacity()}, SECRET, ('127.0.0.1', port))
+    server = ReplicaServer(store, 1, inbox_of_owner(store), SECRET, port=port)
     print(server.address[1], flush=True)
     signal.pause()
 

@@ -10,8 +10,7 @@ import torch
 
 from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member
-from moevement_ext.replicate.share import Share
+from moevement_ext.replicate.node_plan import Member, Share
 from tests.unit.memory.samples import SECRET, capacity, identity_of
 from tests.unit.replicate.test_host_memory import settings, shm
 

@@ -30,6 +30,7 @@ from tests.unit.replicate.peers import (
     DEADLINE_S,
     OWNER,
     SlowPeer,
+    inbox_of_owner,
     own_file,
     replica_starts,
     replicas,
@@ -215,7 +216,8 @@ def test_longer_window_of_an_earlier_attempt_is_replicated_first(shm: Path) -> N
     events, of_now = Events(), capacity(window=1)
     stores = [NodeStore(shm, 'run1', f'node{rank}') for rank in (0, 1)]
     own = OwnerWindows(stores[0], OWNER, OWNER, of_now)
-    server = ReplicaServer(stores[1], 1, {OWNER: of_now}, SECRET, ('127.0.0.1', 0), DEADLINE_S)
+    inboxes = inbox_of_owner(stores[1], nbytes=of_now)
+    server = ReplicaServer(stores[1], 1, inboxes, SECRET, timeout_s=DEADLINE_S)
     with replicating(events, server.address) as replicator:
         for start, length in ((0, WINDOW), (3, 1), (4, 1), (5, 1)):
             short = length == 1

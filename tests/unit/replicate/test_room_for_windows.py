@@ -14,8 +14,7 @@ from moevement_ext.memory.mapped import in_pages
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.memory.upstream_log.record import Direction
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member
-from moevement_ext.replicate.share import Share
+from moevement_ext.replicate.node_plan import Member, Share
 from tests.unit.memory.samples import SECRET, capacity, identity_of, tmpfs_directory
 
 CPU = torch.device('cpu')
@@ -52,7 +51,8 @@ def test_files_have_pages_for_the_window_in_force_and_grow_within_the_plan(
             assert (kinds['own_windows'], kinds['replicas']) == (2 * size, 2 * size)
             if window == 3:
                 assert kinds == most
-        monkeypatch.setattr(memory.server, 'make_room', full_but_for(memory.server.make_room))
+        replicas = memory.server._inboxes[1].windows
+        monkeypatch.setattr(replicas, 'make_room', full_but_for(replicas.make_room))
         with pytest.raises(HostMemoryError, match='full'):
             memory.make_room_for(2)
         assert [path.stat().st_blocks * 512 for path in files] == [in_pages(capacity(1))] * 4
@@ -90,12 +90,12 @@ def test_the_log_is_for_the_window_in_force_and_follows_it(
         memory.close(remove=True)
 
 
-def full_but_for(make_room: Callable[[dict[int, int]], None]) -> Callable[[dict[int, int]], None]:
+def full_but_for(make_room: Callable[[int], None]) -> Callable[[int], None]:
     """Without room for more than windows of one slot."""
 
-    def limited(rooms: dict[int, int]) -> None:
-        if max(rooms.values()) > capacity(1):
+    def limited(nbytes: int) -> None:
+        if nbytes > capacity(1):
             raise HostMemoryError('full')
-        make_room(rooms)
+        make_room(nbytes)
 
     return limited

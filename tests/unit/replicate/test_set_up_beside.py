@@ -17,8 +17,7 @@ from moevement_ext.memory import device as device_module
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member
-from moevement_ext.replicate.share import Share
+from moevement_ext.replicate.node_plan import Member, Share
 from tests.unit.memory.samples import SECRET, capacity, identity_of, tmpfs_directory
 
 CPU, GPU = torch.device('cpu'), torch.device('cuda', 3)

@@ -4,6 +4,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,9 +23,8 @@ from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import verified_window
 from moevement_ext.replicate.client import PeerRefused
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member
+from moevement_ext.replicate.node_plan import Member, Share
 from moevement_ext.replicate.replicator import Replicator
-from moevement_ext.replicate.share import Share, TwinShare
 from tests.unit.memory.samples import (
     SECRET,
     WINDOW,
@@ -63,11 +63,16 @@ class Twins:
             for node in NODES
         ]
         encoded = [msgspec.msgpack.encode(member) for member in members]
-        shared = TwinShare(0, STUB, SLOT, OWN_PARTS)
+        stubs: dict[str, Any] = {
+            'family': 0,
+            'stub_bytes': STUB,
+            'slot_bytes': SLOT,
+            'own_parts': OWN_PARTS,
+        }
         return HostMemory(
             SparseCheckpointConfig(dir=str(self._shm), window=1, replicas=1),
             'run1',
-            Share(identity_of(rank), capacity(), twin=shared),
+            Share(identity_of(rank), capacity(), **stubs),
             torch.device('cpu'),
             pytest.fail,
             lambda own: encoded,
