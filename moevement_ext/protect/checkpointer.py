@@ -24,7 +24,6 @@ from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.lifecycle import WindowLifecycle
-from moevement_ext.protect.statistics import CaptureStatistics
 
 if TYPE_CHECKING:  # jobs of other strategies do not import it
     from moevement_ext.protect.expert_ledger import Checkpoint, ExpertLedger
@@ -55,7 +54,8 @@ class SparseCheckpointer:
     The training thread calls `begin` before an iteration and `before_update` before the
     optimizer writes; everything else happens on other threads. Failures never reach the
     training thread: protection is reduced, reported and counted (invariant I6). `waited_s` is
-    the time that updates have waited for copies. `experts` is the ledger of a lossy strategy.
+    the time that updates have waited for copies, `schedule` the plan in force. `experts` is the
+    ledger of a lossy strategy.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class SparseCheckpointer:
         self._settings = settings.encode(identity.settings)
         self._operators = operators
         self._lifecycle = lifecycle
+        self.statistics = lifecycle.statistics
         self._experts = experts
         self._before: WindowName | None = None
         self.waited_s = 0.0
-        self._copier = Copier(device)
+        self.copier = Copier(device)
         self._lock = threading.Lock()
         self._window: _Writing | None = None
         self._given_up: list[_Writing] = []
@@ -82,14 +83,6 @@ class SparseCheckpointer:
         self._upcoming: list[Cycle] = []
         self._aligned = schedule.origin  # where all ranks began a window under any plan
         self._adopt(schedule)
-
-    @property
-    def statistics(self) -> CaptureStatistics:
-        return self._lifecycle.statistics
-
-    @property
-    def schedule(self) -> Cycle:
-        return self._schedule
 
     def schedule_next(self, schedule: Cycle) -> None:
         """Change to another plan at its origin. Any thread."""
@@ -105,7 +98,7 @@ class SparseCheckpointer:
         """
         with self._lock:
             self._aligned = iteration
-            self._upcoming.append(self._schedule._replace(origin=iteration))
+            self._upcoming.append(msgspec.structs.replace(self.schedule, origin=iteration))
 
     def begin(self, iteration: int, state: bytes, loss: float | None = None) -> None:
         """Start capturing the state after `iteration`, which the next iteration will read.
@@ -121,7 +114,7 @@ class SparseCheckpointer:
         self._captured = iteration
         self._change_plan(iteration)
         self._release_given_up()
-        slot = self._schedule.slot(iteration)
+        slot = self.schedule.slot(iteration)
         if slot is None:
             return
         if slot == 0:
@@ -140,7 +133,7 @@ class SparseCheckpointer:
         Called by the training thread before it overwrites the captured state with older
         state.
         """
-        self._copier.drain()
+        self.copier.drain()
         if self._window is not None and not self._window.complete:
             self._give_up(self._window)
         self._window = None
@@ -153,22 +146,14 @@ class SparseCheckpointer:
         """
         self._captured = start
         self._before = None
-        self._lifecycle.give_up(range(start + 1, self._schedule.origin))
+        self._lifecycle.give_up(range(start + 1, self.schedule.origin))
 
     def before_update(self) -> None:
         """Wait until the optimizer may write. Training thread."""
-        waited_s = self._copier.wait()
+        waited_s = self.copier.wait()
         self.waited_s += waited_s
         self.statistics.exposed_s += waited_s
         self.statistics.iterations += 1
-
-    def copy_bytes_per_s(self) -> float | None:
-        """Measured rate of the copies to host memory, bytes/s; None before the first."""
-        return self._copier.bytes_per_s()
-
-    def capture_cost(self) -> float:
-        """CPU seconds per copied and sealed byte. Any thread."""
-        return self._copier.cost.s_per_byte()
 
     @property
     def window_under_way(self) -> bool:
@@ -177,13 +162,13 @@ class SparseCheckpointer:
         return window is not None and not (window.complete or window.given_up)
 
     def drain(self) -> None:
-        self._copier.drain()
+        self.copier.drain()
 
     def stop(self) -> None:
-        self._copier.stop()
+        self.copier.stop()
 
     def _adopt(self, schedule: Cycle) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         self._layouts = [
             SlotLayout(schedule.plan, slot, self._operators) for slot in range(schedule.plan.window)
         ]
@@ -198,14 +183,15 @@ class SparseCheckpointer:
                 self._lifecycle.give_up([self._window.name.start])
             self._window = None
             newest = max(due, key=lambda schedule: (schedule.version, schedule.origin))
-            self._adopt(newest._replace(origin=max(newest.origin, self._aligned)))
+            origin = max(newest.origin, self._aligned)
+            self._adopt(msgspec.structs.replace(newest, origin=origin))
             # Ranks that received the plan in time have windows that this rank lacks.
-            self._lifecycle.give_up(range(self._schedule.origin, iteration))
+            self._lifecycle.give_up(range(self.schedule.origin, iteration))
 
     def _open(self, iteration: int) -> _Writing | None:
         partial = None
-        name = WindowName(iteration, self._schedule.digest)
-        length = self._schedule.plan.window
+        name = WindowName(iteration, self.schedule.digest)
+        length = self.schedule.plan.window
         if self._experts is not None:
             partial = self._choose(iteration, self._experts)
             if partial is None:
@@ -222,7 +208,7 @@ class SparseCheckpointer:
             return None
         base = experts.base(persisted)
         try:
-            return experts.checkpoint(self._schedule, iteration, base, self._lifecycle.kept(base))
+            return experts.checkpoint(self.schedule, iteration, base, self._lifecycle.kept(base))
         except (ValueError, RefusedWindow) as error:
             self._lifecycle.give_up([iteration])
             self.statistics.degraded(f'window {iteration}: {error}')
@@ -257,7 +243,7 @@ class SparseCheckpointer:
             topology=self._identity.topology,
             owner=self._identity.rank,
             start=iteration - slot,
-            window=self._schedule.plan.window,
+            window=self.schedule.plan.window,
             slot=slot,
             iteration=iteration,
             plan=window.name.plan,
@@ -274,7 +260,7 @@ class SparseCheckpointer:
             window.unsealed += 1
             window.started += 1
         try:
-            self._copier.start(
+            self.copier.start(
                 layout.copies(payload, True, older, window.file),
                 lambda: layout.copies(payload, False, older, window.file),
                 seal=lambda: self._seal(window, header, layout, payload),
@@ -290,7 +276,7 @@ class SparseCheckpointer:
         faults.point(Phase.SEAL)
         if window.partial is not None and not window.given_up:
             window.file.kept = window.partial.take_older(layout, payload)
-        self.statistics.copy_bytes_per_s = self._copier.bytes_per_s()
+        self.statistics.copy_bytes_per_s = self.copier.bytes_per_s()
         if not window.given_up:
             self._lifecycle.sealed(window.file, header)
         self._ended(window)

@@ -52,6 +52,9 @@ class WindowLifecycle:
         on_persisted: called with each newly persisted window, on the tracker's thread.
         statistics: records failures.
         max_wait_s: longest wait of the training thread for a free file.
+
+    Attributes:
+        replicator: sends the windows to the peers.
     """
 
     def __init__(
@@ -74,32 +77,15 @@ class WindowLifecycle:
         self._stalled = False
         self._newest: WindowName | None = None
         self._trial: Trial | None = None
-        self._replicator = Replicator(
+        self.replicator = Replicator(
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )
-        self._replicator.hurries = lambda: self.in_vain()
+        self.replicator.hurries = lambda: self.in_vain()
         self._tracker = tracker(self.agreed)
 
-    def share_links(self, limit: float | None, spreads: bool) -> None:
-        """Set the rate limit of replication; see the attributes of `Replicator`."""
-        self._replicator.limit, self._replicator.spreads = limit, spreads
-
     def stop(self) -> None:
-        self._replicator.stop()
+        self.replicator.stop()
         self._tracker.stop()
-
-    def send_bytes_per_s(self) -> float | None:
-        """Send rate to the replica holders, as in the events. Any thread."""
-        return self._replicator.bytes_per_s()
-
-    @property
-    def holders(self) -> int:
-        """Number of peers that receive whole windows. Any thread."""
-        return self._replicator.holders
-
-    def send_cost(self) -> float:
-        """CPU seconds per byte sent to a holder. Any thread."""
-        return self._replicator.cost.s_per_byte()
 
     # Training thread
 
@@ -114,9 +100,10 @@ class WindowLifecycle:
         if self._windows.is_given_up(name):
             return None
         try:
-            file = (
-                self._wait_for_file(name) if self._trial is None else self._on_trial(name, length)
-            )
+            if self._trial is None:
+                file = self._wait_for(lambda: self._windows.begin(name))
+            else:
+                file = self._on_trial(self._trial, name, length)
         except Exception as error:
             self.statistics.degraded(f'window {name.start} cannot be opened: {error}')
             self.give_up([name.start])
@@ -160,7 +147,7 @@ class WindowLifecycle:
 
     def abandon(self, name: WindowName, file: WindowFile) -> None:
         """Free the file of an unfinished window that no rank relies on."""
-        self._replicator.abandon(name)
+        self.replicator.abandon(name)
         if self._trial is not None:
             self._trial.forget(file)
         try:
@@ -179,9 +166,6 @@ class WindowLifecycle:
                 return False
         return True
 
-    def _wait_for_file(self, name: WindowName) -> WindowFile | None:
-        return self._wait_for(lambda: self._windows.begin(name))
-
     def _wait_for[T](self, attempt: Callable[[], T | None]) -> T | None:
         timeout_s = 0.0 if self._stalled and not self._freed.is_set() else self._max_wait_s
         deadline = time.perf_counter() + timeout_s
@@ -196,14 +180,12 @@ class WindowLifecycle:
                     return None
                 self._freed.wait(min(remaining, _LOOK_S))
 
-    def _on_trial(self, name: WindowName, length: int) -> WindowFile | None:
+    def _on_trial(self, trial: Trial, name: WindowName, length: int) -> WindowFile | None:
         """Take a file for an unjudged window.
 
         No file becomes free before the verdict. Of the windows complete by then only the
         newest is kept: each takes the file of the previous one.
         """
-        trial = self._trial
-        assert trial is not None
         file = self._windows.begin(name, unjudged=True)
         if file is None and trial.is_over_before(name.start, length):
             before = trial.oldest(self._max_wait_s)
@@ -229,7 +211,7 @@ class WindowLifecycle:
         if is_last:
             self._windows.commit(file)
         faults.point(Phase.REPLICATE)
-        self._replicator.submit(file, header.slot)
+        self.replicator.submit(file, header.slot)
         if is_last:  # after the rest, as the disk of the events may not answer
             self._note_committed(file, header)
 
@@ -244,7 +226,7 @@ class WindowLifecycle:
                 training_s=round(figures.training_s, 6),
                 exposed_s=round(figures.exposed_s, 6),
                 copy_bytes_per_s=figures.copy_bytes_per_s,
-                send_bytes_per_s=self.send_bytes_per_s(),
+                send_bytes_per_s=self.replicator.bytes_per_s(),
                 helpers_s=round(helper_cpu_s(), 6),
             )
         )
@@ -255,7 +237,7 @@ class WindowLifecycle:
 
     def agreed(self, agreed: Agreed) -> None:
         """Apply an agreement of all ranks. Tracker's thread."""
-        self._replicator.agree(agreed)  # before a file is reused for the next window to send
+        self.replicator.agree(agreed)  # before a file is reused for the next window to send
         self._windows.agree(agreed)
         self._freed.set()
         window = agreed.persisted
@@ -270,7 +252,7 @@ class WindowLifecycle:
 
     def withdraw_after(self, window: WindowName) -> None:
         """Withdraw windows after `window`, to which this rank will roll back."""
-        self._replicator.abandon_after(window.start)
+        self.replicator.abandon_after(window.start)
         self._tracker.withdraw_after(window)
 
     def withdraw_unpersisted(self) -> None:
@@ -292,7 +274,7 @@ class WindowLifecycle:
         trial, self._trial = self._trial, None
         if trial is None:
             return
-        self._replicator.discard_after(trial.back_to.start)
+        self.replicator.discard_after(trial.back_to.start)
         for file, headers in trial.windows():
             self._windows.judged(file)
             for header in headers:
@@ -311,7 +293,7 @@ class WindowLifecycle:
     def forget_the_past(self) -> None:
         """Drop all windows, which belong to an abandoned history."""
         self._windows.discard_after(-1)
-        self._replicator.discard_after(-1)
+        self.replicator.discard_after(-1)
 
     def replicate_again(self, window: WindowName, file: WindowFile, relaid: bool = False) -> None:
         """Replicate the window of the recovery again: a lost node may have held its replicas.
@@ -320,11 +302,12 @@ class WindowLifecycle:
         other bytes, such as another environment, which would refuse this one.
         """
         if relaid:
-            self._replicator.discard_after(window.start - 1)
+            self.replicator.discard_after(window.start - 1)
         elif self._trial is None:  # else the peers keep slots that verify the recovery
-            self._replicator.discard_after(window.start)
-        self._replicator.agree(Agreed(window))
-        self._submit(file)
+            self.replicator.discard_after(window.start)
+        self.replicator.agree(Agreed(window))
+        for slot in file.slots():
+            self.replicator.submit(file, slot, urgent=True)
 
     def change_peers(self, peers: dict[int, ReplicaClient], newest: int) -> None:
         """Offer windows up to the one that starts at `newest` to holders whose process is new.
@@ -333,8 +316,4 @@ class WindowLifecycle:
         """
         names = [window.name for window in self._windows.committed()]
         files = [self._windows.file(name) for name in names if name.start <= newest]
-        self._replicator.set_peers(peers, [file for file in files if file is not None])
-
-    def _submit(self, file: WindowFile) -> None:
-        for slot in file.slots():
-            self._replicator.submit(file, slot, urgent=True)
+        self.replicator.set_peers(peers, [file for file in files if file is not None])

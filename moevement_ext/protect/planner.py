@@ -35,8 +35,9 @@ from moevement_ext.plan.byte_planner import (
 )
 from moevement_ext.plan.popularity import order_by_popularity
 from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import Budgets, Need, needs, shortest
-from moevement_ext.protect.stage_plan import StagePlan, hand_out, handed_out, published
+from moevement_ext.protect.stage_plan import hand_out, handed_out, packed, published, unpacked
 
 _NEEDS = msgspec.msgpack.Decoder(list[Need])
 
@@ -135,15 +136,15 @@ class Planner:
         """Stages that share weights: the first and the last one, for the embedding."""
         return frozenset(rank.stage for rank in self._ranks if rank.tied)
 
-    def first_plan(self, parameters: PlanParameters) -> StagePlan:
+    def first_plan(self, parameters: PlanParameters) -> Cycle:
         """The plan of a new job, from iteration 0. Collective, except when joining."""
         if self._exchange.joining:
             return self.plan(parameters)
-        own = self.plan(parameters).packed() if self.is_first else b''
+        own = packed(self.plan(parameters)) if self.is_first else b''
         place = self.place
-        return StagePlan.unpacked(self._exchange.from_first(own, place.members, place.group))
+        return unpacked(self._exchange.from_first(own, place.members, place.group))
 
-    def plan(self, parameters: PlanParameters) -> StagePlan:
+    def plan(self, parameters: PlanParameters) -> Cycle:
         """Compute the plan of this stage. Only on its first rank or on a joining rank.
 
         The digest covers the planning inputs of all stages, so that windows of different
@@ -155,25 +156,25 @@ class Planner:
         everything += [parameters.idle] if parameters.idle else []
         everything += [parameters.experts] if parameters.experts else []
         everything += [sorted(parameters.by_stage.items())] if parameters.by_stage else []
-        return StagePlan(
-            parameters.version,
+        return Cycle(
             parameters.origin,
             balanced(table, window),
             xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(everything)),
-            {name: shares[name] for name in table.names if name in shares},
+            parameters.version,
             parameters.idle,
             parameters.experts_of(self.place.stage),
+            {name: shares[name] for name in table.names if name in shares},
             parameters.lost,
         )
 
-    def announced_plan(self, version: int, store: Store) -> StagePlan:
+    def announced_plan(self, version: int, store: Store) -> Cycle:
         """Compute an announced plan; the stage's first rank also hands it out in `store`."""
         plan = self.plan(published(store, version))
         if self.is_first:
             hand_out(store, self.place.stage, plan)
         return plan
 
-    def next_plan(self, version: int, store: Store) -> StagePlan | None:
+    def next_plan(self, version: int, store: Store) -> Cycle | None:
         """An announced plan; None if the stage's first rank has not handed it out yet.
 
         Runs on the replanner's thread; `store` is that of the replanners.

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -39,7 +39,7 @@ from moevement_ext.protect.planner import Planner
 from moevement_ext.protect.replanner import Replanner
 from moevement_ext.protect.reserving import longest_window, reserve
 from moevement_ext.protect.room import WindowRoom
-from moevement_ext.protect.stage_plan import StagePlan
+from moevement_ext.protect.stage_plan import event
 from moevement_ext.protect.statistics import CaptureStatistics, Figures
 from moevement_ext.protect.trial import Trial
 from moevement_ext.replicate.node_plan import Share
@@ -129,15 +129,14 @@ class Protection:
         self._room = WindowRoom(self.memory, self._statistics.degraded)
         self.memory.connect(partial(rank.exchange, 'addresses'))
 
-    def first_plan(self, iteration: int) -> StagePlan:
+    def first_plan(self, iteration: int) -> Cycle:
         """Return the first plan of a job, starting at `iteration`."""
         return msgspec.structs.replace(self._first_plan, origin=iteration)
 
-    def agreed_plan(self, version: int, origin: int, store: torch.distributed.Store) -> StagePlan:
-        """The plan in force in a running job, for a joining process.
+    def agreed_plan(self, version: int, origin: int, store: torch.distributed.Store) -> Cycle:
+        """The plan in force in a running job, from `origin` on, for a joining process.
 
-        Its windows begin at `origin`; `store` is the one that the other ranks passed to
-        `start`.
+        `store` is the one that the other ranks passed to `start`.
         """
         if version == self._first_plan.version:
             return self.first_plan(origin)
@@ -146,7 +145,7 @@ class Protection:
 
     def start(
         self,
-        present: StagePlan,
+        present: Cycle,
         store: torch.distributed.Store,
         on_disk: WindowName | None = None,
         forget_former_places: bool = False,
@@ -177,13 +176,14 @@ class Protection:
             rank.config.max_wait,
         )
         config = rank.config
-        self.windows.share_links(config.network_bytes_per_s, config.network_gb_per_s == AUTO)
+        self.windows.replicator.limit = config.network_bytes_per_s
+        self.windows.replicator.spreads = config.network_gb_per_s == AUTO
         self.checkpointer = SparseCheckpointer(
             rank.identity,
             self._operators.slices,
             self._operators.device,
             self.windows,
-            present.schedule(),
+            present,
             self._experts,
         )
         self._replanner = Replanner(
@@ -196,7 +196,7 @@ class Protection:
             self._adopt,
         )
         self._started = True
-        rank.events.emit(self._protected(present.schedule()))
+        rank.events.emit(self._protected(present))
 
     def _protected(self, cycle: Cycle) -> Protected:
         """The event of a rank that begins to capture."""
@@ -232,8 +232,10 @@ class Protection:
         """
         if self._rank.config.verify == OFF:
             return []
-        found, witness = self.memory.captured_after(start), self.memory.witness
-        witness.remember([header for header in found if self._captured_by_this_rank(header)])
+        witness, own = self.memory.witness, self._rank.identity
+        here = own.run, own.topology, own.rank
+        found = self.memory.captured_after(start)
+        witness.remember([it for it in found if (it.run, it.topology, it.owner) == here])
         return witness.after(start - 1)
 
     def forget_the_past(self) -> None:
@@ -381,49 +383,44 @@ class Protection:
             self._counted = (self._counter.take(), self._counter.take_capacity())
             self._counter.counting = False
         if self._position == schedule.period - 1:
-            tokens, capacity = self._counted
-            load = WindowLoad(
-                iteration - schedule.period,
-                tokens,
-                statistics.median(self._seconds),
-                self.checkpointer.copy_bytes_per_s(),
-                self.windows.send_bytes_per_s(),
-                capacity,
-                self._cpu_bytes_per_s(),
-                self._statistics.waited_s(),
-                checkpoint_s(
-                    self._statistics.slot_bytes,
-                    self.checkpointer.copy_bytes_per_s(),
-                    self.windows.send_bytes_per_s(),
-                    self.windows.holders,
-                    self._rank.config.network_bytes_per_s,
-                ),
-                self._statistics.persist_s,
-                self._room.limit,
-                stage=self.planner.place.stage,
-            )
-            if self._experts is not None:
-                holders = self.windows.holders
-                load = self._experts.load(load, self.last_iteration, self._counts, holders)
+            load = self._load(iteration - schedule.period)
             self._seconds.clear()
             self._windows_seen += 1
             if self._windows_seen > 1:  # the first window contains warm-up
                 self._replanner.observe(load)
 
+    def _load(self, start: int) -> WindowLoad:
+        """Measurements of the cycle that began at `start` and ends now."""
+        tokens, capacity = self._counted
+        rates = self.checkpointer.copier.bytes_per_s(), self.windows.replicator.bytes_per_s()
+        holders, slot_bytes = self.windows.replicator.holders, self._statistics.slot_bytes
+        load = WindowLoad(
+            start,
+            tokens,
+            statistics.median(self._seconds),
+            *rates,
+            capacity,
+            self._cpu_bytes_per_s(),
+            self._statistics.waited_s(),
+            checkpoint_s(slot_bytes, *rates, holders, self._rank.config.network_bytes_per_s),
+            self._statistics.persist_s,
+            self._room.limit,
+            stage=self.planner.place.stage,
+        )
+        if self._experts is None:
+            return load
+        return self._experts.load(load, self.last_iteration, self._counts, holders)
+
     def figures(self) -> Figures:
         """Current figures of protection. Any thread, after `start`."""
-        counted = {
-            field.name: getattr(self._statistics, field.name)
-            for field in fields(Figures)
-            if hasattr(self._statistics, field.name)
-        }
-        now: dict[str, Any] = {
-            'iteration': self._rank.events.iteration,
-            'window': self.checkpointer.schedule.plan.window,
-            'copy_bytes_per_s': self.checkpointer.copy_bytes_per_s(),
-            'host_memory': self.memory.by_kind(),
-        }
-        return Figures(**(counted | now))
+        counted = {field.name: getattr(self._statistics, field.name) for field in fields(Figures)}
+        return replace(
+            Figures(**counted),
+            iteration=self._rank.events.iteration,
+            window=self.checkpointer.schedule.plan.window,
+            copy_bytes_per_s=self.checkpointer.copier.bytes_per_s(),
+            host_memory=self.memory.by_kind(),
+        )
 
     def keep_last(self, window: WindowName, timeout_s: float) -> bool:
         """Copy the last window, which is persisted, to disk, too; see `DiskTier.keep_last`."""
@@ -454,10 +451,6 @@ class Protection:
             threading.Thread(
                 target=self.memory.forget_former_places, name='sparse-ckpt-former', daemon=True
             ).start()
-
-    def _captured_by_this_rank(self, header: SlotHeader) -> bool:
-        own = self._rank.identity
-        return (header.run, header.topology, header.owner) == (own.run, own.topology, own.rank)
 
     def _shorten_log(self, iteration: int, window: int) -> None:
         """Make room in the log in a recovery of all stages, during which no window is persisted.
@@ -493,16 +486,18 @@ class Protection:
         granted = self._rank.config.cpu_share * self.memory.cores
         if self._device.type != 'cpu' or not granted:
             return None
-        replica_s = self.windows.send_cost() + self.memory.receive_cost.s_per_byte()
-        byte_s = self.checkpointer.capture_cost() + len(self._reached) * replica_s
+        replica_s = (
+            self.windows.replicator.cost.s_per_byte() + self.memory.receive_cost.s_per_byte()
+        )
+        byte_s = self.checkpointer.copier.cost.s_per_byte() + len(self._reached) * replica_s
         other = self._other_work.share(self._statistics.captured_bytes, byte_s)
         # A recovery is other work, too, and must not leave nothing to captures.
         left = max(granted - other, _LEAST_OF_SHARE * granted)
         return left / byte_s if byte_s else None
 
-    def _adopt(self, plan: StagePlan) -> None:
+    def _adopt(self, plan: Cycle) -> None:
         """Adopt a plan, windows before it is in force. Replanner's thread."""
         bind_thread(self._device)
         self._room.before(plan.plan.window)
-        self.checkpointer.schedule_next(plan.schedule())
-        self._rank.events.emit(plan.event(self._operators.slices))
+        self.checkpointer.schedule_next(plan)
+        self._rank.events.emit(event(plan, self._operators.slices))

@@ -17,7 +17,8 @@ import msgspec
 from torch.distributed import DistError, Store
 
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
-from moevement_ext.protect.stage_plan import StagePlan, publish, published
+from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.protect.stage_plan import publish, published
 from moevement_ext.protect.store_connection import StoreConnection
 from moevement_ext.store.peek import peek, read_in_parts
 
@@ -49,10 +50,10 @@ class Replanner:
         store: Store,
         rank: int,
         world_size: int,
-        present: StagePlan,
+        present: Cycle,
         decide: Callable[[PlanParameters, Sequence[WindowLoad]], PlanParameters | None],
-        next_plan: Callable[[int, Store], StagePlan | None],
-        adopt: Callable[[StagePlan], None],
+        next_plan: Callable[[int, Store], Cycle | None],
+        adopt: Callable[[Cycle], None],
     ) -> None:
         self._connection = StoreConnection(store, 'so windows are not planned anew')
         self._rank = rank

@@ -13,7 +13,6 @@ from torch.distributed import DistStoreError, Store
 
 from moevement_ext.events import Replanned
 from moevement_ext.membership import packing
-from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters
 from moevement_ext.plan.strategy.cycle import Cycle
 
@@ -24,67 +23,51 @@ _LONGEST_WAIT = timedelta(seconds=5)
 
 
 _PARAMETERS = msgspec.msgpack.Decoder(PlanParameters)
+_PLAN = msgspec.msgpack.Decoder(Cycle)
 
 
-class StagePlan(msgspec.Struct, frozen=True):
-    """A plan of one stage."""
-
-    version: int
-    origin: int
-    plan: WindowPlan
-    digest: str
-    shares: dict[str, float]
-    """Share of the layer's tokens, by expert operator of the stage."""
-    idle: int = 0
-    experts: int = 0
-    lost: float = 0.0
-
-    def schedule(self) -> Cycle:
-        plan = (self.origin, self.plan, self.digest, self.version, self.idle)
-        return Cycle(*plan, self.experts, self.shares, self.lost)
-
-    def event(self, operators: Collection[str]) -> Replanned:
-        return Replanned(
-            origin=self.origin,
-            window=self.plan.window,
-            version=self.version,
-            shares={name: share for name, share in self.shares.items() if name in operators},
-            interval=self.schedule().interval,
-        )
-
-    def packed(self) -> bytes:
-        """Encode and compress the plan, as operator names repeat."""
-        return packing.packed(msgspec.msgpack.encode(self))
-
-    @classmethod
-    def unpacked(cls, packed: bytes) -> 'StagePlan':
-        """Inverse of `packed`."""
-        return _PLAN.decode(packing.unpacked(packed))
+def packed(plan: Cycle) -> bytes:
+    """Encode and compress a plan, as operator names repeat."""
+    return packing.packed(msgspec.msgpack.encode(plan))
 
 
-_PLAN = msgspec.msgpack.Decoder(StagePlan)
+def unpacked(content: bytes) -> Cycle:
+    """Inverse of `packed`."""
+    return _PLAN.decode(packing.unpacked(content))
+
+
+def event(plan: Cycle, operators: Collection[str]) -> Replanned:
+    """The event of a rank with these operators that adopts a plan."""
+    shares = plan.shares or {}
+    return Replanned(
+        origin=plan.origin,
+        window=plan.plan.window,
+        version=plan.version,
+        shares={name: share for name, share in shares.items() if name in operators},
+        interval=plan.interval,
+    )
 
 
 def publish(store: Store, parameters: PlanParameters) -> None:
     """Publish the inputs of all stages' plans, for the first rank of each stage."""
-    packed = packing.packed(msgspec.msgpack.encode(parameters))
-    store.set(_parameters_key(parameters.version), packed)  # type: ignore[arg-type]
+    content = packing.packed(msgspec.msgpack.encode(parameters))
+    store.set(_parameters_key(parameters.version), content)  # type: ignore[arg-type]
     store.delete_key(_parameters_key(parameters.version - VERSIONS_KEPT))
 
 
 def published(store: Store, version: int) -> PlanParameters:
     """Read published inputs by version; waits up to the store's timeout."""
-    packed = packing.unpacked(store.get(_parameters_key(version)))
-    return _PARAMETERS.decode(packed)
+    content = packing.unpacked(store.get(_parameters_key(version)))
+    return _PARAMETERS.decode(content)
 
 
-def hand_out(store: Store, stage: int, plan: StagePlan) -> None:
+def hand_out(store: Store, stage: int, plan: Cycle) -> None:
     """Store the plan for the other ranks of the stage, and delete the oldest plan."""
-    store.set(_plan_key(plan.version, stage), plan.packed())  # type: ignore[arg-type]
+    store.set(_plan_key(plan.version, stage), packed(plan))  # type: ignore[arg-type]
     store.delete_key(_plan_key(plan.version - VERSIONS_KEPT, stage))
 
 
-def handed_out(store: Store, stage: int, version: int) -> StagePlan | None:
+def handed_out(store: Store, stage: int, version: int) -> Cycle | None:
     """Read the plan of the stage; None if its first rank does not hand one out within seconds."""
     key = _plan_key(version, stage)
     try:
@@ -92,7 +75,7 @@ def handed_out(store: Store, stage: int, version: int) -> StagePlan | None:
     except DistStoreError:
         if not store.check([key]):  # raises if the connection is lost
             return None
-    return StagePlan.unpacked(store.get(key))
+    return unpacked(store.get(key))
 
 
 def _parameters_key(version: int) -> str:

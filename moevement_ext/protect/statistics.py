@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from moevement_ext.events import EventLog
 
 
-@dataclass(frozen=True)
+@dataclass
 class Figures:
-    """Figures of one rank at one moment; counts and seconds since the start of the process."""
+    """Figures of one rank; counts and seconds since the start of the process."""
 
     iteration: int = 0
     window: int = 0
@@ -21,14 +21,22 @@ class Figures:
     persisted: int | None = None
     """Start of the newest window that every rank and its holders have."""
     training_s: float = 0.0
+    """Seconds in committed iterations, without replays."""
     exposed_s: float = 0.0
+    """Seconds by which sparse checkpointing delayed training, including waits."""
     device_wait_s: float = 0.0
+    """Seconds in which the training thread waited for the device around updates.
+
+    The device computes meanwhile; only work that could have been queued ahead is delayed.
+    """
     iterations: int = 0
+    """Iterations that reached their update."""
     captured_bytes: int = 0
     slot_bytes: int = 0
     skipped_windows: int = 0
+    """Windows skipped for lack of a free file."""
     copy_bytes_per_s: float | None = None
-    """Measured rate of copies to host memory."""
+    """Measured rate of the copies of all sealed slots; None before the first."""
     host_memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes that this rank reserves, by kind."""
     disk_bytes: int | None = None
@@ -50,40 +58,21 @@ class Figures:
         return max(iteration - self.persisted, 0)
 
 
-@dataclass
-class CaptureStatistics:
-    """Counters of one rank; each but `failures` is written by one thread only."""
+class CaptureStatistics(Figures):
+    """Counters of one rank; each but `failures` is written by one thread only.
 
-    events: EventLog
-    training_s: float = 0.0
-    """Seconds in committed iterations, without replays."""
-    exposed_s: float = 0.0
-    """Seconds by which sparse checkpointing delayed training, including waits."""
-    device_wait_s: float = 0.0
-    """Seconds in which the training thread waited for the device around updates.
-
-    The device computes meanwhile; only work that could have been queued ahead is delayed.
+    `failures` is the number of reductions of protection, `on_disk` the start of the newest window
+    that every rank has on disk, `persist_s` the seconds of the newest successful copy to disk.
     """
-    iterations: int = 0
-    """Iterations that reached their update."""
-    captured_bytes: int = 0
-    slot_bytes: int = 0
-    copy_bytes_per_s: float | None = None
-    """Measured rate of the copies of all sealed slots; None before the first."""
-    skipped_windows: int = 0
-    """Windows skipped for lack of a free file."""
-    failures: int = 0
-    """Number of reductions of protection."""
-    committed: int | None = None
-    persisted: int | None = None
-    on_disk: int | None = None
-    """Start of the newest window that every rank has on disk."""
-    disk_bytes: int | None = None
-    persist_s: float | None = None
-    """Seconds of the newest successful copy to disk; None before the first."""
 
-    _reported: tuple[float, int] = (0.0, 0)
-    _observed_s: float = 0.0
+    def __init__(self, events: EventLog) -> None:
+        super().__init__()
+        self.events = events
+        self.failures = 0
+        self.on_disk: int | None = None
+        self.persist_s: float | None = None
+        self._reported = 0.0, 0
+        self._observed_s = 0.0
 
     @contextmanager
     def device_wait(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,11 +19,6 @@ MAX_BYTES_AHEAD = 256 * 2**20
 
 class ReaderClosed(SparseCheckpointError):
     """A reader of a log or window was closed while, or before, something was taken from it."""
-
-
-class _Fetched(NamedTuple):
-    tensor: torch.Tensor
-    nbytes: int
 
 
 class LogReader:
@@ -51,7 +45,7 @@ class LogReader:
         self._max_bytes = max_bytes
         keys = [LogKey(t, direction, sequence) for t, n in counts for sequence in range(n)]
         self._to_take = deque(keys)
-        self._fetched: deque[_Fetched] = deque()
+        self._fetched: deque[tuple[torch.Tensor, int]] = deque()
         self._bytes_ahead = 0
         self._error: Exception | None = None
         self._changed = threading.Condition()
@@ -134,7 +128,7 @@ class LogReader:
         tensor = _as_tensor(logged, data)
         with self._changed:
             if self._error is None:
-                self._fetched.append(_Fetched(tensor, len(data)))
+                self._fetched.append((tensor, len(data)))
                 self._bytes_ahead += len(data)
                 self._changed.notify_all()
 

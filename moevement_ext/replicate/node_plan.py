@@ -17,7 +17,6 @@ from moevement_ext.memory.sizing import (
     rank_memory,
     window_lengths,
 )
-from moevement_ext.memory.window.generations import FileSize
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.memory.window.twin import OwnParts
 from moevement_ext.replicate.copies import Copies, place_copies

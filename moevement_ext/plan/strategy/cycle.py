@@ -2,14 +2,13 @@
 """A cycle: the iterations from one checkpoint to the next, on one pipeline stage."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from moevement_ext.plan.byte_planner import WindowPlan
 
 
-class Cycle(NamedTuple):
+class Cycle(Struct, frozen=True):
     """The state that a stage captures in each iteration. Every rank captures its own part.
 
     Cycles begin at `origin`, `origin + period`, ... on every rank, so that a rank that receives

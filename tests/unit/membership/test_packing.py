@@ -59,7 +59,7 @@ def readers() -> dict[str, Callable[[TCPStore], object]]:
         'one rank': lambda store: gathered_reports.unpacked(BOMB),
         'twice': lambda store: gathered_reports.unpacked_together(zlib.compress(BOMB, 9)),
         'a plan': plan,
-        'plan of a stage': lambda store: stage_plan.StagePlan.unpacked(BOMB),
+        'plan of a stage': lambda store: stage_plan.unpacked(BOMB),
     }
 
 

@@ -5,16 +5,17 @@ from torch.distributed import Store
 
 from moevement_ext.plan.byte_planner import WindowPlan
 from moevement_ext.plan.replanning import PlanParameters
-from moevement_ext.protect.stage_plan import StagePlan, published
+from moevement_ext.plan.strategy.cycle import Cycle
+from moevement_ext.protect.stage_plan import published
 
 
-def stage_plan(parameters: PlanParameters) -> StagePlan:
+def stage_plan(parameters: PlanParameters) -> Cycle:
     """As the first rank of the only stage makes it."""
     slots = WindowPlan(tuple((f'operator{slot}',) for slot in range(parameters.window)))
-    return StagePlan(parameters.version, parameters.origin, slots, 'digest', parameters.shares)
+    return Cycle(parameters.origin, slots, 'digest', parameters.version, shares=parameters.shares)
 
 
-def planned(version: int, store: Store) -> StagePlan:
+def planned(version: int, store: Store) -> Cycle:
     """The same of one that was announced."""
     return stage_plan(published(store, version))
 

@@ -14,10 +14,10 @@ from torch.distributed import TCPStore
 from moevement_ext.config import POPULARITY
 from moevement_ext.plan.auto_window import AutoWindow, Measured
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.plan.windows import budgets
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.stage_plan import StagePlan
 from tests.unit.protect.test_planner import BYTES, WORLD, Stages, stages_of_a_job
 
 pytestmark = pytest.mark.timed
@@ -39,7 +39,7 @@ class Job:
         self._master = TCPStore(
             '127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S)
         )
-        self._adopted: list[queue.Queue[StagePlan]] = [queue.Queue() for _ in range(WORLD)]
+        self._adopted: list[queue.Queue[Cycle]] = [queue.Queue() for _ in range(WORLD)]
         self._decided: queue.Queue[PlanParameters | None] = queue.Queue()
         self.present = list(stages.first)
         self._began = 0

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from moevement_ext.plan.byte_planner import WindowPlan
@@ -62,7 +63,7 @@ def test_rank_that_receives_the_plan_late_aligns_with_the_others(
 def test_new_process_that_receives_the_plan_aligns_too() -> None:
     """It is told where windows begin now by a survivor that has not heard of the plan yet."""
     with tmpfs_directory() as path:
-        training = Training(path, SCHEDULE._replace(origin=TARGET))
+        training = Training(path, msgspec.structs.replace(SCHEDULE, origin=TARGET))
         training.iteration = TARGET
         training.checkpointer.schedule_next(LATER)
         training.run_until(TARGET + 8)
@@ -75,7 +76,7 @@ def test_of_two_plans_for_one_iteration_the_later_is_in_force(
     first: bool, training: Training
 ) -> None:
     """Whether it is heard of before or after the window that all begin."""
-    later = LATER._replace(origin=TARGET)
+    later = msgspec.structs.replace(LATER, origin=TARGET)
     training.run_until(TARGET)
     if first:
         training.checkpointer.schedule_next(later)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -81,7 +82,7 @@ def test_a_rank_decodes_no_header_of_its_own(
         return decode_frame(frame)
 
     monkeypatch.setattr(checks, 'decode_frame', counted)
-    training.lifecycle.share_links(None, spreads=True)
+    training.lifecycle.replicator.spreads = True
     training.run_until(3 * W + 1)
     assert len(training.heard) == 3 and not decoded
 
@@ -94,7 +95,7 @@ def test_training_alone_without_draining_captures_the_same(training: Training) -
 
 
 def test_nothing_is_captured_before_the_origin(shm: Path) -> None:
-    training = Training(shm, SCHEDULE._replace(origin=5))
+    training = Training(shm, msgspec.structs.replace(SCHEDULE, origin=5))
     training.run_until(5 + W)
     assert training.committed() == [5]
     training.stop()
@@ -234,7 +235,7 @@ def remove_file_before_the_commit_of(training: Training, start: int) -> Callable
     training.run_until(start + W - 1)
     gate = threading.Event()
     # The checksums of earlier slots take long: the sealing thread is busy.
-    training.checkpointer._copier._sealing.submit(gate.wait, DEADLINE_S)
+    training.checkpointer.copier._sealing.submit(gate.wait, DEADLINE_S)
     [writing] = training.windows.path.glob(f'writing-{start}-*')
     writing.unlink()
     training.step()
@@ -251,7 +252,7 @@ def test_a_late_failure_does_not_drop_the_next_window(training: Training) -> Non
 
 def test_a_failure_while_the_plan_changes_does_not_reach_training(training: Training) -> None:
     fail = remove_file_before_the_commit_of(training, 0)
-    training.checkpointer.schedule_next(SCHEDULE._replace(origin=W, digest='plan2'))
+    training.checkpointer.schedule_next(msgspec.structs.replace(SCHEDULE, origin=W, digest='plan2'))
     opening = threading.Timer(0.1, fail)  # begin() waits for the sealing thread
     opening.start()
     training.run_until(2 * W)
@@ -336,7 +337,7 @@ def test_recovered_window_is_not_recaptured_by_another_plan(shm: Path) -> None:
 def test_captures_under_way_arrive_before_older_state_is_loaded(training: Training) -> None:
     training.run_until(W)
     gate, order = threading.Event(), list[str]()
-    training.checkpointer._copier._copying.submit(gate.wait, DEADLINE_S)
+    training.checkpointer.copier._copying.submit(gate.wait, DEADLINE_S)
     training.checkpointer.begin(W, b'state %d' % W)
 
     def open_gate() -> None:
@@ -354,7 +355,7 @@ def test_captures_under_way_arrive_before_older_state_is_loaded(training: Traini
 def test_a_window_of_which_only_seals_are_missing_is_kept(training: Training) -> None:
     training.run_until(W - 1)
     gate = threading.Event()
-    training.checkpointer._copier._sealing.submit(gate.wait, DEADLINE_S)
+    training.checkpointer.copier._sealing.submit(gate.wait, DEADLINE_S)
     training.step()
     opening = threading.Timer(0.1, gate.set)
     opening.start()

@@ -27,6 +27,11 @@ from tests.unit.test_cpu_cost import burn
 pytestmark = pytest.mark.timed
 
 
+def costing(seconds: float) -> SimpleNamespace:
+    """A part whose work on a byte takes this CPU time."""
+    return SimpleNamespace(cost=SimpleNamespace(s_per_byte=lambda: seconds))
+
+
 def protection(
     device: str = 'cpu', share: float = 0.02, holders: int = 2, other: float = 0.0
 ) -> SimpleNamespace:
@@ -37,11 +42,11 @@ def protection(
         _reached=[('host', 1)] * holders,
         _statistics=SimpleNamespace(captured_bytes=0),
         _other_work=SimpleNamespace(share=lambda captured, byte_s: other),
-        checkpointer=SimpleNamespace(capture_cost=lambda: 1e-9),
-        windows=SimpleNamespace(send_cost=lambda: 2e-9),
+        checkpointer=SimpleNamespace(copier=costing(1e-9)),
+        windows=SimpleNamespace(replicator=costing(2e-9)),
         memory=SimpleNamespace(
             cores=4.0,
-            receive_cost=SimpleNamespace(s_per_byte=lambda: 3e-9),
+            receive_cost=costing(3e-9).cost,
             copies=SimpleNamespace(holders=[[1] * holders]),
         ),
     )
@@ -74,7 +79,7 @@ def test_without_a_share_and_on_a_gpu_the_cores_are_no_limit() -> None:
     assert told(protection(share=0)) is None
     assert told(protection('cuda')) is None
     unmeasured = protection(holders=0)
-    unmeasured.checkpointer.capture_cost = lambda: 0.0
+    unmeasured.checkpointer.copier = costing(0.0)
     assert told(unmeasured) is None
 
 

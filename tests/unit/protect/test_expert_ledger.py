@@ -80,7 +80,7 @@ class Lossy:
     def __init__(self, shm: Path, experts: int) -> None:
         self.tokens = Tokens()
         self.ledger = ExpertLedger(self.tokens, Moc(INTERVAL, experts, SEQUENTIAL, 0.1), SIZES)
-        cycle = CYCLE._replace(experts=experts)
+        cycle = msgspec.structs.replace(CYCLE, experts=experts)
         self.training = Training(shm, cycle, experts=self.ledger)
 
     def run_until(self, iteration: int) -> None:
@@ -200,7 +200,7 @@ def test_windows_keep_the_number_of_experts_that_a_job_has_reached(
     """A restart of all workers begins with fewer, and may be restarted again before it has more."""
     job = lossy(1)
     ledger = job.ledger
-    for cycle in (CYCLE._replace(experts=2, lost=0.04), CYCLE):
+    for cycle in (msgspec.structs.replace(CYCLE, experts=2, lost=0.04), CYCLE):
         copies = ledger.checkpoint(cycle, 2, None, None).copies
         assert (copies.most, copies.lost_before) == (2, 0.04)
         ledger = ExpertLedger(job.tokens, Moc(INTERVAL, DYNAMIC, SEQUENTIAL, 0.1), SIZES)
@@ -249,7 +249,10 @@ def test_second_failure_before_the_next_copy_loses_the_tokens_between(
     assert versions(decode_context(header.context).copies)['expert0'] == 4
     job.ledger.go_back(header, LAST)
     checkpoint = job.ledger.checkpoint(
-        CYCLE._replace(origin=1), 7, header.name, job.training.windows.file(header.name)
+        msgspec.structs.replace(CYCLE, origin=1),
+        7,
+        header.name,
+        job.training.windows.file(header.name),
     )
     assert {n: c.version for n, c in checkpoint.copies.experts.items()} == {
         'expert0': 4,
@@ -297,7 +300,7 @@ def test_ranks_choose_the_same_experts_regardless_of_their_counts(
     job.run_until(1)
     (base,) = job.training.heard
     file = job.training.windows.file(base)
-    cycle = CYCLE._replace(shares={'expert0': 0.2, 'expert1': 0.8})
+    cycle = msgspec.structs.replace(CYCLE, shares={'expert0': 0.2, 'expert1': 0.8})
     taken = []
     for count in (1, 1000):
         tokens = Tokens()

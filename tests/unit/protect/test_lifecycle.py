@@ -56,7 +56,9 @@ class Protected:
         assert self.peer.next_asked() == named(WINDOW)
 
     def offer(self, start: int) -> None:
-        self.lifecycle._submit(own_file(self.windows, start))
+        file = own_file(self.windows, start)
+        for slot in file.slots():
+            self.lifecycle.replicator.submit(file, slot, urgent=True)
 
     @property
     def reports(self) -> list[WindowName]:

@@ -17,10 +17,11 @@ from moevement_ext.membership.place import Place
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.byte_planner import balanced
 from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.windows import Budgets
 from moevement_ext.protect import stage_plan
 from moevement_ext.protect.planner import Planner, _RankOperators
-from moevement_ext.protect.stage_plan import StagePlan, publish, published
+from moevement_ext.protect.stage_plan import publish, published
 
 pytestmark = pytest.mark.timed
 
@@ -87,7 +88,7 @@ class Stages(NamedTuple):
     """Planners by rank, what they begin with, and how one joins them."""
 
     planners: list[Planner]
-    first: list[StagePlan]
+    first: list[Cycle]
     join: Callable[[int], Planner]
 
 
@@ -128,7 +129,7 @@ def store() -> TCPStore:
     return TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=120))
 
 
-def plan(planner: Planner, window: int, shares: dict[str, float]) -> StagePlan:
+def plan(planner: Planner, window: int, shares: dict[str, float]) -> Cycle:
     return planner.plan(PlanParameters(1, 0, window, shares))
 
 
@@ -210,7 +211,7 @@ def test_windows_of_an_earlier_version_keep_their_names(
 def test_a_plan_with_idle_iterations_is_another_plan(planners: list[Planner]) -> None:
     dense = planners[0].plan(PlanParameters(1, 0, 1, {}, idle=4))
     assert dense.digest not in DIGESTS[1]
-    assert [len(dense.plan.slots), dense.idle, dense.schedule().period] == [1, 4, 5]
+    assert [len(dense.plan.slots), dense.idle, dense.period] == [1, 4, 5]
 
 
 def test_stages_may_save_different_numbers_of_experts(planners: list[Planner]) -> None:

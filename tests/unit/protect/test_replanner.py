@@ -12,9 +12,10 @@ from torch.distributed import Store, TCPStore
 
 from moevement_ext.config import POPULARITY
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.stage_plan import StagePlan, publish
+from moevement_ext.protect.stage_plan import publish
 from tests.unit.protect.distant_store import DistantStore
 from tests.unit.protect.stage_plans import FIRST, planned, stage_plan
 from tests.unit.replicate.peers import wait_for
@@ -38,7 +39,7 @@ def seen(start: int, tokens: dict[str, int]) -> WindowLoad:
 
 def test_a_lost_connection_does_not_end_planning(caplog: pytest.LogCaptureFixture) -> None:
     server = DistantStore()
-    adopted: queue.Queue[StagePlan] = queue.Queue()
+    adopted: queue.Queue[Cycle] = queue.Queue()
     replanner = Replanner(
         server.connect(timedelta(seconds=DEADLINE_S)),
         0,
@@ -67,7 +68,7 @@ def test_a_lost_connection_does_not_end_planning(caplog: pytest.LogCaptureFixtur
 
 def test_all_ranks_adopt_the_same_plans_in_order() -> None:
     master = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
-    adopted: list[queue.Queue[StagePlan]] = [queue.Queue() for _ in range(3)]
+    adopted: list[queue.Queue[Cycle]] = [queue.Queue() for _ in range(3)]
 
     def start(rank: int) -> Replanner:
         store = TCPStore('127.0.0.1', master.port, is_master=False)
@@ -101,7 +102,7 @@ def test_loads_of_many_ranks_are_read_some_at_a_time() -> None:
     for rank in range(1, 600):
         store.set(f'load/{rank}', msgspec.json.encode(seen(0, {})).decode())
     store.add('loads/0', 599)
-    adopted: queue.Queue[StagePlan] = queue.Queue()
+    adopted: queue.Queue[Cycle] = queue.Queue()
     replanner = Replanner(store, 0, 600, FIRST, fixed, planned, adopted.put)
     try:
         replanner.observe(seen(0, dict(BALANCED)))
@@ -150,9 +151,9 @@ def test_a_rank_that_joins_late_adopts_the_plan_in_force_at_once() -> None:
     publish(master, announced)
     master.set('plan/newest', '3')
     plan = stage_plan(announced)
-    adopted: queue.Queue[StagePlan] = queue.Queue()
+    adopted: queue.Queue[Cycle] = queue.Queue()
 
-    def join(present: StagePlan) -> Replanner:
+    def join(present: Cycle) -> Replanner:
         store = TCPStore('127.0.0.1', master.port, is_master=False)
         return Replanner(store, 1, 2, present, fixed, planned, adopted.put)
 
@@ -171,9 +172,9 @@ def test_plan_not_handed_out_yet_is_requested_after_the_next_window() -> None:
     publish(store, PlanParameters(1, 8, 2, {}))
     store.set('plan/newest', '1')
     asked: queue.Queue[int] = queue.Queue()
-    adopted: queue.Queue[StagePlan] = queue.Queue()
+    adopted: queue.Queue[Cycle] = queue.Queue()
 
-    def handed_out_later(version: int, store: Store) -> StagePlan | None:
+    def handed_out_later(version: int, store: Store) -> Cycle | None:
         asked.put(version)
         return planned(version, store) if asked.qsize() > 1 else None
 
@@ -193,7 +194,7 @@ def test_a_plan_that_cannot_be_read_does_not_end_the_thread(
 ) -> None:
     store = TCPStore('127.0.0.1', 0, is_master=True, timeout=timedelta(seconds=DEADLINE_S))
     store.set('plan/newest', 'no number')
-    adopted: queue.Queue[StagePlan] = queue.Queue()
+    adopted: queue.Queue[Cycle] = queue.Queue()
     replanner = Replanner(store, 0, 1, FIRST, fixed, planned, adopted.put)
     try:
         replanner.observe(seen(0, BALANCED))
@@ -205,12 +206,12 @@ def test_a_plan_that_cannot_be_read_does_not_end_the_thread(
 
 def _observe_until_adopted(
     replanners: Sequence[Replanner],
-    adopted: Sequence['queue.Queue[StagePlan]'],
+    adopted: Sequence['queue.Queue[Cycle]'],
     start: int,
     tokens: dict[str, int],
-) -> list[StagePlan]:
+) -> list[Cycle]:
     """Publish the same load window after window, as training does, until all have a new plan."""
-    found: list[StagePlan | None] = [None] * len(replanners)
+    found: list[Cycle | None] = [None] * len(replanners)
     for turn in range(200):  # as long as it takes, which is a few of them
         for replanner in replanners:
             replanner.observe(seen(start + 2 * turn, tokens))

@@ -6,7 +6,7 @@ fault-free run.
 """
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,18 @@ import msgspec
 import pytest
 
 from moevement_ext.config import AUTO, CHECKFREQ, GEMINI, GLOBAL, SparseCheckpointConfig
-from moevement_ext.events import Replanned, WindowOnDisk
+from moevement_ext.events import WindowOnDisk
 from moevement_ext.faults import Phase
 from moevement_ext.memory.disk import DiskWindows
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity
 from moevement_ext.plan.replanning import WindowLoad
 from moevement_ext.plan.strategy import checkfreq
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.plan.strategy.strategy import Strategy
 from moevement_ext.protect import protection
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.stage_plan import StagePlan
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_trainer import FakeTrainer
 from tests.unit.recover.test_recovery import VICTIMS, train
@@ -108,9 +108,9 @@ def test_all_ranks_change_to_the_same_interval(
     def tuned(config: SparseCheckpointConfig, *given: Any) -> Strategy:
         return strategy_of(replace(config, interval=AUTO), *given)
 
-    def noted(plan: StagePlan, operators: Collection[str]) -> Replanned:
-        changes.append((plan.origin, plan.schedule().period))
-        return event(plan, operators)
+    def noted(rank: protection.Protection, plan: Cycle) -> None:
+        adopt(rank, plan)
+        changes.append((plan.origin, plan.period))
 
     def followed(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
         note(job, rank, trainer)
@@ -132,13 +132,13 @@ def test_all_ranks_change_to_the_same_interval(
         done.add((replanner, load.start))
 
     done: set[tuple[Replanner, int]] = set()
-    event, note = StagePlan.event, ThreadedJob.note
+    adopt, note = protection.Protection._adopt, ThreadedJob.note
     observe, publish = Replanner.observe, Replanner._publish
     monkeypatch.setattr(Replanner, 'observe', observed)
     monkeypatch.setattr(Replanner, '_publish', published)
     monkeypatch.setattr(protection, 'WindowLoad', measured)
     monkeypatch.setattr(ThreadedJob, 'note', followed)
-    monkeypatch.setattr(StagePlan, 'event', noted)
+    monkeypatch.setattr(protection.Protection, '_adopt', noted)
     monkeypatch.setattr(protection, 'strategy_of', tuned)
     monkeypatch.setattr(checkfreq, 'shortest_interval', lambda *measured: 3)
     job = launch([Fault(1, Phase.FORWARD, 22)], 24)

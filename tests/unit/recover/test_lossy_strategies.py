@@ -6,7 +6,7 @@ again is compared with a recount.
 """
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from moevement_ext.events import Event, Recovered, Replanned, TokensLost
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.plan.replanning import PlanParameters
+from moevement_ext.plan.strategy.cycle import Cycle
 from moevement_ext.protect.disk_tier import DiskTier
 from moevement_ext.protect.expert_ledger import ExpertLedger
+from moevement_ext.protect.protection import Protection
 from moevement_ext.protect.replanner import Replanner
-from moevement_ext.protect.stage_plan import StagePlan
 from tests.unit.memory.samples import tmpfs_directory
 from tests.unit.recover import threaded_job
 from tests.unit.recover.fake_groups import FakeGroups
@@ -276,7 +277,7 @@ def test_the_lost_tokens_of_all_ranks_are_summed_up(
 def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
     """And no more than that, as it was at one expert."""
     faults = [Fault(1, Phase.FORWARD, 11)]
-    note, adopt, announce = ThreadedJob.note, StagePlan.event, Replanner._announce
+    note, adopt, announce = ThreadedJob.note, Protection._adopt, Replanner._announce
     announced: list[PlanParameters] = []
     adopted: list[int] = []
 
@@ -284,9 +285,9 @@ def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
         announce(replanner, chosen)
         announced.extend([chosen] if chosen is not None else [])
 
-    def noted(plan: StagePlan, operators: Collection[str]) -> Replanned:
+    def noted(rank: Protection, plan: Cycle) -> None:
+        adopt(rank, plan)
         adopted.append(plan.experts)
-        return adopt(plan, operators)
 
     def awaited(job: ThreadedJob, rank: int, trainer: FakeTrainer) -> None:
         note(job, rank, trainer)
@@ -299,7 +300,7 @@ def test_too_great_a_loss_doubles_the_experts(launch: Launch) -> None:
 
     with pytest.MonkeyPatch.context() as waiting:
         waiting.setattr(ThreadedJob, 'note', awaited)
-        waiting.setattr(StagePlan, 'event', noted)
+        waiting.setattr(Protection, '_adopt', noted)
         waiting.setattr(Replanner, '_announce', announced_too)
         lived = launch(faults, experts=DYNAMIC, lost_share=0.05)
     assert max(event.share for event in lived.lost) > 0.05
