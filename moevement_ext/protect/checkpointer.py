@@ -237,21 +237,14 @@ class SparseCheckpointer:
         older = partial.older if partial else frozenset()
         copies = partial.copies if partial else None
         context = SlotContext(list(layout.full), list(layout.weights), state, copies, loss)
-        header = SlotHeader(
-            version=FORMAT_VERSION,
-            run=self._identity.run,
-            topology=self._identity.topology,
-            owner=self._identity.rank,
-            start=iteration - slot,
+        header = slot_header(
+            self._identity,
+            window.name,
+            slot,
+            layout,
+            context,
             window=self.schedule.plan.window,
-            slot=slot,
-            iteration=iteration,
-            plan=window.name.plan,
-            payload_bytes=layout.payload_bytes,
-            records=layout.records,
-            context=msgspec.msgpack.encode(context),
             settings=b'' if slot else self._settings,
-            placed=self._identity.placed,
         )
         copied = layout.payload_bytes - (partial.older_bytes(layout) if partial else 0)
         self.statistics.slot_bytes = copied
@@ -295,3 +288,31 @@ class SparseCheckpointer:
         self._give_up(window)
         self._lifecycle.give_up([window.name.start])
         self.statistics.degraded(f'window {window.name.start}: {type(error).__name__}: {error}')
+
+
+def slot_header(
+    identity: RankIdentity,
+    name: WindowName,
+    slot: int,
+    layout: SlotLayout,
+    context: SlotContext,
+    window: int = 1,
+    settings: bytes = b'',
+) -> SlotHeader:
+    """Header of a slot of this rank's window `name`, which has `window` slots."""
+    return SlotHeader(
+        version=FORMAT_VERSION,
+        run=identity.run,
+        topology=identity.topology,
+        owner=identity.rank,
+        start=name.start,
+        window=window,
+        slot=slot,
+        iteration=name.start + slot,
+        plan=name.plan,
+        payload_bytes=layout.payload_bytes,
+        records=layout.records,
+        context=msgspec.msgpack.encode(context),
+        settings=settings,
+        placed=identity.placed,
+    )

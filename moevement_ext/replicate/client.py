@@ -13,7 +13,6 @@ from moevement_ext.memory.upstream_log.record import CorruptLog, LoggedTensor, L
 from moevement_ext.memory.window.agreed import NOTHING_AGREED, Agreed
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.file import SlotBlob, WindowFile
-from moevement_ext.memory.window.kept import Kept
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.refused import OtherBytes, RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader, decode_frame, frame_checksum
@@ -73,12 +72,10 @@ class ReplicaClient:
         secret: secret of this start of the job.
         timeout_s: time for one exchange, plus time to move its bytes.
         max_record_bytes: upper bound of a log record, such as the size of the peer's log.
-
-    Attributes:
-        takes_all: the peer receives whole windows.
     """
 
     takes_all = True
+    """The peer receives whole windows."""
 
     def __init__(
         self,
@@ -110,12 +107,14 @@ class ReplicaClient:
     ) -> int:
         """Send a sealed slot of the window in `file`, unless the peer has it; returns sent bytes.
 
-        The window may be incomplete. `agreed`, the ranks' agreement about windows, lets the
-        peer recycle files. `before` is called with the size of each chunk before its send;
-        it may wait up to the time of the chunk at `MIN_BYTES_PER_SECOND`.
+        0 for a stub: its few bytes do not measure the link. The window may be incomplete.
+        `agreed`, the ranks' agreement about windows, lets the peer recycle files. `before` is
+        called with the size of each chunk before its send; it may wait up to the time of the
+        chunk at `MIN_BYTES_PER_SECOND`.
         """
         blob = self._blob(file, slot)
-        kept = self._kept(file)
+        # Ranges that the peer can copy from an earlier window.
+        kept = file.kept if self.takes_all and file.name != self._refused else None
         request = PutSlot(
             owner=owner,
             window=file.required_name(),
@@ -147,7 +146,7 @@ class ReplicaClient:
             _expect(connection, Ack)
             if kept is not None:
                 self._refused = None
-            return sum(map(len, parts))
+            return sum(map(len, parts)) if self.takes_all else 0
 
     def commit(self, owner: int, window: WindowName) -> bool:
         """Ask the peer to commit a fully sent window.
@@ -287,10 +286,6 @@ class ReplicaClient:
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
         return file.slot_blob(slot)
 
-    def _kept(self, file: WindowFile) -> Kept | None:
-        """Ranges that the peer can copy from an earlier window."""
-        return None if file.name == self._refused else file.kept
-
     def _window_bytes(self, file: WindowFile) -> int:
         """File size at the peer for the sent part of a window."""
         return file.capacity
@@ -376,18 +371,6 @@ class TwinClient(ReplicaClient):
         super().__init__(address, secret)
         self._own_parts = own_parts
 
-    def put_slot(
-        self,
-        owner: int,
-        file: WindowFile,
-        slot: int,
-        agreed: Agreed = NOTHING_AGREED,
-        before: Callable[[int], object] = lambda nbytes: None,
-    ) -> int:
-        """Send the stub of a sealed slot; returns 0, as few bytes do not measure the link."""
-        super().put_slot(owner, file, slot, agreed, before)
-        return 0
-
     def fetch_headers(self, owner: int, start: int) -> list[SlotHeader]:
         """Fetch the headers as sealed by the owner."""
         stubs = super().fetch_headers(owner, start)
@@ -395,9 +378,6 @@ class TwinClient(ReplicaClient):
 
     def _blob(self, file: WindowFile, slot: int) -> SlotBlob:
         return stub_of(file, slot, self._own_parts)
-
-    def _kept(self, file: WindowFile) -> Kept | None:
-        return None
 
     def _window_bytes(self, file: WindowFile) -> int:
         """Return 0 for the usual size; for a resent window, perhaps from other flags, its size."""

@@ -36,7 +36,7 @@ class Inbox:
 
     Args:
         windows: files of the replicas.
-        cost: counts the CPU time of receiving and comparing.
+        cost: CPU time of receiving and comparing.
         bases: the holder's own windows, if the replicas are stubs for them (see `window.twin`);
             None: the replicas are whole windows.
         verify_every: one of this many windows is verified while it arrives; every window is
@@ -76,7 +76,14 @@ class Inbox:
             OSError: the connection is lost.
         """
         with self._admitted(connection, timeout_s):
-            return self._dispatch(connection, request, timeout_s)
+            match request:
+                case PutSlot():
+                    return self._put(connection, request, timeout_s)
+                case CommitWindow():
+                    return self._commit(request.window)
+                case DiscardAfter():
+                    self._discard_after(request.start)
+                    return Ack()
 
     def headers_after(
         self, connection: Connection, start: int, timeout_s: float
@@ -100,22 +107,6 @@ class Inbox:
         finally:
             self._current = None
             self._lock.release()
-
-    def _dispatch(
-        self,
-        connection: Connection,
-        request: PutSlot | CommitWindow | DiscardAfter,
-        timeout_s: float,
-    ) -> Reply:
-        match request:
-            case PutSlot():
-                return self._put(connection, request, timeout_s)
-            case CommitWindow():
-                return self._commit(request.window)
-            case DiscardAfter():
-                self.windows.discard_after(request.start)
-                self._forget_discarded(request.start)
-        return Ack()
 
     def _put(self, connection: Connection, request: PutSlot, timeout_s: float) -> Reply:
         self.windows.agree(request.agreed)
@@ -163,8 +154,10 @@ class Inbox:
             return committed
         if self._receiving is not None and self._receiving.name != name:
             self._abandon()
-        if self._receiving is None:
-            self._receiving = self._begin(name, request.window_bytes)
+        if self._receiving is None and request.window_bytes > self.windows.capacity_bytes:
+            self._receiving = self.windows.begin_larger(name, request.window_bytes)
+        elif self._receiving is None:
+            self._receiving = self.windows.begin(name)
         if self._receiving is None:
             raise ValueError(
                 f'no free file for window {name} of rank {self.windows.owner}: '
@@ -172,11 +165,6 @@ class Inbox:
                 f'(newest persisted: {self.windows.newest_persisted})'
             )
         return self._receiving
-
-    def _begin(self, name: WindowName, nbytes: int) -> WindowFile | None:
-        if nbytes > self.windows.capacity_bytes:
-            return self.windows.begin_larger(name, nbytes)
-        return self.windows.begin(name)
 
     def _commit(self, name: WindowName) -> Reply:
         committed = self.windows.file(name)
@@ -235,10 +223,11 @@ class Inbox:
             self.windows.abandon(self._receiving)
             self._receiving = None
 
-    def _forget_discarded(self, start: int) -> None:
+    def _discard_after(self, start: int) -> None:
+        self.windows.discard_after(start)
         name = None if self._receiving is None else self._receiving.name
         if name is not None and name.start > start:
-            self._receiving = None  # discard_after has freed its file
+            self._receiving = None  # its file is free now
 
 
 def _receiver(
