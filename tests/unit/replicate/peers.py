@@ -5,14 +5,19 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import pytest
 import torch
 
+from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.cpu_cost import CpuCost
 from moevement_ext.memory.node_store import NodeStore
+from moevement_ext.memory.sizing import NOTHING_LOGGED
 from moevement_ext.memory.upstream_log.log import UpstreamLog
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
@@ -21,13 +26,43 @@ from moevement_ext.memory.window.name import WindowName
 from moevement_ext.replicate import greeting
 from moevement_ext.replicate.client import ReplicaClient
 from moevement_ext.replicate.connection import Connection
+from moevement_ext.replicate.host_memory import HostMemory
 from moevement_ext.replicate.inbox import Inbox
+from moevement_ext.replicate.node_plan import Member, Share
 from moevement_ext.replicate.replica_server import ReplicaServer
-from tests.unit.memory.samples import SECRET, capacity, named
+from tests.unit.memory.samples import SECRET, capacity, identity_of, named
 
 OWNER, HOLDER = 0, 1
+CPU = torch.device('cpu')
 DEADLINE_S = 20.0
 """How long a test waits for something that comes at once."""
+
+
+def member_of(node: str, **others: Any) -> Member:
+    """A rank without a log, unless `others` say otherwise."""
+    return Member(
+        **{
+            'node': node,
+            'capacity_bytes': capacity(),
+            'logged': NOTHING_LOGGED,
+            'host': 'host',
+            'salt': SECRET,
+            **others,
+        }
+    )
+
+
+def host_memory_of(
+    config: SparseCheckpointConfig,
+    members: Sequence[Member],
+    share: Share | None = None,
+    device: torch.device = CPU,
+    on_degraded: Callable[[str], None] = pytest.fail,
+) -> HostMemory:
+    """That of rank 0, unless `share` is another's, of a job of these ranks."""
+    share = Share(identity_of(0), capacity()) if share is None else share
+    encoded = [msgspec.msgpack.encode(member) for member in members]
+    return HostMemory(config, 'run1', share, device, on_degraded, lambda own: encoded, SECRET)
 
 
 def inbox_of_owner(

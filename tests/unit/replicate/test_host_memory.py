@@ -36,13 +36,12 @@ from tests.unit.memory.samples import (
     tmpfs_directory,
     write_window,
 )
-from tests.unit.replicate.peers import put_window
+from tests.unit.replicate.peers import CPU, host_memory_of, member_of, put_window
 
 NODES = ('node-a', 'node-b')
 CANDIDATE = Window(named(0), WINDOW)
 LOGGED = Logged(2**15, 2**14)
 LOG_BYTES = 2**16 + 2**14
-CPU = torch.device('cpu')
 
 
 def settings(shm: Path, **others: Any) -> SparseCheckpointConfig:
@@ -68,23 +67,13 @@ class Job:
     ) -> None:
         config = settings(shm, replicas=len(nodes) - 1, max_wait=0, **others)
         logged = [LOGGED, *[NOTHING_LOGGED] * (len(nodes) - 1)]
-        members = [
-            msgspec.msgpack.encode(Member(node, capacity(), log, 'host', SECRET))
-            for node, log in zip(nodes, logged, strict=True)
-        ]
+        members = [member_of(node, logged=log) for node, log in zip(nodes, logged, strict=True)]
         self.degraded: list[str] = []
         self.ranks: list[HostMemory] = []
         for rank, node in enumerate(nodes):
             monkeypatch.setenv('MOEVEMENT_NODE', node)
-            memory = HostMemory(
-                config,
-                'run1',
-                Share(identity_of(rank), capacity(), logged[rank]),
-                CPU,
-                self.degraded.append,
-                lambda own: members,
-                SECRET,
-            )
+            share = Share(identity_of(rank), capacity(), logged[rank])
+            memory = host_memory_of(config, members, share, on_degraded=self.degraded.append)
             self.ranks.append(memory)
         addresses: list[bytes] = []
         for memory in self.ranks:
@@ -108,9 +97,8 @@ class Job:
         before.close(remove=True)
         monkeypatch.setenv('MOEVEMENT_NODE', NODES[0])
         members = [msgspec.structs.replace(member, salt=SECRET) for member in before.members]
-        encoded = [msgspec.msgpack.encode(member) for member in members]
-        config, share = settings(shm, replicas=1), Share(identity_of(0), nbytes, disk=before.disk)
-        memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: encoded, SECRET)
+        share = Share(identity_of(0), nbytes, disk=before.disk)
+        memory = host_memory_of(settings(shm, replicas=1), members, share)
         memory.addresses = before.addresses
         self.ranks[0] = memory
         return memory
@@ -207,17 +195,9 @@ def test_over_budget_is_refused_before_anything_is_reserved(
 ) -> None:
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
     config = settings(shm, host_memory_gb=0.0001)
-    members = [msgspec.msgpack.encode(Member('node-a', capacity(), LOGGED, 'host', SECRET))]
     with pytest.raises(HostMemoryError, match='--sparse-ckpt-host-memory-gb'):
-        HostMemory(
-            config,
-            'run1',
-            Share(identity_of(0), capacity(), LOGGED),
-            CPU,
-            pytest.fail,
-            lambda own: members,
-            SECRET,
-        )
+        share = Share(identity_of(0), capacity(), LOGGED)
+        host_memory_of(config, [member_of('node-a', logged=LOGGED)], share)
     assert not [*shm.rglob('*.window')] and not [*shm.rglob('upstream-log')]
 
 
@@ -230,17 +210,8 @@ def test_a_replacement_on_another_node_leaves_replicas_where_they_are(
     """It learns from the survivors what all ranks, its predecessor included, were like."""
     first, second = job.ranks
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-c')
-    known = [msgspec.msgpack.encode(member) for member in first.members]
-    config = settings(shm, replicas=1)
-    memory = HostMemory(
-        config,
-        'run1',
-        Share(identity_of(0), capacity(), LOGGED),
-        CPU,
-        pytest.fail,
-        lambda own: known,
-        SECRET,
-    )
+    share = Share(identity_of(0), capacity(), LOGGED)
+    memory = host_memory_of(settings(shm, replicas=1), first.members, share)
     try:
         assert memory.copies == first.copies
         assert [*memory.plan.ranks] == [0] and memory.members[0].node == 'node-c'
@@ -386,7 +357,6 @@ def test_unusable_memory_costs_protection_and_not_training(
 ) -> None:
     """Whatever is wrong, it is a HostMemoryError, and what is not ours stays as it is."""
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
-    members = [msgspec.msgpack.encode(Member('node-a', capacity(), NOTHING_LOGGED, 'host', SECRET))]
     (shm / 'file').write_text('not a directory')
     shared = shm / 'shared'
     shared.mkdir()
@@ -398,9 +368,8 @@ def test_unusable_memory_costs_protection_and_not_training(
     nosuch = SparseCheckpointConfig(dir=str(shm / 'memory'), interface='nosuch0')
     wrong['--sparse-ckpt-interface nosuch0'] = nosuch
     for what, config in wrong.items():
-        share = Share(identity_of(0), capacity())
         with pytest.raises(HostMemoryError, match=what):
-            HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: members, SECRET)
+            host_memory_of(config, [member_of('node-a')])
     assert [path for path in (shm / 'memory').rglob('*') if path.is_file()] == []
     assert (shm / 'file').read_text() == 'not a directory'
     assert [*shared.iterdir()] == []
@@ -422,10 +391,8 @@ def pin_with(monkeypatch: pytest.MonkeyPatch, failing: str) -> list[str]:
 
 def reserve(shm: Path, device: torch.device) -> HostMemory:
     """Host memory of a rank alone."""
-    member = msgspec.msgpack.encode(Member(NODES[0], capacity(), NOTHING_LOGGED, 'host', SECRET))
     config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_wait=0)
-    share = Share(identity_of(0), capacity())
-    return HostMemory(config, 'run1', share, device, print, lambda own: [member], SECRET)
+    return host_memory_of(config, [member_of(NODES[0])], device=device, on_degraded=print)
 
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
@@ -467,17 +434,12 @@ def test_windows_outlive_a_start_whose_memory_cannot_be_pinned(
 
 def test_a_replacement_needs_no_file_of_its_own_node(shm: Path, tmp_path: Path) -> None:
     """Its peers train; what domains there are they have said at the start."""
-    members = [
-        msgspec.msgpack.encode(Member(node, capacity(), NOTHING_LOGGED, 'host', SECRET, domain))
-        for node, domain in (('a', 'rack1'), ('b', 'rack1'), ('c', 'rack2'))
-    ]
+    racks = {'a': 'rack1', 'b': 'rack1', 'c': 'rack2'}
+    members = [member_of(node, domain=rack) for node, rack in racks.items()]
     config = SparseCheckpointConfig(
         window=WINDOW, replicas=1, dir=str(shm), topology=str(tmp_path / 'missing')
     )
-    share = Share(identity_of(0), capacity())
-    memory = HostMemory(
-        config, 'run1', share, CPU, lambda reason: None, lambda own: members, SECRET
-    )
+    memory = host_memory_of(config, members, on_degraded=lambda reason: None)
     try:
         assert memory.copies.holders[0] == memory.copies.holders[1] == (2,)
     finally:

@@ -4,18 +4,12 @@
 import logging
 from pathlib import Path
 
-import msgspec
 import pytest
-import torch
 
-from moevement_ext.memory.sizing import NOTHING_LOGGED
-from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member, Share
-from tests.unit.memory.samples import SECRET, capacity, identity_of
+from tests.unit.replicate.peers import host_memory_of, member_of
 from tests.unit.replicate.test_host_memory import settings, shm
 
 __all__ = ['shm']
-CPU = torch.device('cpu')
 
 
 @pytest.mark.parametrize('hosts', [('a/1', 'a/1'), ('localhost/1', 'localhost/2')])
@@ -23,15 +17,9 @@ def test_hosts_with_equal_names_are_reported(
     hosts: tuple[str, str], shm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By rank 0, once; they are one failure domain, so that there are no replicas."""
-    members = [
-        msgspec.msgpack.encode(Member('node', capacity(), NOTHING_LOGGED, host, SECRET))
-        for host in hosts
-    ]
-    share = Share(identity_of(0), capacity())
+    members = [member_of('node', host=host) for host in hosts]
     with caplog.at_level(logging.WARNING):
-        memory = HostMemory(
-            settings(shm, replicas=1), 'run1', share, CPU, pytest.fail, lambda own: members, SECRET
-        )
+        memory = host_memory_of(settings(shm, replicas=1), members)
     assert memory.copies.least() == 0
     assert ("several hosts are called 'node'" in caplog.text) is (hosts[0] != hosts[1])
     memory.close(remove=True)

@@ -4,20 +4,18 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.errors import HostMemoryError
 from moevement_ext.memory.mapped import in_pages
-from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
+from moevement_ext.memory.sizing import Logged
 from moevement_ext.memory.upstream_log.record import Direction
-from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member, Share
-from tests.unit.memory.samples import SECRET, capacity, identity_of, tmpfs_directory
+from moevement_ext.replicate.node_plan import Share
+from tests.unit.memory.samples import capacity, identity_of, tmpfs_directory
+from tests.unit.replicate.peers import host_memory_of, member_of
 
-CPU = torch.device('cpu')
 LOGGED = Logged(2**15, 2**14)
 LOG_BYTES = 2**16 + 2**14
 
@@ -36,10 +34,8 @@ def test_files_have_pages_for_the_window_in_force_and_grow_within_the_plan(
     config = SparseCheckpointConfig(dir=str(shm), replicas=1, max_window=3)
     shorter = [(capacity(window), 0) for window in (1, 2, 3)]
     share = Share(identity_of(0), capacity(), longest_window=3, window=1, shorter=shorter)
-    own = Member('node-a', capacity(), NOTHING_LOGGED, 'host', SECRET, shorter=shorter)
-    other = msgspec.structs.replace(own, node='node-b')
-    members = [msgspec.msgpack.encode(member) for member in (own, other)]
-    memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: members, SECRET)
+    members = [member_of(node, shorter=shorter) for node in ('node-a', 'node-b')]
+    memory = host_memory_of(config, members, share)
     try:
         files = [*shm.rglob('*.window')]
         most = memory.plan.by_kind()
@@ -68,8 +64,7 @@ def test_the_log_is_for_the_window_in_force_and_follows_it(
     monkeypatch.setenv('MOEVEMENT_NODE', 'node-a')
     config = SparseCheckpointConfig(dir=str(shm), replicas=0, max_window=4)
     share = Share(identity_of(0), capacity(), LOGGED, longest_window=3, window=1)
-    member = msgspec.msgpack.encode(Member('node-a', capacity(), LOGGED, 'host', SECRET))
-    memory = HostMemory(config, 'run1', share, CPU, pytest.fail, lambda own: [member], SECRET)
+    memory = host_memory_of(config, [member_of('node-a', logged=LOGGED)], share)
     try:
         assert memory.log is not None
         iteration = LOGGED.iteration_bytes

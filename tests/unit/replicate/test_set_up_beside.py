@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -17,8 +16,9 @@ from moevement_ext.memory import device as device_module
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged
 from moevement_ext.replicate import host_memory
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member, Share
-from tests.unit.memory.samples import SECRET, capacity, identity_of, tmpfs_directory
+from moevement_ext.replicate.node_plan import Share
+from tests.unit.memory.samples import capacity, identity_of, tmpfs_directory
+from tests.unit.replicate.peers import host_memory_of, member_of
 
 CPU, GPU = torch.device('cpu'), torch.device('cuda', 3)
 DEADLINE_S = 30.0
@@ -81,12 +81,10 @@ def use(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reserve(shm: Path, device: torch.device, logged: Logged = NOTHING_LOGGED) -> HostMemory:
-    own = Member('node-a', capacity(), logged, 'host', SECRET)
-    other = msgspec.structs.replace(own, node='node-b')
-    members = [msgspec.msgpack.encode(member) for member in (own, other)]
+    members = [member_of(node, logged=logged) for node in ('node-a', 'node-b')]
     config = SparseCheckpointConfig(dir=str(shm), replicas=1, window=1)
     share = Share(identity_of(0), capacity(), logged)
-    return HostMemory(config, 'run1', share, device, pytest.fail, lambda own: members, SECRET)
+    return host_memory_of(config, members, share, device)
 
 
 def test_own_windows_are_pinned_while_replicas_are_reserved(

@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.mapped import in_pages
-from moevement_ext.memory.sizing import GENERATIONS, NOTHING_LOGGED
+from moevement_ext.memory.sizing import GENERATIONS
 from moevement_ext.memory.window import twin
 from moevement_ext.memory.window.agreed import Agreed
 from moevement_ext.memory.window.file import WindowFile
@@ -23,10 +22,9 @@ from moevement_ext.recover.inventory import held_windows
 from moevement_ext.recover.sources import verified_window
 from moevement_ext.replicate.client import PeerRefused
 from moevement_ext.replicate.host_memory import HostMemory
-from moevement_ext.replicate.node_plan import Member, Share
+from moevement_ext.replicate.node_plan import Share
 from moevement_ext.replicate.replicator import Replicator
 from tests.unit.memory.samples import (
-    SECRET,
     WINDOW,
     capacity,
     content,
@@ -35,7 +33,7 @@ from tests.unit.memory.samples import (
     named,
     tmpfs_directory,
 )
-from tests.unit.replicate.peers import put_slots, put_window, wait_for
+from tests.unit.replicate.peers import host_memory_of, member_of, put_slots, put_window, wait_for
 from tests.unit.replicate.test_host_memory import CANDIDATE
 
 NODES = ('node-a', 'node-b')
@@ -58,26 +56,11 @@ class Twins:
 
     def _memory(self, rank: int) -> HostMemory:
         self._monkeypatch.setenv('MOEVEMENT_NODE', NODES[rank])
-        members = [
-            Member(node, capacity(), NOTHING_LOGGED, 'host', SECRET, node, 0, STUB, SLOT)
-            for node in NODES
-        ]
-        encoded = [msgspec.msgpack.encode(member) for member in members]
-        stubs: dict[str, Any] = {
-            'family': 0,
-            'stub_bytes': STUB,
-            'slot_bytes': SLOT,
-            'own_parts': OWN_PARTS,
-        }
-        return HostMemory(
-            SparseCheckpointConfig(dir=str(self._shm), window=1, replicas=1),
-            'run1',
-            Share(identity_of(rank), capacity(), **stubs),
-            torch.device('cpu'),
-            pytest.fail,
-            lambda own: encoded,
-            SECRET,
-        )
+        twin: dict[str, Any] = {'family': 0, 'stub_bytes': STUB, 'slot_bytes': SLOT}
+        members = [member_of(node, domain=node, **twin) for node in NODES]
+        share = Share(identity_of(rank), capacity(), own_parts=OWN_PARTS, **twin)
+        config = SparseCheckpointConfig(dir=str(self._shm), window=1, replicas=1)
+        return host_memory_of(config, members, share)
 
     def _connect(self) -> None:
         addresses = [msgspec.msgpack.encode(memory.server.address) for memory in self.ranks]
