@@ -55,13 +55,7 @@ class _CopyEnds(Exception):
 class DiskTier:
     """The disk tier of one rank.
 
-    Args:
-        disk: directory of the copies.
-        windows: this rank's windows in memory.
-        identity: identity of this rank.
-        settings: interval and rate of copies.
-        tracker: factory of the tracker that counts copies, given a callback for new agreements.
-        statistics: records failures.
+    `tracker` makes the tracker that counts copies, given a callback for new agreements.
     """
 
     def __init__(
@@ -256,9 +250,8 @@ class DiskTier:
                 self._changed.notify_all()  # the training thread may wait for it
 
     def _copy(self, window: WindowName) -> None:
-        self._tracker.give_up(
-            range(max(window.start - MAX_GIVEN_UP, 0), window.start)
-        )  # and all before
+        # And all before.
+        self._tracker.give_up(range(max(window.start - MAX_GIVEN_UP, 0), window.start))
         self._newest = max(self._newest, window.start)
         file = self._windows.hold(window)
         try:

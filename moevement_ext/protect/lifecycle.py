@@ -6,15 +6,8 @@
 The training thread opens a file for a window. The sealing thread commits the window. The
 replicator's thread learns that all holders of replicas have it, and the tracker's thread that all
 ranks and their holders have it. After a failure the training thread withdraws, keeps or re-offers
-windows.
-
-There are two files. So a new window waits until the previous one, whose last slot was copied an
-iteration ago, is persisted. If this takes longer than training may wait, the new window is skipped
-and the previous one continues: permanently slow peers persist windows less often, but do persist
-them. If any rank skips or gives up a window, all ranks give it up.
-
-Captures of a recovery that is not judged yet stay private (`trial`); only this module accepts or
-drops them.
+windows, and accepts or drops captures of an unjudged recovery (`trial`). `docs/design.md` says
+what happens to windows that are not persisted in time.
 """
 
 import threading
@@ -45,16 +38,14 @@ class WindowLifecycle:
     """Follows the windows of one rank from a free file to persistence on all ranks.
 
     Args:
-        owner: this rank.
-        windows: files of this rank.
         peers: clients of the replica holders, by rank.
         tracker: factory of the tracker, given a callback for new agreements.
         on_persisted: called with each newly persisted window, on the tracker's thread.
-        statistics: records failures.
         max_wait_s: longest wait of the training thread for a free file.
 
     Attributes:
         replicator: sends the windows to the peers.
+        trial: a recovery that is not judged yet; its captures stay private until `accept`.
     """
 
     def __init__(
@@ -76,7 +67,7 @@ class WindowLifecycle:
         self._freed = threading.Event()
         self._stalled = False
         self._newest: WindowName | None = None
-        self._trial: Trial | None = None
+        self.trial: Trial | None = None
         self.replicator = Replicator(
             owner, peers, self.replicated, statistics.degraded, max_windows=GENERATIONS
         )
@@ -100,10 +91,10 @@ class WindowLifecycle:
         if self._windows.is_given_up(name):
             return None
         try:
-            if self._trial is None:
+            if self.trial is None:
                 file = self._wait_for(lambda: self._windows.begin(name))
             else:
-                file = self._on_trial(self._trial, name, length)
+                file = self._on_trial(self.trial, name, length)
         except Exception as error:
             self.statistics.degraded(f'window {name.start} cannot be opened: {error}')
             self.give_up([name.start])
@@ -148,8 +139,8 @@ class WindowLifecycle:
     def abandon(self, name: WindowName, file: WindowFile) -> None:
         """Free the file of an unfinished window that no rank relies on."""
         self.replicator.abandon(name)
-        if self._trial is not None:
-            self._trial.forget(file)
+        if self.trial is not None:
+            self.trial.forget(file)
         try:
             self._windows.abandon(file)
         except Exception as error:
@@ -202,7 +193,7 @@ class WindowLifecycle:
     def sealed(self, file: WindowFile, header: SlotHeader) -> None:
         """Commit and replicate a slot after all its copies. Sealing thread."""
         file.seal_slot(header)
-        trial = self._trial
+        trial = self.trial
         if trial is None or not trial.seal(file, header):
             self._keep(file, header)
 
@@ -265,13 +256,9 @@ class WindowLifecycle:
         self._windows.persisted(window)
         self._windows.discard_after(window.start)
 
-    def begin_trial(self, trial: Trial) -> None:
-        """Keep captures private from now on, until `accept`."""
-        self._trial = trial
-
     def accept(self) -> None:
         """Accept the captures of the recovery, all of which must be sealed."""
-        trial, self._trial = self._trial, None
+        trial, self.trial = self.trial, None
         if trial is None:
             return
         self.replicator.discard_after(trial.back_to.start)
@@ -282,13 +269,9 @@ class WindowLifecycle:
 
     def withdraw_captures(self) -> None:
         """Drop all captures of a recovery that was refused or cut off."""
-        trial, self._trial = self._trial, None
+        trial, self.trial = self.trial, None
         for file, _ in trial.windows() if trial is not None else ():
             self.abandon(file.required_name(), file)
-
-    @property
-    def trial(self) -> Trial | None:
-        return self._trial
 
     def forget_the_past(self) -> None:
         """Drop all windows, which belong to an abandoned history."""
@@ -303,7 +286,7 @@ class WindowLifecycle:
         """
         if relaid:
             self.replicator.discard_after(window.start - 1)
-        elif self._trial is None:  # else the peers keep slots that verify the recovery
+        elif self.trial is None:  # else the peers keep slots that verify the recovery
             self.replicator.discard_after(window.start)
         self.replicator.agree(Agreed(window))
         for slot in file.slots():

@@ -91,23 +91,22 @@ class Planner:
         )
         encoded = msgspec.msgpack.encode(own)
         self.place = place
-        self._number = rank.number
-        self._placed = rank.identity.placed
+        self._rank = rank
         self._own = own
         self._operators_held = operators
-        self._exchange = rank.exchange
         self.is_first = rank.number == place.members[0]
         gathered = rank.exchange.among('operators', encoded, place.members, place.group)
         # Operators of the stage's ranks; empty if another rank plans the stage.
         self._members: list[_RankOperators] = []
         if self.is_first or rank.exchange.joining:
             self._members = [_OPERATORS.decode(item) for item in gathered]
+        names = {name for member in self._members for name in member.sizes}
         summary = _RankSummary(
             stage=place.stage,
             operators=xxhash.xxh3_64_hexdigest(encoded),
             tied=bool(own.tied),
             family=min([rank.number, *place.replicas]),
-            names=sum(len(name) + 5 for name in self._all_names()),
+            names=sum(len(name) + 5 for name in names),
         )
         self._ranks = [
             _SUMMARY.decode(item)
@@ -138,11 +137,11 @@ class Planner:
 
     def first_plan(self, parameters: PlanParameters) -> Cycle:
         """The plan of a new job, from iteration 0. Collective, except when joining."""
-        if self._exchange.joining:
+        if self._rank.exchange.joining:
             return self.plan(parameters)
         own = packed(self.plan(parameters)) if self.is_first else b''
         place = self.place
-        return unpacked(self._exchange.from_first(own, place.members, place.group))
+        return unpacked(self._rank.exchange.from_first(own, place.members, place.group))
 
     def plan(self, parameters: PlanParameters) -> Cycle:
         """Compute the plan of this stage. Only on its first rank or on a joining rank.
@@ -186,10 +185,10 @@ class Planner:
     def compare_windows(self, longest: int) -> None:
         """Prepare `shortest_window` for windows of up to `longest` slots. Collective."""
         own: list[Need] = []
-        if self.is_first and not self._exchange.joining:
+        if self.is_first and not self._rank.exchange.joining:
             always = max(member.always for member in self._members)
             own = list(islice(needs(self._table({}), always), longest))
-        encoded = self._exchange('window-needs', msgspec.msgpack.encode(own))
+        encoded = self._rank.exchange('window-needs', msgspec.msgpack.encode(own))
         decoded = (_NEEDS.decode(item) for item in encoded)
         self._needs = [found for found in decoded if found]
 
@@ -229,7 +228,7 @@ class Planner:
     @property
     def family(self) -> int:
         """Lowest rank among this one and those that capture the same state."""
-        return min([self._number, *self.place.twins])
+        return min([self._rank.number, *self.place.twins])
 
     def _state_bytes(self, window: int) -> int:
         """Return bytes of weights and optimizer state in a window, as sized before training."""
@@ -287,11 +286,8 @@ class Planner:
             payload_bytes=0,
             records=records,
             context=bytes(context_bytes + names + LOSS_BYTES),
-            placed=self._placed,
+            placed=self._rank.identity.placed,
         )
-
-    def _all_names(self) -> set[str]:
-        return {name for member in self._members for name in member.sizes}
 
 
 def _is_state(item: TensorSlice) -> bool:

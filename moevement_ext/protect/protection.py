@@ -55,9 +55,6 @@ class Protection:
     """The engine of one rank. Construction is collective.
 
     Args:
-        rank: this rank.
-        planner: plans the windows of the rank's stage.
-        operators: the captured operators.
         tokens: counts the experts' load.
         context_bytes: upper bound of the auxiliary state in a slot.
         logged: logged bytes of this rank per iteration; 0 without a log.
@@ -275,7 +272,7 @@ class Protection:
         """
         self._room.for_recovery(back_to.start, until)
         if self._rank.config.verify == STOP:
-            self.windows.begin_trial(Trial(back_to, until, of_all))
+            self.windows.trial = Trial(back_to, until, of_all)
 
     def accept(self) -> None:
         """Accept the captures of a recovery that was verified on all ranks."""

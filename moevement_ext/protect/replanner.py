@@ -38,8 +38,6 @@ class Replanner:
     Args:
         store: reachable by all ranks; used by this object's thread only.
         rank: rank of this process; rank 0 decides.
-        world_size: number of ranks that publish.
-        present: the initial plan.
         decide: `Strategy.next` of the run; on rank 0.
         next_plan: returns the plan of this stage by version and store; None: not available yet.
         adopt: called on the replanner's thread with each new plan.

@@ -28,7 +28,7 @@ class Trial:
         self.until = until
         self.of_all = of_all
         self._changed = threading.Condition()
-        self._sealed: list[tuple[WindowFile, list[SlotHeader]]] = []
+        self._sealed: dict[WindowFile, list[SlotHeader]] = {}  # oldest first
 
     def is_over_before(self, start: int, length: int) -> bool:
         """True if a window that begins at `start` is complete before the verdict."""
@@ -36,21 +36,20 @@ class Trial:
 
     def begins(self, file: WindowFile) -> None:
         with self._changed:
-            self._sealed.append((file, []))
+            self._sealed[file] = []
 
     def seal(self, file: WindowFile, header: SlotHeader) -> bool:
         """Keep a sealed slot private; False if its window began before the trial."""
         with self._changed:
-            slots = self._slots(file)
-            if slots is None:
+            if file not in self._sealed:
                 return False
-            slots.append(header)
+            self._sealed[file].append(header)
             self._changed.notify_all()
             return True
 
     def forget(self, file: WindowFile) -> None:
         with self._changed:
-            self._sealed = [item for item in self._sealed if item[0] is not file]
+            self._sealed.pop(file, None)
 
     def oldest(self, timeout_s: float) -> WindowFile | None:
         """Wait for a complete window; None after the timeout."""
@@ -60,13 +59,10 @@ class Trial:
 
     def windows(self) -> list[tuple[WindowFile, list[SlotHeader]]]:
         with self._changed:
-            return list(self._sealed)
-
-    def _slots(self, file: WindowFile) -> list[SlotHeader] | None:
-        return next((slots for other, slots in self._sealed if other is file), None)
+            return list(self._sealed.items())
 
     def _complete(self) -> WindowFile | None:
-        for file, slots in self._sealed:
+        for file, slots in self._sealed.items():
             if slots and slots[-1].slot == slots[-1].window - 1:
                 return file
         return None

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 
@@ -91,10 +92,8 @@ class Connection:
 
     def shutdown(self) -> None:
         """Wake up the thread that waits on this connection. Any thread."""
-        try:
+        with suppress(OSError):  # already gone
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # already gone
-            pass
 
     def close(self) -> None:
         self._socket.close()

@@ -58,12 +58,12 @@ def _path(node: str, levels: object) -> str:
     """Format a failure domain as a path, the outermost level first."""
     levels = str(levels) if isinstance(levels, int) else levels
     names = levels.split(LEVELS) if isinstance(levels, str) else levels
-    if not isinstance(names, list) or not names or not all(_is_name(name) for name in names):
+    if (
+        not isinstance(names, list)
+        or not names
+        or not all(isinstance(name, str) and name for name in names)
+    ):
         raise ValueError(f'{node!r} has {json.dumps(levels)}; give names that are not empty')
     if any(LEVELS in name for name in names):
         raise ValueError(f'{node!r}: a name in a list has a {LEVELS!r}; leave it out')
     return LEVELS.join(names if isinstance(levels, str) else reversed(names))
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and bool(name)

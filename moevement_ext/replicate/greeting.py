@@ -24,28 +24,27 @@ from moevement_ext.replicate.protocol import PROTOCOL_VERSION, Ack, Refused
 SECRET_BYTES = 32
 MAX_GREETING_BYTES = 256
 
-Nonce = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Proof = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class _Hello(msgspec.Struct, frozen=True, tag='Hello'):
     """First message of the client."""
 
     version: int
-    nonce: Nonce
+    nonce: _Bytes32
 
 
 class _Challenge(msgspec.Struct, frozen=True, tag='Challenge'):
     """Answer of the server, which proves its secret and requests the client's proof."""
 
-    nonce: Nonce
-    proof: Proof
+    nonce: _Bytes32
+    proof: _Bytes32
 
 
 class _Response(msgspec.Struct, frozen=True, tag='Response'):
     """Answer of the client, which proves its secret."""
 
-    proof: Proof
+    proof: _Bytes32
 
 
 _HELLO: msgspec.msgpack.Decoder[_Hello] = msgspec.msgpack.Decoder(_Hello)
@@ -100,8 +99,7 @@ def introduce(connection: Connection, secret: bytes) -> str | None:
     if not hmac.compare_digest(challenge.proof, expected):
         raise ConnectionError(
             'it does not know the secret of this job: another job, or an earlier attempt of this '
-            'one, '
-            'listens there; check --sparse-ckpt-run-id'
+            'one, listens there; check --sparse-ckpt-run-id'
         )
     connection.send(_Response(_proof(secret, b'client', nonce, challenge.nonce)))
     verdict = connection.receive(_VERDICT, MAX_GREETING_BYTES)

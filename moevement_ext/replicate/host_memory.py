@@ -66,13 +66,9 @@ class HostMemory:
     `interrupt_fetch`; the training thread calls the other methods.
 
     Args:
-        config: settings.
-        run_id: directory name of the run.
         share: contents and sizes of this rank's memory.
         device: device of the state and of the logged tensors.
         on_degraded: called with a reason when the log cannot keep all records.
-        exchange: collective over all ranks.
-        secret: secret of the job.
 
     Attributes:
         members: descriptions of all ranks, by rank.

@@ -91,15 +91,10 @@ def copies_of(members: Sequence[Member], topology: str | None, replicas: int) ->
     families = [
         rank if member.family == ALONE else member.family for rank, member in enumerate(members)
     ]
-    return place_copies(_domains_of(members, topology), replicas, families)
-
-
-def _domains_of(members: Sequence[Member], topology: str | None) -> list[str]:
-    """Failure domains by rank, from the members: a replacement's node may lack the file."""
-    told = [member.domain for member in members]
-    if topology is not None and all(told):
-        return told
-    return failure_domains([member.node for member in members], topology)
+    domains = [member.domain for member in members]  # a replacement's node may lack the file
+    if topology is None or not all(domains):
+        domains = failure_domains([member.node for member in members], topology)
+    return place_copies(domains, replicas, families)
 
 
 def warn_of_same_names(members: Sequence[Member]) -> None:

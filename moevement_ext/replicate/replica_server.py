@@ -74,7 +74,7 @@ class _Served(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(map(_bytes_of, self.slots.values()))
+        return sum(sum(map(len, pieces)) + len(frame) for pieces, frame in self.slots.values())
 
 
 _Opened = Callable[[Path, Expected], _Served]
@@ -86,8 +86,6 @@ class ReplicaServer:
     The training thread calls `serve_log` and `stop`.
 
     Args:
-        store: store of this node.
-        rank: the holder.
         inboxes: replicas held here, by owner.
         secret: secret of this start of the job; every client must prove its knowledge.
         host: address to listen on, IPv4 or IPv6.
@@ -330,11 +328,6 @@ def _open_twin(path: Path, expected: Expected) -> _Served:
     twin = TwinWindow.open(path)
     slots = [header.slot for header in twin.verify(expected)]
     return _Served(files, {slot: ([*twin.payload(slot)], twin.frame(slot)) for slot in slots})
-
-
-def _bytes_of(slot: tuple[list[memoryview], memoryview]) -> int:
-    pieces, frame = slot
-    return sum(map(len, pieces)) + len(frame)
 
 
 def _inode(path: Path) -> int | None:

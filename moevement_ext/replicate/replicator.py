@@ -176,8 +176,7 @@ class Replicator:
     def discard_after(self, start: int) -> None:
         """Make all peers drop windows after `start`, before any other step."""
         with self._changed:
-            for job in [job for job in self._jobs if job.name.start > start]:
-                self._drop(job.name)
+            self.abandon_after(start)
             for peer in self._peers.values():
                 earlier = peer.discard_after
                 peer.discard_after = start if earlier is None else min(earlier, start)

@@ -96,7 +96,7 @@ def test_holders_keep_slots_that_verify_an_unjudged_recovery(
     """Otherwise they drop windows that will be captured again."""
     protected.lifecycle.withdraw_after(named(0))
     if unjudged:
-        protected.lifecycle.begin_trial(Trial(named(0), 2 * WINDOW, of_all=True))
+        protected.lifecycle.trial = Trial(named(0), 2 * WINDOW, of_all=True)
     protected.lifecycle.replicate_again(named(0), own_file(protected.windows, 0))
     protected.peer.answers.set()
     assert protected.peer.next_asked() == (named(0) if unjudged else 0)
@@ -105,7 +105,7 @@ def test_holders_keep_slots_that_verify_an_unjudged_recovery(
 def test_holders_drop_a_relaid_window_of_an_earlier_start(protected: Protected) -> None:
     """It has the same name, and perhaps other bytes, so that the new one would be refused."""
     start = WINDOW
-    protected.lifecycle.begin_trial(Trial(named(start), 2 * WINDOW, of_all=True))
+    protected.lifecycle.trial = Trial(named(start), 2 * WINDOW, of_all=True)
     file = own_file(protected.windows, start)
     protected.lifecycle.replicate_again(named(start), file, relaid=True)
     protected.peer.answers.set()
@@ -115,7 +115,7 @@ def test_holders_drop_a_relaid_window_of_an_earlier_start(protected: Protected) 
 def test_holders_drop_the_history_before_a_judged_recovery(protected: Protected) -> None:
     """Else they refuse the accepted captures, whose bits differ from what they have."""
     protected.lifecycle.withdraw_after(named(0))
-    protected.lifecycle.begin_trial(Trial(named(0), 2 * WINDOW, of_all=True))
+    protected.lifecycle.trial = Trial(named(0), 2 * WINDOW, of_all=True)
     protected.lifecycle.accept()
     protected.peer.answers.set()
     assert protected.peer.next_asked() == 0

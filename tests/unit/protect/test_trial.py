@@ -29,7 +29,7 @@ def training() -> Iterator[Training]:
 
 
 def on_trial(training: Training, until: int) -> None:
-    training.lifecycle.begin_trial(Trial(START, until, of_all=True))
+    training.lifecycle.trial = Trial(START, until, of_all=True)
     while training.iteration < until:
         training.step()
         training.checkpointer.drain()
