@@ -22,7 +22,6 @@ import numpy as np
 
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
-    Operators,
     OperatorTable,
     balanced,
     hideable_budget,
@@ -151,16 +150,14 @@ def spread(slot_bytes: Sequence[int], iteration_s: float, copies: int) -> float 
     return SPREAD_MARGIN * copies * before_last.burst / iteration_s
 
 
-def needs(operators: Operators, always: int = 0) -> Iterator[Need]:
+def needs(operators: OperatorTable, always: int = 0) -> Iterator[Need]:
     """Yield endlessly the needs of windows of 1, 2, ... slots on a stage, in the given order.
 
     `always` is additional bytes in every slot of each rank. Another order of each rank's own
     operators changes a need by less than an operator.
     """
-    table = OperatorTable.of(operators)
     for window in count(1):
-        slots = np.array(balanced(table, window).slot_bytes(table), dtype=np.int64)
-        yield _need(slots + always)
+        yield _need(balanced(operators, window).slot_bytes(operators) + always)
 
 
 def shortest(stages: Sequence[Iterable[Need]], carried: Budgets, longest: int) -> int | None:

@@ -202,7 +202,7 @@ class Planner:
     def capacity(self, window: int, context_bytes: int) -> int:
         """Return bytes that suffice for this rank's window file under any plan of up to W slots."""
         operators = operator_table(list(self._own.sizes), [self._own.sizes])
-        payload = window_bytes_bound(operators, window)[0] + window * self._own.always
+        payload = int(window_bytes_bound(operators, window)[0]) + window * self._own.always
         frame = frame_bytes_bound(self._largest_header(window, context_bytes))
         frames = ((0, frame) for _ in range(window))
         needed = window_capacity([(payload, settings.MAX_BYTES), *frames])

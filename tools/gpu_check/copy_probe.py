@@ -36,8 +36,9 @@ from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotHeader, frame_b
 from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
     WindowPlan,
+    balanced,
+    fewest_slots,
     hideable_budget,
-    plan_stages,
 )
 from tools.lab.errors import LabError
 from tools.lab.figures import write_json
@@ -123,7 +124,7 @@ class Stage:
         }
         table = operator_table(list(sizes), [sizes])
         budget = hideable_budget(bytes_per_s, iteration_s)
-        return plan_stages([table], window=window, budget=budget)[0]
+        return fewest_slots(table, budget) if window is None else balanced(table, window)
 
 
 class Window:

@@ -25,10 +25,9 @@ from rich.console import Console
 
 from moevement_ext.config import AUTO
 from moevement_ext.memory.budget import gib
-from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.byte_planner import (
     InfeasiblePlan,
-    OperatorBytes,
+    OperatorTable,
     WindowPlan,
     bytes_over_budget,
     fewest_slots,
@@ -36,6 +35,7 @@ from moevement_ext.plan.byte_planner import (
 from tools.lab.arguments import Parser, above_0, at_least, split_at_end
 from tools.lab.figures import print_json
 from tools.lab.tables import table
+from tools.plan.algorithm1 import plan_as_printed
 from tools.plan.description import (
     DescriptionError,
     Training,
@@ -79,7 +79,7 @@ _FLAG_OF_FIELD = {
 _IN_GIGA = 'copy_bytes_per_s network_bytes_per_s host_memory_bytes gpu_memory_bytes'.split()
 
 
-def plan_operators(operators: Sequence[OperatorBytes], budget: int, algorithm: str) -> WindowPlan:
+def plan_operators(operators: OperatorTable, budget: int, algorithm: str) -> WindowPlan:
     """Divide a list of operators into slots.
 
     Raises InfeasiblePlan (algorithm `bytes`) if one operator alone exceeds the budget; ValueError
@@ -115,7 +115,7 @@ def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
     )
 
 
-def print_slots(plan: WindowPlan, operators: Sequence[OperatorBytes], console: Console) -> None:
+def print_slots(plan: WindowPlan, operators: OperatorTable, console: Console) -> None:
     slots = zip(plan.slots, _sizes(plan, operators), strict=True)
     rows = [(str(index), gib(size), ' '.join(names)) for index, (names, size) in enumerate(slots)]
     columns = 'slot', 'bytes', 'captured in full'
@@ -263,9 +263,9 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _sizes(plan: WindowPlan, operators: Sequence[OperatorBytes]) -> list[int]:
+def _sizes(plan: WindowPlan, operators: OperatorTable) -> list[int]:
     """Bytes of each slot, on the only rank."""
-    return [sum(sizes) for sizes in plan.slot_bytes(operators)]
+    return plan.slot_bytes(operators)[:, 0].tolist()
 
 
 def _bytes(text: str) -> int:

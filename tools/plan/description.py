@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
-from moevement_ext.plan.byte_planner import OperatorBytes
+from moevement_ext.plan.byte_planner import OperatorTable
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 
@@ -27,7 +28,7 @@ class ListedOperator(msgspec.Struct, forbid_unknown_fields=True):
     weight_bytes: _Bytes
 
 
-def read_operators(path: Path) -> list[OperatorBytes]:
+def read_operators(path: Path) -> OperatorTable:
     """Operators of a JSON list of `{"name", "full_bytes", "weight_bytes"}`, in its order.
 
     Raises:
@@ -36,9 +37,11 @@ def read_operators(path: Path) -> list[OperatorBytes]:
     found = read(path)
     try:
         listed = msgspec.convert(found, list[ListedOperator])
-        return [
-            OperatorBytes(item.name, (item.full_bytes,), (item.weight_bytes,)) for item in listed
-        ]
+        return OperatorTable(
+            [item.name for item in listed],
+            np.array([[item.full_bytes] for item in listed], dtype=np.int64).reshape(-1, 1),
+            np.array([[item.weight_bytes] for item in listed], dtype=np.int64).reshape(-1, 1),
+        )
     except ValueError as error:
         raise DescriptionError(f'{path}: {error}') from None
 

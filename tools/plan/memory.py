@@ -22,7 +22,7 @@ from moevement_ext.memory.sizing import (
 )
 from moevement_ext.memory.upstream_log.ring import region_bytes
 from moevement_ext.memory.window.format import window_capacity
-from moevement_ext.plan.byte_planner import OperatorBytes, window_bytes_bound
+from moevement_ext.plan.byte_planner import OperatorTable, window_bytes_bound
 from moevement_ext.replicate.copies import place_copies
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
@@ -33,14 +33,12 @@ ANNOUNCEMENT_S = 0.1
 """Time from the last report of a window until all ranks have read that it is persisted."""
 
 
-def window_files(
-    operators: Sequence[OperatorBytes], longest_window: int, always: int = 0
-) -> list[int]:
+def window_files(operators: OperatorTable, longest_window: int, always: int = 0) -> list[int]:
     """Bytes of a window file on each rank of a stage, for any plan up to the longest window.
 
     In addition, `always` bytes are in every slot of each rank.
     """
-    bounds = window_bytes_bound(operators, longest_window)
+    bounds = window_bytes_bound(operators, longest_window).tolist()
     slots = [(always, SLOT_ROOM_BYTES)] * longest_window if always else []
     return [
         window_file_bytes(state, longest_window, window_capacity([(state, 0), *slots]))
@@ -57,9 +55,9 @@ class Twins(NamedTuple):
     """Bytes of a twin's stub file for the windows of each rank, int64 (ranks,)."""
 
 
-def stub_files(operators: Sequence[OperatorBytes], longest_window: int) -> list[int]:
+def stub_files(operators: OperatorTable, longest_window: int) -> list[int]:
     """Bytes of a stub file for the windows of each rank of a stage."""
-    bounds = window_bytes_bound(operators, longest_window)
+    bounds = window_bytes_bound(operators, longest_window).tolist()
     return [stub_file_bytes(state, longest_window) for state in bounds]
 
 

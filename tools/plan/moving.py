@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moevement_ext.plan.byte_planner import OperatorBytes
 from tools.plan.layout import Layout
 from tools.plan.planning import Job, JobPlan
 from tools.plan.sizes import operator_sizes
@@ -88,19 +87,21 @@ def _sources(node: int, begin: int, end: int, held: list[_Part]) -> Iterator[tup
 def _parts(plan: JobPlan) -> dict[tuple[str, int], list[_Part]]:
     """Owned parts by operator and tensor-parallel index, in the order of their elements."""
     job, found = plan.job, defaultdict[tuple[str, int], list[_Part]](list)
-    for stage, operator in _operators(plan):
-        tensor = _divisor(job, operator.name)
-        owners = np.flatnonzero(np.array(operator.full))
-        for index in range(tensor):
-            of_index = [rank for rank in owners.tolist() if rank % tensor == index]
-            found[operator.name, index] += _owned(job, stage, operator, of_index)
+    for stage in range(job.layout.pipeline):
+        operators = operator_sizes(job.model, job.layout, job.precision, stage)
+        for name, full in zip(operators.names, operators.full, strict=True):
+            tensor = _divisor(job, name)
+            owners = np.flatnonzero(full).tolist()
+            for index in range(tensor):
+                of_index = [rank for rank in owners if rank % tensor == index]
+                found[name, index] += _owned(job, stage, full.tolist(), of_index)
     return found
 
 
-def _owned(job: Job, stage: int, operator: OperatorBytes, ranks: list[int]) -> Iterator[_Part]:
+def _owned(job: Job, stage: int, full: list[int], ranks: list[int]) -> Iterator[_Part]:
     at = 0
     for rank in ranks:
-        size = operator.full[rank]
+        size = full[rank]
         begin = at if job.layout.distributed_optimizer else 0
         yield stage * job.layout.stage_ranks + rank, begin, begin + size
         at += size
@@ -109,14 +110,6 @@ def _owned(job: Job, stage: int, operator: OperatorBytes, ranks: list[int]) -> I
 def _divisor(job: Job, operator: str) -> int:
     layout = job.layout
     return layout.tensor_of_experts if '.expert' in operator else layout.tensor
-
-
-def _operators(plan: JobPlan) -> Iterator[tuple[int, OperatorBytes]]:
-    """Every operator of every stage."""
-    job = plan.job
-    for stage in range(job.layout.pipeline):
-        for operator in operator_sizes(job.model, job.layout, job.precision, stage):
-            yield stage, operator
 
 
 def _require_equal_tensors(before: Layout, after: Layout) -> None:

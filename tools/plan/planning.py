@@ -20,16 +20,15 @@ from moevement_ext.config import (
 )
 from moevement_ext.memory.budget import HostMemoryPlan
 from moevement_ext.memory.sizing import NOTHING_LOGGED, Logged, window_lengths
-from moevement_ext.plan.algorithm1 import plan_as_printed
 from moevement_ext.plan.auto_window import FIRST_WINDOW
 from moevement_ext.plan.byte_planner import (
     DEFAULT_HIDDEN_FRACTION,
     InfeasiblePlan,
-    OperatorBytes,
+    OperatorTable,
     WindowPlan,
+    balanced,
     bytes_over_budget,
     fewest_slots,
-    plan_stages,
 )
 from moevement_ext.plan.windows import (
     DEFAULT_NETWORK_SHARE,
@@ -40,6 +39,7 @@ from moevement_ext.plan.windows import (
     shortest,
 )
 from tools.plan import memory
+from tools.plan.algorithm1 import plan_as_printed
 from tools.plan.layout import Batch, Layout, Precision
 from tools.plan.model import ModelShape
 from tools.plan.presets import Cluster
@@ -165,7 +165,7 @@ class StageKind:
     """Stages with equal bytes, and their window. Slots are those of the first such stage."""
 
     stages: list[int]
-    operators: list[OperatorBytes]
+    operators: OperatorTable
     plan: WindowPlan
     held_parameters: int
     """Number of parameters that a rank computes with."""
@@ -176,7 +176,7 @@ class StageKind:
 
     def slot_bytes(self) -> np.ndarray:
         """Bytes, int64 (window, ranks of a stage)."""
-        return np.array(self.plan.slot_bytes(self.operators), dtype=np.int64) + self.always
+        return self.plan.slot_bytes(self.operators) + self.always
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def plan_job(job: Job) -> JobPlan:
     planned = [_with_always(*pair) for pair in zip(stages, always, strict=True)]
 
     def kinds_of(window: int) -> list[StageKind]:
-        plans = plan_stages(stages, window=window, budget=carried.bytes)
+        plans = [balanced(operators, window) for operators in stages]
         return [_stage_kind(job, *one) for one in zip(groups, stages, plans, always, strict=True)]
 
     longest = _longest_that_fits(job, kinds_of(1))
@@ -413,11 +413,12 @@ def _longest_that_fits(job: Job, kinds: Sequence[StageKind]) -> int:
     return lengths[max(bisect_left(lengths, True, key=too_long) - 1, 0)]
 
 
-def _with_always(operators: Sequence[OperatorBytes], always: int) -> list[OperatorBytes]:
+def _with_always(operators: OperatorTable, always: int) -> OperatorTable:
     """Operators with the bytes of every slot added to the last operator, which every slot has."""
-    *others, last = operators
-    full, weights = (tuple(size + always for size in sizes) for sizes in (last.full, last.weights))
-    return [*others, OperatorBytes(last.name, full, weights)]
+    full, weights = operators.full.copy(), operators.weights.copy()
+    full[-1] += always
+    weights[-1] += always
+    return OperatorTable(operators.names, full, weights)
 
 
 def _equal_stages(job: Job) -> list[list[int]]:
@@ -427,7 +428,7 @@ def _equal_stages(job: Job) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _fewest(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> int | None:
+def _fewest(stages: Sequence[OperatorTable], budget: int) -> int | None:
     """The shortest window within budget on all stages; None without one."""
     try:
         return max(fewest_slots(operators, budget).window for operators in stages)
@@ -436,7 +437,7 @@ def _fewest(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> int | Non
 
 
 def _reason(
-    stages: Sequence[Sequence[OperatorBytes]], groups: Sequence[Sequence[int]], budget: int
+    stages: Sequence[OperatorTable], groups: Sequence[Sequence[int]], budget: int
 ) -> InfeasiblePlan:
     """The error of the first stage without a window within budget."""
     for operators, group in zip(stages, groups, strict=True):
@@ -449,7 +450,7 @@ def _reason(
 
 
 def _stage_kind(
-    job: Job, stages: list[int], operators: list[OperatorBytes], plan: WindowPlan, always: int
+    job: Job, stages: list[int], operators: OperatorTable, plan: WindowPlan, always: int
 ) -> StageKind:
     logged = NOTHING_LOGGED
     if job.protection.localized:
@@ -460,7 +461,7 @@ def _stage_kind(
     return StageKind(stages, operators, plan, held, logged, always)
 
 
-def _paper_plan(stages: Sequence[Sequence[OperatorBytes]], budget: int) -> PaperPlan:
+def _paper_plan(stages: Sequence[OperatorTable], budget: int) -> PaperPlan:
     plans = [plan_as_printed(operators, budget) for operators in stages]
     over = (bytes_over_budget(*pair, budget) for pair in zip(plans, stages, strict=True))
     return PaperPlan(max(plan.window for plan in plans), max(over))

@@ -7,7 +7,6 @@ These say why a plan cannot work, and costs that a user might overlook.
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from moevement_ext.command import shown
@@ -153,8 +152,7 @@ def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
 
 def rank_bytes(kind: StageKind) -> tuple[int, int]:
     """Bytes of the largest rank of the stage, with all operators full and all weights."""
-    full = np.sum([operator.full for operator in kind.operators], axis=0)
-    weights = np.sum([operator.weights for operator in kind.operators], axis=0)
+    full, weights = kind.operators.full.sum(axis=0), kind.operators.weights.sum(axis=0)
     return int(full.max()), int(weights.max())
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moevement_ext.plan.byte_planner import OperatorBytes
+from moevement_ext.plan.byte_planner import OperatorTable
 from tools.plan.layout import Layout, Precision
 from tools.plan.model import ModelShape, Weights
 from tools.simulate import fields
@@ -55,7 +55,7 @@ def stage_kind(model: ModelShape, layout: Layout, stage: int) -> tuple[object, .
 
 def operator_sizes(
     model: ModelShape, layout: Layout, precision: Precision, stage: int
-) -> list[OperatorBytes]:
+) -> OperatorTable:
     """Operators of `stage` in capture order, with bytes for each rank of the stage's group.
 
     Raises:
@@ -67,10 +67,10 @@ def operator_sizes(
     for chunk in pieces:
         for piece in chain(chunk.dense, *chunk.experts):
             weights[piece.operator] = weights.get(piece.operator, Weights()) + piece.weights
-    return [
-        _in_bytes(name, elements[name], weights[name], precision)
-        for name in capture_order(model, pieces)
-    ]
+    names = capture_order(model, pieces)
+    in_bytes = [_in_bytes(elements[name], weights[name], precision) for name in names]
+    full, narrow = (np.stack(sizes) for sizes in zip(*in_bytes, strict=True))
+    return OperatorTable(names, full, narrow)
 
 
 def held_elements(model: ModelShape, layout: Layout, stage: int) -> int:
@@ -132,13 +132,13 @@ def shard(elements: Sequence[int], shards: int, bucket: int | None) -> np.ndarra
 
 
 def _in_bytes(
-    name: str, elements: np.ndarray, weights: Weights, precision: Precision
-) -> OperatorBytes:
+    elements: np.ndarray, weights: Weights, precision: Precision
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes on each rank of an operator in full, and of its compute weights."""
     scales = weights.matrices * precision.weight_scale_bytes * (elements > 0)
     narrow = elements * precision.weight_bytes + scales
     of_state = weights.tensors * precision.state_scale_bytes * (elements > 0)
-    full = elements * precision.full_bytes + scales + of_state
-    return OperatorBytes(name, tuple(full.tolist()), tuple(narrow.tolist()))
+    return elements * precision.full_bytes + scales + of_state, narrow
 
 
 def _elements(layout: Layout, stage: int, chunks: Sequence[ChunkPieces]) -> dict[str, np.ndarray]:

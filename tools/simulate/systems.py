@@ -29,9 +29,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moevement_ext.plan.algorithm1 import plan_as_printed
-from moevement_ext.plan.byte_planner import OperatorBytes, balanced, fewest_slots
+from moevement_ext.plan.byte_planner import OperatorTable, balanced, fewest_slots
 from moevement_ext.plan.strategy.intervals import young_s
+from tools.plan.algorithm1 import plan_as_printed
 from tools.simulate import closed_form as intervals
 from tools.simulate import fields
 from tools.simulate.closed_form import LONGEST_WINDOW, Dense, Sparse
@@ -297,15 +297,17 @@ def _moetion(name: str, options: Options, profile: Profile | None) -> System:
 
 def _slot_bytes(name: str, options: Options, profile: Profile) -> np.ndarray:
     """Bytes of each slot of the window, [window]."""
-    sizes = [
-        OperatorBytes(op.name, (op.full_bytes,), (op.weight_bytes,)) for op in profile.operators
-    ]
+    sizes = OperatorTable(
+        [op.name for op in profile.operators],
+        np.array([[op.full_bytes] for op in profile.operators]),
+        np.array([[op.weight_bytes] for op in profile.operators]),
+    )
     planner = plan_as_printed if name == 'moevement' else fewest_slots
     if options.window is not None:
         plan = balanced(sizes, options.window)
     else:
         plan = planner(sizes, max(1, int(profile.hidden_s * profile.memory_bytes_per_s)))
-    return np.array(plan.slot_bytes(sizes))[:, 0]
+    return plan.slot_bytes(sizes)[:, 0]
 
 
 def _sparse(name: str, options: Options, profile: Profile | None) -> System:

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from moevement_ext.config import FIXED
 from moevement_ext.plan.auto_window import CONFIRMED, AutoWindow, Measured
-from moevement_ext.plan.byte_planner import OperatorBytes
 from moevement_ext.plan.replanning import PlanParameters, WindowLoad
 from moevement_ext.plan.strategy.moevement import MoEvement
 from moevement_ext.plan.windows import budgets, needs, shortest
+from tests.unit.plan.test_byte_planner import one_size
 
-OPERATORS = [OperatorBytes(f'expert{i}', (100,), (10,)) for i in range(16)]
 LONGEST = 8
-NEEDS = list(islice(needs(OPERATORS), LONGEST))
+NEEDS = list(islice(needs(one_size(16, 100, 10)), LONGEST))
 COPIES = 2
 PLENTY = 1e6
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.plan.byte_planner import InfeasiblePlan, OperatorBytes, balanced, fewest_slots
+from moevement_ext.plan.byte_planner import InfeasiblePlan, OperatorTable, balanced, fewest_slots
 from moevement_ext.plan.windows import (
     SPREAD_MARGIN,
     Budgets,
@@ -19,11 +19,9 @@ from moevement_ext.plan.windows import (
     shortest,
     spread,
 )
-from tests.unit.plan.test_byte_planner import operators_lists
+from tests.unit.plan.test_byte_planner import one_size, operators_lists, table
 
-LARGE_LAST = [OperatorBytes(f'expert{i}', (1,), (0,)) for i in range(4)] + [
-    OperatorBytes('embedding', (16,), (0,))
-]
+LARGE_LAST = table(*((f'expert{i}', (1,), (0,)) for i in range(4)), ('embedding', (16,), (0,)))
 """The last operator is larger than all others together."""
 
 
@@ -37,12 +35,12 @@ def sent_in_time(slots: list[int], link: int) -> bool:
 
 @given(operators_lists(), st.integers(1, 9), st.integers(0, 5))
 def test_needs_equal_the_bytes_of_each_plan(
-    operators: list[OperatorBytes], window: int, always: int
+    operators: OperatorTable, window: int, always: int
 ) -> None:
     """Including windows with more slots than operators."""
     need = list(islice(needs(operators, always), window))[-1]
     slots = balanced(operators, window).slot_bytes(operators)
-    ranks = [[size + always for size in rank] for rank in zip(*slots, strict=True)]
+    ranks = (slots + always).T.tolist()
     assert need.copied == max(max(rank) for rank in ranks)
     mean = max(Fraction(sum(rank), window) for rank in ranks)
     assert need.sent - 1 < mean <= need.sent
@@ -51,7 +49,7 @@ def test_needs_equal_the_bytes_of_each_plan(
 
 
 @given(operators_lists(), st.integers(1, 120))
-def test_only_the_copy_counts_without_replicas(operators: list[OperatorBytes], budget: int) -> None:
+def test_only_the_copy_counts_without_replicas(operators: OperatorTable, budget: int) -> None:
     """Hence ranks need not know the operators of other stages to find the common window."""
     try:
         expected = fewest_slots(operators, budget).window
@@ -73,7 +71,7 @@ def test_operator_beyond_the_network_budget_has_a_plan() -> None:
 
 
 def test_stage_with_the_longest_window_decides() -> None:
-    first, second = [OperatorBytes('a', (8,), (0,))], LARGE_LAST
+    first, second = one_size(1, 8, 0), LARGE_LAST
     assert shortest([needs(first), needs(second)], Budgets(16, None, None), 8) == 2
     assert shortest([needs(first), needs(first)], Budgets(16, None, None), 8) == 1
 
@@ -92,8 +90,7 @@ def test_busy_cores_demand_longer_windows() -> None:
 
 def test_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
     """The fixed cost of a slot exceeds the share, so no window is long enough."""
-    operators = [OperatorBytes(f'expert{i}', (1200,), (200,)) for i in range(128)]
-    of_window = list(islice(needs(operators), 16))
+    of_window = list(islice(needs(one_size(128, 1200, 200)), 16))
     found = shortest([of_window], Budgets(2**40, None, None, 1), 16)
     assert found == 12
     sent = [need.sent for need in of_window]
@@ -107,7 +104,7 @@ def test_last_tenth_of_the_bytes_is_worth_no_slot() -> None:
     st.integers(1, 9),
 )
 def test_slower_cores_lengthen_the_window_within_link_limits(
-    operators: list[OperatorBytes], budget: int, cores: list[int], longest: int
+    operators: OperatorTable, budget: int, cores: list[int], longest: int
 ) -> None:
     of_window = list(islice(needs(operators), longest))
     found = [shortest([of_window], Budgets(budget, None, None, cpu), longest) for cpu in cores]

@@ -14,7 +14,7 @@ from megatron.moevement.seams import p2p
 from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.memory.sizing import NOTHING_LOGGED, SLOT_ROOM_BYTES, window_file_bytes
 from moevement_ext.memory.window.format import PREAMBLE_BYTES
-from moevement_ext.plan.byte_planner import OperatorBytes
+from tests.unit.plan.test_byte_planner import table
 from tools.plan import memory
 from tools.plan.__main__ import main
 from tools.plan.layout import Batch, Layout, Precision
@@ -74,7 +74,7 @@ def test_one_stage_logs_nothing():
 
 
 def test_window_file_holds_any_plan():
-    operators = [OperatorBytes('a', (1280, 0), (128, 0)), OperatorBytes('b', (640, 640), (64, 64))]
+    operators = table(('a', (1280, 0), (128, 0)), ('b', (640, 640), (64, 64)))
     files = memory.window_files(operators, 3)
     room = PREAMBLE_BYTES + 3 * SLOT_ROOM_BYTES
     assert files == [room + 1920 + 2 * 192 + 64, room + 640 + 2 * 64]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.plan.test_byte_planner import table
 from tools.plan import __main__ as plan
 from tools.plan.description import DescriptionError
 from tools.plan.flags import layers_with_experts, parse_megatron_flags
@@ -122,13 +123,9 @@ def test_slots_are_balanced(capsys, operators):
     st.integers(1, 120),
 )
 def test_list_stays_within_budget_with_the_shortest_window(sizes, budget):
-    listed = [
-        plan.OperatorBytes(str(index), (max(pair),), (min(pair),))
-        for index, pair in enumerate(sizes)
-    ]
-    tails = [sum(item.weights[0] for item in listed[index + 1 :]) for index in range(len(listed))]
-    fits = all(item.full[0] + tail <= budget for item, tail in zip(listed, tails, strict=True))
-    if not fits:
+    listed = table(*((str(index), (max(pair),), (min(pair),)) for index, pair in enumerate(sizes)))
+    if any(listed.full[index] + listed.weights[index + 1 :].sum() > budget
+           for index in range(len(listed))):  # fmt: skip
         with pytest.raises(plan.InfeasiblePlan):
             plan.plan_operators(listed, budget, plan.BY_BYTES)
         return
@@ -142,9 +139,9 @@ def _fewest_by_search(listed, budget):
     count = len(listed)
     best = [0] + [count + 1] * count
     for end in range(1, count + 1):
-        tail = sum(item.weights[0] for item in listed[end:])
+        tail = listed.weights[end:].sum()
         for start in range(end):
-            if sum(item.full[0] for item in listed[start:end]) + tail <= budget:
+            if listed.full[start:end].sum() + tail <= budget:
                 best[end] = min(best[end], best[start] + 1)
     return best[count]
 

@@ -32,9 +32,8 @@ LAYOUTS = [
 
 def total_bytes(layout, attribute, model=MODEL):
     return sum(
-        sum(getattr(operator, attribute))
+        getattr(operator_sizes(model, layout, Precision(), stage), attribute).sum()
         for stage in range(layout.pipeline)
-        for operator in operator_sizes(model, layout, Precision(), stage)
     )
 
 
@@ -94,15 +93,15 @@ def test_a_tied_embedding_of_several_stages_is_sharded_by_itself():
     """Upstream gives it a bucket of its own, whether buckets are used or not."""
     tied = dataclasses.replace(MODEL, tied_embeddings=True, learned_positions=32)
     layout = Layout(8, pipeline=2)
-    first = operator_sizes(tied, layout, Precision(), 0)[0]
-    assert first.name == 'embedding'
+    first = operator_sizes(tied, layout, Precision(), 0)
+    assert first.names[0] == 'embedding'
     # The positions lie with the layers, in backward order behind all of them.
-    assert [size // 12 for size in first.full] == [4096, 4096, 4096, 4096 + 2048]
-    head = operator_sizes(tied, layout, Precision(), 1)[0]
-    assert head.name == 'head'
-    assert [size // 12 for size in head.full] == [4096 + 64, 4096, 4096, 4096]
-    whole = operator_sizes(tied, Layout(4), Precision(), 0)[0]
-    assert whole.full[0] == 0, 'one stage: nothing is shared between ranks'
+    assert (first.full[0] // 12).tolist() == [4096, 4096, 4096, 4096 + 2048]
+    last = operator_sizes(tied, layout, Precision(), 1)
+    assert last.names[0] == 'head'
+    assert (last.full[0] // 12).tolist() == [4096 + 64, 4096, 4096, 4096]
+    whole = operator_sizes(tied, Layout(4), Precision(), 0)
+    assert whole.full[0, 0] == 0, 'one stage: nothing is shared between ranks'
 
 
 def test_upstream_gives_shared_weights_a_bucket():
@@ -115,16 +114,14 @@ def test_upstream_gives_shared_weights_a_bucket():
 
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_ranks_of_a_stage_have_equal_shares(layout):
-    operators = operator_sizes(MODEL, layout, Precision(), 0)
-    held = np.sum([operator.full for operator in operators], axis=0)
+    held = operator_sizes(MODEL, layout, Precision(), 0).full.sum(axis=0)
     assert held.max() - held.min() <= 12 * 4 * layout.chunks
 
 
 def test_an_expert_is_on_the_ranks_that_compute_with_it():
     operators = operator_sizes(MODEL, Layout(4, expert=2), Precision(), 0)
-    by_name = {operator.name: operator for operator in operators}
     holders = {
-        name: np.flatnonzero(by_name[name].full).tolist()
+        name: np.flatnonzero(operators.full[operators.names.index(name)]).tolist()
         for name in ('layer2.expert0', 'layer2.expert7')
     }
     # Backward order: the last of the 12 local experts of each layer come first.
@@ -133,8 +130,7 @@ def test_an_expert_is_on_the_ranks_that_compute_with_it():
 
 def test_order_is_that_of_the_training():
     tied = dataclasses.replace(MODEL, tied_embeddings=True)
-    operators = operator_sizes(tied, Layout(2, expert=2), Precision(), 0)
-    names = [operator.name for operator in operators]
+    names = operator_sizes(tied, Layout(2, expert=2), Precision(), 0).names
     first = 'embedding head layer2.expert0 layer2.expert4 layer2.expert1 layer2.expert5'
     assert names[:6] == first.split()
     last = 'layer1.rest layer2.rest layer2.router layer3.rest layer3.router layer4.rest'
@@ -145,11 +141,8 @@ def test_stages_of_one_kind_hold_equal_bytes():
     layout = Layout(8, pipeline=4, expert=2)
     assert stage_kind(MODEL, layout, 1) == stage_kind(MODEL, layout, 2)
     assert stage_kind(MODEL, layout, 2) != stage_kind(MODEL, layout, 3)
-    sizes = [
-        [(item.full, item.weights) for item in operator_sizes(MODEL, layout, Precision(), stage)]
-        for stage in (1, 2)
-    ]
-    assert sizes[0] == sizes[1]
+    one, other = (operator_sizes(MODEL, layout, Precision(), stage) for stage in (1, 2))
+    assert (one.full == other.full).all() and (one.weights == other.weights).all()
 
 
 def test_held_parameters_are_not_sharded():
@@ -165,12 +158,12 @@ def test_experts_that_do_not_spread_are_refused():
 
 def test_scales_are_counted_for_each_tensor_that_has_them():
     """Two matrices of an expert, whose weights, masters and both moments are scaled; a gate."""
-    found = {item.name: item for item in operator_sizes(MODEL, Layout(1), PRECISIONS['c4'], 0)}
-    expert, router = found['layer2.expert0'], found['layer2.router']
+    found = operator_sizes(MODEL, Layout(1), PRECISIONS['c4'], 0)
+    expert, router = map(found.names.index, ('layer2.expert0', 'layer2.router'))
     elements, gate = 3 * MODEL.hidden_size * MODEL.expert_hidden_size, MODEL.hidden_size * 8
-    assert expert.full == (6 * elements + 2 * 4 * (1 + 3),)
-    assert expert.weights == (elements + 2 * 4,)
-    assert (router.full, router.weights) == ((6 * gate + 4 * 3,), (gate,))
+    assert found.full[expert] == 6 * elements + 2 * 4 * (1 + 3)
+    assert found.weights[expert] == elements + 2 * 4
+    assert (found.full[router], found.weights[router]) == (6 * gate + 4 * 3, gate)
 
 
 def test_state_of_scales_is_that_of_the_matrices_of_a_rank():

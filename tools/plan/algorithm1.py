@@ -14,13 +14,12 @@ until slot 0 fits, then puts that many operators in each slot. Its faults:
   rounded up: for A = 12 and F = 2, 6 instead of 5 at b = 11/3 and 20 instead of 9 at b = 2.5.
 """
 
-from collections.abc import Sequence
 from itertools import batched
 
-from moevement_ext.plan.byte_planner import OperatorBytes, WindowPlan
+from moevement_ext.plan.byte_planner import OperatorTable, WindowPlan
 
 
-def plan_as_printed(operators: Sequence[OperatorBytes], budget: int) -> WindowPlan:
+def plan_as_printed(operators: OperatorTable, budget: int) -> WindowPlan:
     """The window of Algorithm 1 for operators in the given order; slots may exceed the budget.
 
     `budget` is the bytes that can be copied in one iteration (bandwidth times iteration time).
@@ -28,16 +27,14 @@ def plan_as_printed(operators: Sequence[OperatorBytes], budget: int) -> WindowPl
     mean rank.
     """
     active = active_operators(operators, budget)
-    names = (operator.name for operator in operators)
-    return WindowPlan(tuple(batched(names, active)) if active else ((),))
+    return WindowPlan(tuple(batched(operators.names, active)) if active else ((),))
 
 
-def active_operators(operators: Sequence[OperatorBytes], budget: int) -> int:
+def active_operators(operators: OperatorTable, budget: int) -> int:
     """Number of operators that Algorithm 1 captures in full per slot."""
     total = len(operators)
-    full = sum(sum(operator.full) for operator in operators)
-    weights = sum(sum(operator.weights) for operator in operators)
-    samples = sum(len(operator.full) for operator in operators)
+    full, weights = int(operators.full.sum()), int(operators.weights.sum())
+    samples = operators.full.size
     active = total
     while active > 2:
         # Both sides times `samples`, so that the mean sizes stay integers.
