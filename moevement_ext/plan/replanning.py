@@ -5,6 +5,7 @@ A strategy decides the plan; `protect.replanner` distributes it to all ranks.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -105,3 +106,8 @@ class PlanParameters(msgspec.Struct, frozen=True):
     def after(self, start: int) -> int:
         """Origin of the next plan, decided by measurements of the cycle that began at `start`."""
         return start + _WINDOWS_AHEAD * self.period
+
+    def changed(self, start: int, **fields: Any) -> 'PlanParameters':
+        """The next plan, decided by measurements of the cycle that began at `start`."""
+        numbers = {'version': self.version + 1, 'origin': self.after(start)}
+        return msgspec.structs.replace(self, **numbers, **fields)

@@ -50,9 +50,7 @@ class DenseCycles:
         interval = self._confirmed(present.period)
         if interval == present.period:
             return None
-        return PlanParameters(
-            present.version + 1, present.after(loads[0].start), 1, {}, idle=interval - 1
-        )
+        return present.changed(loads[0].start, idle=interval - 1)
 
     def _confirmed(self, period: int) -> int:
         if len(self._seen) == CONFIRMED and min(self._seen) > period:

@@ -91,13 +91,9 @@ class Moc:
             most = max(load.experts for load in loads)
             chosen = doubled(resumed(present, loads), share, self._limit, most)
         shares = shares_of(loads) if self.counts_tokens else {}
-        follows = moved(present.shares, shares, _CHANGE, _FRACTION)
-        if chosen is present and not follows:
-            return None
-        return PlanParameters(
-            present.version + 1, present.after(loads[0].start), 1,
-            shares if follows else present.shares, present.idle, chosen.experts, chosen.lost,
-        )  # fmt: skip
+        if moved(present.shares, shares, _CHANGE, _FRACTION):
+            chosen = msgspec.structs.replace(chosen, shares=shares)
+        return None if chosen is present else chosen.changed(loads[0].start)
 
     def choose(
         self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]

@@ -112,10 +112,8 @@ class Moetion:
         follows = moved(present.shares, shares, _CHANGE, _FRACTION)
         if experts == present.by_stage and not follows:
             return None
-        return PlanParameters(
-            present.version + 1, present.after(loads[0].start), 1,
-            shares if follows else present.shares, experts=present.experts, by_stage=experts,
-        )  # fmt: skip
+        shares = shares if follows else present.shares
+        return present.changed(loads[0].start, shares=shares, by_stage=experts)
 
     def choose(
         self, layers: Sequence[Sequence[str]], cycle: Cycle, iteration: int, ages: Mapping[str, int]

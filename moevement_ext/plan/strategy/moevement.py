@@ -44,9 +44,5 @@ class MoEvement:
             window = self._auto_window(present, loads)
         if not reorder and window == present.window:
             return None
-        return PlanParameters(
-            version=present.version + 1,
-            origin=present.after(loads[0].start),
-            window=window,
-            shares=shares if reorder else present.shares,
-        )
+        shares = shares if reorder else present.shares
+        return present.changed(loads[0].start, window=window, shares=shares)
