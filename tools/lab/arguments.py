@@ -3,8 +3,8 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from moevement_ext.command import shown
 from moevement_ext.errors import EXIT_USER_ERROR
@@ -59,3 +59,22 @@ def above_0(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f'{text}: give a number above 0')
     return value
+
+
+class Flag(NamedTuple):
+    """Arguments of `add_argument`; None: argparse's default."""
+
+    name: str
+    help: str | None = None
+    type: Callable[[str], object] | None = None
+    default: object = None
+    metavar: str | None = None
+    choices: Iterable[str] | None = None
+
+
+def add_flags(container: Any, *flags: Flag) -> None:
+    """Add flags to a parser, or to a group of one."""
+    for flag in flags:
+        name, *values = flag
+        given = zip(Flag._fields[1:], values, strict=True)
+        container.add_argument(name, **{key: value for key, value in given if value is not None})

@@ -32,7 +32,7 @@ from moevement_ext.plan.byte_planner import (
     bytes_over_budget,
     fewest_slots,
 )
-from tools.lab.arguments import Parser, above_0, at_least, split_at_end
+from tools.lab.arguments import Flag, Parser, above_0, add_flags, at_least, split_at_end
 from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.plan.algorithm1 import plan_as_printed
@@ -64,7 +64,6 @@ from tools.plan.side_by_side import (
     with_layout,
 )
 from tools.simulate.fields import FieldError
-from tools.simulate.terminal import Flag, add_flags
 
 PRINTED = 'paper'
 BY_BYTES = 'bytes'

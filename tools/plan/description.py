@@ -3,7 +3,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -112,13 +112,7 @@ def read_training(path: Path) -> Training:
     Raises:
         DescriptionError: a section or field is missing, unknown or wrong.
     """
-    kinds: dict[str, type] = {
-        'model': ModelShape,
-        'layout': Layout,
-        'batch': Batch,
-        'precision': Precision,
-    }
-    data = read(path)
+    kinds, data = get_type_hints(Training), read(path)
     if not isinstance(data, dict) or not {'model', 'layout'} <= set(data) <= set(kinds):
         raise DescriptionError(
             f'{path}: give an object with the sections model and layout and, if need be, batch '

@@ -138,11 +138,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel groups.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """Sizes of the parallel groups."""
 
     ranks: int
     """Number of GPUs of the job."""

@@ -6,7 +6,6 @@ Sizes come from `memory.sizing`, as in training. This module computes its argume
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,32 +32,22 @@ ANNOUNCEMENT_S = 0.1
 """Time from the last report of a window until all ranks have read that it is persisted."""
 
 
-def window_files(operators: OperatorTable, longest_window: int, always: int = 0) -> list[int]:
+def window_files(operators: OperatorTable, longest_window: int, always: int = 0) -> np.ndarray:
     """Bytes of a window file on each rank of a stage, for any plan up to the longest window.
 
     In addition, `always` bytes are in every slot of each rank.
     """
-    bounds = window_bytes_bound(operators, longest_window).tolist()
     slots = [(always, SLOT_ROOM_BYTES)] * longest_window if always else []
-    return [
+    return np.array([
         window_file_bytes(state, longest_window, window_capacity([(state, 0), *slots]))
-        for state in bounds
-    ]
+        for state in window_bytes_bound(operators, longest_window).tolist()
+    ])  # fmt: skip
 
 
-class Twins(NamedTuple):
-    """Ranks that capture the same, with several instances of the distributed optimizer."""
-
-    families: Sequence[int]
-    """Lowest rank with the same captures, by rank."""
-    stub_files: np.ndarray
-    """Bytes of a twin's stub file for the windows of each rank, int64 (ranks,)."""
-
-
-def stub_files(operators: OperatorTable, longest_window: int) -> list[int]:
-    """Bytes of a stub file for the windows of each rank of a stage."""
+def stub_files(operators: OperatorTable, longest_window: int) -> np.ndarray:
+    """Bytes of a twin's stub file for the windows of each rank of a stage."""
     bounds = window_bytes_bound(operators, longest_window).tolist()
-    return [stub_file_bytes(state, longest_window) for state in bounds]
+    return np.array([stub_file_bytes(state, longest_window) for state in bounds])
 
 
 def logged_per_iteration(
@@ -105,25 +94,26 @@ def log_rings(logged: Sequence[Logged], longest_window: int, lag: float) -> list
 
 def fullest_node(
     window_files: np.ndarray,
+    stub_files: np.ndarray,
     log_rings: np.ndarray,
+    families: Sequence[int],
     ranks_per_node: int,
     replicas: int,
     disk: bool = False,
-    twins: Twins | None = None,
 ) -> HostMemoryPlan:
     """Host memory of the ranks on the node that needs most.
 
     Args:
         window_files: bytes of a window file of each rank, int64 (ranks,).
+        stub_files: bytes of a twin's stub file for the windows of each rank, int64 (ranks,).
         log_rings: bytes of the log of each rank, int64 (ranks,).
+        families: lowest rank with the same captures, by rank.
         ranks_per_node: consecutive ranks share a node, which is a failure domain.
         replicas: number of copies on other nodes.
         disk: windows are also copied to disk.
-        twins: several instances of the distributed optimizer.
     """
     nodes = np.arange(len(window_files)) // ranks_per_node
     kept: list[list[int]] = [[] for _ in nodes]
-    families, stub_files = twins or Twins(range(len(nodes)), np.zeros_like(window_files))
     copies = place_copies([str(node) for node in nodes], replicas, families)
     for owner, (whole, stubs) in enumerate(zip(copies.holders, copies.twins, strict=True)):
         for rank in whole:

@@ -65,11 +65,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer with experts in some or all layers.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """A decoder-only transformer with experts in some or all layers."""
 
     name: str
     """Name in reports."""

@@ -117,11 +117,7 @@ class FailureRate:
 
 @dataclass(frozen=True)
 class Job:
-    """All inputs of a plan.
-
-    Raises:
-        FieldError: a field breaks its rule or fields do not fit together.
-    """
+    """All inputs of a plan."""
 
     model: ModelShape
     layout: Layout
@@ -354,14 +350,16 @@ def plan_job(job: Job) -> JobPlan:
         return [_stage_kind(job, *one) for one in zip(groups, stages, plans, always, strict=True)]
 
     longest = _longest_that_fits(job, kinds_of(1))
-    by_copy = _fewest(planned, carried.copy_bytes)
-    window, fewest = job.protection.window, None
-    if by_copy is not None:
+    window, fewest, by_copy = job.protection.window, None, None
+    try:
+        by_copy = _fewest(planned, groups, carried.copy_bytes)
+    except InfeasiblePlan:
+        if window is None:
+            raise
+    else:
         found = [needs(*stage) for stage in zip(stages, always, strict=True)]
         fewest = shortest(found, carried, max(_LONGEST_SOUGHT, job.protection.longest_window))
     if window is None:
-        if by_copy is None:
-            raise _reason(planned, groups, carried.copy_bytes)
         window = min(fewest or LONGEST_WINDOW, longest)
     kinds = kinds_of(window)
     paper = _paper_plan(planned, carried.bytes)
@@ -382,20 +380,17 @@ def per_rank(
 def _host_memory(
     job: Job, kinds: Sequence[StageKind], longest: int, log_lag: float
 ) -> HostMemoryPlan:
-    files = [np.array(memory.window_files(kind.operators, longest, kind.always)) for kind in kinds]
+    files = [memory.window_files(kind.operators, longest, kind.always) for kind in kinds]
+    stubs = [memory.stub_files(kind.operators, longest) for kind in kinds]
     rings = memory.log_rings([kind.logged for kind in kinds], longest, log_lag)
-    twins = None
-    if job.layout.instances > 1:
-        stubs = [np.array(memory.stub_files(kind.operators, longest)) for kind in kinds]
-        of_ranks = per_rank(job.layout, kinds, stubs).astype(np.int64)
-        twins = memory.Twins(job.layout.families(), of_ranks)
     return memory.fullest_node(
-        per_rank(job.layout, kinds, files).astype(np.int64),
-        per_rank(job.layout, kinds, [np.array(ring) for ring in rings]).astype(np.int64),
+        per_rank(job.layout, kinds, files),
+        per_rank(job.layout, kinds, stubs),
+        per_rank(job.layout, kinds, [np.array(ring) for ring in rings]),
+        job.layout.families(),
         job.ranks_per_node,
         job.protection.replicas,
         job.protection.disk,
-        twins,
     )
 
 
@@ -428,25 +423,16 @@ def _equal_stages(job: Job) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _fewest(stages: Sequence[OperatorTable], budget: int) -> int | None:
-    """The shortest window within budget on all stages; None without one."""
-    try:
-        return max(fewest_slots(operators, budget).window for operators in stages)
-    except InfeasiblePlan:
-        return None
-
-
-def _reason(
-    stages: Sequence[OperatorTable], groups: Sequence[Sequence[int]], budget: int
-) -> InfeasiblePlan:
-    """The error of the first stage without a window within budget."""
+def _fewest(stages: Sequence[OperatorTable], groups: Sequence[Sequence[int]], budget: int) -> int:
+    """The shortest window within budget on all stages; a note of InfeasiblePlan names the stage."""
+    windows = []
     for operators, group in zip(stages, groups, strict=True):
         try:
-            fewest_slots(operators, budget)
+            windows.append(fewest_slots(operators, budget).window)
         except InfeasiblePlan as error:
             error.add_note(f'in pipeline stage {group[0]}')
-            return error
-    raise AssertionError('every stage has a window')
+            raise
+    return max(windows)
 
 
 def _stage_kind(

@@ -19,11 +19,7 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs. Units are bytes and seconds; rates are achieved, not nominal.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """Equal nodes of equal GPUs. Units are bytes and seconds; rates are achieved, not nominal."""
 
     name: str
     gpus_per_node: int

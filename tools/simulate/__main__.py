@@ -52,7 +52,7 @@ def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
     """
     system = scenario.system(name)
     costs = system.costs
-    found, run = scenario.simulate(system)
+    found = scenario.simulate(system)
     period = 'interval' if isinstance(costs, Dense) else 'window'
     return {
         'system': name,
@@ -73,11 +73,11 @@ def answer(scenario: flags.Scenario, name: str) -> dict[str, object]:
         'simulated_lost_s_per_failure': found.lost_s,
         'simulated_struck_again': found.struck_again,
         'simulated_wait_for_spare_s': found.waited_s,
-        **lost_tokens(run),
+        **lost_tokens(found.run),
     }
 
 
-def lost_tokens(run: Run | None) -> dict[str, object]:
+def lost_tokens(run: Run) -> dict[str, object]:
     """PLT, MLT and the final number of saved experts, for systems that lose tokens."""
     if not isinstance(run, PartialRun):
         return {}
@@ -134,7 +134,7 @@ def parse_arguments(
         help='print the best intervals too; --interval may be left out',
     )
     parser.add_argument('--json', action='store_true', help='print JSON')
-    flags.add_flags(parser)
+    flags.add_scenario_flags(parser)
     return parser, parser.parse_args(argv)
 
 

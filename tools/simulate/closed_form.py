@@ -53,11 +53,7 @@ def first_order[Number: (float, np.ndarray)](
 
 @dataclass(frozen=True)
 class Dense:
-    """Checkpoints of the whole state every `interval` iterations; a failure rolls back all stages.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """The whole state is saved every `interval` iterations; a failure rolls back all stages."""
 
     iteration_s: float
     """T, seconds of an iteration without fault tolerance; above 0."""
@@ -111,9 +107,6 @@ class Sparse:
     A failure at position p = 0..W-1 of a window aborts the running iteration. The recovery consists
     of the restart, the W conversion iterations of the last persisted window, p full iterations, and
     then the aborted iteration again.
-
-    Raises:
-        FieldError: a field breaks its rule.
     """
 
     iteration_s: float

@@ -30,14 +30,6 @@ SELECTIONS = ('sequential', 'load-aware')
 _CYCLES = 40
 
 
-def skew(shares: np.ndarray) -> float:
-    """Skew S of shares that sum to 1."""
-    experts = len(shares)
-    if experts == 1:
-        return 1.0
-    return float((np.square(shares).sum() - 1 / experts) / (1 - 1 / experts))
-
-
 def concentration(mean_skew: float, experts: int) -> float:
     """The alpha with mean skew `mean_skew`: (1/S - 1) / E; inf for 0."""
     rule = 'give a number from 0 to below 1'
@@ -77,11 +69,7 @@ def frozen_shares(shares: np.ndarray, window: int, *, by_popularity: bool) -> tu
 
 @dataclass(frozen=True)
 class PartialExperts:
-    """Which experts a checkpoint saves, and the limit of lost tokens.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """Which experts a checkpoint saves, and the limit of lost tokens."""
 
     experts: int
     """E, experts per layer."""

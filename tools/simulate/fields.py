@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a description's fields; errors name the field, the rule and the value."""
+"""Checks of a description's fields; errors name the field, the rule and the value.
+
+Descriptions check themselves: to make one raises FieldError if a field breaks its rule.
+"""
 
 import math
 from collections.abc import Callable

@@ -11,16 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
+from tools.lab.arguments import Flag, add_flags
 from tools.plan import presets
-from tools.simulate import fields, run_profile, terminal
+from tools.simulate import fields, run_profile
 from tools.simulate.experts import SELECTIONS, draw_shares
 from tools.simulate.failures import Correlated, Process, Renewal, Trace, TraceError, read_trace
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Estimate, Spares, simulate
 from tools.simulate.profile import Profile, ProfileError, read_profile
-from tools.simulate.runs import Pipeline, Run
+from tools.simulate.runs import Pipeline
 from tools.simulate.systems import INTERVAL_RULES, PARTIAL_SYSTEMS, Options, System, build
-from tools.simulate.terminal import Flag
 
 GB = 1e9
 
@@ -71,6 +71,17 @@ def errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(f'{flag} {error.problem}')
     except (InfeasiblePlan, ProfileError, TraceError) as error:
         parser.error(str(error))
+
+
+@contextmanager
+def plot_errors(parser: argparse.ArgumentParser, target: Path) -> Iterator[None]:
+    """Exit with a message if the image cannot be written, or its format is unknown."""
+    try:
+        yield
+    except OSError as error:
+        parser.error(f'--plot {target}: {error.strerror}')
+    except ValueError as error:
+        parser.error(f'--plot {target}: {error}')
 
 
 _COSTS = [
@@ -137,9 +148,9 @@ _GROUPS = {
 }  # fmt: skip
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_scenario_flags(parser: argparse.ArgumentParser) -> None:
     for title, group in _GROUPS.items():
-        terminal.add_flags(parser.add_argument_group(title), *group)
+        add_flags(parser.add_argument_group(title), *group)
 
 
 @dataclass(frozen=True)
@@ -160,22 +171,12 @@ class Scenario:
         """Build a system. Raises FieldError, InfeasiblePlan."""
         return build(name, self.options, self.profile)
 
-    def simulate(self, system: System, *, whole_jobs: bool = False) -> tuple[Estimate, Run | None]:
-        """The estimate, and the Run with further counts if the system has its own.
-
-        With `whole_jobs` each history is a job from its start. Raises FieldError.
-        """
-        made: list[Run] = []
-
-        def make(histories: int, rng: np.random.Generator) -> Run:
-            assert system.run is not None
-            made.append(system.run(histories, rng))
-            return made[0]
-
+    def simulate(self, system: System, *, whole_jobs: bool = False) -> Estimate:
+        """With `whole_jobs` each history is a job from its start. Raises FieldError."""
         # The length of a job matters if costs change or failures bunch.
         whole_jobs |= system.name in PARTIAL_SYSTEMS or not isinstance(self.process, Renewal)
-        estimate = simulate(
-            make if system.run else system.costs,
+        return simulate(
+            system.run or system.costs,
             self.process,
             nodes=self.pipeline.nodes,
             spares=self.spares,
@@ -184,7 +185,6 @@ class Scenario:
             histories=self.histories,
             seed=self.seed,
         )
-        return estimate, made[0] if made else None
 
 
 def scenario(args: argparse.Namespace) -> Scenario:

@@ -30,14 +30,13 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-from tools.lab.arguments import Parser
+from tools.lab.arguments import Flag, Parser, add_flags
 from tools.lab.figures import print_json
 from tools.lab.tables import table
 from tools.plan.layout import spread
 from tools.simulate import fields, flags
 from tools.simulate.fields import FieldError
 from tools.simulate.profile import ProfileError
-from tools.simulate.terminal import Flag, add_flags
 
 FORMAT = 'moevement-stages/1'
 _COMPUTE, _SYNC, _UPDATE = ('forward-compute', 'backward-compute'), 'all-grads-sync', 'optimizer'
@@ -78,11 +77,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Measurements of one node.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """Measurements of one node."""
 
     format: str
     """FORMAT."""

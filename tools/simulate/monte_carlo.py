@@ -84,6 +84,8 @@ class Estimate:
     waited_s: float
     """Mean seconds that a failure waited for a spare."""
     timeline: Timeline
+    run: Run
+    """Has further counts for some systems."""
 
 
 def simulate(
@@ -216,6 +218,7 @@ class _Histories:
             struck_again=self.struck_again / max(1, self.failures),
             waited_s=self.waited_s / max(1, self.failures),
             timeline=Timeline(seconds, useful_s, times[times < math.inf]),
+            run=self.run,
         )
 
     def _fail(self, column: int) -> None:

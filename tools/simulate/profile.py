@@ -44,11 +44,7 @@ class OperatorProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """A workload on a machine.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """A workload on a machine."""
 
     format: str
     """FORMAT."""

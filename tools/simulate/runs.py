@@ -21,11 +21,7 @@ from tools.simulate.closed_form import Dense, Sparse
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Nodes of a job.
-
-    Raises:
-        FieldError: a field breaks its rule.
-    """
+    """Nodes of a job."""
 
     nodes: int = 1
     stages: int = 1

@@ -26,7 +26,7 @@ from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
 from tools.lab.figures import print_json
 from tools.lab.tables import table
-from tools.simulate import flags, terminal
+from tools.simulate import flags
 from tools.simulate.closed_form import Dense
 from tools.simulate.experts import PartialRun
 from tools.simulate.fields import FieldError
@@ -93,7 +93,8 @@ def sweep(
 def _point(scenario: flags.Scenario, name: str, value: float) -> Point:
     system = scenario.system(name)
     costs = system.costs
-    estimate, run = scenario.simulate(system)
+    estimate = scenario.simulate(system)
+    run = estimate.run
     stall_s = costs.stall_s / costs.interval if isinstance(costs, Dense) else 0.0
     return Point(
         system=name,
@@ -178,7 +179,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the output flags of sweeps and timelines, and all flags of a scenario."""
     parser.add_argument('--plot', type=Path, metavar='FILE', help='image to write')
     parser.add_argument('--json', action='store_true', help='print JSON instead of a table')
-    flags.add_flags(parser)
+    flags.add_scenario_flags(parser)
 
 
 def parse_arguments(
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print_table(points, args.over, args.show, console)
     if args.plot:
-        with terminal.plot_errors(parser, args.plot):
+        with flags.plot_errors(parser, args.plot):
             plot(points, args.over, args.show, args.plot)
     return 0
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from tools.lab.arguments import Parser
 from tools.lab.figures import print_json
 from tools.lab.tables import table
-from tools.simulate import flags, terminal
+from tools.simulate import flags
 from tools.simulate.failures import Renewal
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Timeline
@@ -33,11 +33,9 @@ def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Tim
     scenario = flags.scenario(args)
     if isinstance(scenario.process, Renewal) and args.job_hours is None:
         raise FieldError('job_hours', 'is missing; give it, or a trace')
-    found = {}
-    for name in systems:
-        estimate, _ = scenario.simulate(scenario.system(name), whole_jobs=True)
-        found[name] = estimate.timeline
-    return found
+    return {
+        name: scenario.simulate(scenario.system(name), whole_jobs=True).timeline for name in systems
+    }
 
 
 def parse_arguments(
@@ -63,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         _print_table(found)
     if args.plot:
-        with terminal.plot_errors(parser, args.plot):
+        with flags.plot_errors(parser, args.plot):
             draw_timeline(found, args.bins, args.plot)
     return 0
 

@@ -75,7 +75,7 @@ def test_one_stage_logs_nothing():
 
 def test_window_file_holds_any_plan():
     operators = table(('a', (1280, 0), (128, 0)), ('b', (640, 640), (64, 64)))
-    files = memory.window_files(operators, 3)
+    files = memory.window_files(operators, 3).tolist()
     room = PREAMBLE_BYTES + 3 * SLOT_ROOM_BYTES
     assert files == [room + 1920 + 2 * 192 + 64, room + 640 + 2 * 64]
 
@@ -103,36 +103,37 @@ def test_lag_is_the_part_of_the_log_that_is_written_by_then(pipeline, chunks, se
     assert memory.log_lag(layout, batch, seconds, iteration_s=10.0) == pytest.approx(lag)
 
 
-def test_equal_ranks_hold_as_much_for_others_as_others_for_them():
-    files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
-    plan = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2)
-    kinds = plan.by_kind()
-    assert (kinds['own_windows'], kinds['replicas']) == (2 * 2 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
+def fullest_node(files, logs=None, replicas=2, families=None, disk=False, ranks_per_node=2):
+    """With stubs of a page each."""
+    families = range(len(files)) if families is None else families
+    logs = np.zeros_like(files) if logs is None else logs
+    shared = families, ranks_per_node, replicas, disk
+    return memory.fullest_node(files, np.full_like(files, PAGE), logs, *shared)
+
+
+@pytest.mark.parametrize('disk', [False, True])
+def test_equal_ranks_hold_as_much_for_others_as_others_for_them(disk):
+    """A disk takes one more window file of each rank."""
+    kinds = fullest_node(np.full(8, 2 * PAGE), np.full(8, PAGE), disk=disk).by_kind()
+    own = 2 * (3 if disk else 2) * 2 * PAGE
+    assert (kinds['own_windows'], kinds['replicas']) == (own, 2 * 2 * 2 * 2 * PAGE)
     assert kinds['log_ring'] == 2 * PAGE
 
 
-def test_a_disk_takes_one_more_window_file_of_each_rank():
-    files, logs = np.full(8, 2 * PAGE), np.full(8, PAGE)
-    kinds = memory.fullest_node(files, logs, ranks_per_node=2, replicas=2, disk=True).by_kind()
-    assert (kinds['own_windows'], kinds['replicas']) == (2 * 3 * 2 * PAGE, 2 * 2 * 2 * 2 * PAGE)
-
-
 def test_the_node_with_the_highest_need_is_found():
-    files = PAGE * np.array([1, 1, 1, 1, 5, 1])
-    plan = memory.fullest_node(files, np.zeros(6, dtype=np.int64), ranks_per_node=2, replicas=0)
+    plan = fullest_node(PAGE * np.array([1, 1, 1, 1, 5, 1]), replicas=0)
     assert sorted(plan.ranks) == [4, 5]
     assert plan.by_kind()['replicas'] == 0
 
 
-def test_ranks_of_other_instances_hold_stubs_instead_of_windows():
+@pytest.mark.parametrize('replicas', [1, 2])
+def test_ranks_of_other_instances_hold_stubs_instead_of_windows(replicas):
     """As in training: a peer captures the same, so that only what differs is sent."""
-    files, logs = np.full(6, 8 * PAGE), np.zeros(6, dtype=np.int64)
-    twins = memory.Twins([0, 1, 0, 1, 0, 1], np.full(6, PAGE))
-    for replicas in (1, 2):
-        alone = memory.fullest_node(files, logs, ranks_per_node=2, replicas=replicas)
-        plan = memory.fullest_node(files, logs, ranks_per_node=2, replicas=replicas, twins=twins)
-        assert alone.by_kind()['replicas'] == replicas * 2 * 2 * 8 * PAGE
-        assert plan.by_kind()['replicas'] == replicas * 2 * 2 * PAGE
+    files = np.full(6, 8 * PAGE)
+    alone = fullest_node(files, replicas=replicas)
+    plan = fullest_node(files, replicas=replicas, families=[0, 1, 0, 1, 0, 1])
+    assert alone.by_kind()['replicas'] == replicas * 2 * 2 * 8 * PAGE
+    assert plan.by_kind()['replicas'] == replicas * 2 * 2 * PAGE
 
 
 def test_instances_of_the_optimizer_share_nothing_but_have_equal_shards():
@@ -146,5 +147,5 @@ def test_instances_of_the_optimizer_share_nothing_but_have_equal_shards():
 
 
 def test_one_node_holds_no_replicas():
-    plan = memory.fullest_node(np.full(4, 1), np.full(4, 0), ranks_per_node=4, replicas=2)
+    plan = fullest_node(np.full(4, 1), ranks_per_node=4)
     assert plan.by_kind()['replicas'] == 0

@@ -14,7 +14,6 @@ from tools.simulate.experts import (
     draw_shares,
     frozen_shares,
     lost_by_checkpoint,
-    skew,
     stale_checkpoints,
     with_experts,
 )
@@ -23,6 +22,12 @@ from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Estimate, simulate
 
 EVEN = np.full(64, 1 / 64)
+
+
+def skew(shares: np.ndarray) -> float:
+    """S by its definition."""
+    experts = len(shares)
+    return float((np.square(shares).sum() - 1 / experts) / (1 - 1 / experts))
 
 
 @pytest.mark.parametrize('mean_skew', [0.005, 0.05, 0.2])
@@ -81,19 +86,17 @@ def test_run_counts_the_loss_of_each_failure(
 
     A failure right after another, and one before the first checkpoint, lose no tokens for good.
     """
-    made: list[PartialRun] = []
+    shares = np.array([0.1, 0.2, 0.7])
 
     def make(histories: int, rng: np.random.Generator) -> PartialRun:
-        full = Dense(1.0, 2)
-        shares = np.array([0.1, 0.2, 0.7])
-        made.append(PartialRun(full, PartialExperts(3, 1), shares, histories, 100.0))
-        return made[0]
+        return PartialRun(Dense(1.0, 2), PartialExperts(3, 1), shares, histories, 100.0)
 
     count = len(moments)
     failures = Trace(np.array(moments), np.zeros(count, dtype=int), np.full(count, math.inf), 100.0)
-    simulate(make, failures, histories=2)
-    assert made[0].lost[0] == pytest.approx(2 * sum(losses))
-    assert (made[0].checkpoints[0], made[0].rollbacks) == (checkpoints, 2 * count)
+    run = simulate(make, failures, histories=2).run
+    assert isinstance(run, PartialRun)
+    assert run.lost[0] == pytest.approx(2 * sum(losses))
+    assert (run.checkpoints[0], run.rollbacks) == (checkpoints, 2 * count)
 
 
 def test_skew_drives_losses_apart_and_leaves_their_mean() -> None:
@@ -122,16 +125,15 @@ def run_of(
     shares: np.ndarray = EVEN,
     jobs: int = 100,
 ) -> tuple[PartialRun, Estimate]:
-    made: list[PartialRun] = []
+    full = Dense(3.0, interval, 1.0, 0.0, 10.0, mtbf_s)
+    partial = PartialExperts(64, 8, lost_budget=budget)
 
     def make(histories: int, rng: np.random.Generator) -> PartialRun:
-        full = Dense(3.0, interval, 1.0, 0.0, 10.0, mtbf_s)
-        partial = PartialExperts(64, 8, lost_budget=budget)
-        made.append(PartialRun(full, partial, shares, histories, 12 * 3600))
-        return made[0]
+        return PartialRun(full, partial, shares, histories, 12 * 3600)
 
     found = simulate(make, job_hours=12, histories=jobs)
-    return made[0], found
+    assert isinstance(found.run, PartialRun)
+    return found.run, found
 
 
 def test_k_never_doubles_in_12_hours_under_the_published_rule() -> None:

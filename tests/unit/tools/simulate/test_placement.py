@@ -149,20 +149,9 @@ def test_allocation_meets_a_case_done_by_hand() -> None:
     assert allocate_replicas([300, 100, 400, 200], 7, 2, 2) == [4, 2, 6, 2]
 
 
-@pytest.mark.parametrize(
-    ('call', 'problem'),
-    [
-        (lambda: allocate_replicas([1] * 5, 2, 2), 'lower least, or add nodes or slots'),
-        (lambda: allocate_replicas([1], 2, 2, 0), 'least is 0'),
-        (lambda: allocate_replicas([-1], 2, 2), 'tokens has -1'),
-        (lambda: maximum_rank_overlap([3, 2], 2, 2), '5 replicas do not fit into the 4 slots'),
-        (lambda: spread([0, 2], 2, 2), '1 or more for each expert'),
-        (lambda: maximum_rank_overlap([1], 0, 2), '0 nodes of 2 slots'),
-    ],
-)
-def test_bad_input_is_refused(call: object, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        call()  # type: ignore[operator]
+def test_experts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match='lower least, or add nodes or slots'):
+        allocate_replicas([1] * 5, 2, 2)
 
 
 # ---- copies of states
