@@ -53,7 +53,7 @@ def as_json(plan: JobPlan, unused_flags: list[str]) -> dict[str, Any]:
         'mtbf_s': effect.mtbf_s,
         'restart_s': effect.restart_s,
         'expected_recovery_s': effect.expected_recovery_s(),
-        'worst_recovery_s': effect.recovery_range_s()[1],
+        'worst_recovery_s': effect.worst_recovery_s(),
         'ettr_first_order': effect.ettr_first_order(),
         'ettr_exact': effect.ettr_exact(),
         'algorithm_1': vars(plan.paper),
@@ -143,7 +143,7 @@ def _recovery_rows(plan: JobPlan) -> list[tuple[str, str]]:
     effect = plan.effectiveness()
     return [
         ('recovery', f'{effect.expected_recovery_s():.1f} s on average, at most '
-         f'{effect.recovery_range_s()[1]:.1f} s, {effect.restart_s:g} s of them restart'),
+         f'{effect.worst_recovery_s():.1f} s, {effect.restart_s:g} s of them restart'),
         ('time between failures', f'{effect.mtbf_s:.0f} s ({effect.mtbf_s / 3600:.2f} h)'),
         ('expected ETTR', f'{effect.ettr_exact():.4f} (first order: '
                           f'{effect.ettr_first_order():.4f})'),
@@ -264,7 +264,7 @@ def _domains(plan: JobPlan) -> Iterator[str]:
 
 
 def _recovery(plan: JobPlan) -> Iterator[str]:
-    mtbf, worst = plan.job.failures.mtbf_s, plan.effectiveness().recovery_range_s()[1]
+    mtbf, worst = plan.job.failures.mtbf_s, plan.effectiveness().worst_recovery_s()
     if worst > mtbf / 10:
         yield (
             f'the worst recovery takes {worst:.0f} s at {mtbf:.0f} s between failures: many will '

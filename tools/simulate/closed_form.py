@@ -191,13 +191,11 @@ class Sparse:
         """
         return float(self.recovery_s().mean()) + self.iteration_s / 2
 
-    def recovery_range_s(self) -> tuple[float, float]:
-        """Minimum and (unattained) supremum of the seconds of restart and repeated work.
+    def worst_recovery_s(self) -> float:
+        """Unattained supremum of the seconds of restart and repeated work.
 
-        [W T, 2 W T) without restart and savings.
-        """
-        recovery_s = self.recovery_s()
-        return float(recovery_s[0]), float(recovery_s[-1]) + self.iteration_s
+        2 W T without restart and savings."""
+        return float(self.recovery_s()[-1]) + self.iteration_s
 
 
 # ---- intervals

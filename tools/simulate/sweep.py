@@ -14,23 +14,27 @@ system that is infeasible at some value is left out there, and the reason is pri
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.lab.arguments import Parser
+from tools.lab.drawing import OWN, PALETTE, picture, subtitle
 from tools.lab.figures import print_json
 from tools.lab.tables import table
+from tools.lab.text import tick
 from tools.simulate import flags
 from tools.simulate.closed_form import Dense
 from tools.simulate.experts import PartialRun
 from tools.simulate.fields import FieldError
-from tools.simulate.pictures import Axis, Series, draw_sweep
 from tools.simulate.systems import PARTIAL_SYSTEMS, SPARSE_SYSTEMS, SYSTEMS
 
 WHOLE = ('gpus', 'window', 'interval')
@@ -52,6 +56,20 @@ AXIS = {
     'skew': 'skew of expert popularity',
 }
 """Flags that can be varied."""
+NAMES = {
+    'none': 'no checkpoints',
+    'dense': 'dense checkpoints',
+    'checkfreq': 'CheckFreq',
+    'gemini': 'Gemini',
+    'moc': 'MoC-System',
+    'moetion': 'MoEtion',
+    'moevement': 'MoEvement, as printed',
+    'ours': 'this implementation',
+    'copy': 'this implementation, with data-parallel copies',
+}
+"""Names of the systems in pictures."""
+# Share of an axis that a label takes.
+_CROWDED = 0.06
 
 
 @dataclass(frozen=True)
@@ -128,18 +146,54 @@ def print_table(points: Sequence[Point], over: str, what: str, console: Console)
     console.print(table(columns, rows, title=SHOWN[what]))
 
 
-def plot(points: Sequence[Point], over: str, what: str, target: Path) -> None:
-    series = {}
-    for name in dict.fromkeys(point.system for point in points):
-        own = [point for point in points if point.system == name]
-        simulated = [(point.ettr_simulated, *point.ettr_simulated_ci95) for point in own]
-        series[name] = Series(
-            [point.value for point in own],
-            [shown(point, what) for point in own],
-            simulated if what == 'ettr' else (),
-        )
-    logarithmic = over != 'skew' and min(point.value for point in points) > 0
-    draw_sweep(series, Axis(AXIS[over], logarithmic, over == 'mtbf'), SHOWN[what], target)
+def draw(points: Sequence[Point], over: str, what: str, target: Path) -> None:
+    """Draw a line per system into an image file."""
+    names = list(dict.fromkeys(point.system for point in points))
+    values = sorted({point.value for point in points})
+    seconds = over == 'mtbf'
+    varied = AXIS[over].removesuffix(' (s)') if seconds else AXIS[over]
+    with picture(target, figsize=(8, 4.5)) as axes:
+        axes.set_title(f'{SHOWN[what]} by {varied}', loc='left')
+        for name, style in zip(names, styles(names), strict=True):
+            own = [point for point in points if point.system == name]
+            places = [point.value for point in own]
+            axes.plot(places, [shown(point, what) for point in own], label=NAMES[name], **style)
+            if what == 'ettr':
+                middle = np.array([point.ettr_simulated for point in own])
+                low, high = np.array([point.ettr_simulated_ci95 for point in own]).T
+                ends, color = [middle - low, high - middle], style['color']
+                axes.errorbar(places, middle, ends, fmt='o', markersize=4, color=color)
+        if what == 'ettr':
+            subtitle(axes, 'lines: closed form; points: simulated, with 95 % confidence')
+        _ticks(axes, values, logarithmic=over != 'skew' and values[0] > 0, seconds=seconds)
+        axes.set_xlabel(varied)
+        axes.set_ylabel(SHOWN[what])
+        axes.legend(loc='best')
+
+
+def _ticks(axes: Any, values: Sequence[float], *, logarithmic: bool, seconds: bool) -> None:
+    """Label the values themselves, as far as space allows."""
+    place = math.log if logarithmic else float
+    if logarithmic:
+        axes.set_xscale('log')
+    length = place(values[-1]) - place(values[0])
+    labelled: list[float] = []
+    for value in values:
+        if not labelled or place(value) - place(labelled[-1]) > _CROWDED * length:
+            labelled.append(value)
+    words = [tick(value) if seconds else f'{value:,g}' for value in labelled]
+    axes.set_xticks(labelled, words)
+    axes.set_xticks([], minor=True)
+
+
+def styles(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Style of each system's line; the line of this project stands out."""
+    others = iter(PALETTE * math.ceil(len(names) / len(PALETTE)))
+    own: dict[str, dict[str, Any]] = {
+        'ours': {'color': OWN, 'linewidth': 2.6, 'zorder': 3},
+        'copy': {'color': OWN, 'linewidth': 1.6, 'linestyle': '--'},
+    }
+    return [own.get(name) or {'color': next(others), 'linewidth': 1.6} for name in names]
 
 
 def check_it_matters(args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -220,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_table(points, args.over, args.show, console)
     if args.plot:
         with flags.plot_errors(parser, args.plot):
-            plot(points, args.over, args.show, args.plot)
+            draw(points, args.over, args.show, args.plot)
     return 0
 
 

@@ -12,18 +12,21 @@ failures.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 
 from tools.lab.arguments import Parser
+from tools.lab.drawing import FAILURE, picture, subtitle
 from tools.lab.figures import print_json
 from tools.lab.tables import table
+from tools.lab.text import tick
 from tools.simulate import flags
 from tools.simulate.failures import Renewal
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import Timeline
-from tools.simulate.pictures import draw_timeline
-from tools.simulate.sweep import add_output_flags, names_of
+from tools.simulate.sweep import NAMES, add_output_flags, names_of, styles
 
 _HISTORIES = 2  # only the first one is drawn
 
@@ -62,8 +65,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_table(found)
     if args.plot:
         with flags.plot_errors(parser, args.plot):
-            draw_timeline(found, args.bins, args.plot)
+            draw(found, args.bins, args.plot)
     return 0
+
+
+def draw(timelines: dict[str, Timeline], bins: int, target: Path) -> None:
+    """Draw the goodput of each system, and a mark per failure, into an image file."""
+    with picture(target, figsize=(9, 4)) as axes:
+        axes.set_title('Goodput over the time of the job', loc='left')
+        first = next(iter(timelines.values()))
+        span = tick(float(first.seconds[-1]) / bins)
+        subtitle(axes, f'share of each {span} that went into iterations which were kept')
+        least = 1.0
+        for (name, one), style in zip(timelines.items(), styles(list(timelines)), strict=True):
+            middles, goodput = one.goodput(bins)
+            axes.step(middles, goodput, where='mid', label=NAMES[name], **style)
+            least = min(least, float(np.min(goodput)))
+        axes.plot(
+            first.failures, np.full(len(first.failures), 0.97), '|', color=FAILURE, markersize=9,
+            label='failure', transform=axes.get_xaxis_transform(), clip_on=False,
+        )  # fmt: skip
+        length = max(float(one.seconds[-1]) for one in timelines.values())
+        axes.set_xlim(0, length)
+        times = _round_times(length)
+        axes.set_xticks(times, [tick(time) for time in times])
+        axes.set_ylim(max(least - (1 - least) / 10, 0), 1 + (1 - least) / 12)
+        axes.set_xlabel('since the job began')
+        axes.set_ylabel('goodput')
+        axes.legend(loc='upper left', bbox_to_anchor=(0, -0.16), ncols=4)
+
+
+def _round_times(length: float) -> list[float]:
+    """About six times from 0 to `length`, at full minutes, hours or days if it is long."""
+    steps = [unit * many for unit in (1, 60, 3600, 86400) for many in (1, 2, 5, 10, 20, 30)]
+    step = next((step for step in steps if length / step <= 8), length / 6)
+    return [step * number for number in range(int(length / step) + 1)]
 
 
 def _plain(timeline: Timeline, bins: int) -> dict[str, list[float]]:

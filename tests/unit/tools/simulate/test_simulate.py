@@ -14,7 +14,7 @@ import pytest
 from matplotlib import pyplot
 
 from tools.simulate import __main__ as simulate
-from tools.simulate import pictures
+from tools.simulate import sweep, timeline
 
 ROOT = Path(__file__).resolve().parents[4]
 PROFILE = str(ROOT / 'docs' / 'assets' / 'simulate-profile.json')
@@ -301,7 +301,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         found.append(pyplot.subplots(**subplots)[1])
         yield found[-1]
 
-    monkeypatch.setattr(pictures, 'picture', keep)
+    for drawing in (sweep, timeline):
+        monkeypatch.setattr(drawing, 'picture', keep)
     yield found
     pyplot.close('all')
 
