@@ -100,18 +100,16 @@ class WindowPlan(msgspec.Struct, frozen=True):
         """W: iterations in a window."""
         return len(self.slots)
 
-    def slot_of(self) -> dict[str, int]:
-        return {name: index for index, slot in enumerate(self.slots) for name in slot}
-
     def slot_bytes(self, operators: OperatorTable) -> np.ndarray:
         """Bytes captured in each slot on each rank, int64 (window, ranks).
 
         Raises `ValueError` if `operators` are not the operators of this plan.
         """
         places = {name: place for place, name in enumerate(operators.names)}
-        if places.keys() != self.slot_of().keys():
+        names = [name for slot in self.slots for name in slot]
+        if places.keys() != set(names):
             raise ValueError('slot_bytes needs exactly the operators the plan was made for')
-        order = [places[name] for slot in self.slots for name in slot]
+        order = [places[name] for name in names]
         totals = _Totals(operators.full[order], operators.weights[order])
         ends = np.cumsum([0, *map(len, self.slots)])
         return np.stack([totals.slot(start, end) for start, end in pairwise(ends)])

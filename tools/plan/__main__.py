@@ -78,17 +78,6 @@ _FLAG_OF_FIELD = {
 _IN_GIGA = 'copy_bytes_per_s network_bytes_per_s host_memory_bytes gpu_memory_bytes'.split()
 
 
-def plan_operators(operators: OperatorTable, budget: int, algorithm: str) -> WindowPlan:
-    """Divide a list of operators into slots.
-
-    Raises InfeasiblePlan (algorithm `bytes`) if one operator alone exceeds the budget; ValueError
-    for a budget below 1 or names that occur twice.
-    """
-    if algorithm == PRINTED:
-        return plan_as_printed(operators, budget)
-    return fewest_slots(operators, budget)
-
-
 def job_from(args: argparse.Namespace, megatron: MegatronFlags) -> Job:
     """The job to plan.
 
@@ -280,7 +269,8 @@ def _gpu_hours(text: str) -> float:
 
 def _run_operators(args: argparse.Namespace, console: Console, problems: Console) -> int:
     operators = read_operators(args.operators)
-    plan = plan_operators(operators, args.budget_bytes, args.algorithm)
+    planner = plan_as_printed if args.algorithm == PRINTED else fewest_slots
+    plan = planner(operators, args.budget_bytes)
     over = bytes_over_budget(plan, operators, args.budget_bytes)
     if over:
         text = f'plan: the largest slot exceeds the budget by {over} bytes'

@@ -194,7 +194,8 @@ class Sparse:
     def worst_recovery_s(self) -> float:
         """Unattained supremum of the seconds of restart and repeated work.
 
-        2 W T without restart and savings."""
+        2 W T without restart and savings.
+        """
         return float(self.recovery_s()[-1]) + self.iteration_s
 
 

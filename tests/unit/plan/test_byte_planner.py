@@ -81,7 +81,6 @@ def test_every_operator_is_full_exactly_once_and_in_order(operators, window):
     plan = balanced(operators, window)
     assert plan.window == window == len(plan.slots)
     assert [name for slot in plan.slots for name in slot] == operators.names
-    assert plan.slot_of() == {name: i for i, slot in enumerate(plan.slots) for name in slot}
 
 
 @given(operators_lists(), st.integers(1, 5), st.randoms(use_true_random=False))

@@ -61,10 +61,6 @@ def test_micro_batches_divide_evenly():
 def test_formats_have_these_bytes():
     precision = Precision()
     assert (precision.full_bytes, precision.weight_bytes, precision.boundary_bytes) == (12, 2, 2)
-    with pytest.raises(FieldError, match='^second_moment: .*int8'):
-        Precision(second_moment='int8')
-    with pytest.raises(FieldError, match='^compute: .*master'):
-        Precision(compute='fp32', master='fp16')
 
 
 @pytest.mark.parametrize(
@@ -104,5 +100,3 @@ def test_scales_have_these_bytes(name, of_weights, of_state, always):
 
 def test_a_history_is_a_number_of_passes():
     assert Precision(amax_history=1024).scaling_bytes == 4 * 5 * 1025
-    with pytest.raises(FieldError, match='^amax_history: '):
-        Precision(amax_history=-1)

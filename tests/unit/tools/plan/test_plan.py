@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.unit.plan.test_byte_planner import table
 from tools.plan import __main__ as plan
 from tools.plan.description import DescriptionError
 from tools.plan.flags import layers_with_experts, parse_megatron_flags
@@ -116,34 +113,6 @@ def test_slots_are_balanced(capsys, operators):
     path = operators((12, 1), (12, 1), (12, 1), (12, 1), (12, 1))
     found = as_json(capsys, '--operators', path, '--budget-bytes', 51)
     assert (found['window'], found['slot_bytes']) == (2, [27, 36])
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8),
-    st.integers(1, 120),
-)
-def test_list_stays_within_budget_with_the_shortest_window(sizes, budget):
-    listed = table(*((str(index), (max(pair),), (min(pair),)) for index, pair in enumerate(sizes)))
-    if any(listed.full[index] + listed.weights[index + 1 :].sum() > budget
-           for index in range(len(listed))):  # fmt: skip
-        with pytest.raises(plan.InfeasiblePlan):
-            plan.plan_operators(listed, budget, plan.BY_BYTES)
-        return
-    found = plan.plan_operators(listed, budget, plan.BY_BYTES)
-    assert max(plan._sizes(found, listed)) <= budget
-    assert found.window == _fewest_by_search(listed, budget)
-
-
-def _fewest_by_search(listed, budget):
-    """Over all ways to cut the list."""
-    count = len(listed)
-    best = [0] + [count + 1] * count
-    for end in range(1, count + 1):
-        tail = listed.weights[end:].sum()
-        for start in range(end):
-            if listed.full[start:end].sum() + tail <= budget:
-                best[end] = min(best[end], best[start] + 1)
-    return best[count]
 
 
 def test_infeasible_list_names_the_operator(capsys, operators):
