@@ -312,7 +312,7 @@ def iteration_seconds(
     model: ModelShape, layout: Layout, batch: Batch, cluster: Cluster, mfu: float
 ) -> float:
     """Seconds of an iteration, given the model FLOPs utilization in (0, 1]."""
-    fields.part('mfu', mfu)
+    fields.number('mfu', mfu, 'part')
     flops = model.flops_per_token(batch.sequence_length) * batch.tokens
     return flops / (layout.ranks * cluster.peak_flops * mfu)
 

@@ -123,21 +123,6 @@ def _text(value: object) -> str:
     return f'{value:.1f}' if abs(value) >= 10 else f'{value:.4f}'
 
 
-def parse_arguments(
-    argv: Sequence[str] | None,
-) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = Parser(prog='python -m tools.simulate', description=__doc__)
-    parser.add_argument('--system', choices=SYSTEMS, required=True)
-    parser.add_argument(
-        '--optimal-interval',
-        action='store_true',
-        help='print the best intervals too; --interval may be left out',
-    )
-    parser.add_argument('--json', action='store_true', help='print JSON')
-    flags.add_scenario_flags(parser)
-    return parser, parser.parse_args(argv)
-
-
 def compute(args: argparse.Namespace) -> dict[str, object]:
     """Compute what the flags ask for. Raises the errors that `flags.errors` handles."""
     scenario = flags.scenario(args)
@@ -159,7 +144,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in SUBCOMMANDS:
         module = import_module(f'tools.simulate.{SUBCOMMANDS[arguments[0]]}')
         return int(module.main(arguments[1:]))
-    parser, args = parse_arguments(arguments)
+    parser = Parser(prog='python -m tools.simulate', description=__doc__)
+    parser.add_argument('--system', choices=SYSTEMS, required=True)
+    parser.add_argument(
+        '--optimal-interval',
+        action='store_true',
+        help='print the best intervals too; --interval may be left out',
+    )
+    parser.add_argument('--json', action='store_true', help='print JSON')
+    flags.add_scenario_flags(parser)
+    args = parser.parse_args(arguments)
     with flags.errors(parser):
         found = compute(args)
     if args.json:

@@ -138,7 +138,7 @@ class Sparse:
             rule = f'give one share for each of the {self.window} slots'
             fields.require(good, 'frozen_shares', self.frozen_shares, rule)
             for value in self.frozen_shares:
-                fields.share('frozen_shares', value)
+                fields.number('frozen_shares', value, 'share')
 
     @property
     def step_s(self) -> float:

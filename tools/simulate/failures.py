@@ -206,7 +206,7 @@ class Trace:
     """Names of the nodes."""
 
     def __post_init__(self) -> None:
-        fields.positive('length_s', self.length_s)
+        fields.number('length_s', self.length_s, 'positive')
         inside = len(self.times) == 0 or float(self.times[-1]) < self.length_s
         fields.require(inside, 'length_s', self.length_s, 'must lie after the last failure')
 

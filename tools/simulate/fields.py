@@ -28,20 +28,22 @@ def require(holds: bool, field: str, value: object, rule: str) -> None:
         raise FieldError(field, f'is {value!r}; {rule}')
 
 
-def positive(field: str, value: float) -> None:
-    """Require that `value` is finite and above 0."""
-    require(math.isfinite(value) and value > 0, field, value, 'give a number above 0')
+_RULES: dict[str, tuple[Callable[[float], bool], str]] = {
+    'positive': (lambda value: 0 < value < math.inf, 'give a number above 0'),
+    'positive_or_infinite': (lambda value: value > 0, 'give a number above 0 (inf: never)'),
+    'not_negative': (lambda value: 0 <= value < math.inf, 'give a finite number, 0 or more'),
+    'share': (lambda value: 0 <= value <= 1, 'a share; give a number from 0 to 1'),
+    'part': (lambda value: 0 < value <= 1, 'give a share above 0, up to 1'),
+}
 
 
-def not_negative(field: str, value: float) -> None:
-    """Require that `value` is finite and 0 or more."""
-    good = math.isfinite(value) and value >= 0
-    require(good, field, value, 'give a finite number, 0 or more')
-
-
-def positive_or_infinite(field: str, value: float) -> None:
-    """Require that `value` is above 0; infinity is allowed."""
-    require(value > 0, field, value, 'give a number above 0 (inf: never)')
+def number(field: str, value: Any, kind: str) -> None:
+    """Check a number by the rule of its kind: one of `_RULES`, `whole` (1 or more) or `count`."""
+    if kind in ('whole', 'count'):
+        whole(field, value, least=int(kind == 'whole'))
+    else:
+        holds, rule = _RULES[kind]
+        require(holds(value), field, value, rule)
 
 
 def whole(field: str, value: int, least: int = 1, most: int | None = None) -> None:
@@ -51,35 +53,15 @@ def whole(field: str, value: int, least: int = 1, most: int | None = None) -> No
     require(most is None or value <= most, field, value, f'give a whole number up to {most}')
 
 
-def share(field: str, value: float) -> None:
-    """Require that `value` is in [0, 1]."""
-    require(0 <= value <= 1, field, value, 'a share; give a number from 0 to 1')
-
-
-def part(field: str, value: float) -> None:
-    """Require that `value` is in (0, 1]."""
-    require(0 < value <= 1, field, value, 'give a share above 0, up to 1')
-
-
 def check(one: object, **kinds: str) -> None:
     """Check fields of `one` by the rules of their kinds; None is unknown, and always allowed.
 
     Args:
         one: object with the fields.
-        kinds: names of fields, separated by spaces, by name of a rule.
+        kinds: names of fields, separated by spaces, by kind as for `number`.
     """
     for kind, names in kinds.items():
         for name in names.split():
             value = getattr(one, name)
             if value is not None:
-                _RULES[kind](name, value)
-
-
-def _count(field: str, value: int) -> None:
-    whole(field, value, least=0)
-
-
-_RULES: dict[str, Callable[[str, Any], None]] = {
-    'positive': positive, 'not_negative': not_negative, 'share': share, 'whole': whole,
-    'positive_or_infinite': positive_or_infinite, 'count': _count, 'part': part,
-}  # fmt: skip
+                number(name, value, kind)

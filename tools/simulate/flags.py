@@ -195,7 +195,7 @@ def scenario(args: argparse.Namespace) -> Scenario:
     if isinstance(process, Trace):
         pipeline = replace(pipeline, nodes=args.nodes or max(pipeline.nodes, len(process.names)))
     spares = None
-    fields.not_negative('repair_s', args.repair_time)
+    fields.number('repair_s', args.repair_time, 'not_negative')
     if args.spares is not None:
         spares = Spares(args.spares, args.repair_time)
     given = {name: getattr(args, _dest(name)) for name in _GIVEN}

@@ -116,7 +116,7 @@ def simulate(
         FieldError: an argument breaks its rule.
     """
     for name, value in (('hours', hours), ('job_hours', job_hours)):
-        fields.positive(name, 1.0 if value is None else value)
+        fields.number(name, 1.0 if value is None else value, 'positive')
     if job_hours is None and isinstance(process, Trace):
         job_hours = process.length_s / 3600
     if histories is None:

@@ -129,14 +129,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='python -m tools.simulate profile', description=__doc__)
     parser.add_argument('events', type=Path, help='folder of --sparse-ckpt-events')
     parser.add_argument('-o', '--output', type=Path, required=True, help='JSON file to write')
-    for name, field in (('network', 'network_bytes_per_s'), ('disk', 'disk_bytes_per_s')):
+    for name in ('network', 'disk'):
         parser.add_argument(
-            f'--{name}-bandwidth', type=float, dest=field, metavar='GB/s',
+            f'--{name}-bandwidth', type=float, dest=name, metavar='GB/s',
             help='per rank; for events without it',
         )  # fmt: skip
     args = parser.parse_args(argv)
-    fields = ('network_bytes_per_s', 'disk_bytes_per_s')
-    given = {name: 1e9 * getattr(args, name) for name in fields if getattr(args, name) is not None}
+    rates = {'network_bytes_per_s': args.network, 'disk_bytes_per_s': args.disk}
+    given = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
     try:
         profile = derive(args.events, given)
         write_json(args.output, profile)

@@ -167,7 +167,7 @@ def _none(name: str, options: Options, profile: Profile | None) -> System:
 def _checkfreq(name: str, options: Options, profile: Profile | None) -> System:
     if profile is None:
         return _given_dense(name, options, profile)
-    fields.positive('overhead_bound', options.overhead_bound)
+    fields.number('overhead_bound', options.overhead_bound, 'positive')
     stall_s = max(0.0, profile.state_bytes / profile.copy_bytes_per_s - profile.hidden_s)
     written_s = profile.written_s
     tuned = stall_s / (options.overhead_bound * profile.iteration_s)
@@ -376,7 +376,7 @@ def _copy(name: str, options: Options, profile: Profile | None) -> System:
     copy_s = options.copy_s
     if copy_s is None:
         copy_s = profile.state_bytes / profile.network_bytes_per_s if profile else 0.0
-    fields.not_negative('copy_s', copy_s)
+    fields.number('copy_s', copy_s, 'not_negative')
     sparse, restart_s = ours.costs, options.restart_s
     assert isinstance(sparse, Sparse)
     if restart_s is None:

@@ -41,9 +41,7 @@ def timelines(args: argparse.Namespace, systems: Sequence[str]) -> dict[str, Tim
     }
 
 
-def parse_arguments(
-    argv: Sequence[str] | None,
-) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog='python -m tools.simulate timeline', description=__doc__)
     parser.add_argument('--systems', required=True, help='comma-separated')
     parser.add_argument('--bins', type=int, default=72, help='spans of time (default: 72)')
@@ -51,11 +49,6 @@ def parse_arguments(
     parser.set_defaults(histories=_HISTORIES)
     args = parser.parse_args(argv)
     parser.require_at_least_1(args, 'bins')
-    return parser, args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser, args = parse_arguments(argv)
     with flags.errors(parser):
         found = timelines(args, names_of(parser, args.systems))
     if args.json:
