@@ -32,16 +32,16 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.compare import measuring, trace
-from tools.compare.measuring import Figures
 from tools.compare.report import (
     Comparison,
     Conditions,
+    RowResult,
     figures,
     markdown,
     over_rounds,
     print_report,
 )
-from tools.compare.rows import ROWS, Row, chosen
+from tools.compare.rows import ROWS, chosen
 from tools.compare.running import RANKS, STATE_BYTES, Course, Lived
 from tools.compare.trace import PlannedFault
 from tools.lab.arguments import Parser
@@ -100,20 +100,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-class _Round:
-    """One turn of plain Megatron and all rows."""
-
-    def __init__(self, number: int, course: Course) -> None:
-        self.number, self.course = number, course
-        self._plain: dict[bool, Lived] = {}
-
-    def plain(self, copies: bool) -> Lived:
-        """Run plain Megatron in the layout of a row, once per round."""
-        if copies not in self._plain:
-            self._plain[copies] = self.course.plain(self.number, copies)
-        return self._plain[copies]
-
-
 def measure(args: argparse.Namespace, console: Console) -> Comparison:
     """Run all rounds.
 
@@ -130,31 +116,36 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         copy_gb_per_s=0.0, network_gb_per_s=0.0, mtbf_s=0.0, fork=args.quick,
     )  # fmt: skip
     faults: list[PlannedFault] | None = None
-    found: dict[str, list[Figures]] = {name: [] for name in args.rows}
+    found: dict[str, list[RowResult]] = {name: [] for name in args.rows}
     failed: dict[str, str] = {}
     paces: list[float] = []
     loads: list[float] = []
     for number in range(1, args.rounds + 1):
         loads.append(round(os.getloadavg()[0], 1))
-        turn = _Round(number, course)
-        plain = turn.plain(copies=False)
+        plain = course.plain(number, copies=False)
+        beside = {False: plain}
         paces.append(measuring.pace_s(plain.trained.log))
         if number == 1:
             faults = faults or _drawn(args, plain)
             span_s = measuring.span_s(plain.trained.log)
             course = course._replace(mtbf_s=span_s / args.faults)
-            turn.course = course = _limited(course, args.dense_copy, paces[0])
+            course = _limited(course, args.dense_copy, paces[0])
         assert faults is not None
         for name, row in args.rows.items():
             try:
-                one = _one(turn, name, row, faults)
+                if row.copies not in beside:
+                    beside[row.copies] = course.plain(number, row.copies)
+                hurt = course.hurt(number, name, row, faults)
+                one = figures(row, hurt, beside[row.copies], course)
             except LabError as error:
                 failed.setdefault(name, str(error))
                 console.print(f'{number}: {row.title}: {error}', highlight=False, markup=False)
                 continue
             found[name].append(one)
-            console.print(f'{number}: ETTR {one.ettr:.3f}, recovery {one.recovery_s:5.1f} s  '
-                          f'{row.title}', highlight=False, markup=False)  # fmt: skip
+            console.print(
+                f'{number}: ETTR {one.ettr.median:.3f}, recovery {one.recovery_s.median:5.1f} s  '
+                f'{row.title}', highlight=False, markup=False,
+            )  # fmt: skip
     if not any(found.values()):
         raise LabError('no row ran; see the messages above')
     assert faults is not None
@@ -162,7 +153,7 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
         Conditions(hardware, loads, args.iterations, paces, course.copy_gb_per_s,
                    course.network_gb_per_s, args.quick, course.warm_up, faults),
         measuring.curves(plain),
-        {name: over_rounds(args.rows[name], runs) for name, runs in found.items() if runs},
+        {name: over_rounds(runs) for name, runs in found.items() if runs},
         failed,
         [row.title for row in args.rows.values() if row.copies],
     )  # fmt: skip
@@ -171,11 +162,6 @@ def measure(args: argparse.Namespace, console: Console) -> Comparison:
 def _between_evaluations(iterations: int, interval: int) -> int:
     """At most twelve evaluations, most of them in iterations without a dense checkpoint."""
     return next(n for n in itertools.count(iterations // 12 + 1) if math.gcd(n, interval) == 1)
-
-
-def _one(turn: _Round, name: str, row: Row, faults: list[PlannedFault]) -> Figures:
-    plain = turn.plain(row.copies)
-    return figures(row, turn.course.hurt(turn.number, name, row, faults), plain, turn.course)
 
 
 def _drawn(args: argparse.Namespace, plain: Lived) -> list[PlannedFault]:

@@ -43,42 +43,6 @@ class Curves(msgspec.Struct, frozen=True):
     """Validation loss by iteration."""
 
 
-class Figures(msgspec.Struct, frozen=True):
-    """Figures of one job."""
-
-    period: str
-    """The interval of its checkpoints, or the window."""
-    ratio: float
-    """Seconds of an undisturbed iteration over those of plain Megatron."""
-    bytes: float
-    """Bytes that a rank captures, or saves, in an iteration; mean."""
-    stall_ms: float
-    """Milliseconds in an iteration for which training waits for checkpoints; mean."""
-    recovery_s: float
-    """Median over the faults."""
-    phases: dict[str, float]
-    """Medians over the faults."""
-    engine: dict[str, float]
-    """Phases of the replay; medians over the faults."""
-    again: float
-    """Stage-iterations computed again, per fault."""
-    lost_tokens: float | None
-    """Share of all tokens whose updates of experts were lost (PLT); None: the row loses none."""
-    loss_difference: float
-    """Loss of the last iteration, minus that of plain Megatron."""
-    different: list[str]
-    """Kinds of state that differ from plain Megatron at the end."""
-    ettr: float
-    """Time of the kept iterations at the pace of plain Megatron, divided by the whole time."""
-    ettr_warm: float
-    """The same without the seconds until new processes ran the program."""
-    predicted: float | None
-    """By the simulator, from the profile of this run; None: the simulator lacks the system."""
-    unprotected: int
-    """Faults before the first checkpoint was complete."""
-    curves: Curves
-
-
 def span_s(log: RunLog) -> float:
     """Seconds from the first logged iteration to the last.
 

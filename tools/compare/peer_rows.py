@@ -83,18 +83,12 @@ class Loose(Agents):
         return super()._log(0)
 
 
-class PeerPlaces(NamedTuple):
-    """Values that the flags of a peer depend on."""
-
-    folder: Path
-    memory: Path
-
-
 class PeerRow(NamedTuple):
     """A way to protect the trainer."""
 
     title: str
-    flags: Callable[[PeerPlaces], list[str]] = lambda places: []
+    flags: Callable[[Path, Path], list[str]] = lambda folder, memory: []
+    """Its flags, by the folder of the job and a directory in a tmpfs."""
     starts: Launcher | Callable[[Launch], Agents] = Elastic
     nodes: int = 1
     spares: int = 0
@@ -120,26 +114,26 @@ class PeerRow(NamedTuple):
             inherited = os.environ.get('PYTHONPATH')
             modules = [str(ROOT), str(SITE), *([inherited] if inherited else [])]
             variables['PYTHONPATH'] = os.pathsep.join(modules)
-        return Launch(folder, [*flags, *self.flags(PeerPlaces(folder, memory))], nodes, workers,
+        return Launch(folder, [*flags, *self.flags(folder, memory)], nodes, workers,
                       10, self.spares, variables=variables, program_file=_PROGRAM)  # fmt: skip
 
 
-def _ours(recovery: str) -> Callable[[PeerPlaces], list[str]]:
-    def flags(places: PeerPlaces) -> list[str]:
-        own = sparse_flags(places.memory, 'compare', 1, places.folder / 'events')
+def _ours(recovery: str) -> Callable[[Path, Path], list[str]]:
+    def flags(folder: Path, memory: Path) -> list[str]:
+        own = sparse_flags(memory, 'compare', 1, folder / 'events')
         return [*own, '--sparse-ckpt-recovery', recovery]
 
     return flags
 
 
-def _local(places: PeerPlaces) -> list[str]:
+def _local(folder: Path, memory: Path) -> list[str]:
     """Megatron's flags for checkpoints of nvidia-resiliency-ext in a tmpfs, replicated."""
-    kept = str(places.folder / 'checkpoints')
+    kept = str(folder / 'checkpoints')
     return [
         *('--save', kept, '--load', kept, '--save-interval', '1000000'),
         *('--ckpt-format', 'torch_dist', '--ckpt-assume-constant-structure'),
         *('--non-persistent-ckpt-type', 'local', '--non-persistent-save-interval', '1'),
-        *('--non-persistent-local-ckpt-dir', str(places.memory / 'local')),
+        *('--non-persistent-local-ckpt-dir', str(memory / 'local')),
         *('--replication', '--replication-jump', '1', '--replication-factor', '2'),
     ]
 
@@ -174,7 +168,7 @@ PEERS = {
     ),
     'torch-dist': PeerRow(
         'torch_dist, synchronous',
-        lambda places: dense_flags(places.folder / 'checkpoints', 1, asynchronous=False),
+        lambda folder, memory: dense_flags(folder / 'checkpoints', 1, asynchronous=False),
     ),
 }  # fmt: skip
 """All protect every iteration. In the order of the table."""

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from tools.compare import measuring
-from tools.compare.measuring import PHASES, Curves, Figures
+from tools.compare.measuring import PHASES, Curves
 from tools.compare.prediction import predicted
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import RANKS, Course, Lived
@@ -48,7 +48,7 @@ class Conditions(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """One row, over all rounds."""
+    """One row, in one round or over all rounds."""
 
     title: str
     exact: bool
@@ -56,22 +56,35 @@ class RowResult(msgspec.Struct, frozen=True):
     lossy: bool
     throttled: bool
     period: str
+    """The interval of its checkpoints, or the window."""
     ratio: Spread
+    """Seconds of an undisturbed iteration over those of plain Megatron."""
     bytes: float
+    """Bytes that a rank captures, or saves, in an iteration; mean."""
     stall_ms: Spread
+    """Milliseconds in an iteration for which training waits for checkpoints; mean."""
     recovery_s: Spread
+    """Median over the faults."""
     phases: dict[str, float]
-    """Median seconds."""
+    """Seconds; medians over the faults."""
     engine: dict[str, float]
-    """Phases of the replay; median seconds."""
+    """Phases of the replay: seconds; medians over the faults."""
     again: float
+    """Stage-iterations computed again, per fault."""
     lost_tokens: float | None
+    """Share of all tokens whose updates of experts were lost (PLT); None: the row loses none."""
     loss_difference: float
+    """Loss of the last iteration, minus that of plain Megatron."""
     different: list[str]
+    """Kinds of state that differ from plain Megatron at the end."""
     ettr: Spread
+    """Time of the kept iterations at the pace of plain Megatron, divided by the whole time."""
     ettr_warm: Spread
+    """The same without the seconds until new processes ran the program."""
     predicted: Spread | None
+    """By the simulator, from the profile of this run; None: the simulator lacks the system."""
     unprotected: int
+    """Faults before the first checkpoint was complete."""
     curves: Curves
     """Those of the last round."""
 
@@ -97,7 +110,7 @@ class Comparison(msgspec.Struct, frozen=True):
         return not any(row.broken for row in self.rows.values())
 
 
-def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
+def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> RowResult:
     """Compute the figures of a job, relative to plain Megatron in the same round.
 
     Raises:
@@ -106,7 +119,6 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
     log, reference = lived.trained.log, plain.trained.log
     iteration_s = measuring.pace_s(reference)
     back = list(measuring.comebacks(lived))
-    phases = medians([one.phases for one in back])
     period = measuring.period(row.keeps, lived, course.interval)
     saved = lived.checkpoint_bytes / RANKS / course.interval
     captured = sum(slot.nbytes for slot in log.captured) / len(log.iterations)
@@ -114,52 +126,60 @@ def figures(row: Row, lived: Lived, plain: Lived, course: Course) -> Figures:
     if log.validated != reference.validated:
         different.append(VALIDATION)
     waited_ms = measuring.waited_ms(row.keeps, lived, course)
-    return Figures(
-        period=str(period) if row.keeps is not Keeps.NOTHING else '-',
-        ratio=statistics.mean(measuring.undisturbed(log, lived.injected)) / iteration_s,
-        bytes=captured or saved,
-        stall_ms=waited_ms,
-        recovery_s=statistics.median(one.seconds for one in back),
-        phases=phases,
-        engine=medians([one.engine for one in back]),
-        again=measuring.stage_iterations(lived),
-        lost_tokens=measuring.lost_tokens(lived) if row.lossy else None,
-        loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
-        different=different,
-        ettr=measuring.ettr(log, iteration_s),
-        ettr_warm=measuring.ettr(
-            log, iteration_s, sum(one.phases[PHASES[0]] for one in back)
-        ),
-        predicted=predicted(row, lived, iteration_s, period, waited_ms, course.mtbf_s),
-        unprotected=measuring.unprotected(row.keeps, lived, course.interval),
-        curves=measuring.curves(lived),
-    )  # fmt: skip
-
-
-def over_rounds(row: Row, runs: Sequence[Figures]) -> RowResult:
-    known = [run.predicted for run in runs if run.predicted is not None]
-    lost = [run.lost_tokens for run in runs if run.lost_tokens is not None]
+    started_s = sum(one.phases[PHASES[0]] for one in back)
+    ettr = predicted(row, lived, iteration_s, period, waited_ms, course.mtbf_s)
     return RowResult(
         title=row.title,
         exact=row.exact,
         lossy=row.lossy,
         throttled=row.throttled,
-        period=runs[-1].period,
-        ratio=Spread.of([run.ratio for run in runs]),
+        period=str(period) if row.keeps is not Keeps.NOTHING else '-',
+        ratio=_one(statistics.mean(measuring.undisturbed(log, lived.injected)) / iteration_s),
+        bytes=captured or saved,
+        stall_ms=_one(waited_ms),
+        recovery_s=_one(statistics.median(one.seconds for one in back)),
+        phases=medians([one.phases for one in back]),
+        engine=medians([one.engine for one in back]),
+        again=measuring.stage_iterations(lived),
+        lost_tokens=measuring.lost_tokens(lived) if row.lossy else None,
+        loss_difference=log.iterations[-1].loss - reference.iterations[-1].loss,
+        different=different,
+        ettr=_one(measuring.ettr(log, iteration_s)),
+        ettr_warm=_one(measuring.ettr(log, iteration_s, started_s)),
+        predicted=None if ettr is None else _one(ettr),
+        unprotected=measuring.unprotected(row.keeps, lived, course.interval),
+        curves=measuring.curves(lived),
+    )
+
+
+def _one(value: float) -> Spread:
+    return Spread(value, value, value)
+
+
+def _joined(rounds: Sequence[Spread]) -> Spread:
+    return Spread.of([one.median for one in rounds])
+
+
+def over_rounds(runs: Sequence[RowResult]) -> RowResult:
+    """A row over its rounds, each with one value of each figure."""
+    known = [run.predicted for run in runs if run.predicted is not None]
+    lost = [run.lost_tokens for run in runs if run.lost_tokens is not None]
+    return msgspec.structs.replace(
+        runs[-1],
+        ratio=_joined([run.ratio for run in runs]),
         bytes=statistics.median(run.bytes for run in runs),
-        stall_ms=Spread.of([run.stall_ms for run in runs]),
-        recovery_s=Spread.of([run.recovery_s for run in runs]),
+        stall_ms=_joined([run.stall_ms for run in runs]),
+        recovery_s=_joined([run.recovery_s for run in runs]),
         phases=medians([run.phases for run in runs]),
         engine=medians([run.engine for run in runs]),
         again=statistics.mean(run.again for run in runs),
         lost_tokens=statistics.mean(lost) if lost else None,
         loss_difference=statistics.median(run.loss_difference for run in runs),
         different=sorted({kind for run in runs for kind in run.different}),
-        ettr=Spread.of([run.ettr for run in runs]),
-        ettr_warm=Spread.of([run.ettr_warm for run in runs]),
-        predicted=Spread.of(known) if known else None,
+        ettr=_joined([run.ettr for run in runs]),
+        ettr_warm=_joined([run.ettr_warm for run in runs]),
+        predicted=_joined(known) if known else None,
         unprotected=sum(run.unprotected for run in runs),
-        curves=runs[-1].curves,
     )
 
 

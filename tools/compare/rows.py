@@ -19,24 +19,6 @@ class Keeps(enum.StrEnum):
     """Host memory, by sparse checkpointing."""
 
 
-class Places(NamedTuple):
-    """Values that the flags of a job depend on."""
-
-    folder: Path
-    """Folder of the job."""
-    memory: Path
-    """Directory in a tmpfs."""
-    disk: Path
-    """Empty directory that survives every node."""
-    interval: int
-    """Iterations between two dense checkpoints."""
-    window: str
-    """Iterations of a window, or `auto`."""
-    network_gb_per_s: float
-    mtbf_s: float
-    """Mean seconds between the faults, at the pace of plain Megatron."""
-
-
 class Row(NamedTuple):
     """A way to survive failures."""
 
@@ -45,7 +27,7 @@ class Row(NamedTuple):
     system: str
     """The simulator's name for it (`tools.simulate --system`)."""
     flags: str = ''
-    """Further flags of the trainer; names of `Places` in braces are filled in."""
+    """Further flags of the trainer; names of `training_flags` in braces are filled in."""
     exact: bool = True
     """The row promises the bits of a run without failures."""
     lossy: bool = False
@@ -72,15 +54,23 @@ class Row(NamedTuple):
         """The limits of copies and network apply to it."""
         return self.keeps is Keeps.MEMORY
 
-    def training_flags(self, places: Places) -> list[str]:
-        more = self.flags.format(**places._asdict()).split()
+    def training_flags(
+        self, folder: Path, memory: Path, interval: int, **filled_in: object
+    ) -> list[str]:
+        """Flags of a job.
+
+        Args:
+            folder: folder of the job.
+            memory: directory in a tmpfs.
+            interval: iterations between two dense checkpoints.
+            filled_in: window, mtbf_s, network_gb_per_s, disk (a directory that survives every node)
+        """
+        more = self.flags.format(**filled_in).split()
         if self.keeps is Keeps.NOTHING:
             return more
         if self.keeps is Keeps.DISK:
-            checkpoints = places.folder / 'checkpoints'
-            return [*models.dense_flags(checkpoints, places.interval, self.asynchronous), *more]
-        events = places.folder / 'events'
-        return [*models.sparse_flags(places.memory, RUN_ID, AUTO, events), *more]
+            return [*models.dense_flags(folder / 'checkpoints', interval, self.asynchronous), *more]
+        return [*models.sparse_flags(memory, RUN_ID, AUTO, folder / 'events'), *more]
 
 
 RUN_ID = 'compare'

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from tools.compare import program
-from tools.compare.rows import PLAIN, RUN_ID, Keeps, Places, Row
+from tools.compare.rows import PLAIN, RUN_ID, Keeps, Row
 from tools.compare.trace import PlannedFault
 from tools.lab import four_ranks, models
 from tools.lab.errors import LabError
@@ -107,11 +107,12 @@ class Course(NamedTuple):
             memory_directory('moevement-compare-') as memory,
             TemporaryDirectory(prefix='disk-', dir=self.output) as disk,
         ):
-            places = Places(
-                folder, memory, Path(disk), self.interval, self.window, self.network_gb_per_s,
-                self.mtbf_s,
+            own = row.training_flags(
+                folder, memory, self.interval,
+                window=self.window, mtbf_s=self.mtbf_s, network_gb_per_s=self.network_gb_per_s,
+                disk=disk,
             )  # fmt: skip
-            flags = [*self.training_flags(row.copies), *row.training_flags(places)]
+            flags = [*self.training_flags(row.copies), *own]
             launch = self._launch(folder, flags, 0 if self.fork else row.spares)
             if row.throttled:
                 limit = {program.COPY_GB_PER_S: f'{self.copy_gb_per_s:g}'}
