@@ -16,10 +16,9 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron.moevement.seams import cpu_device, preflight
 from moevement_ext.errors import EXIT_USER_ERROR
-from moevement_ext.system import user_errors
 from tools.lab.arguments import Parser, at_least, split_at_end
+from tools.lab.trainer_flags import prepare_megatron
 
 if TYPE_CHECKING:
     from megatron.moevement.checking import Judgement
@@ -43,10 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(own)
     if not flags:
         parser.error('give -- and the flags of the job')
-    with user_errors.in_one_line():
-        preflight.check_installation()
-    if cpu_device.needed():
-        cpu_device.install()
+    prepare_megatron()
     with warnings.catch_warnings(action='ignore'):  # of missing packages: no training here
         from megatron.moevement.checking import judge
 

@@ -38,12 +38,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.lab.arguments import Parser, at_least, split_at_end
+from tools.lab.errors import LabError
 from tools.lab.figures import print_json
 from tools.lab.text import size
-from tools.windows.choosing import newest
-from tools.windows.export import TORCH_DIST, ExportError, export, source
+from tools.windows.export import TORCH_DIST, export, source
 from tools.windows.found import Found, complete, find
-from tools.windows.pruning import prunable, remove
+from tools.windows.pruning import live_runs, prunable, remove
 
 _KEEP = 2
 _WIDE = 100
@@ -130,14 +130,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _export(found: Sequence[Found], args: argparse.Namespace) -> int:
     try:
         if args.offline:
-            from tools.windows.offline import export_offline  # imports torch
+            from tools.windows.offline import export_offline, newest  # imports torch
 
             window = newest(found, args.directory)
-            run, iteration = window.run, export_offline(window, args.output, args.launch)
+            run, iteration = window[0].run, export_offline(window, args.output, args.launch)
         else:
             windows = source(found, args.directory)
             run, iteration = windows.run, export(windows, args.output, args.launch)
-    except ExportError as error:
+    except LabError as error:
         print(f'windows: {error}', file=sys.stderr)
         return 1
     print(f'{run}: iteration {iteration} is in {args.output}; go on with --load')
@@ -215,20 +215,21 @@ def _print(found: Sequence[Found], directory: Path, console: Console) -> None:
 
 
 def _prune(found: Sequence[Found], args: argparse.Namespace) -> int:
-    pruned = prunable(found, args.keep)
-    unread = [one for one in found if one.foreign and one.path not in pruned.files]
+    live = live_runs(found)
+    files = prunable(found, live, args.keep)
+    unread = [one for one in found if one.foreign and one.path not in files]
     for one in unread:
         print(f'windows: {one.path}: {one.problem}', file=sys.stderr)
-    for run in pruned.live:
+    for run in live:
         print(f'{run}: a process of this run is alive: nothing is deleted')
-    freed = size(pruned.nbytes)
+    freed = size(sum(path.stat().st_blocks * 512 for path in files if path.exists()))
     if args.yes:
-        remove(pruned.files, args.directory)
-        print(f'deleted: {len(pruned.files)} files, {freed}')
+        remove(files, args.directory)
+        print(f'deleted: {len(files)} files, {freed}')
         return 2 if unread else 0
-    for path in pruned.files:
+    for path in files:
         print(path)
-    print(f'would delete: {len(pruned.files)} files, {freed}; with --yes it does')
+    print(f'would delete: {len(files)} files, {freed}; with --yes it does')
     return 2 if unread else 0
 
 

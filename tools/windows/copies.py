@@ -13,13 +13,10 @@ from tools.windows.found import Found
 
 
 class Copies:
-    """The files of one window of one slot. One thread.
-
-    Args:
-        found: committed files of the window, of any owner and holder.
+    """The committed files of one window of one slot, of any owner and holder. One thread.
 
     Attributes:
-        headers: headers of the slot, by owner.
+        headers: those of the slot, by owner.
 
     Raises:
         RefusedWindow: no file of an owner can be read.

@@ -25,10 +25,6 @@ TORCH_DIST = 'torch_dist'
 _TRACKER = 'latest_checkpointed_iteration.txt'
 
 
-class ExportError(LabError):
-    """The export is impossible; the message says why, with a remedy."""
-
-
 class Source(NamedTuple):
     """The windows of one finished run."""
 
@@ -45,12 +41,12 @@ def source(found: Sequence[Found], directory: Path) -> Source:
     """Find the windows to export below a directory.
 
     Raises:
-        ExportError: there is no complete window of a finished run, or there are several runs.
+        LabError: there is no complete window of a finished run, or there are several runs.
     """
     run = one_run(found, directory)
     windows = complete(found)[run]
     if not windows:
-        raise ExportError(f'{directory}: no window is whole on all ranks that are seen there')
+        raise LabError(f'{directory}: no window is whole on all ranks that are seen there')
     newest = next(one for one in found if one.window == windows[0] and one.sound)
     assert newest.slots is not None
     on_disk = newest.tier == DISK
@@ -64,16 +60,14 @@ def one_run(found: Sequence[Found], directory: Path) -> str:
     """Name of the run below a directory.
 
     Raises:
-        ExportError: there is none, or there are several, or it has not ended.
+        LabError: there is none, or there are several, or it has not ended.
     """
     runs = sorted({one.run for one in found})
     if len(runs) != 1:
         names = ', '.join(runs) or 'none'
-        raise ExportError(f'{directory}: name the directory of one run; there is {names}')
+        raise LabError(f'{directory}: name the directory of one run; there is {names}')
     if live_runs(found):
-        raise ExportError(
-            f'{runs[0]}: a process lives; end the job first, or let it save by itself'
-        )
+        raise LabError(f'{runs[0]}: a process lives; end the job first, or let it save by itself')
     return runs[0]
 
 
@@ -81,21 +75,21 @@ def export(source: Source, output: Path, command: Sequence[str]) -> int:
     """Launch the run once more, to save in `output`; returns the iteration of the checkpoint.
 
     Raises:
-        ExportError: the run has a newer dense checkpoint, or did not save.
+        LabError: the run has a newer dense checkpoint, or did not save.
     """
     if saved_in(output) is not None:
-        raise ExportError(f'--output {output}: there is a checkpoint already; name another one')
+        raise LabError(f'--output {output}: there is a checkpoint already; name another one')
     load = value_of(command, '--load')
     dense = None if load is None else saved_in(Path(load))
     if dense is not None and dense >= source.dense_at:
-        raise ExportError(
+        raise LabError(
             f'--load {load} has iteration {dense}, and the windows none after it: use that'
         )
     launched = [*command, *_flags(source, output, command)]
     done = subprocess.run(launched, check=False, env={**os.environ, VARIABLE: source.tier})
     saved = saved_in(output)
     if done.returncode != 0 or saved is None:
-        raise ExportError(
+        raise LabError(
             f'the run ended with status {done.returncode} and saved no checkpoint in {output}; '
             'its output says why'
         )

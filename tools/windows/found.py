@@ -10,7 +10,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -106,25 +106,41 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
+def by_run(found: Iterable[Found]) -> dict[str, list[Found]]:
+    runs: dict[str, list[Found]] = defaultdict(list)
+    for one in found:
+        runs[one.run].append(one)
+    return runs
+
+
+def by_window(found: Iterable[Found]) -> list[list[Found]]:
+    """Undamaged files of each window of a run, the newest window first."""
+    windows: dict[tuple[object, ...], list[Found]] = defaultdict(list)
+    for one in found:
+        if one.sound:
+            windows[one.start, one.window, one.digests].append(one)
+    return [windows[name] for name in sorted(windows, reverse=True)]
+
+
 def complete(found: Iterable[Found]) -> dict[str, list[str]]:
     """Complete windows of all ranks of a run that are seen here, by run; the newest first.
 
     Ranks without any file here (on another node) are ignored.
     """
-    ranks: dict[str, set[int]] = defaultdict(set)
-    owners: dict[str, dict[tuple[object, ...], set[int]]] = defaultdict(dict)
-    for one in found:
-        ranks[one.run].add(one.rank)
-        if one.sound:
-            owners[one.run].setdefault((one.start, one.window, one.digests), set()).add(one.rank)
     return {
-        run: [
-            str(name[1])
-            for name in sorted(owners[run], reverse=True)
-            if owners[run][name] == ranks[run]
-        ]
-        for run in ranks
+        run: [files[0].window for files in by_window(own) if _ranks(files) == _ranks(own)]
+        for run, own in by_run(found).items()
     }
+
+
+def missing(files: Sequence[Found]) -> list[int]:
+    """Ranks of the layout without a file here; empty if the window does not state its layout."""
+    layout = files[0].layout
+    return sorted(set(range(0 if layout is None else layout.ranks)) - _ranks(files))
+
+
+def _ranks(files: Iterable[Found]) -> set[int]:
+    return {one.rank for one in files}
 
 
 def _look(path: Path, verify: bool) -> Found | None:

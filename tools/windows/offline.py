@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a dense checkpoint from windows in this process, without the ranks that captured them."""
+"""Makes a dense checkpoint from a window in this process, without the ranks that captured it."""
 
 import logging
 import os
@@ -11,32 +11,62 @@ from megatron.moevement.seams import cpu_device, preflight
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.refused import RefusedWindow
-from tools.windows.choosing import Newest
+from tools.lab.errors import LabError
 from tools.windows.copies import Copies
-from tools.windows.export import ExportError, saved_in
+from tools.windows.export import one_run, saved_in
+from tools.windows.found import Found, by_window, missing
 
 
-def export_offline(window: Newest, output: Path, flags: Sequence[str]) -> int:
-    """Save the window in `output`; returns the iteration of the checkpoint. Once in a process.
+def newest(found: Sequence[Found], directory: Path) -> list[Found]:
+    """Committed files, copies included, of the newest window that all ranks of a run have.
+
+    Only a window of one slot holds one state of everything; a longer one takes a replay, which
+    takes the run's own launch.
 
     Raises:
-        ExportError: flags or windows do not allow it; the message names what.
+        LabError: there are several runs, or no window of all ranks, or it needs a replay.
+    """
+    one_run(found, directory)
+    ordered = by_window(found)
+    if not ordered:
+        raise LabError(f'{directory}: {_problems(found) or "there is no window"}')
+    whole = next((files for files in ordered if not _missing_of(files)), None)
+    if whole is None:
+        absent = ', '.join(map(str, _missing_of(ordered[0])))
+        raise LabError(
+            f'{directory}: of window {ordered[0][0].window} there is none of the ranks {absent}'
+            f'{_problems(found, "; ")}. Bring what other nodes hold into this directory.'
+        )
+    first = whole[0]
+    if first.slots != 1:
+        raise LabError(
+            f'window {first.window} has {first.slots} slots, which only a replay puts together: '
+            'export without --offline, and give after -- the command that launched the run'
+        )
+    return whole
+
+
+def export_offline(window: Sequence[Found], output: Path, flags: Sequence[str]) -> int:
+    """Save a window in `output`; returns the iteration of the checkpoint. Once in a process.
+
+    Raises:
+        LabError: flags or windows do not allow it; the message names what.
     """
     if saved_in(output) is not None:
-        raise ExportError(f'--output {output}: there is a checkpoint already; name another one')
+        raise LabError(f'--output {output}: there is a checkpoint already; name another one')
     try:
         _use_a_cpu()
         from megatron.moevement.offline.exporter import export
         from megatron.moevement.offline.filling import DenseSlot
 
-        copies = Copies(window.files)
+        copies = Copies(window)
         placed = {owner: header.placed for owner, header in copies.headers.items()}
         known = {owner: one for owner, one in placed.items() if isinstance(one, Placed)}
         logging.disable(logging.WARNING)  # of what this process does not do
         with warnings.catch_warnings(action='ignore'):
             return export(DenseSlot(copies.headers, known, copies.read), flags, output)
     except (RefusedWindow, UserError) as error:
-        raise ExportError(str(error)) from error
+        raise LabError(str(error)) from error
     finally:
         logging.disable(logging.NOTSET)
 
@@ -52,3 +82,18 @@ def _use_a_cpu() -> None:
 
     dataset_helpers.use_compiled()
     cpu_device.patch_upstream()
+
+
+def _missing_of(files: Sequence[Found]) -> list[int]:
+    if files[0].layout is None:
+        raise LabError(
+            f'{files[0].path}: it does not say its layout, as it is of an earlier release: export '
+            'without --offline, and give after -- the command that launched the run'
+        )
+    return missing(files)
+
+
+def _problems(found: Sequence[Found], before: str = '') -> str:
+    """Problems of committed files, in one line."""
+    problems = [f'{one.path}: {one.problem}' for one in found if one.problem is not None]
+    return before + '; '.join(problems) if problems else ''

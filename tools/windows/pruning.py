@@ -6,35 +6,22 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from moevement_ext.memory.disk import complete_in
 from moevement_ext.memory.shelf import base_of, directories_of
 from tools.windows.found import DISK, Found, complete
 
 
-class Pruned(NamedTuple):
-    """Files to delete, and runs that stay untouched."""
-
-    files: list[Path]
-    live: list[str]
-    """Runs with windows of live processes."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(path.stat().st_blocks * 512 for path in self.files if path.exists())
-
-
-def prunable(found: Sequence[Found], keep: int) -> Pruned:
+def prunable(found: Sequence[Found], live: Sequence[str], keep: int) -> list[Path]:
     """Files of finished runs, except their newest complete windows.
 
     Args:
         found: all windows below the directory.
+        live: runs with windows of live processes, which stay untouched.
         keep: number of windows per run to keep, among those that all its ranks here have; 0: delete
             all windows of a finished run. Else all of these stay in memory, and on disk the one
             that all ranks had, as ranks elsewhere may lack newer ones.
     """
-    live = live_runs(found)
     whole = complete(found)
     unread = {one.run for one in found if one.foreign and keep}  # a newer window may be complete
     ended = [one for one in found if one.run not in unread.union(live)]
@@ -42,7 +29,7 @@ def prunable(found: Sequence[Found], keep: int) -> Pruned:
     for one in ended:
         names = ('ledger', 'lock', 'upstream-log') if keep == 0 else ('upstream-log',)
         files |= {path for name in names if (path := _holder(one) / name).exists()}
-    return Pruned(sorted(files), live)
+    return sorted(files)
 
 
 def live_runs(found: Sequence[Found]) -> list[str]:

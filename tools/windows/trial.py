@@ -5,12 +5,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.moevement.seams import cpu_device, preflight
 from moevement_ext.memory.window.expected import Expected
 from moevement_ext.memory.window.reader import WindowReader
-from moevement_ext.system import user_errors
-from tools.windows.choosing import by_window, missing
-from tools.windows.found import DISK, Found
+from tools.lab.trainer_flags import prepare_megatron
+from tools.windows.found import DISK, Found, by_run, by_window, missing
 
 
 class Said(NamedTuple):
@@ -27,17 +25,11 @@ class Said(NamedTuple):
 def said_of(found: Sequence[Found], flags: Sequence[str], ranks: int | None) -> Iterator[Said]:
     """Answers for all windows below a directory, run by run, the newest first.
 
-    Args:
-        found: files of all windows.
-        flags: all flags of `pretrain_gpt.py`.
-        ranks: world size; None: as many as the windows had, or else the fewest for the flags.
+    Without a number of `ranks`: as many as the windows had, or else the fewest for the flags.
     """
-    with user_errors.in_one_line():
-        preflight.check_installation()
-    if cpu_device.needed():
-        cpu_device.install()
-    for run in sorted({one.run for one in found}):
-        for files in by_window([one for one in found if one.run == run]):
+    prepare_megatron()
+    for _, own in sorted(by_run(found).items()):
+        for files in by_window(own):
             yield _said(files, flags, ranks)
 
 

@@ -10,11 +10,11 @@ from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
 from tests.unit.memory.samples import capacity, content, make_header, named
+from tools.lab.errors import LabError
 from tools.windows.__main__ import main
-from tools.windows.choosing import newest
 from tools.windows.copies import Copies
-from tools.windows.export import ExportError
 from tools.windows.found import find
+from tools.windows.offline import newest
 
 RANKS = 2
 SHELVES = ((0, 0), (1, 1), (1, 0))
@@ -45,14 +45,14 @@ def test_the_newest_window_of_all_ranks_is_chosen_with_all_its_copies(tmp_path: 
     for file in commit(tmp_path, 6)[::2]:
         file.path.unlink()  # there is none of rank 0
     window = newest(find(tmp_path), tmp_path)
-    assert (window.run, window.iteration) == ('run1', 5)
-    assert {one.path for one in window.files} == {file.path for file in files}
+    assert {(one.run, one.start) for one in window} == {('run1', 5)}
+    assert {one.path for one in window} == {file.path for file in files}
 
 
 def test_ranks_without_a_file_are_named(tmp_path: Path) -> None:
     for file in commit(tmp_path, 4)[::2]:
         file.path.unlink()
-    with pytest.raises(ExportError, match=r'window 4-plan1 there is none of the ranks 0\. Bring'):
+    with pytest.raises(LabError, match=r'window 4-plan1 there is none of the ranks 0\. Bring'):
         newest(find(tmp_path), tmp_path)
 
 
@@ -69,7 +69,7 @@ def test_a_window_that_takes_a_replay_is_refused_in_one_line(
 
 def test_window_without_a_layout_is_refused(tmp_path: Path) -> None:
     commit(tmp_path, 4, placed=False)
-    with pytest.raises(ExportError, match='does not say its layout'):
+    with pytest.raises(LabError, match='does not say its layout'):
         newest(find(tmp_path), tmp_path)
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_record_is_read_from_the_replica(tmp_path: Path) -> None:
     payload = bytes(own.payload(0))
     record = own.header(0).records[2]
     own.payload(0)[record.offset] ^= 1
-    copies = Copies(newest(find(tmp_path), tmp_path).files)
+    copies = Copies(newest(find(tmp_path), tmp_path))
     assert set(copies.headers) == {0, 1}
     expected = payload[record.offset : record.offset + record.nbytes]
     assert bytes(copies.read(0, 2)) == expected
