@@ -4,7 +4,6 @@
 import statistics
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -31,14 +30,6 @@ class Plan(msgspec.Struct):
         return ratio if mtbf_s is None else ratio / (1 + self.expected_recovery_s / mtbf_s)
 
 
-class Row(NamedTuple):
-    """One figure, planned and measured."""
-
-    what: str
-    planned: str
-    measured: str
-
-
 def read_plan(path: Path) -> Plan:
     """Read a plan.
 
@@ -55,8 +46,8 @@ def read_plan(path: Path) -> Plan:
         ) from error
 
 
-def compare(plan: Plan, history: History, shares: Shares | None) -> list[Row]:
-    """Figures of both; a dash where the run has none yet."""
+def compare(plan: Plan, history: History, shares: Shares | None) -> list[tuple[str, str, str]]:
+    """Name of each figure, planned, measured; a dash where the run has none yet."""
     pace = history.pace
     windows = [len(slots) for slots in history.slots.values()]
     downs = [episode.end - episode.start for episode in history.episodes if episode.end]
@@ -65,18 +56,18 @@ def compare(plan: Plan, history: History, shares: Shares | None) -> list[Row]:
         nodes[place.node] += sum(place.host_memory.values())
     planned_memory = plan.host_memory_bytes_per_node.get('total', 0)
     return [
-        Row('window', str(plan.window), str(max(windows)) if windows else '–'),
-        Row('iteration', duration(plan.iteration_s),
-            duration(pace.iteration_s - pace.exposed_s) if pace else '–'),
-        Row('held up per iteration', duration(plan.overhead_s),
-            duration(pace.exposed_s) if pace else '–'),
-        Row('host memory of the fullest node', size(planned_memory),
-            size(max(nodes.values())) if nodes else '–'),
-        Row('time between failures', duration(plan.mtbf_s) if plan.mtbf_s else 'no failures',
-            duration(history.mtbf_s) if history.mtbf_s else 'no failures'),
-        Row('time lost by a failure', duration(plan.expected_recovery_s),
-            duration(statistics.mean(downs)) if downs else '–'),
-        Row('ETTR at the planned failure rate', f'{plan.ettr(plan.mtbf_s):.4f}', '–'),
-        Row('ETTR at the failure rate of the run', f'{plan.ettr(history.mtbf_s):.4f}',
-            f'{shares.ettr:.4f}' if shares else '–'),
+        ('window', str(plan.window), str(max(windows)) if windows else '–'),
+        ('iteration', duration(plan.iteration_s),
+         duration(pace.iteration_s - pace.exposed_s) if pace else '–'),
+        ('held up per iteration', duration(plan.overhead_s),
+         duration(pace.exposed_s) if pace else '–'),
+        ('host memory of the fullest node', size(planned_memory),
+         size(max(nodes.values())) if nodes else '–'),
+        ('time between failures', duration(plan.mtbf_s) if plan.mtbf_s else 'no failures',
+         duration(history.mtbf_s) if history.mtbf_s else 'no failures'),
+        ('time lost by a failure', duration(plan.expected_recovery_s),
+         duration(statistics.mean(downs)) if downs else '–'),
+        ('ETTR at the planned failure rate', f'{plan.ettr(plan.mtbf_s):.4f}', '–'),
+        ('ETTR at the failure rate of the run', f'{plan.ettr(history.mtbf_s):.4f}',
+         f'{shares.ettr:.4f}' if shares else '–'),
     ]  # fmt: skip

@@ -13,14 +13,6 @@ _MOST_RANKS = 64  # with more ranks, a lane is a stage
 _TICKS = 4
 
 
-class Lanes(NamedTuple):
-    """A stage of the pipeline, or all ranks if stages are unknown."""
-
-    title: str
-    lanes: list[tuple[str, list[Span]]]
-    """Names and activity of the lanes."""
-
-
 class Piece(NamedTuple):
     """A drawn span of a lane."""
 
@@ -32,21 +24,17 @@ class Piece(NamedTuple):
     text: str
 
 
-class Track(NamedTuple):
-    """A drawn lane."""
-
-    name: str
-    pieces: list[Piece]
-
-
 class Timeline(NamedTuple):
     """Lanes over a period."""
 
-    groups: list[tuple[str, list[Track]]]
+    groups: dict[str, dict[str, list[Piece]]]
+    """Pieces by stage and lane."""
     ticks: list[tuple[float, str]]
     """Position in percent, and label."""
 
 
+type Lanes = dict[str, dict[str, list[Span]]]
+"""Activity by stage, or of all ranks if stages are unknown, and by lane."""
 _STYLES = {
     Doing.TRAINING: 'training',
     Doing.WAITING: 'waiting',
@@ -55,35 +43,38 @@ _STYLES = {
 }
 
 
-def of_run(history: History) -> list[Lanes]:
-    """Lanes by stage: one per rank, or one for the whole stage in a large job."""
+def of_run(history: History) -> Lanes:
+    """One lane per rank, or one for the whole stage in a large job."""
     many = len(history.ranks) > _MOST_RANKS
-    found = []
+    found = {}
     for stage, ranks in history.by_stage(history.ranks):
         title = 'ranks' if stage is None else f'stage {stage}'
         if many:
             spans = together([history.spans[rank] for rank in ranks])
-            found.append(Lanes(title, [(f'{len(ranks)} ranks', spans)]))
+            found[title] = {f'{len(ranks)} ranks': spans}
         else:
-            found.append(Lanes(title, [(f'rank {rank}', history.spans[rank]) for rank in ranks]))
+            found[title] = {f'rank {rank}': history.spans[rank] for rank in ranks}
     return found
 
 
-def timeline(groups: Sequence[Lanes], start: float, end: float) -> Timeline:
+def timeline(groups: Lanes, start: float, end: float) -> Timeline:
     """Visible part of the lanes from `start` to `end`, in seconds since the epoch."""
     length = max(end - start, 1e-3)
 
-    def track(name: str, spans: Sequence[Span]) -> Track:
+    def pieces(spans: Sequence[Span]) -> list[Piece]:
         seen = ((s, max(s.start, start), min(s.end, end)) for s in spans)
-        return Track(name, [
+        return [
             Piece(_STYLES[span.doing], 100 * (left - start) / length,
                   100 * (right - left) / length,
                   f'{span.doing}: {duration(span.end - span.start)}')
             for span, left, right in seen
             if right > left
-        ])  # fmt: skip
+        ]  # fmt: skip
 
-    drawn = [(group.title, [track(*lane) for lane in group.lanes]) for group in groups]
+    drawn = {
+        title: {name: pieces(spans) for name, spans in lanes.items()}
+        for title, lanes in groups.items()
+    }
     ticks = [
         (100.0 * tick / _TICKS, duration(length * tick / _TICKS) if tick else '0')
         for tick in range(_TICKS + 1)

@@ -4,7 +4,6 @@
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -23,14 +22,6 @@ _PHASES = {
     'fetch': 4, 'obtain': 4, 'convert': 5, 'catch_up': 6,
 }  # fmt: skip
 _NOTES = 20
-
-
-class Tile(NamedTuple):
-    """A figure at the top of the page."""
-
-    name: str
-    value: str
-    remark: str = ''
 
 
 class Part(NamedTuple):
@@ -116,24 +107,25 @@ def _verdict(history: History) -> str:
     return f'{ended}, iteration {history.of_iterations}. {failures}{bits}'
 
 
-def _tiles(history: History) -> list[Tile]:
+def _tiles(history: History) -> list[tuple[str, str, str]]:
+    """Name, value and remark of each figure at the top of the page."""
     time, pace, found = shares(history), history.pace, history.episodes
     downs = [episode.end - episode.start for episode in found if episode.end is not None]
     return [
-        Tile('effective training time', f'{time.ettr:.1%}' if time else 'not recorded',
-             f'of {duration(time.wall)}' if time else ''),
-        Tile('iterations', history.of_iterations,
-             f'{duration(pace.iteration_s)} each' if pace else ''),
-        Tile('loss', loss(history.losses[-1].loss) if history.losses else 'not recorded',
-             'as logged last' if history.losses else ''),
-        Tile('held up by checkpointing', f'{pace.exposed_s / pace.iteration_s:.2%}' if pace else
-             'not recorded', f'{duration(pace.exposed_s)} per iteration' if pace else ''),
-        Tile('failures', str(len(found)),
-             f'{duration(statistics.median(downs))} until back, median' if downs else ''),
-        Tile('replayed iterations', str(sum(episode.replayed for episode in found)),
-             'on the stages that went back' if found else ''),
-        Tile('verified operators', str(sum(episode.verified for episode in found)),
-             f'{sum(len(episode.differing) for episode in found)} differ' if found else ''),
+        ('effective training time', f'{time.ettr:.1%}' if time else 'not recorded',
+         f'of {duration(time.wall)}' if time else ''),
+        ('iterations', history.of_iterations,
+         f'{duration(pace.iteration_s)} each' if pace else ''),
+        ('loss', loss(history.losses[-1].loss) if history.losses else 'not recorded',
+         'as logged last' if history.losses else ''),
+        ('held up by checkpointing', f'{pace.exposed_s / pace.iteration_s:.2%}' if pace else
+         'not recorded', f'{duration(pace.exposed_s)} per iteration' if pace else ''),
+        ('failures', str(len(found)),
+         f'{duration(statistics.median(downs))} until back, median' if downs else ''),
+        ('replayed iterations', str(sum(episode.replayed for episode in found)),
+         'on the stages that went back' if found else ''),
+        ('verified operators', str(sum(episode.verified for episode in found)),
+         f'{sum(len(episode.differing) for episode in found)} differ' if found else ''),
     ]  # fmt: skip
 
 
@@ -152,7 +144,7 @@ def _time_parts(history: History) -> list[Part]:
 
 
 def _recovery(
-    number: int, episode: Episode, history: History, drawn: Sequence[lanes.Lanes]
+    number: int, episode: Episode, history: History, drawn: lanes.Lanes
 ) -> dict[str, object]:
     """A row of the table of recoveries, and its drawing."""
     end = episode.end or history.end

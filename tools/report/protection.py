@@ -22,27 +22,6 @@ class Chart(NamedTuple):
     """Percent from the bottom, and label."""
 
 
-class Bar(NamedTuple):
-    """A bar in a group with one scale."""
-
-    name: str
-    percent: float
-    """Length in percent of the longest bar."""
-    text: str
-
-
-class MemoryRow(NamedTuple):
-    """Host memory reserved on one node."""
-
-    node: str
-    ranks: int
-    kinds: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.kinds.values())
-
-
 def pace_chart(history: History) -> Chart | None:
     """Seconds per undisturbed iteration, mean over ranks; failures leave gaps."""
     length = max(history.end - history.begun, 1e-3)
@@ -89,28 +68,31 @@ def _round_step(highest: float) -> float:
     return next(power * many for many in (1, 2, 5, 10) if power * many >= highest / 4)
 
 
-def slot_bars(history: History) -> list[Bar]:
-    """The newest window and the whole state of the rank that captures most."""
+def slot_bars(history: History) -> list[tuple[str, float, str]]:
+    """The newest window and the whole state of the rank that captures most.
+
+    Name, length in percent of the longest bar, and text of each bar.
+    """
     if not history.slots:
         return []
     rank, slots = max(history.slots.items(), key=lambda item: max(item[1]))
     place = history.places.get(rank)
     dense = sum(full for full, _ in place.operators.values()) if place else 0
     longest = max(*slots, dense, 1)
-    bars = [Bar(f'slot {n}', 100 * slot / longest, size(slot)) for n, slot in enumerate(slots)]
-    whole = [Bar('whole state', 100 * dense / longest, size(dense))] if dense else []
+    bars = [(f'slot {n}', 100 * slot / longest, size(slot)) for n, slot in enumerate(slots)]
+    whole = [('whole state', 100 * dense / longest, size(dense))] if dense else []
     return [*bars, *whole]
 
 
-def memory_rows(history: History) -> list[MemoryRow]:
-    """Host memory of each node, as reserved by its ranks."""
+def memory_rows(history: History) -> list[tuple[str, int, dict[str, int]]]:
+    """Each node, the number of its ranks, and the bytes that they have reserved by kind."""
     kinds: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     ranks: dict[str, int] = defaultdict(int)
     for place in history.places.values():
         ranks[place.node] += 1
         for kind, nbytes in place.host_memory.items():
             kinds[place.node][kind] += nbytes
-    return [MemoryRow(node, ranks[node], dict(kinds[node])) for node in sorted(kinds)]
+    return [(node, ranks[node], dict(kinds[node])) for node in sorted(kinds)]
 
 
 def figures(history: History) -> dict[str, str]:
