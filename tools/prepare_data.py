@@ -25,7 +25,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm
+from tools.lab.errors import LabError
 
 STDLIB = 'stdlib'
 BYTES = 'bytes'
@@ -46,23 +47,7 @@ SUPPORTED_BY_TRAINER_ONLY = frozenset(
 )
 
 
-class DataError(Exception):
-    """A mistake of the user; the message names the file or flag and a remedy."""
-
-
 # ---- tokenizers
-
-
-class Tokenizer(Protocol):
-    """Interface of a tokenizer."""
-
-    vocab_size: int
-    eod: int
-    trainer_flags: str  # flags that make the trainer use the same tokens
-
-    def encode(self, text: bytes, name: str) -> np.ndarray:
-        """Token ids, 1-D, of a piece of the file `name`."""
-        ...
 
 
 class ByteTokenizer:
@@ -71,8 +56,10 @@ class ByteTokenizer:
     vocab_size = 257
     eod = 256  # NullTokenizer takes the last id as end of document
     trainer_flags = f'--tokenizer-type NullTokenizer --vocab-size {vocab_size}'
+    """Flags that make the trainer use the same tokens."""
 
     def encode(self, text: bytes, name: str) -> np.ndarray:
+        """Token ids, 1-D, of a piece of the file `name`."""
         return np.frombuffer(text, dtype=np.uint8)
 
 
@@ -80,13 +67,13 @@ class UpstreamTokenizer:
     """A text tokenizer of Megatron, selected by Megatron's own flags."""
 
     def __init__(self, tokenizer_type: str, flags: Sequence[str]) -> None:
-        """Raises DataError if the tokenizer cannot be built; exits on an unknown flag."""
+        """Raises LabError if the tokenizer cannot be built; exits on an unknown flag."""
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
         from megatron.training.argument_utils import ArgumentGroupFactory
         from megatron.training.config import TokenizerConfig
 
         if tokenizer_type in SUPPORTED_BY_TRAINER_ONLY:
-            raise DataError(f'--tokenizer {tokenizer_type}: not a tokenizer of plain text')
+            raise LabError(f'--tokenizer {tokenizer_type}: not a tokenizer of plain text')
         parser = Parser(
             prog=f'python -m tools.prepare_data --tokenizer {tokenizer_type}', allow_abbrev=False
         )
@@ -98,7 +85,7 @@ class UpstreamTokenizer:
             self._tokenizer = build_tokenizer(args)
         except (AssertionError, ImportError, NameError, OSError, TypeError, ValueError) as error:
             # Upstream asserts its flags; without a tokenizer's package, a name is undefined.
-            raise DataError(
+            raise LabError(
                 f'--tokenizer {tokenizer_type}: {error}. Needed: its files (--tokenizer-model or '
                 '--vocab-file and --merge-file) and the package it comes from '
                 '(transformers, sentencepiece or tiktoken)'
@@ -108,13 +95,16 @@ class UpstreamTokenizer:
         self.trainer_flags = shlex.join(['--tokenizer-type', tokenizer_type, *flags])
 
     def encode(self, text: bytes, name: str) -> np.ndarray:
-        """Ids of UTF-8 text; raises DataError for other encodings."""
+        """Ids of UTF-8 text; raises LabError for other encodings."""
         try:
             return np.asarray(self._tokenizer.tokenize(text.decode('utf-8')), dtype=np.int64)
         except UnicodeDecodeError as error:
-            raise DataError(
+            raise LabError(
                 f'{name}: not UTF-8 ({error.reason}); convert it or use --tokenizer {BYTES}'
             ) from error
+
+
+type Tokenizer = ByteTokenizer | UpstreamTokenizer
 
 
 # ---- inputs
@@ -123,7 +113,7 @@ class UpstreamTokenizer:
 def find_files(inputs: Sequence[str]) -> list[Path]:
     """All files to read: the inputs in the order given, each folder in sorted order.
 
-    Files given by name may have any suffix, and may be pipes. Raises DataError if an input does not
+    Files given by name may have any suffix, and may be pipes. Raises LabError if an input does not
     exist or is no text, or if no file is found.
     """
     files: list[Path] = []
@@ -134,14 +124,14 @@ def find_files(inputs: Sequence[str]) -> list[Path]:
         elif path.is_dir():
             files += walk(path, TEXT_SUFFIXES | JSON_LINES_SUFFIXES, frozenset())
         elif path.is_file() and is_binary(path):
-            raise DataError(f'--input {name}: binary, it has NUL bytes; convert it to UTF-8 text')
+            raise LabError(f'--input {name}: binary, it has NUL bytes; convert it to UTF-8 text')
         elif path.exists():
             files.append(path)
         else:
-            raise DataError(f'--input {name}: no such file or folder')
+            raise LabError(f'--input {name}: no such file or folder')
     if not files:
         suffixes = ' '.join(sorted(TEXT_SUFFIXES | JSON_LINES_SUFFIXES))
-        raise DataError(f'--input {" ".join(inputs)}: no text files; folders give {suffixes}')
+        raise LabError(f'--input {" ".join(inputs)}: no text files; folders give {suffixes}')
     return files
 
 
@@ -196,54 +186,17 @@ def utf8_bytes_missing(piece: bytes) -> int:
 
 
 def json_text(line: bytes, key: str, where: str) -> bytes:
-    """Text of one JSON line; raises DataError naming `where` (file:line) if it has none."""
+    """Text of one JSON line; raises LabError naming `where` (file:line) if it has none."""
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f'{where}: not a JSON object on one line ({error})') from error
+        raise LabError(f'{where}: not a JSON object on one line ({error})') from error
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = ', '.join(record) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f'{where}: no text under {key!r} (found: {keys}); name it with --json-key')
+        raise LabError(f'{where}: no text under {key!r} (found: {keys}); name it with --json-key')
     # A lone surrogate (valid JSON) has no UTF-8 form.
     return text.encode('utf-8', errors='replace')
-
-
-class Reader:
-    """Documents of many files in order, up to a limit; shows progress."""
-
-    def __init__(self, files: Sequence[Path], json_key: str, limit_bytes: int | None) -> None:
-        """With `limit_bytes` reading ends after the piece that reaches it."""
-        self._files = files
-        self._json_key = json_key
-        self._limit = limit_bytes
-        self.bytes_read = 0
-        total = sum(path.stat().st_size for path in files)
-        if limit_bytes is not None:
-            total = min(total, limit_bytes)
-        self._progress = tqdm(
-            total=total, unit='B', unit_scale=True, desc='tokenizing', disable=None
-        )
-
-    def documents(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """(file name, pieces) of each document; consume the pieces before the next document."""
-        with self._progress:
-            for path in self._files:
-                for pieces in read_documents(path, self._json_key):
-                    if self._is_full():
-                        return
-                    yield str(path), self._count(pieces)
-
-    def _count(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        for piece in pieces:
-            if self._is_full():
-                return
-            self.bytes_read += len(piece)
-            self._progress.update(len(piece))
-            yield piece
-
-    def _is_full(self) -> bool:
-        return self._limit is not None and self.bytes_read >= self._limit
 
 
 # ---- output
@@ -262,13 +215,13 @@ class Writer:
         self._append_eod = append_eod
         self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
         self._builder = IndexedDatasetBuilder(str(folder / 'new.bin'), dtype=self._dtype)
-        self.documents = 0
-        self.tokens = 0
+        self.bytes_read = self.documents = self.tokens = 0
 
     def add(self, name: str, pieces: Iterator[bytes]) -> None:
         """Adds one document, a sequence for each piece; one without tokens is left out."""
         ready: np.ndarray | None = None  # delayed: only the last piece gets the end of document
         for piece in pieces:
+            self.bytes_read += len(piece)
             ids = self._tokenizer.encode(piece, name).astype(self._dtype)
             if not ids.size:
                 continue
@@ -303,38 +256,58 @@ class Writer:
         os.replace(self._folder / 'new.idx', index)
 
 
-def write_dataset(
-    reader: Reader, prefix: Path, tokenizer: Tokenizer, append_eod: bool = False
-) -> Writer:
+def write_dataset(files: Sequence[Path], args: argparse.Namespace, tokenizer: Tokenizer) -> Writer:
     """Writes prefix.bin and prefix.idx, both whole or neither; returns the writer's counts.
 
-    Raises DataError if the inputs have no text or the output cannot be written; an older dataset
+    Raises LabError if the inputs have no text or the output cannot be written; an older dataset
     then stays unchanged.
     """
+    prefix = Path(args.output_prefix)
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         workplace = tempfile.TemporaryDirectory(prefix='.prepare_data-', dir=prefix.parent)
     except OSError as error:
         reason = 'not a folder' if isinstance(error, FileExistsError) else error.strerror
-        raise DataError(
+        raise LabError(
             f'--output-prefix {prefix}: cannot write in {prefix.parent} ({reason}); '
             'choose another folder'
         ) from error
     with workplace as folder:
-        writer = Writer(Path(folder), tokenizer, append_eod)
-        for name, pieces in reader.documents():
-            writer.add(name, pieces)
+        writer = Writer(Path(folder), tokenizer, args.append_eod)
+        write_documents(writer, files, args.json_key, args.limit_mb)
         if not writer.documents:
-            raise DataError('the inputs hold no text: every file or record is empty')
+            raise LabError('the inputs hold no text: every file or record is empty')
         writer.publish(prefix)
     return writer
+
+
+def write_documents(
+    writer: Writer, files: Sequence[Path], json_key: str, limit_mb: float | None
+) -> None:
+    """Writes files in order and shows progress; ends after the piece that reaches the limit."""
+    limit = math.inf if limit_mb is None else int(limit_mb * MIB)
+    total = min(limit, sum(path.stat().st_size for path in files))
+    with tqdm(total=total, unit='B', unit_scale=True, desc='tokenizing', disable=None) as progress:
+
+        def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
+            for piece in pieces:
+                if writer.bytes_read >= limit:
+                    return
+                progress.update(len(piece))
+                yield piece
+
+        for path in files:
+            for pieces in read_documents(path, json_key):
+                if writer.bytes_read >= limit:
+                    return
+                writer.add(str(path), counted(pieces))
 
 
 # ---- command line
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Parser of this tool's flags; unknown flags go to the tokenizer."""
+def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's arguments, and flags for the tokenizer."""
     parser = Parser(
         prog='python -m tools.prepare_data',
         description=__doc__,
@@ -370,11 +343,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar='N',
         help='stop once N MiB of text are read (the piece of up to 1 MiB that reaches it is kept)',
     )
-    return parser
-
-
-def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = build_parser()
     args, tokenizer_flags = parser.parse_known_args(argv)
     if args.tokenizer == BYTES and tokenizer_flags:
         parser.error(f'--tokenizer {BYTES} takes no flags: {" ".join(tokenizer_flags)}')
@@ -392,24 +360,21 @@ def run(args: argparse.Namespace, tokenizer_flags: Sequence[str]) -> None:
         if args.tokenizer == BYTES
         else UpstreamTokenizer(args.tokenizer, tokenizer_flags)
     )
-    limit = None if args.limit_mb is None else int(args.limit_mb * MIB)
+    writer = write_dataset(files, args, tokenizer)
     prefix = Path(args.output_prefix)
-    reader = Reader(files, args.json_key, limit)
-    writer = write_dataset(reader, prefix, tokenizer, args.append_eod)
     print(
         f'{prefix}.bin, {prefix}.idx: {writer.documents:,} documents, {writer.tokens:,} tokens '
-        f'from {reader.bytes_read / MIB:,.1f} MiB of text'
+        f'from {writer.bytes_read / MIB:,.1f} MiB of text'
     )
-    print(
-        f'flags for the trainer: --data-path {shlex.quote(str(prefix))} {tokenizer.trainer_flags}'
-    )
+    data = shlex.quote(str(prefix))
+    print(f'flags for the trainer: --data-path {data} {tokenizer.trainer_flags}')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, tokenizer_flags = parse_arguments(argv)
     try:
         run(args, tokenizer_flags)
-    except DataError as error:
+    except LabError as error:
         print(f'prepare_data: {error}', file=sys.stderr)
         return 1
     except KeyboardInterrupt:
