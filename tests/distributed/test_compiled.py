@@ -13,7 +13,7 @@ from megatron.moevement.seams.without_gpu import COMPILED
 from moevement_ext.events import Recovered
 from tests.unit.memory.samples import tmpfs_directory
 from tools.gpu_check import four_rank, one_rank
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Settings
 from tools.gpu_check.training import Kill, Trials, compare
 from tools.lab import models
 from tools.lab.digests import StateDigest, kinds_of_difference, read_digest
@@ -72,7 +72,7 @@ def compared(trials: Trials, folder: Path, kill: Kill) -> Trained:
     undisturbed = trials.protected('undisturbed')
     assert list((folder / 'cache').rglob('*.so')), 'nothing was compiled'
     killed = trials.protected('killed', kill)
-    assert compare(undisturbed, killed, 'killed', 'the same without the kill') == []
+    assert compare(undisturbed, killed, 'killed') == []
     return killed
 
 

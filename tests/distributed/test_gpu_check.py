@@ -9,8 +9,7 @@ from msgspec.json import decode
 
 from tools.gpu_check import one_rank
 from tools.gpu_check.__main__ import main
-from tools.gpu_check.report import NAME, Findings, Report, StageResult, save
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import NAME, Findings, Report, Settings, StageResult, save
 
 pytestmark = pytest.mark.thorough
 

@@ -29,8 +29,7 @@ import msgspec
 import psutil
 import torch
 
-from tools.gpu_check.report import NOTHING, Findings, Report, StageResult, load, save
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import NOTHING, Findings, Report, Settings, StageResult, load, save
 from tools.gpu_check.stages import STAGES, possible
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm

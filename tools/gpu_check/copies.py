@@ -14,8 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tools.gpu_check.report import Findings
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Findings, Settings
 from tools.lab.errors import LabError
 from tools.lab.launch import ROOT
 

@@ -74,12 +74,7 @@ ON_CPU = Sizes(1 << 23, 64, 32, 64, 0.01, windows=2, small_calls=20, window=2)
 
 
 class Stage:
-    """Training state of experts on one device, and compute of a given duration.
-
-    Args:
-        device: device of the state.
-        sizes: sizes of the state; at least two experts are created.
-    """
+    """Training state of at least two experts on one device, and compute of a given duration."""
 
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self._device = device
@@ -128,13 +123,7 @@ class Stage:
 
 
 class Window:
-    """One window file, filled repeatedly by the capture path of training.
-
-    Args:
-        path: path of the file.
-        operators: operators to capture.
-        plan: plan of the window.
-    """
+    """One window file, filled repeatedly by the capture path of training."""
 
     def __init__(self, path: Path, operators: dict[str, OperatorSlices], plan: WindowPlan) -> None:
         self.slots = plan.window

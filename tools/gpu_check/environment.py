@@ -15,8 +15,7 @@ import torch
 
 from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.regroup import gloo, internals, nccl_environment
-from tools.gpu_check.report import Findings
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Findings, Settings
 from tools.lab.launch import ROOT
 
 GIB = 1 << 30

@@ -4,8 +4,7 @@
 from collections.abc import Iterator
 
 from moevement_ext.events import Recovered
-from tools.gpu_check.report import Findings
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Findings, Settings
 from tools.gpu_check.training import Kill, Trials, compare, costs, reduced
 from tools.lab import models
 from tools.lab.evidence import Tier, kind_of

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,8 +20,7 @@ from torch.distributed import TCPStore
 
 from moevement_ext.launch import shared_gpu
 from tools.gpu_check.nccl_rank import Measured, Trial
-from tools.gpu_check.report import Findings
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Findings, Settings
 from tools.lab.errors import LabError
 from tools.lab.launch import ENVIRONMENT, ROOT
 
@@ -134,22 +133,13 @@ def run_case(case: Case, settings: Settings) -> list[Measured]:
         LabError: a rank failed in another way, or did not start.
     """
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
-    with _processes(case, store, settings) as processes:
-        processes.conduct()
+    with closing(_Ranks(case, store, settings)) as ranks:
+        ranks.conduct()
     found = []
     for cycle, victim in enumerate(case.victims):
         for rank in set(range(case.ranks)) - {victim}:
             found.append(msgspec.json.decode(store.get(f'measured/{cycle}/{rank}'), type=Measured))
     return found
-
-
-@contextmanager
-def _processes(case: Case, store: TCPStore, settings: Settings) -> Iterator['_Ranks']:
-    ranks = _Ranks(case, store, settings)
-    try:
-        yield ranks
-    finally:
-        ranks.end()
 
 
 class _Ranks:
@@ -192,7 +182,8 @@ class _Ranks:
         except LabError as error:
             raise NotRenewed(str(error)) from error
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """End all processes."""
         for process in self._running.values():
             process.kill()
             process.wait()

@@ -72,11 +72,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Rank:
-    """The groups of a rank, as parallel training creates them, and their use.
-
-    Args:
-        trial: parameters of the process.
-    """
+    """The groups of a rank, as parallel training creates them, and their use."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -143,7 +139,9 @@ class Rank:
             renew_s=self._renew(cycle),
             resources=self._settled_resources(),
         )
-        self._store.set(f'measured/{cycle}/{self._trial.rank}', _encoded(measured))
+        self._store.set(
+            f'measured/{cycle}/{self._trial.rank}', msgspec.json.encode(measured).decode()
+        )
         self._store.set(f'renewed/{cycle}/{self._trial.rank}', '')
 
     def _send_until_refused(self) -> str:
@@ -260,23 +258,11 @@ class Rank:
         }
 
     def failed(self, error: Exception) -> None:
-        text = f'{type(error).__name__}: {error}'
-        self._store.set(f'failed/{self._trial.rank}', text)
+        self._store.set(f'failed/{self._trial.rank}', f'{type(error).__name__}: {error}')
 
 
 def _one_line(error: Exception) -> str:
     return f'{type(error).__name__}: {str(error).splitlines()[0][-80:]}'
-
-
-def _encoded(measured: Measured) -> str:
-    return msgspec.json.encode(measured).decode()
-
-
-def leave_calls_open() -> None:
-    """Disable the code that closes groups of calls left open by an error."""
-    from moevement_ext.regroup.nccl import Nccl
-
-    Nccl.end_calls = lambda self: None  # type: ignore[method-assign]
 
 
 def main(text: str) -> None:
@@ -284,7 +270,9 @@ def main(text: str) -> None:
     if trial.backend == nccl_environment.BACKEND:
         nccl_environment.prepare()
     if not trial.repair:
-        leave_calls_open()
+        from moevement_ext.regroup.nccl import Nccl
+
+        Nccl.end_calls = lambda self: None  # type: ignore[method-assign]
     torch.set_num_threads(1)
     rank = Rank(trial)
     try:

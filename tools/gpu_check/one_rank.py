@@ -4,8 +4,7 @@
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from tools.gpu_check.report import Findings
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Findings, Settings
 from tools.gpu_check.training import Kill, Trials, compare, costs, iteration_ms, reduced
 from tools.lab import models, precisions
 from tools.lab.evidence import Tier

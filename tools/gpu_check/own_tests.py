@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tools.gpu_check.report import Findings
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Findings, Settings
 from tools.lab.launch import ROOT
 
 # CUDA_DEVICE_MAX_CONNECTIONS, with tensor parallelism and torch's default.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of all stages so far: one file, kept between calls."""
+"""Settings of all stages, and their findings so far: one file, kept between calls."""
 
+import shutil
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import torch
@@ -16,6 +17,28 @@ from tools.lab.launch import PROGRAM, ROOT
 NAME = 'gpu-check.json'
 # Code that jobs and stages run.
 _CODE = ('moevement_ext', 'megatron/moevement', 'tools', 'tests/gpu')
+
+
+class Settings(NamedTuple):
+    """Output folders and device of a check."""
+
+    output: Path
+    """Folder of the results and all other output."""
+    memory: Path
+    """Directory in a tmpfs for windows."""
+    gpu: bool
+    """False: a dry run on the CPU, over gloo, with tiny models."""
+
+    @property
+    def backend(self) -> str:
+        return 'nccl' if self.gpu else 'gloo'
+
+    def folder(self, stage: str) -> Path:
+        """Empty folder for logs and states of a stage; removes those of an earlier run."""
+        folder = self.output / stage
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
 
 
 class Findings(msgspec.Struct, frozen=True):
@@ -94,11 +117,7 @@ def _software(gpu: bool) -> str:
 
 
 def load(output: Path, now: Report) -> Report:
-    """Load the report of earlier calls from a folder.
-
-    Args:
-        output: the folder.
-        now: the report without stages; returned if there is none, or one of other software.
+    """Load the report of earlier calls from a folder; `now` if there is none of this software.
 
     Raises:
         LabError: the file is damaged, or belongs to another machine or GPU.

@@ -19,8 +19,7 @@ import torch
 from rich.console import Console
 
 from tools.gpu_check import copies, environment, four_rank, nccl, one_rank, own_tests
-from tools.gpu_check.report import NOTHING, Findings
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import NOTHING, Findings, Settings
 from tools.lab import precisions
 from tools.lab.benchmark import exit_on_sigterm, print_failure
 from tools.lab.errors import LabError

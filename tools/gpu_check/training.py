@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moevement_ext.events import ProtectionReduced
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Settings
 from tools.lab import evidence
 from tools.lab.job import memory_directory
 from tools.lab.launch import PROGRAM, Launch, Launcher
@@ -76,13 +76,7 @@ class Trials(NamedTuple):
 
 
 def compare(expected: Trained, other: Trained, what: str) -> list[str]:
-    """Problems in the final state of a job that differs only in `what`; empty if states are equal.
-
-    Args:
-        expected: the job without it.
-        other: the job with it.
-        what: words for the report.
-    """
+    """Problems in the final state of a job that differs only in `what`; empty if equal."""
     kinds = other.different(expected)
     return [f'{what}: the final state differs in {", ".join(kinds)}'] if kinds else []
 

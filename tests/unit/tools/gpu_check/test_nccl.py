@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.gpu_check import nccl
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import Settings
 from tools.lab.launch import ROOT
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timed]

@@ -10,8 +10,7 @@ import pytest
 
 from tests.unit.tools.samples import HARDWARE
 from tools.gpu_check.__main__ import main, run_apart, summary
-from tools.gpu_check.report import NAME, Report, StageResult, load, save
-from tools.gpu_check.settings import Settings
+from tools.gpu_check.report import NAME, Report, Settings, StageResult, load, save
 from tools.lab.errors import LabError
 from tools.lab.launch import PROGRAM
 
