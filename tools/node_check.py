@@ -78,12 +78,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 def problems(reports: Sequence[RankReport], needed_bytes: int) -> list[str]:
-    """Problems, one line each, by node.
-
-    Args:
-        reports: reports of all ranks.
-        needed_bytes: host memory that a node needs; 0: no requirement.
-    """
+    """Problems, one line each, by node. A node needs `needed_bytes` of host memory."""
     nodes = first_of_each_node(reports)
     return [
         *(line for report in nodes for line in _of_a_node(report, needed_bytes)),
@@ -242,10 +237,7 @@ def memory(directory: Path) -> tuple[int, bool]:
 class Meter:
     """Measures rates on one rank, with all ranks at once, as windows will use the links.
 
-    Args:
-        device: device of this rank.
-        size: bytes of each transfer.
-        nodes: node of each rank, by rank.
+    Each transfer has `size` bytes; `nodes` has the node of each rank.
     """
 
     def __init__(self, device: torch.device, size: int, nodes: list[str]) -> None:

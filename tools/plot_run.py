@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.lab.arguments import Parser, at_least
+from tools.lab.errors import LabError
 from tools.lab.plots import plot
-from tools.lab.run_log import LogError, read_log
+from tools.lab.run_log import read_log
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         plot(read_log(args.plain), read_log(args.sparse), args.dense_bytes, args.output)
-    except LogError as error:
+    except LabError as error:
         print(f'plot_run: {error}', file=sys.stderr)
         return 2
     except (OSError, ValueError) as error:

@@ -34,7 +34,6 @@ from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_
 from tools.lab.job import Job, memory_directory
 from tools.lab.launch import Launch, Launcher
 from tools.lab.models import sparse_flags
-from tools.lab.run_log import RunLog
 from tools.lab.tables import table
 from tools.lab.trained import train
 
@@ -108,32 +107,17 @@ def private_bytes(pid: int) -> Counter[str]:
     return found
 
 
-class _Samples:
-    """The largest and the newest sums, by kind."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self.most: Counter[str] = Counter()
-        self.last: Counter[str] = Counter()
-
-    def take(self, job: Job, log: RunLog) -> None:
-        if not log.iterations:
-            return
-        found = files_by_kind(self._root)
-        for pid in job.pids():
-            found += private_bytes(pid)
-        if sum(found[kind] for kind in found if kind.startswith('process')):
-            self.most |= found
-            self.last = found
-
-
 def account(windows: str, data: Path, output: Path, args: argparse.Namespace) -> Account:
+    most, last = Counter[str](), Counter[str]()
     with memory_directory() as memory:
-        samples = _Samples(memory)
 
         def sample(job: Job) -> None:
+            nonlocal most, last
             for log in job.follow('the end', _POLL_S):
-                samples.take(job, log)
+                private = map(private_bytes, job.pids() if log.iterations else [])
+                if found := sum(private, Counter[str]()):
+                    last = found + files_by_kind(memory)
+                    most |= last
 
         flags = model.training_flags(data, args.ranks, args.iterations)
         flags += _ALONE if args.ranks == 1 else []
@@ -145,7 +129,7 @@ def account(windows: str, data: Path, output: Path, args: argparse.Namespace) ->
     slots = log.captured
     newest = slots[-slots[-1].window :] if slots else []
     captured = args.ranks * sum(slot.nbytes for slot in newest)
-    return Account(windows, dict(samples.most), dict(samples.last), captured)
+    return Account(windows, dict(most), dict(last), captured)
 
 
 def reserve(folder: Path, tries: int) -> list[float]:
@@ -200,9 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f'--reserve {args.reserve}: {error}')
         print(f'CPU s per GB: {", ".join(f"{seconds:.3f}" for seconds in spent)}')
         return 0
-    return run_benchmark(
-        'bench_host_memory', lambda console: measure(args, console), show, args.json
-    )
+    return run_benchmark('bench_host_memory', args, measure, show)
 
 
 if __name__ == '__main__':

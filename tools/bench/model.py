@@ -28,11 +28,7 @@ def training_flags(
 ) -> list[str]:
     """Flags of plain Megatron.
 
-    Args:
-        data: prefix of the text.
-        ranks: one of `RANKS`.
-        iterations: number of iterations to train.
-        precision: a key of `precisions.FLAGS` or `NATIVE`; None: `models.native_precision`.
+    `precision`: a key of `precisions.FLAGS` or `NATIVE`; None: `models.native_precision`.
     """
     kind = (precisions.FLAGS | precisions.NATIVE)[precision or models.native_precision()]
     sizes = ['--pipeline-model-parallel-size', str(ranks // NODES)]

@@ -88,12 +88,11 @@ class Bench(NamedTuple):
 
     def run(self, variant: str, round_number: int) -> Run:
         folder = self.output / f'{round_number}-{variant}'
-        clocks: list[CpuClock] = []
+        clock = CpuClock()
 
         def sample(job: Job) -> None:
-            clocks.append(CpuClock(job))
             for log in job.follow('the end', _POLL_S):
-                clocks[0].sample(log)
+                clock.sample(job, log)
 
         with (
             memory_directory() as memory,
@@ -121,7 +120,7 @@ class Bench(NamedTuple):
             variant=variant,
             iteration_s=statistics.median(seconds),
             all_iterations_s=seconds,
-            cpu_s=clocks[0].seconds(*span) / iterations,
+            cpu_s=clock.seconds(*span) / iterations,
             helpers_s=helpers_s(found.events, self.warm_up),
             exposed_ms=statistics.mean(exposed) if exposed else None,
             windows=[slot.window for slot in slots],
@@ -270,12 +269,7 @@ def measure(args: argparse.Namespace, console: Console) -> OverheadReport:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
-    return run_benchmark(
-        'bench_overhead',
-        lambda console: measure(args, console),
-        overhead_report.print_report,
-        args.json,
-    )
+    return run_benchmark('bench_overhead', args, measure, overhead_report.print_report)
 
 
 if __name__ == '__main__':

@@ -48,9 +48,9 @@ from tools.bench.recovery_report import (
     Comeback,
     RecoveryReport,
     dense_restart,
+    over_rounds,
     print_report,
     sparse_recovery,
-    summarize,
 )
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
@@ -196,14 +196,13 @@ def measure(args: argparse.Namespace, console: Console) -> RecoveryReport:
                 found = bench.localized(name, number, kill_at, reference)
             rounds[-1][name] = found
             console.print(f'{number}: {found.seconds:6.2f} s  {TITLES[name]}', highlight=False)
-    return summarize(hardware, args.window, (args.lose, kill_at, interval), rounds)
+    return RecoveryReport(
+        hardware, args.lose, STAGES, args.window, kill_at, interval, over_rounds(rounds), rounds
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    return run_benchmark(
-        'bench_recovery', lambda console: measure(args, console), print_report, args.json
-    )
+    return run_benchmark('bench_recovery', parse_arguments(argv), measure, print_report)
 
 
 if __name__ == '__main__':

@@ -87,7 +87,7 @@ def sparse_recovery(
     Args:
         log: log of the last rank, over all its processes.
         killed_at: time of the signal (seconds since the epoch).
-        events: events of all ranks, in the order of time.
+        events: those of all ranks, in the order of time.
         different: kinds of state that differ from the undisturbed run.
 
     Raises:
@@ -135,20 +135,9 @@ def dense_restart(log: RunLog, killed_at: float, different: list[str]) -> Comeba
 # ---- over the rounds
 
 
-def summarize(
-    hardware: Hardware, window: int, what: tuple[str, int, int], rounds: list[dict[str, Comeback]]
-) -> RecoveryReport:
-    """Compute ratios within each round, then over the rounds.
-
-    Args:
-        hardware: hardware of this machine.
-        window: W.
-        what: the killed workers, the iteration of the kill, and the interval of torch_dist
-            checkpoints.
-        rounds: results by way to recover.
-    """
-    methods = {name: _method(name, rounds) for name in rounds[0]}
-    return RecoveryReport(hardware, what[0], STAGES, window, *what[1:], methods, rounds)
+def over_rounds(rounds: Sequence[dict[str, Comeback]]) -> dict[str, MethodResult]:
+    """Each way to recover; ratios are taken within a round."""
+    return {name: _method(name, rounds) for name in rounds[0]}
 
 
 def _method(name: str, rounds: Sequence[dict[str, Comeback]]) -> MethodResult:

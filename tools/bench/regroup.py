@@ -43,14 +43,6 @@ _SHM = '/dev/shm/'
 _MIB = 1 << 20
 
 
-class Bench(msgspec.Struct, frozen=True):
-    """Parameters of the benchmark."""
-
-    processes: int
-    cycles: int
-    warm_up: int
-
-
 class RankReport(msgspec.Struct, frozen=True):
     """Results of one process."""
 
@@ -92,24 +84,24 @@ def _group_ranks(processes: int) -> list[list[int]]:
 class _Rank:
     """One process of the benchmark."""
 
-    def __init__(self, bench: Bench, rank: int, port: int, barrier: Any) -> None:
+    def __init__(self, args: argparse.Namespace, rank: int, port: int, barrier: Any) -> None:
         torch.set_num_threads(1)
-        self._bench = bench
+        self._args = args
         self._rank = rank
         self._together = barrier
         self._store = TCPStore('127.0.0.1', port, is_master=False)
         first: Store = PrefixStore('start', self._store)
-        dist.init_process_group('gloo', store=first, rank=rank, world_size=bench.processes)
-        made = [(ranks, dist.new_group(ranks)) for ranks in _group_ranks(bench.processes)]
+        dist.init_process_group('gloo', store=first, rank=rank, world_size=args.processes)
+        made = [(ranks, dist.new_group(ranks)) for ranks in _group_ranks(args.processes)]
         self._groups: list[Any] = [dist.group.WORLD]
         self._groups += [group for ranks, group in made if rank in ranks]
         self._process_groups = ProcessGroups('gloo')
 
     def run(self) -> RankReport:
-        for cycle in range(self._bench.warm_up):
+        for cycle in range(self._args.warm_up):
             self._cycle(cycle)
         before = self._resources()
-        times = [self._cycle(self._bench.warm_up + cycle) for cycle in range(self._bench.cycles)]
+        times = [self._cycle(self._args.warm_up + cycle) for cycle in range(self._args.cycles)]
         after = self._resources()
         unblock, renew = map(list, zip(*times, strict=True))
         growth = {name: after[name] - value for name, value in before.items()}
@@ -159,15 +151,34 @@ def _expect_error(work: dist.Work) -> None:
     raise RuntimeError('an all-reduce that one rank never entered has returned')
 
 
-def _serve(bench: Bench, rank: int, port: int, barrier: Any, pipe: Connection) -> None:
+def _serve(args: argparse.Namespace, rank: int, port: int, barrier: Any, pipe: Connection) -> None:
     try:
-        pipe.send(_Rank(bench, rank, port, barrier).run())
+        pipe.send(_Rank(args, rank, port, barrier).run())
     except Exception:
         barrier.abort()
         pipe.send(traceback.format_exc())
 
 
-def measure(bench: Bench) -> list[RankReport]:
+def measure(args: argparse.Namespace, console: Console) -> RegroupReport:
+    hardware = Hardware.here(gpu=False)
+    ranks = run_ranks(args)
+    unblock, renew = (
+        [max(times) for times in zip(*(getattr(rank, name) for rank in ranks), strict=True)]
+        for name in ('unblock_s', 'renew_s')
+    )
+    return RegroupReport(
+        hardware,
+        args.processes,
+        ranks[0].groups,
+        args.cycles,
+        args.warm_up,
+        Spread.of(unblock),
+        Spread.of(renew),
+        {name: max(rank.growth[name] for rank in ranks) for name in ranks[0].growth},
+    )
+
+
+def run_ranks(args: argparse.Namespace) -> list[RankReport]:
     """Run all processes to their end.
 
     Raises:
@@ -176,11 +187,11 @@ def measure(bench: Bench) -> list[RankReport]:
     store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['torch.distributed'])
-    barrier = context.Barrier(bench.processes)
+    barrier = context.Barrier(args.processes)
     pipes = []
-    for rank in range(bench.processes):
+    for rank in range(args.processes):
         ours, theirs = context.Pipe()
-        arguments = (bench, rank, store.port, barrier, theirs)
+        arguments = (args, rank, store.port, barrier, theirs)
         context.Process(target=_serve, args=arguments, daemon=True).start()
         theirs.close()
         pipes.append(ours)
@@ -195,23 +206,6 @@ def _received(rank: int, pipe: Connection) -> RankReport:
     if not isinstance(answer, RankReport):
         raise LabError(f'rank {rank}: {answer}')
     return answer
-
-
-def summarize(bench: Bench, hardware: Hardware, ranks: Sequence[RankReport]) -> RegroupReport:
-    unblock, renew = (
-        [max(times) for times in zip(*(getattr(rank, name) for rank in ranks), strict=True)]
-        for name in ('unblock_s', 'renew_s')
-    )
-    return RegroupReport(
-        hardware,
-        bench.processes,
-        ranks[0].groups,
-        bench.cycles,
-        bench.warm_up,
-        Spread.of(unblock),
-        Spread.of(renew),
-        {name: max(rank.growth[name] for rank in ranks) for name in ranks[0].growth},
-    )
 
 
 def print_report(report: RegroupReport, console: Console) -> None:
@@ -242,14 +236,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    bench = Bench(args.processes, args.cycles, args.warm_up)
-    return run_benchmark(
-        'bench_regroup',
-        lambda console: summarize(bench, Hardware.here(gpu=False), measure(bench)),
-        print_report,
-        args.json,
-    )
+    return run_benchmark('bench_regroup', parse_arguments(argv), measure, print_report)
 
 
 if __name__ == '__main__':

@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -29,7 +29,6 @@ from moevement_ext.launch.hosts import SlurmStarter
 from moevement_ext.launch.launch_config import LaunchConfig, StagedAction, StagedFault
 from moevement_ext.launch.launcher_events import line_of
 from moevement_ext.launch.link import ADDRESS_VARIABLE, Address
-from moevement_ext.launch.loop import FdLoop
 from moevement_ext.launch.steps import AGENT, Step
 from moevement_ext.launch.supervisor import Supervisor
 from moevement_ext.memory.node_store import NodeStore
@@ -88,19 +87,11 @@ class _Starter(SlurmStarter):
 
     Args:
         reserves: the spare node reserves host memory.
-        config: of the job.
-        loop: as of `SlurmStarter`.
-        report: as of `SlurmStarter`.
+        of_job: configuration, loop and report of `SlurmStarter`.
     """
 
-    def __init__(
-        self,
-        reserves: bool,
-        config: LaunchConfig,
-        loop: FdLoop,
-        report: Callable[[Event], None],
-    ) -> None:
-        super().__init__(_HOSTS, _begin_agent, config, loop, report)
+    def __init__(self, reserves: bool, *of_job: Any) -> None:
+        super().__init__(_HOSTS, _begin_agent, *of_job)
         self._reserves = reserves
         self.kept = self.in_advance = 0
         self.lost_at: float | None = None
@@ -139,7 +130,7 @@ def lose_a_node(folder: Path, launch: Launch, way: str, reference: StateDigest) 
     starters: list[_Starter] = []
 
     def starter(*of_job: object) -> _Starter:
-        starters.append(_Starter(way == IN_ADVANCE, *of_job))  # type: ignore[arg-type]
+        starters.append(_Starter(way == IN_ADVANCE, *of_job))
         return starters[0]
 
     with _environment(launch), (folder / 'launcher.jsonl').open('wb') as said:
@@ -232,8 +223,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    return run_benchmark('bench_spare_node', partial(measure, args), show, args.json)
+    return run_benchmark('bench_spare_node', parse_arguments(argv), measure, show)
 
 
 if __name__ == '__main__':

@@ -27,11 +27,12 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
-from tools.compare import measuring, trace
+from tools.compare import measuring
 from tools.compare.report import (
     Comparison,
     Conditions,
@@ -42,8 +43,14 @@ from tools.compare.report import (
     print_report,
 )
 from tools.compare.rows import ROWS, chosen
-from tools.compare.running import RANKS, STATE_BYTES, Course, Lived
-from tools.compare.trace import PlannedFault
+from tools.compare.running import (
+    RANKS,
+    STATE_BYTES,
+    Course,
+    Lived,
+    PlannedFault,
+    draw_faults,
+)
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
 from tools.lab.errors import LabError
@@ -166,7 +173,7 @@ def _between_evaluations(iterations: int, interval: int) -> int:
 
 def _drawn(args: argparse.Namespace, plain: Lived) -> list[PlannedFault]:
     span_s = measuring.span_s(plain.trained.log)
-    return trace.draw(args.seed, args.faults, _FIRST * span_s, _LAST * span_s, RANKS)
+    return draw_faults(args.seed, args.faults, _FIRST * span_s, _LAST * span_s, RANKS)
 
 
 def _limited(course: Course, dense_copy: float, iteration_s: float) -> Course:
@@ -177,7 +184,7 @@ def _limited(course: Course, dense_copy: float, iteration_s: float) -> Course:
     )
 
 
-def show(report: Comparison, console: Console, args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace, report: Comparison, console: Console) -> None:
     """Print the report, and write the requested files.
 
     Raises:
@@ -204,12 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return peers.main(given[1:])
     args = parse_arguments(given)
-    return run_benchmark(
-        'compare',
-        lambda console: measure(args, console),
-        lambda report, console: show(report, console, args),
-        args.json,
-    )
+    return run_benchmark('compare', args, measure, partial(show, args))
 
 
 if __name__ == '__main__':

@@ -148,12 +148,7 @@ def _began_alike(job: Job) -> None:
 
 
 class PeerRuns:
-    """Runs rows on the same model and text.
-
-    Args:
-        data: prefix of the text.
-        output: folder of the jobs.
-    """
+    """Runs rows on the same model and text."""
 
     def __init__(self, data: Path, output: Path) -> None:
         self._data, self._output = data, output
@@ -233,14 +228,11 @@ def _pace_s(log: RunLog) -> float:
 
 def over_rounds(row: PeerRow, runs: Sequence[PeerFigures]) -> PeerResult:
     """Figures over all rounds; ratios were taken within each."""
-    names = (
-        'ratio', 'cpu', 'cpu_training', 'tmpfs_mb', 'logs_mb', 'memory_mb', 'back_s', 'start_s',
-        'load',
-    )  # fmt: skip
     figures = {
         name: Spread.of(known)
-        for name in names
-        if (known := [value for run in runs if (value := getattr(run, name)) is not None])
+        for name in PeerFigures.__struct_fields__
+        if name not in ('again', 'different')
+        and (known := [value for run in runs if (value := getattr(run, name)) is not None])
     }
     return PeerResult(
         row.title, row.ours, figures, statistics.mean(run.again for run in runs),
@@ -335,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table:
             args.table.write_text(markdown(report), 'utf-8')
 
-    return run_benchmark('compare peers', lambda console: measure(args, console), show, args.json)
+    return run_benchmark('compare peers', args, measure, show)
 
 
 if __name__ == '__main__':

@@ -6,17 +6,20 @@ how long it takes from a failure until state can be loaded. Stalls, lost and rep
 loading and replays are the simulator's own.
 """
 
+import math
 import statistics
 from dataclasses import replace
+
+import numpy as np
 
 from moevement_ext.plan.byte_planner import InfeasiblePlan
 from tools.compare import measuring
 from tools.compare.measuring import PHASES, Comeback
 from tools.compare.rows import Keeps, Row
 from tools.compare.running import MICRO_BATCHES, RANKS, Lived
-from tools.compare.trace import for_simulator
 from tools.lab import four_ranks
 from tools.simulate import run_profile
+from tools.simulate.failures import Trace
 from tools.simulate.fields import FieldError
 from tools.simulate.monte_carlo import simulate
 from tools.simulate.profile import ProfileError
@@ -43,9 +46,11 @@ def predicted(
     """
     log = lived.trained.log
     origin, wall_s = log.iterations[0].time, measuring.span_s(log)
-    process = for_simulator(
-        [fault.at - origin for fault in lived.injected],
-        [fault.rank for fault in lived.injected],
+    faults = lived.injected
+    process = Trace(
+        np.array([fault.at - origin for fault in faults]),
+        np.array([fault.rank for fault in faults], dtype=int),
+        np.full(len(faults), math.inf),
         wall_s,
     )
     own_s = statistics.mean(measuring.undisturbed(log, lived.injected)) - waited_ms / 1000

@@ -12,8 +12,7 @@ from tools.compare import measuring
 from tools.compare.measuring import PHASES, Curves
 from tools.compare.prediction import predicted
 from tools.compare.rows import Keeps, Row
-from tools.compare.running import RANKS, Course, Lived
-from tools.compare.trace import PlannedFault
+from tools.compare.running import RANKS, Course, Lived, PlannedFault
 from tools.lab import tables
 from tools.lab.figures import Spread, medians
 from tools.lab.hardware import Hardware

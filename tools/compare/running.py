@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a job of a comparison, and injects the faults of the trace."""
+"""Runs a job of a comparison, and injects the same faults as in all other rows: the trace."""
 
+import random
 import re
 import shutil
 import signal
@@ -14,7 +15,6 @@ from typing import NamedTuple
 
 from tools.compare import program
 from tools.compare.rows import PLAIN, RUN_ID, Keeps, Row
-from tools.compare.trace import PlannedFault
 from tools.lab import four_ranks, models
 from tools.lab.errors import LabError
 from tools.lab.job import Job, Kind, memory_directory
@@ -36,6 +36,19 @@ _POLL_S = 0.02
 _STARTED = re.compile(re.escape(program.STARTED) + r'([\d.]+)')
 _PROGRAM = str(Path(program.__file__).relative_to(ROOT))
 _ZERO = '--use-distributed-optimizer'
+_KINDS = (Kind.KILL, Kind.NODE)
+# Part of the mean gap between two faults that always lies between them.
+_LEAST_GAP = 0.5
+
+
+class PlannedFault(NamedTuple):
+    """A fault of the trace."""
+
+    at_s: float
+    """Seconds since the first iteration was logged."""
+    kind: Kind
+    rank: int
+    """The killed rank; for a node, one of its ranks."""
 
 
 class InjectedFault(NamedTuple):
@@ -150,6 +163,24 @@ class Course(NamedTuple):
             folder, flags, RANKS, 1, _MAX_RESTARTS, spares, self.fork, variables,
             program_file=_PROGRAM,
         )  # fmt: skip
+
+
+def draw_faults(
+    seed: int, count: int, begin_s: float, end_s: float, ranks: int
+) -> list[PlannedFault]:
+    """Draw the trace: random moments and victims, kills and node losses in turn."""
+    drawn = random.Random(seed)
+    gap = _LEAST_GAP * (end_s - begin_s) / count
+    free = end_s - begin_s - gap * (count - 1)
+    moments = sorted(drawn.uniform(0, free) for _ in range(count))
+    return [
+        PlannedFault(
+            round(begin_s + moment + number * gap, 3),
+            _KINDS[number % len(_KINDS)],
+            drawn.randrange(ranks),
+        )
+        for number, moment in enumerate(moments)
+    ]
 
 
 def since(log: RunLog, number: int) -> RunLog:

@@ -12,12 +12,7 @@ from moevement_ext.system.user_errors import usage_error
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints help without reformatting, and errors without the usage text.
-
-    Args:
-        prog: program name as typed by a user.
-        others: arguments of `ArgumentParser`.
-    """
+    """Prints help without reformatting, and errors without the usage text."""
 
     def __init__(self, prog: str, **others: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter

@@ -34,30 +34,30 @@ def prepare(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
 
 def run_benchmark[R](
     name: str,
-    measure: Callable[[Console], R],
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, Console], R],
     show: Callable[[R, Console], None],
-    target: Path | None,
 ) -> int:
     """Measure, write, show; returns the exit status: 0 done, 1 not `exact`, 2 no result.
 
     Args:
         name: name of the tool, shown before an error.
+        args: parsed arguments; `json` is the file for the report, or None.
         measure: returns the report, which may have `exact`; raises `LabError` if there is none.
         show: prints the report for people; raises `LabError` if it cannot write a file of its own.
-        target: file for the report as JSON; None: no file.
     """
     console = Console()
     try:
-        report = measure(console)
+        report = measure(args, console)
     except LabError as error:
         print_failure(console, name, error)
         return 2
     failures = []  # either way the other one goes on: the report may have taken hours
     try:
-        if target:
-            write_json(target, report)
+        if args.json:
+            write_json(args.json, report)
     except OSError as error:
-        failures.append(LabError(f'--json {target}: {error.strerror}'))
+        failures.append(LabError(f'--json {args.json}: {error.strerror}'))
     try:
         show(report, console)
     except LabError as error:

@@ -53,15 +53,14 @@ def memory_bytes(pids: Sequence[int]) -> int:
 class CpuClock:
     """CPU seconds of a job's workers and their children, sampled over time."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self) -> None:
         self._pids: list[int] = []
         self._samples: list[Spent] = []
 
-    def sample(self, log: RunLog) -> None:
+    def sample(self, job: Job, log: RunLog) -> None:
         """Take one sample if the job trains; call it often."""
         if log.iterations:
-            self._pids = self._pids or [pid for pid in self._job.pids() if pid]
+            self._pids = self._pids or [pid for pid in job.pids() if pid]
             self._samples.append(spent(self._pids))
 
     def seconds(self, begin: float, end: float) -> float:

@@ -11,20 +11,14 @@ from tools.lab.errors import LabError
 
 
 class FollowedFile:
-    """Reads the complete lines appended to a file of events since the last look.
-
-    Args:
-        path: path of the file, which may not exist yet.
-
-    Attributes:
-        events: all events of the present file so far.
-    """
+    """Reads the complete lines appended to a file of events, which may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode = 0
         self._read = 0  # bytes of complete lines
         self.events: list[Event] = []
+        """All of the present file so far."""
 
     def look(self) -> list[Event]:
         """Read on, or anew if another file has the name now; returns the new events.
@@ -55,19 +49,13 @@ class FollowedFile:
 
 
 class Follower:
-    """Reads the events appended in a folder since the last look.
-
-    Args:
-        folder: folder of `--sparse-ckpt-events`.
-
-    Attributes:
-        events: all events so far, in the order of time.
-    """
+    """Reads the events appended in a folder of `--sparse-ckpt-events`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, FollowedFile] = {}
         self.events: list[Event] = []
+        """All so far, in the order of time."""
 
     def look(self) -> list[Event]:
         """Read on; returns the new events in the order of time.

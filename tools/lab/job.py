@@ -60,15 +60,6 @@ class Injection(NamedTuple):
     """Process id of the targeted worker."""
 
 
-class LostNode(NamedTuple):
-    """A node that was killed."""
-
-    at: float
-    """Time in seconds since the epoch."""
-    nbytes: int
-    """Bytes of its host memory."""
-
-
 class Job:
     """A running job; leaving the `with` block ends all its processes. Used from one thread.
 
@@ -119,7 +110,7 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        ended = self.ended_at
+        ended = {death.pid for death in self._launcher.deaths}
         self._faulted.update(pid for pid in self.pids() if pid not in ended)
         self._launcher.end()
 
@@ -173,14 +164,10 @@ class Job:
             pass
         return self.read_log()
 
-    @property
-    def log(self) -> Path:
-        """Log file of the last rank, which logs the iterations."""
-        return self._launcher.log_of(self.world_size - 1)
-
     def text(self) -> str:
-        """Contents of `log`, empty if the file does not exist yet."""
-        return self.log.read_text('utf-8', errors='replace') if self.log.exists() else ''
+        """Log of the last rank, which logs the iterations; empty if there is no file yet."""
+        log = self._launcher.log_of(self.world_size - 1)
+        return log.read_text('utf-8', errors='replace') if log.exists() else ''
 
     def read_log(self) -> RunLog:
         """Parsed log of the last rank, over all its processes."""
@@ -206,11 +193,6 @@ class Job:
         """Process ids of the present workers, by rank; 0 if missing."""
         pids = self._launcher.pids()
         return [pids.get(rank, 0) for rank in range(self.world_size)]
-
-    @property
-    def ended_at(self) -> dict[int, float]:
-        """End time of processes that the launcher saw (seconds since the epoch), by process id."""
-        return {death.pid: death.time for death in self._launcher.deaths}
 
     @property
     def unexpected(self) -> list[Death]:
@@ -248,7 +230,7 @@ class Job:
         pid = pid or self.pids()[victims[0]]
         match kind:
             case Kind.NODE:
-                at = self.lose_node(victims[0]).at
+                at, _ = self.lose_node(victims[0])
             case Kind.STOP:
                 at = self.send(victims, signal.SIGSTOP)
             case Kind.STUCK:
@@ -268,12 +250,7 @@ class Job:
         self._launcher.kill()
 
     def kill_after(self, iteration: int, victims: Collection[int], delay_s: float = 0.0) -> float:
-        """SIGKILL workers once an iteration is logged; returns the time (seconds since the epoch).
-
-        Args:
-            iteration: number of it.
-            victims: ranks.
-            delay_s: seconds to wait after it.
+        """SIGKILL ranks once an iteration is logged; returns the time (seconds since the epoch).
 
         Raises:
             LabError: the job ended before.
@@ -298,10 +275,13 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    def lose_node(self, rank: int) -> LostNode:
+    def lose_node(self, rank: int) -> tuple[float, int]:
         """Kill all workers on the node of a rank and delete the node's memory.
 
         The workers are stopped first: none may write deleted files, and no successor may find them.
+
+        Returns:
+            The time (seconds since the epoch), and the bytes of that memory.
 
         Raises:
             LabError: the node has no memory.
@@ -312,7 +292,7 @@ class Job:
         self.send(ranks, signal.SIGSTOP)
         nbytes = sum(path.stat().st_size for path in memory.rglob('*') if path.is_file())
         shutil.rmtree(memory)
-        return LostNode(self.send(ranks, signal.SIGKILL), nbytes)
+        return self.send(ranks, signal.SIGKILL), nbytes
 
     def _lose_agent(self, rank: int) -> float:
         """Kill the agent of a rank with its worker, and restart it; returns the time."""
@@ -344,11 +324,7 @@ class Job:
 def memory_directory(
     prefix: str = 'moevement-bench-', shm: Path = Path('/dev/shm')
 ) -> Iterator[Path]:
-    """Yield a directory in a tmpfs, deleted afterwards.
-
-    Args:
-        prefix: prefix of its name.
-        shm: mount point of the tmpfs, or a directory in it.
+    """Yield a new directory in a tmpfs, deleted afterwards.
 
     Raises:
         LabError: there is no tmpfs.

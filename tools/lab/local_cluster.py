@@ -22,11 +22,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 
 class LocalCluster:
-    """The launcher as a process that can be killed like any other. Used from one thread.
-
-    Args:
-        launch: parameters of the job.
-    """
+    """The launcher as a process that can be killed like any other. Used from one thread."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch

@@ -25,10 +25,6 @@ _VALIDATED = re.compile(
 )
 
 
-class LogError(LabError):
-    """A log is unusable; the message names the file and a remedy."""
-
-
 class Iteration(NamedTuple):
     """One trained iteration, as the trainer logged it."""
 
@@ -68,8 +64,7 @@ class RunLog:
     def wall_seconds(self, warm_up: int) -> list[float]:
         """Seconds between the lines of consecutive iterations, including every stall of a save.
 
-        Args: warm_up: number of first iterations to drop; at least 1, as the first has no
-            predecessor.
+        The first `warm_up` iterations are dropped: at least 1, as the first has no predecessor.
         """
         times = [iteration.time for iteration in self.iterations]
         seconds = [after - before for before, after in zip(times, times[1:], strict=False)]
@@ -80,11 +75,11 @@ class RunLog:
         return max((item.number for item in self.iterations if item.time <= time), default=0)
 
     def first_after(self, number: int) -> Iteration:
-        """First logged iteration beyond `number`; raises `LogError` if there is none."""
+        """First logged iteration beyond `number`; raises `LabError` if there is none."""
         for item in self.iterations:
             if item.number > number:
                 return item
-        raise LogError(f'the job never got beyond iteration {number}')
+        raise LabError(f'the job never got beyond iteration {number}')
 
 
 def parse_log(text: str) -> RunLog:
@@ -129,12 +124,12 @@ def read_log(path: Path) -> RunLog:
     """Read a log file.
 
     Raises:
-        LogError: the file cannot be read, or has no trained iteration.
+        LabError: the file cannot be read, or has no trained iteration.
     """
     try:
         log = parse_log(path.read_text('utf-8', errors='replace'))
     except OSError as error:
-        raise LogError(f'{path}: {error.strerror}; give the log of a training run') from error
+        raise LabError(f'{path}: {error.strerror}; give the log of a training run') from error
     if not log.attempts:
-        raise LogError(f'{path}: no trained iteration; run the trainer with --log-interval 1')
+        raise LabError(f'{path}: no trained iteration; run the trainer with --log-interval 1')
     return log

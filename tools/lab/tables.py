@@ -19,13 +19,9 @@ def table(
     styles: Iterable[str | None] | None = None,
     **options: Any,
 ) -> Table:
-    """A table for `Console.print`.
+    """A table for `Console.print`, with `options` of rich's Table and a style for each row.
 
-    Args:
-        columns: headings; `>` before one right-aligns its cells, `!` keeps them on one line.
-        rows: cells.
-        styles: one for each row.
-        options: options of rich's Table.
+    `>` before a heading right-aligns its cells, `!` keeps them on one line.
     """
     made = Table(**options)
     for name in columns:

@@ -30,11 +30,7 @@ _TRACEBACK = re.compile(r'^\[rank(\d+)\]: ?(Traceback|\w*Error|.*error: )', re.M
 
 
 class Agents:
-    """The agents of one job and their workers. Used from one thread.
-
-    Args:
-        launch: parameters of the job.
-    """
+    """The agents of one job and their workers. Used from one thread."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch

@@ -6,6 +6,7 @@ from typing import Any
 
 from moevement_ext.events import Event, Recovered, WindowPersisted
 from tools.lab.hardware import Hardware
+from tools.lab.run_log import Iteration, RunLog
 
 START = datetime(2026, 1, 31, 23, 59, 58)
 HARDWARE = Hardware('a processor', 2, 24.0, None, 0.1, '2.15', '0.19.2')
@@ -21,6 +22,18 @@ _DEFAULTS: dict[type[Event], dict[str, Any]] = {
 def event(kind: type[Event], rank: int, time: float, **fields: Any) -> Event:
     """An event; irrelevant fields are filled in."""
     return kind(rank=rank, time=time, **{**_DEFAULTS.get(kind, {}), **fields})
+
+
+def happened(
+    kind: type[Event], rank: int, time: float, pid: int | None = None, **fields: Any
+) -> Event:
+    """An event of the process 10 + rank, unless another one is given."""
+    return event(kind, rank, time, pid=10 + rank if pid is None else pid, **fields)
+
+
+def logged(*lines: tuple[float, int]) -> RunLog:
+    """Of pairs of seconds and number."""
+    return RunLog([[Iteration(time, number, 500.0, 1.0) for time, number in lines]], [])
 
 
 def iteration_line(

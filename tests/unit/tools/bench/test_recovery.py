@@ -145,7 +145,8 @@ def report(*different: str, lose: str = recovery.WORKER) -> RecoveryReport:
     }
     bench = recovery.Bench(Path(), Path(), 4, lose)
     rounds = [{name: runs[name] for name in bench.methods}]
-    return reports.summarize(HARDWARE, 4, (lose, 30, 20), rounds)
+    methods = reports.over_rounds(rounds)
+    return RecoveryReport(HARDWARE, lose, reports.STAGES, 4, 30, 20, methods, rounds)
 
 
 def test_summary_has_ratios_and_exactness() -> None:
@@ -193,6 +194,5 @@ def test_a_phase_that_some_rounds_lack_took_no_time_there() -> None:
     of_rounds = [{'start': 1.0, 'end': 1.0}, {'start': 1.0, 'again': 3.0, 'end': 2.0}]
     rounds = [{reports.WHOLE: Comeback(sum(one.values()), one, 4, [])} for one in of_rounds]
     for given in (rounds, rounds[::-1]):
-        report = reports.summarize(HARDWARE, 4, (reports.ALL, 30, 20), given)
-        phases = report.methods[reports.WHOLE].phases
+        phases = reports.over_rounds(given)[reports.WHOLE].phases
         assert phases == {'start': 1.0, 'again': 1.5, 'end': 1.5}

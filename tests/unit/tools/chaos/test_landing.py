@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a fault landed, out of the events, and what was covered."""
 
-from typing import Any
 
 import pytest
 
 from moevement_ext.events import Event, FailureDetected, RecoveryPhase, WindowPersisted
-from tests.unit.tools.samples import event
+from tests.unit.tools.samples import happened
 from tools.chaos.landing import ALL, RECOVERY, Cell, Coverage, Phase, landed, parse_cells
 from tools.lab.job import Kind
 
 pytestmark = pytest.mark.timed
-
-
-def happened(
-    kind: type[Event], rank: int, time: float, pid: int | None = None, **fields: Any
-) -> Event:
-    return event(kind, rank, time, pid=10 + rank if pid is None else pid, **fields)
 
 
 def phase(rank: int, name: str, time: float, pid: int | None = None) -> Event:

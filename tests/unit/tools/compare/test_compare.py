@@ -13,7 +13,8 @@ from moevement_ext.config import SparseCheckpointConfig
 from moevement_ext.events import Recovered, TokensLost, WindowPersisted
 from moevement_ext.plan.strategy.choice import lossy_strategy
 from tests.unit.tools.runs import localized_run, write
-from tools.compare import measuring, program, report, running, trace
+from tests.unit.tools.samples import logged
+from tools.compare import measuring, program, report, running
 from tools.compare.__main__ import main
 from tools.compare.measuring import PHASES, Comeback, Curves
 from tools.compare.pictures import draw_all, goodput, split
@@ -28,15 +29,21 @@ from tools.compare.report import (
     over_rounds,
 )
 from tools.compare.rows import ROWS, Keeps, chosen
-from tools.compare.running import Course, InjectedFault, Lived, since
-from tools.compare.trace import PlannedFault
+from tools.compare.running import (
+    Course,
+    InjectedFault,
+    Lived,
+    PlannedFault,
+    draw_faults,
+    since,
+)
 from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
 from tools.lab.hardware import Hardware
 from tools.lab.job import Kind
 from tools.lab.launch import ROOT, Launch
-from tools.lab.run_log import Captured, Iteration, RunLog, parse_log
+from tools.lab.run_log import Captured, RunLog, parse_log
 from tools.lab.trained import Trained
 from tools.lab.trainer_flags import trainer_parser
 
@@ -121,8 +128,8 @@ def test_gemini_is_told_the_rate_of_the_whole_trace(
 
 
 def test_a_trace_is_the_same_for_a_seed_and_apart() -> None:
-    faults = trace.draw(3, 4, 10.0, 50.0, 4)
-    assert faults == trace.draw(3, 4, 10.0, 50.0, 4) != trace.draw(4, 4, 10.0, 50.0, 4)
+    faults = draw_faults(3, 4, 10.0, 50.0, 4)
+    assert faults == draw_faults(3, 4, 10.0, 50.0, 4) != draw_faults(4, 4, 10.0, 50.0, 4)
     assert [fault.kind for fault in faults] == [Kind.KILL, Kind.NODE] * 2
     assert 10 <= faults[0].at_s and faults[-1].at_s <= 50
     gaps = [after.at_s - one.at_s for one, after in zip(faults, faults[1:], strict=False)]
@@ -131,10 +138,6 @@ def test_a_trace_is_the_same_for_a_seed_and_apart() -> None:
 
 
 # ---- arithmetic
-
-
-def logged(*lines: tuple[float, int]) -> RunLog:
-    return RunLog([[Iteration(time, number, 500.0, 1.0) for time, number in lines]], [])
 
 
 PLAIN = logged(*((float(number), number) for number in range(1, 11)))

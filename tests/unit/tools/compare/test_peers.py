@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from tests.unit.tools.samples import logged
 from tools.compare import peers
 from tools.compare.__main__ import main
 from tools.compare.peer_program import PEER
@@ -20,7 +21,6 @@ from tools.lab.digests import StateDigest
 from tools.lab.errors import LabError
 from tools.lab.hardware import Hardware
 from tools.lab.launch import ROOT
-from tools.lab.run_log import Iteration, RunLog
 from tools.lab.trained import Trained
 
 SAME, OTHER = StateDigest('00', 8, {}), StateDigest('11', 8, {'0': {'parameter/x': '1'}})
@@ -89,10 +89,6 @@ def ran(total_s: float, training_s: float, memory: int, killed: float | None) ->
     one.samples = [Spent(4.0, 1.0, 1.0), Spent(12.0, 1.0 + total_s, 1.0 + training_s)]
     one.memory, one.tmpfs, one.logs, one.killed = memory, 3_000_000, 1_000_000, killed
     return one
-
-
-def logged(*lines: tuple[float, int]) -> RunLog:
-    return RunLog([[Iteration(time, number, 500.0, 1.0) for time, number in lines]], [])
 
 
 PLAIN = Trained(logged(*((float(number), number) for number in range(1, 17))), SAME, [])

@@ -15,7 +15,7 @@ from moevement_ext.events import (
     WindowPersisted,
     WorkerStarted,
 )
-from tests.unit.tools.samples import event
+from tests.unit.tools.samples import happened
 from tools.lab.evidence import (
     Recovery,
     Tier,
@@ -35,12 +35,6 @@ FAULT_AT = 100.0
 def logged(*pairs: tuple[int, float]) -> list[Iteration]:
     """Iterations of pairs of number and seconds."""
     return [Iteration(time, number, 200.0, 5.0) for number, time in pairs]
-
-
-def happened(
-    kind: type[Event], rank: int, time: float, pid: int | None = None, **fields: Any
-) -> Event:
-    return event(kind, rank, time, pid=10 + rank if pid is None else pid, **fields)
 
 
 def localized(rank: int, time: float, pid: int | None = None, replayed: int = 0) -> Event:

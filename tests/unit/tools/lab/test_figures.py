@@ -2,6 +2,7 @@
 """What benchmarks share: reports, CPU time, and how they end."""
 
 import io
+from argparse import Namespace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from tools.lab.hardware import Hardware
 
 
 def test_cpu_clock_interpolates_between_samples() -> None:
-    clock = CpuClock.__new__(CpuClock)  # the samples are all it takes
+    clock = CpuClock()
     clock._samples = [Spent(10.0, 0.0, 0.0), Spent(20.0, 5.0, 0.0), Spent(30.0, 4.0, 0.0)]
     assert clock.seconds(12.0, 20.0) == pytest.approx(4.0)
     assert clock.seconds(20.0, 30.0) == 0  # a child that ended takes nothing back
@@ -56,7 +57,7 @@ def test_unwritable_report_of_a_benchmark_is_an_error(
 ) -> None:
     (tmp_path / 'file').touch()
     target = tmp_path / 'file' / 'report.json'
-    status = run_benchmark('bench', lambda _: 1, lambda *_: None, target)
+    status = run_benchmark('bench', Namespace(json=target), lambda *_: 1, lambda *_: None)
     assert status == 2
     assert f'bench: --json {target}: ' in capsys.readouterr().out.replace('\n', '')
 
@@ -70,7 +71,8 @@ def test_a_benchmark_shows_and_writes_its_report(exact: bool, status: int, tmp_p
     shown = []
     target = tmp_path / 'report.json'
     report = Report(exact)
-    code = run_benchmark('bench', lambda _: report, lambda found, _: shown.append(found), target)
+    args = Namespace(json=target)
+    code = run_benchmark('bench', args, lambda *_: report, lambda found, _: shown.append(found))
     assert (code, shown) == (status, [report])
     assert msgspec.json.decode(target.read_bytes()) == {'exact': exact}
 
@@ -82,7 +84,8 @@ def test_report_that_cannot_be_shown_is_written(
         raise LabError('--table: no space')
 
     target = tmp_path / 'report.json'
-    assert run_benchmark('bench', lambda _: Report(True), show, target) == 2
+    args = Namespace(json=target)
+    assert run_benchmark('bench', args, lambda *_: Report(True), show) == 2
     assert msgspec.json.decode(target.read_bytes()) == {'exact': True}
     assert 'bench: --table: no space' in capsys.readouterr().out
 
@@ -91,9 +94,9 @@ def test_failed_benchmark_prints_the_reason(monkeypatch: pytest.MonkeyPatch) -> 
     text = io.StringIO()
     monkeypatch.setattr(benchmark, 'Console', lambda: Console(file=text, width=100))
 
-    def fails(console: Console) -> None:
+    def fails(args: Namespace, console: Console) -> None:
         raise LabError('the job failed', 'its last words')
 
-    code = run_benchmark('bench', fails, lambda *_: None, None)
+    code = run_benchmark('bench', Namespace(json=None), fails, lambda *_: None)
     assert code == 2
     assert text.getvalue() == 'its last words\nbench: the job failed\n'

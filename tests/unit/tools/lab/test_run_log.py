@@ -6,7 +6,8 @@ from datetime import timedelta
 import pytest
 
 from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
-from tools.lab.run_log import Captured, LogError, parse_log
+from tools.lab.errors import LabError
+from tools.lab.run_log import Captured, parse_log
 
 
 def test_a_line_gives_time_number_duration_and_loss() -> None:
@@ -49,7 +50,7 @@ def test_first_iteration_beyond_a_number_is_found() -> None:
     log = parse_log(''.join(iteration_line(number, time) for time, number in enumerate((3, 4, 6))))
     found = log.first_after(4)
     assert found.number == 6
-    with pytest.raises(LogError, match='never got beyond iteration 6'):
+    with pytest.raises(LabError, match='never got beyond iteration 6'):
         log.first_after(6)
 
 
