@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.chaos.drill_flags import DIGEST, EVENTS, drill_flags
 from tools.chaos.verdict import devices, problems, recoveries, table
 from tools.lab.arguments import Parser, split_at_end
 from tools.lab.benchmark import exit_on_sigterm, print_failure
@@ -36,12 +35,26 @@ from tools.lab.digests import kinds_of_difference, read_digest
 from tools.lab.errors import LabError
 from tools.lab.following import read_events
 from tools.lab.launch import PROGRAM, ROOT
-from tools.lab.trainer_flags import parse_trainer_flags
+from tools.lab.trained import DIGEST
+from tools.lab.trainer_flags import groups, parse_trainer_flags, value_of
 
 _END = '--'
 _UNDISTURBED = 'undisturbed'
 _DISTURBED = 'disturbed'
 _DELETED_S = 120.0
+_EVENTS = 'events'
+_LEFT_OUT = {
+    # The drill neither loads checkpoints of the real run nor writes any beside them.
+    '--save', '--load', '--save-interval', '--save-retain-interval',
+    '--non-persistent-save-interval',
+    '--non-persistent-ckpt-type', '--non-persistent-global-ckpt-dir',
+    '--non-persistent-local-ckpt-dir', '--pretrained-checkpoint', '--ckpt-step', '--finetune',
+    '--async-save', '--exit-interval', '--exit-duration-in-mins', '--exit-signal-handler',
+    '--tensorboard-dir', '--wandb-project', '--wandb-exp-name', '--wandb-save-dir',
+    '--sparse-ckpt', '--sparse-ckpt-run-id', '--sparse-ckpt-events', '--sparse-ckpt-metrics',
+    '--sparse-ckpt-digest', '--log-interval', '--train-iters',
+    '--sparse-ckpt-store',  # it serves one run; each job of the drill uses its launcher's store
+}  # fmt: skip
 
 
 class _Job(NamedTuple):
@@ -106,7 +119,7 @@ def _hold(args: argparse.Namespace, flags: Sequence[str], console: Console) -> i
 def _report(folder: Path, job: _Job, failures: int, console: Console) -> int:
     states = [read_digest(folder / name / DIGEST) for name in (_UNDISTURBED, _DISTURBED)]
     undisturbed, events = (
-        read_events(folder / name / EVENTS) for name in (_UNDISTURBED, _DISTURBED)
+        read_events(folder / name / _EVENTS) for name in (_UNDISTURBED, _DISTURBED)
     )
     ranks = job.nodes * job.workers_per_node
     console.print(table(recoveries(events, ranks)))
@@ -136,6 +149,41 @@ def _job(args: argparse.Namespace) -> _Job:
         if os.environ.get(variable):  # as scripts/slurm_job.sh passes them
             launcher.append(f'{flag}={os.environ[variable]}')
     return _Job([*launcher, *each], nodes, workers, args.spare_nodes > 0)
+
+
+def drill_flags(given: Sequence[str], iterations: int, run_id: str, folder: Path) -> list[str]:
+    """Turn the flags of the user into those of a short job without lasting output.
+
+    Schedules stay those of the whole run. `folder` is for events, and the digest of the state.
+
+    Raises:
+        LabError: a flag excludes a drill; the message names the flag.
+    """
+    if '--train-samples' in _names(given):
+        raise LabError('--train-samples: give a drill --train-iters, and schedules in iterations')
+    if '--sparse-ckpt-verify' in _names(given) and value_of(given, '--sparse-ckpt-verify') == 'off':
+        raise LabError('--sparse-ckpt-verify off: a drill is to verify; leave it out')
+    flags = _without(given, _LEFT_OUT)
+    whole = value_of(given, '--train-iters')
+    if whole is not None and '--lr-decay-iters' not in _names(given):
+        flags += ['--lr-decay-iters', whole]
+    flags += ['--train-iters', str(iterations), '--log-interval', '1']
+    return [
+        *flags, '--sparse-ckpt', '--sparse-ckpt-run-id', run_id,
+        '--sparse-ckpt-events', str(folder / _EVENTS), '--sparse-ckpt-digest', str(folder / DIGEST),
+    ]  # fmt: skip
+
+
+def _without(flags: Sequence[str], names: set[str]) -> list[str]:
+    kept: list[str] = []
+    for flag, values in groups(flags):
+        if flag not in names:
+            kept += [flag, *values] if flag else values
+    return kept
+
+
+def _names(flags: Sequence[str]) -> set[str]:
+    return {flag for flag, _ in groups(flags)}
 
 
 def _run(command: Sequence[str]) -> int:

@@ -37,7 +37,6 @@ covered, 1 otherwise, 2 a job failed.
 
 import argparse
 import fcntl
-import importlib.util
 import re
 import shutil
 import signal
@@ -50,19 +49,10 @@ from typing import IO
 from rich.console import Console
 
 from moevement_ext.config import ConfigurationError
-from tools.chaos.campaign import Campaign, Plan
-from tools.chaos.configuration import (
-    HANG_TIMEOUT_S,
-    LONGEST_WINDOW,
-    Configuration,
-    Feature,
-    Precision,
-    draw_configuration,
-)
-from tools.chaos.drawing import draw_window
+from tools.chaos.campaign import Campaign
+from tools.chaos.configuration import HANG_TIMEOUT_S
 from tools.chaos.elastic import ElasticCampaign, draw_lives, run_here
 from tools.chaos.landing import Coverage, parse_cells
-from tools.chaos.model import parse_layout
 from tools.chaos.results import NAME, Begun, ResultError, Results
 from tools.lab.arguments import Parser
 from tools.lab.benchmark import exit_on_sigterm, print_failure
@@ -151,55 +141,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f'--kinds {Kind.AGENT} needs torchrun, which only --configurations draw')
 
 
-def _usual(args: argparse.Namespace, job: int) -> Configuration:
-    """What is not drawn, with the window of job `job`."""
-    return Configuration(
-        parse_layout('pp2-ep2'),
-        Precision.BF16,
-        (Feature.DROPOUT,),
-        draw_window(args.seed or 0, job, LONGEST_WINDOW),
-        nodes=4,
-        share_gpu=args.share_gpu,
-        fork=args.fork,
-        hang_timeout_s=args.hang_timeout,
-    )
-
-
-def _draws_narrow(args: argparse.Namespace) -> bool:
-    """True if Transformer Engine, or a stand-in, is available."""
-    engine = importlib.util.find_spec('transformer_engine') is not None
-    return args.stand_ins or (args.share_gpu and engine)
-
-
 def _campaign(args: argparse.Namespace, results: Results, console: Console) -> Campaign:
-    def drawn(job: int, configuration: int, attempt: int) -> Configuration:
-        if args.configurations:
-            random = draw_configuration(args.seed, configuration, attempt, _draws_narrow(args))
-            return random._replace(
-                share_gpu=args.share_gpu, fork=args.fork, hang_timeout_s=args.hang_timeout
-            )
-        return _usual(args, job)
-
     coverage = Coverage(args.cover)
     results.count(coverage)
-    return Campaign(
-        output=args.output.resolve(),
-        data=prepare_text(args.output.resolve() / 'data'),
-        plan=Plan(
-            seed=args.seed,
-            faults=args.faults,
-            faults_per_job=min(args.faults, args.faults_per_job),
-            configurations=args.configurations or 1,
-            draw=drawn,
-            kinds=args.kinds,
-            aimed=args.aimed if args.cover else 0.0,
-            patient=bool(args.configurations),
-            longest_window=0 if args.configurations else LONGEST_WINDOW,
-        ),
-        results=results,
-        coverage=coverage,
-        console=console,
-    )
+    output = args.output.resolve()
+    return Campaign(output, prepare_text(output / 'data'), args, results, coverage, console)
 
 
 def lock(output: Path) -> IO[bytes]:
@@ -296,8 +242,8 @@ def _run_elastic(args: argparse.Namespace, console: Console) -> int:
                 draw_lives(seed, args.faults),
                 run_here,
             )
-            for _ in campaign.live():
-                console.print(campaign.lived[-1].line(), markup=False, highlight=False)
+            for lived in campaign.live():
+                console.print(lived.line(), markup=False, highlight=False)
             different, growth = campaign.different(), campaign.growth()
     except LabError as error:
         print_failure(console, f'chaos: seed {seed}', error)

@@ -30,8 +30,8 @@ class Aim:
     """Aims at one phase of the recovery from the next fault; create it before that fault.
 
     Args:
-        folder: folder of the events.
-        phase: phase to hit.
+        folder: that of the events.
+        phase: the one to hit.
         suitable: tells whether a rank may be caught.
     """
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Injects faults into one job after another, and compares each with plain Megatron."""
 
+import argparse
+import importlib.util
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -11,11 +13,17 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tools.chaos.configuration import Configuration
-from tools.chaos.drawing import Fault, draw_faults
+from tools.chaos.configuration import (
+    LONGEST_WINDOW,
+    Configuration,
+    Feature,
+    Precision,
+    draw_configuration,
+)
+from tools.chaos.drawing import Fault, draw_faults, draw_window
 from tools.chaos.injecting import FEWEST_ITERATIONS, LAST_ITERATIONS, FaultInjector
 from tools.chaos.landing import Coverage
-from tools.chaos.model import RUN_ID
+from tools.chaos.model import RUN_ID, parse_layout
 from tools.chaos.results import FaultRecord, JobDone, Refused, Results
 from tools.lab.digests import StateDigest, difference_table, differences, read_digest
 from tools.lab.errors import LabError
@@ -41,79 +49,59 @@ class _Plain(NamedTuple):
     """Longest time from one iteration to the next."""
 
 
-class Plan(NamedTuple):
-    """Parameters of a campaign."""
-
-    seed: int
-    """Seed of everything that is drawn."""
-    faults: int
-    """Number of faults over all jobs."""
-    faults_per_job: int
-    """Limit of faults in one job."""
-    configurations: int
-    """Number of configurations that the jobs cycle through."""
-    draw: Callable[[int, int, int], Configuration]
-    """Returns a configuration; arguments: numbers of the job, the configuration and the attempt."""
-    kinds: Sequence[Kind]
-    """Kinds of faults to draw."""
-    aimed: float
-    """Share of the faults that a second one is aimed after."""
-    patient: bool
-    """Continue with the next job when one has failed."""
-    longest_window: int = 0
-    """Longest window that jobs of one configuration draw; the length of all jobs depends on it."""
-
-
 @dataclass(frozen=True)
 class Campaign:
-    """Runs a plan.
+    """Runs as many jobs as all faults and cells take.
 
-    Args:
-        output: folder for logs and results.
-        data: prefix of the text.
-        plan: parameters of the campaign.
-        results: earlier results.
-        coverage: earlier coverage.
-        console: output for people.
+    A campaign that draws configurations goes on with the next job when one has failed.
     """
 
     output: Path
+    """Folder for logs and results."""
     data: Path
-    plan: Plan
+    """Prefix of the text."""
+    args: argparse.Namespace
+    """Arguments of the program, as `check` has converted them."""
     results: Results
+    """Those of an interrupted campaign, and those to come."""
     coverage: Coverage
     console: Console
 
+    @property
+    def faults_per_job(self) -> int:
+        return min(self.args.faults, self.args.faults_per_job)
+
     def run(self) -> None:
-        """Run as many jobs as all faults and cells take.
+        """Run all jobs.
 
         Raises:
-            LabError: plain Megatron failed; or a job did and the plan is not patient.
+            LabError: plain Megatron failed; or a job did, and configurations are not drawn.
         """
-        most_jobs = _MORE_JOBS * -(-self.plan.faults // self.plan.faults_per_job) + _MORE_JOBS
+        most_jobs = _MORE_JOBS * -(-self.args.faults // self.faults_per_job) + _MORE_JOBS
         while len(self.results.jobs) < most_jobs and not self._enough():
             job = self._job(len(self.results.jobs) + 1)
             self.results.add(job)
-            if job.failed and not self.plan.patient:
+            if job.failed and not self.args.configurations:
                 raise LabError(f'job {job.number}: {job.failed}')
 
     def _enough(self) -> bool:
-        return len(self.results.faults) >= self.plan.faults and not self.coverage.empty()
+        return len(self.results.faults) >= self.args.faults and not self.coverage.empty()
 
     def _job(self, number: int) -> JobDone:
-        configuration_number = (number - 1) % self.plan.configurations
+        configuration_number = (number - 1) % (self.args.configurations or 1)
         configuration, plain = self._reference(number, configuration_number)
         self._print(f'job {number}: {configuration}')
-        left = self.plan.faults - len(self.results.faults)
-        kinds = [kind for kind in self.plan.kinds if kind in configuration.kinds()] or [Kind.KILL]
+        left = self.args.faults - len(self.results.faults)
+        kinds = [kind for kind in self.args.kinds if kind in configuration.kinds()] or [Kind.KILL]
+        aimed = self.args.aimed if self.args.cover else 0.0
         faults = draw_faults(
-            self.plan.seed,
-            min(left, self.plan.faults_per_job) if left > 0 else self.plan.faults_per_job,
+            self.args.seed,
+            min(left, self.faults_per_job) if left > 0 else self.faults_per_job,
             kinds,
             configuration.nodes,
             configuration.workers_per_node,
             job=number,
-            aimed=self.plan.aimed if left > 0 else 1.0,
+            aimed=aimed if left > 0 else 1.0,
         )
         return self._disturb(number, configuration_number, configuration, faults, plain)
 
@@ -185,14 +173,31 @@ class Campaign:
         """
         while True:
             attempt = self.results.refusals(configuration_number)
-            configuration = self.plan.draw(number, configuration_number, attempt)
+            configuration = self.draw(number, configuration_number, attempt)
             try:
                 return configuration, self._plain(configuration_number, attempt, configuration)
             except LabError as error:
-                if attempt == _MOST_REFUSALS or not self.plan.patient:
+                if attempt == _MOST_REFUSALS or not self.args.configurations:
                     raise
                 self._print(f'plain Megatron refuses, drawn again: {configuration}: {error}')
                 self.results.add(Refused(configuration_number, str(configuration), error.tail))
+
+    def draw(self, job: int, number: int, attempt: int) -> Configuration:
+        """The configuration `number` of a job; without drawn ones, only the window is drawn."""
+        args = self.args
+        if args.configurations:
+            drawn = draw_configuration(args.seed, number, attempt, _draws_narrow(args))
+        else:
+            drawn = Configuration(
+                parse_layout('pp2-ep2'),
+                Precision.BF16,
+                (Feature.DROPOUT,),
+                draw_window(args.seed, job, LONGEST_WINDOW),
+                nodes=4,
+            )
+        return drawn._replace(
+            share_gpu=args.share_gpu, fork=args.fork, hang_timeout_s=args.hang_timeout
+        )
 
     def _plain(self, number: int, attempt: int, configuration: Configuration) -> _Plain:
         """Run plain Megatron to its end, once per configuration."""
@@ -209,8 +214,8 @@ class Campaign:
 
     def _iterations(self, configuration: Configuration) -> int:
         """Iterations of each job: enough for all faults, and as many as the reference."""
-        first_window = 2 * max(configuration.longest_window, self.plan.longest_window)
-        return first_window + self.plan.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
+        longest = configuration.longest_window if self.args.configurations else LONGEST_WINDOW
+        return 2 * longest + self.faults_per_job * _ITERATIONS_PER_FAULT + LAST_ITERATIONS
 
     def _anew(self, name: str) -> Path:
         shutil.rmtree(self.output / name, ignore_errors=True)
@@ -218,3 +223,9 @@ class Campaign:
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _draws_narrow(args: argparse.Namespace) -> bool:
+    """True if Transformer Engine, or a stand-in, is available."""
+    engine = importlib.util.find_spec('transformer_engine') is not None
+    return args.stand_ins or (args.share_gpu and engine)

@@ -240,8 +240,8 @@ def draw_configuration(
     feature.
 
     Args:
-        seed: seed of everything.
-        number: number of the configuration, from 0.
+        seed: of everything.
+        number: that of the configuration, from 0.
         attempt: counts the configurations that upstream refused.
         narrow: give half of them state of 16 and 8 bits; the others are drawn as without `narrow`.
     """

@@ -21,7 +21,7 @@ from tools.lab import tables
 from tools.lab.errors import LabError
 from tools.lab.evidence import kind_of, ranks_with
 from tools.lab.four_ranks import STAGE_RANKS, WORLD_SIZE
-from tools.lab.plots import Doing, Failure, Lane, LocalizedFailure, Span
+from tools.lab.plots import Doing, Failure, Span
 from tools.lab.run_log import Iteration
 from tools.lab.trained import Trained
 
@@ -59,21 +59,15 @@ def _window_bytes(headers: Sequence[SlotHeader]) -> CapturedBytes:
 # ---- the recovery
 
 
-class StageRecovery(NamedTuple):
-    """One pipeline stage in the recovery."""
-
-    replayed: int
-    """Number of iterations computed again."""
-    phases: dict[str, float]
-    """Seconds by phase, on the slowest rank of each phase."""
-
-
 class LocalizedRecovery(NamedTuple):
     """The recovery of the job."""
 
     lost: int
     """The stage that lost its state."""
-    stages: list[StageRecovery]
+    replayed: list[int]
+    """Number of iterations computed again, by stage."""
+    phases: list[dict[str, float]]
+    """Seconds by phase, on the slowest rank of each phase, by stage."""
     new: Iteration
     """First new iteration in the log."""
     seconds: float
@@ -102,25 +96,23 @@ def localized_recovery(disturbed: Trained, lost: int) -> LocalizedRecovery:
     if wrong or len(disturbed.log.attempts) != 1:
         why = '; '.join(wrong) or f'the last rank has had {len(disturbed.log.attempts)} attempts'
         raise LabError(f'the recovery was not localized: {why}; see the logs and events of the run')
-    reports = {event.rank: event for event in kind_of(events, Recovered)}
-    target = max(event.target for event in reports.values() if isinstance(event.target, int))
+    by_rank = {event.rank: event for event in kind_of(events, Recovered)}
+    target = max(event.target for event in by_rank.values() if isinstance(event.target, int))
     new = disturbed.log.first_after(target)
+    by_stage = [[by_rank[rank] for rank in ranks] for ranks in STAGE_RANKS]
     return LocalizedRecovery(
         lost,
-        [_stage_recovery([reports[rank] for rank in ranks]) for ranks in STAGE_RANKS],
+        [max(event.replayed for event in reports) for reports in by_stage],
+        [
+            {name: max(event.seconds[name] for event in reports) for name in PHASES}
+            for reports in by_stage
+        ],
         new,
         new.time - killed_at,
         [
             _spans(disturbed.events, killed_at, ranks, stage == lost)
             for stage, ranks in enumerate(STAGE_RANKS)
         ],
-    )
-
-
-def _stage_recovery(reports: Sequence[Recovered]) -> StageRecovery:
-    return StageRecovery(
-        replayed=max(event.replayed for event in reports),
-        phases={name: max(event.seconds[name] for event in reports) for name in PHASES},
     )
 
 
@@ -137,19 +129,19 @@ def _spans(
     return [Span(Doing.STARTING, killed_at, replay), Span(Doing.REPLAYING, replay, back)]
 
 
-def story(disturbed: Trained, found: LocalizedRecovery) -> LocalizedFailure:
+def story(disturbed: Trained, found: LocalizedRecovery) -> Failure:
     log, killed_at = disturbed.log, disturbed.hurt_at
     assert killed_at is not None
     before = [iteration for iteration in log.iterations if iteration.time <= killed_at]
     began = log.iterations[0].time - log.iterations[0].elapsed_ms / 1000
-    lanes = []
+    lanes = {}
     for stage, spans in enumerate(found.spans):
         training = Span(Doing.TRAINING, began, spans[0].start)
         again = Span(Doing.TRAINING, spans[-1].end, log.iterations[-1].time)
         title = f'stage {stage}\nnode-{stage} {"lost" if stage == found.lost else "lives on"}'
-        lanes.append(Lane(title, [training, *spans, again]))
+        lanes[title] = [training, *spans, again]
     what = f'stage {found.lost} lost with its node'
-    return LocalizedFailure(Failure(what, killed_at, before[-1], found.new), lanes)
+    return Failure(what, killed_at, before[-1], found.new, lanes)
 
 
 # ---- both runs
@@ -184,7 +176,7 @@ class Result:
         starting, replaying = self.recovery.spans[self.recovery.lost]
         return (
             f'demo: bit_identical={str(self.bit_identical).lower()} '
-            f'replayed={self.recovery.stages[self.recovery.lost].replayed} '
+            f'replayed={self.recovery.replayed[self.recovery.lost]} '
             f'recovery_s={self.recovery.seconds:.1f} '
             f'(starting processes {starting.end - starting.start:.1f}, '
             f'replaying {replaying.end - replaying.start:.1f}) '
@@ -223,7 +215,7 @@ def _median_ms(iterations: Sequence[Iteration], numbers: set[int]) -> float:
 def print_summary(result: Result, console: Console) -> None:
     recovery, (plain_ms, sparse_ms) = result.recovery, result.iteration_ms
     replayed = ', '.join(
-        f'{stage.replayed} (stage {number})' for number, stage in enumerate(recovery.stages)
+        f'{count} (stage {stage})' for stage, count in enumerate(recovery.replayed)
     )
     slot = result.slot_over_dense
     dense = sum(rank.dense for rank in result.captured.values())
@@ -249,12 +241,12 @@ def print_summary(result: Result, console: Console) -> None:
 def _stage_table(recovery: LocalizedRecovery) -> Table:
     table = Table(title='Recovery by pipeline stage', title_justify='left')
     table.add_column('')
-    for stage in range(len(recovery.stages)):
+    for stage in range(len(recovery.replayed)):
         fate = 'lost' if stage == recovery.lost else 'kept its state'
         table.add_column(f'stage {stage} ({fate})', justify='right')
-    table.add_row('iterations replayed', *(str(stage.replayed) for stage in recovery.stages))
+    table.add_row('iterations replayed', *map(str, recovery.replayed))
     table.add_section()
     for name in PHASES:
-        seconds = [f'{stage.phases[name]:.2f}' for stage in recovery.stages]
+        seconds = [f'{phases[name]:.2f}' for phases in recovery.phases]
         table.add_row(f'{name.replace("_", " ")} (s)', *seconds)
     return table

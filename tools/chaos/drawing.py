@@ -56,16 +56,8 @@ def draw_faults(
     """Draw the faults of one job.
 
     Kinds come from a shuffled deck, so that a few dozen faults have all of them. No two faults have
-    the same kind, victims and number of iterations before them.
-
-    Args:
-        seed: seed of everything.
-        count: number of faults.
-        kinds: kinds to draw.
-        nodes: number of emulated nodes.
-        workers_per_node: ranks on each, numbered node by node.
-        job: number of the job.
-        aimed: probability that a second fault is aimed at the recovery from a fault.
+    the same kind, victims and number of iterations before them. `aimed` is the probability that a
+    second fault is aimed at the recovery from a fault.
     """
     rng = random.Random(f'{seed} faults {job}')
     drawn: list[Fault] = []

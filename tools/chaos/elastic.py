@@ -137,20 +137,16 @@ def run_here(start: Start) -> int:
 
 @dataclass(frozen=True)
 class ElasticCampaign:
-    """One job with all its lives, and plain Megatron after it.
-
-    Args:
-        output: folder for logs and checkpoints.
-        data: prefix of the text.
-        memory: directory in a tmpfs.
-        lives: of the job; the last one ends by itself.
-        run: starts jobs.
-    """
+    """One job with all its lives, and plain Megatron after it."""
 
     output: Path
+    """Folder for logs and checkpoints."""
     data: Path
+    """Prefix of the text."""
     memory: Path
+    """Directory in a tmpfs."""
     lives: Sequence[Life]
+    """The last one ends by itself."""
     run: Run
     lived: list[Lived] = field(default_factory=list)
 
@@ -255,11 +251,7 @@ class ElasticCampaign:
 
 
 def _in_relay(at: int) -> str:
-    """Fault points that hit while a rank assembles any of the possible windows.
-
-    Args:
-        at: newest iteration of any log.
-    """
+    """Fault points that hit while a rank assembles any window up to `at`, the newest iteration."""
     return ','.join(f'0:{number + 1}:relay' for number in range(max(at - _BEHIND, 0), at + 1))
 
 

@@ -39,7 +39,7 @@ class FaultInjector:
     Args:
         job: a running job with events.
         last: number of its last iteration.
-        configuration: configuration of the job.
+        configuration: that of the job.
         coverage: chooses what to aim at, and counts what was hit.
         report: called with the record of each fault, and a line for people.
         pause_s: longest time from one iteration to the next without faults, which may include an
@@ -65,28 +65,27 @@ class FaultInjector:
         self._from = 0
         self._known: set[int] = set()
 
-    def inject_all(self, faults: Sequence[Fault]) -> int:
-        """Inject until the job is nearly over, then let it end; returns the number of faults.
+    def inject_all(self, faults: Sequence[Fault]) -> None:
+        """Inject until the job is nearly over, then let it end.
 
         Raises:
             LabError: the job failed, or made no progress.
         """
-        count = 0
+        waiting: Fault | None = None
         # The first iteration shows how long a start takes, which the limit of a stall depends on.
         self._wait_for('protection', lambda: self._protected() and self._at() > 0)
         for number, fault in enumerate(faults):
             cell = self._coverage.aim(self._configuration.kinds()) if fault.aimed else None
             if not self._is_time(fault, cell, faults_left=len(faults) - number):
+                waiting = fault
                 break
             self._one(fault, cell)
-            count += 1
         self._wait_for('the end', lambda: False)
-        if count < len(faults) and faults[count].kind is Kind.NODE and not self._protected():
+        if waiting and waiting.kind is Kind.NODE and not self._protected():
             raise LabError(
                 f'from iteration {self._from} to the end no window was persisted on all ranks, '
-                f'waiting for {faults[count]}; see {self._job.folder}'
+                f'waiting for {waiting}; see {self._job.folder}'
             )
-        return count
 
     def _is_time(self, fault: Fault, cell: Cell | None, faults_left: int) -> bool:
         """Wait for the moment of a fault; False if the job ends before."""

@@ -104,11 +104,7 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
 
 
 class Coverage:
-    """Numbers of faults of each kind that landed in each phase.
-
-    Args:
-        asked: cells that must not stay empty.
-    """
+    """Numbers of faults of each kind that landed in each phase; no `asked` cell may stay empty."""
 
     def __init__(self, asked: Sequence[Cell]) -> None:
         self.asked = list(asked)

@@ -68,10 +68,7 @@ class ResultError(Exception):
 
 
 class Results:
-    """Results of a campaign, in memory and in a file.
-
-    Args:
-        path: path of the file; existing lines count.
+    """Results of a campaign, in memory and in a file, whose existing lines count.
 
     Raises:
         ResultError: the file has another format.

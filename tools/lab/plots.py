@@ -2,7 +2,7 @@
 """The picture of a run that failed and recovered, and the fault-free run."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,19 +10,6 @@ from tools.lab.drawing import FAILURE, MUTED, OTHER, OWN, picture
 from tools.lab.run_log import Iteration, RunLog
 
 MIB = 1 << 20
-
-
-class Failure(NamedTuple):
-    """A failure and the recovery from it."""
-
-    what: str
-    """Label of the lost part."""
-    time: float
-    """Time in seconds since the epoch."""
-    before: Iteration
-    """Last iteration in the log before the failure."""
-    after: Iteration
-    """First iteration in the log after the recovery."""
 
 
 class Doing(enum.StrEnum):
@@ -42,19 +29,19 @@ class Span(NamedTuple):
     end: float
 
 
-class Lane(NamedTuple):
-    """Activity of one pipeline stage over time."""
+class Failure(NamedTuple):
+    """A failure and the recovery from it."""
 
-    title: str
-    spans: list[Span]
-
-
-class LocalizedFailure(NamedTuple):
-    """A failure that lost the state of one pipeline stage only."""
-
-    failure: Failure
-    lanes: list[Lane]
-    """Lanes of all stages, in order."""
+    what: str
+    """Label of the lost part."""
+    time: float
+    """Time in seconds since the epoch."""
+    before: Iteration
+    """Last iteration in the log before the failure."""
+    after: Iteration
+    """First iteration in the log after the recovery."""
+    lanes: Mapping[str, Sequence[Span]] = {}
+    """Activity of all stages in order, by title, of a failure that the logging rank survived."""
 
 
 def restarts(log: RunLog) -> list[Failure]:
@@ -78,7 +65,7 @@ def plot(
     sparse: RunLog,
     dense_bytes: int | None,
     target: Path,
-    localized: LocalizedFailure | None = None,
+    survived: Failure | None = None,
 ) -> None:
     """Draw both runs into a PNG file.
 
@@ -87,17 +74,17 @@ def plot(
         sparse: the run that failed and recovered.
         dense_bytes: size of a dense checkpoint of the logging rank; None: no comparison.
         target: file to write; its folder is created.
-        localized: a failure that the logging rank survived; adds a strip with the stages. None:
+        survived: a failure that the logging rank survived; adds a strip with the stages. None:
             restarts of that rank are marked.
     """
-    heights = (3, 2) if localized is None else (3, 2, 1.3)
+    heights = (3, 2) if survived is None else (3, 2, 1.3)
     size = (9, 1.4 * sum(heights))
     with picture(target, nrows=len(heights), figsize=size, height_ratios=heights) as found:
         above, below, *strip = found
-        _draw_loss(above, plain, sparse, [localized.failure] if localized else restarts(sparse))
+        _draw_loss(above, plain, sparse, [survived] if survived else restarts(sparse))
         _draw_bytes(below, sparse, dense_bytes)
-        if localized is not None:
-            _draw_stages(strip[0], localized, _origin(sparse.attempts))
+        if survived is not None:
+            _draw_stages(strip[0], survived, _origin(sparse.attempts))
 
 
 def _draw_loss(axes: Any, plain: RunLog, sparse: RunLog, failures: Sequence[Failure]) -> None:
@@ -216,12 +203,11 @@ def _draw_bytes(axes: Any, sparse: RunLog, dense_bytes: int | None) -> None:
     axes.set_ylabel('MiB')
 
 
-def _draw_stages(axes: Any, localized: LocalizedFailure, origin: float) -> None:
+def _draw_stages(axes: Any, failure: Failure, origin: float) -> None:
     """Draw lanes around the failure, on the time axis of the loss."""
-    failure, lanes = localized
     axes.set_title('What each pipeline stage did around the failure')
-    for place, lane in enumerate(lanes):
-        for doing, start, end in lane.spans:
+    for place, spans in enumerate(failure.lanes.values()):
+        for doing, start, end in spans:
             axes.barh(place, end - start, left=start - origin, height=0.6, color=_COLORS[doing])
             if doing is not Doing.TRAINING:
                 axes.text(
@@ -239,7 +225,7 @@ def _draw_stages(axes: Any, localized: LocalizedFailure, origin: float) -> None:
     axes.axvline(failure.time - origin, color=FAILURE, linestyle='--', linewidth=1.2)
     margin = (failure.after.time - failure.time) / 4
     axes.set_xlim(failure.time - margin - origin, failure.after.time + margin - origin)
-    axes.set_yticks(range(len(lanes)), [lane.title for lane in lanes])
+    axes.set_yticks(range(len(failure.lanes)), list(failure.lanes))
     axes.invert_yaxis()
     axes.grid(axis='y', visible=False)
     axes.set_xlabel('seconds since the first iteration')

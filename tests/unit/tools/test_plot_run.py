@@ -8,16 +8,7 @@ import pytest
 from matplotlib import image
 
 from tests.unit.tools.samples import CONVERTED, START, iteration_line, slot_line
-from tools.lab.plots import (
-    Doing,
-    Failure,
-    Lane,
-    LocalizedFailure,
-    Span,
-    plot,
-    restarts,
-    without_outages,
-)
+from tools.lab.plots import Doing, Failure, Span, plot, restarts, without_outages
 from tools.lab.run_log import parse_log
 from tools.plot_run import main
 
@@ -77,15 +68,15 @@ def columns_of(picture: Path, color: tuple[int, int, int]) -> np.ndarray:
 def test_a_survived_failure_has_a_strip_of_the_stages(tmp_path: Path) -> None:
     log = parse_log(plain_log())
     clock = START.timestamp()
-    lanes = [
-        Lane('lost', [Span(Doing.STARTING, clock + 4, clock + 4.5)]),
-        Lane('kept', [Span(Doing.WAITING, clock + 4, clock + 4.9)]),
-    ]
-    lanes[0].spans.append(Span(Doing.REPLAYING, clock + 4.5, clock + 4.9))
-    failure = Failure('stage 0 lost', clock + 4.0, log.iterations[3], log.iterations[4])
+    starts = Span(Doing.STARTING, clock + 4, clock + 4.5)
+    lanes = {
+        'lost': [starts, Span(Doing.REPLAYING, clock + 4.5, clock + 4.9)],
+        'kept': [Span(Doing.WAITING, clock + 4, clock + 4.9)],
+    }
+    failure = Failure('stage 0 lost', clock + 4.0, log.iterations[3], log.iterations[4], lanes)
     without, with_strip = tmp_path / 'without.png', tmp_path / 'with.png'
     plot(log, log, None, without)
-    plot(log, log, None, with_strip, LocalizedFailure(failure, lanes))
+    plot(log, log, None, with_strip, failure)
     replaying, waiting = (0xF0, 0xA2, 0x02), (0xB9, 0xD7, 0xE4)
     assert columns_of(without, replaying).size == 0
     assert red_pixels(without).sum() == 0

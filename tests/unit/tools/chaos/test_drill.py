@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a drill is passed; a function of events."""
+"""What a drill runs, when it is passed, and what it leaves in host memory."""
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from rich.console import Console
 from moevement_ext.events import DeviceProblem, Event, NextTier, Recovered
 from tools import drill
 from tools.chaos.verdict import devices, problems, recoveries, replaced, table
-from tools.drill import main
+from tools.drill import drill_flags, main
+from tools.lab.errors import LabError
+from tools.lab.trainer_flags import value_of
 
 
 def recovered(rank: int, **changes: Any) -> Recovered:
@@ -107,3 +111,122 @@ def test_a_wrong_flag_of_the_job_is_found_before_anything_is_launched(
         main(['--', '--sparse-ckpt-windw', '3'])
     assert ended.value.code == 2 and not launched
     assert 'did you mean --sparse-ckpt-window?' in capsys.readouterr().err
+
+
+# ---- flags of its jobs
+
+OWN = [
+    '--lr-decay-iters', '5000', '--train-iters', '60', '--log-interval', '1', '--sparse-ckpt',
+    '--sparse-ckpt-run-id', 'drill-1', '--sparse-ckpt-events', '/e/events',
+    '--sparse-ckpt-digest', '/e/digest.json',
+]  # fmt: skip
+
+
+def made(*given: str) -> list[str]:
+    return drill_flags(given, 60, 'drill-1', Path('/e'))
+
+
+def test_nothing_of_the_real_run_is_touched() -> None:
+    """Neither its checkpoints, nor its windows, nor its logs."""
+    own = '--save /ckpt --load=/ckpt --save-interval 5 --sparse-ckpt --sparse-ckpt-run-id real'
+    own += ' --sparse-ckpt-events /real --tensorboard-dir /tb --exit-interval 7 --async-save'
+    own += ' --train-iters 5000 --log-interval 10'
+    assert made(*own.split()) == OWN
+
+
+def test_store_of_one_run_is_left_out() -> None:
+    assert made('--train-iters', '5000', '--sparse-ckpt-store', '10.0.0.5:29400') == OWN
+
+
+def test_other_flags_stay() -> None:
+    own = '--bf16 --data-path 0.3 a 0.7 b --split 98,2,0 --seed=7 --train-iters=5000'.split()
+    own += ['--sparse-ckpt-window', '3', '--lr', '-1e-3']
+    kept = '--bf16 --data-path 0.3 a 0.7 b --split 98,2,0 --seed 7'.split()
+    assert made(*own) == [*kept, '--sparse-ckpt-window', '3', '--lr', '-1e-3', *OWN]
+
+
+def test_the_schedule_is_that_of_the_whole_run() -> None:
+    """Else a warm-up longer than the drill would be refused."""
+    assert made('--train-iters', '9', '--lr-decay-iters', '7')[:2] == ['--lr-decay-iters', '7']
+    assert '--lr-decay-iters' not in made('--bf16')
+    assert value_of(['--a', '1', '--b', '--a=2'], '--a') == '2'
+    assert value_of(['--a'], '--a') is None
+
+
+@pytest.mark.parametrize(
+    ('flags', 'message'),
+    [
+        (['--train-samples', '7'], '--train-samples: give a drill --train-iters'),
+        (['--sparse-ckpt-verify', 'off'], '--sparse-ckpt-verify off: a drill is to verify'),
+    ],
+)
+def test_flags_that_exclude_a_drill_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(LabError, match=message):
+        made(*flags)
+
+
+# ---- host memory
+
+SRUN = """\
+#!/usr/bin/env bash
+while [[ $1 == --* ]]; do echo "$1" >>"$0.asked"; shift; done
+exec "$@"
+"""
+"""Runs the command of a step here."""
+
+
+def left_by(run_id: str, root: Path) -> Path:
+    """Window of one layout, and the directory of a metrics port."""
+    window = root / f'{run_id}.0a1b2c3d' / 'node0' / '0' / '0' / 'window-4-plan.window'
+    for path in (window, root / '.metrics' / run_id / 'rank0'):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    return window
+
+
+@pytest.mark.parametrize('in_slurm', [False, True])
+def test_windows_of_one_run_are_deleted_on_all_nodes(
+    in_slurm: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / 'host memory'
+    left_by('drill-12-disturbed', root)
+    other = left_by('run-7', root)
+    srun = tmp_path / 'srun'
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
+    if in_slurm:
+        monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
+    drill.remove_memory([str(root)], 'drill-12-disturbed')
+    assert sorted(path.name for path in root.iterdir()) == ['.metrics', 'run-7.0a1b2c3d']
+    assert other.exists() and (root / '.metrics' / 'run-7').exists()
+    assert not (root / '.metrics' / 'drill-12-disturbed').exists()
+    asked = tmp_path / 'srun.asked'
+    assert asked.exists() == in_slurm
+    assert not in_slurm or '--ntasks-per-node=1' in asked.read_text().split()
+
+
+def test_nodes_that_cannot_be_reached_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('PATH', str(tmp_path))
+    monkeypatch.setenv('SLURM_JOB_NODELIST', 'n[1-2]')
+    with pytest.raises(LabError, match="delete them: srun .* 'rm -rf /dev/shm/m/drill-12"):
+        drill.remove_memory(['/dev/shm/m'], 'drill-12-disturbed')
+
+
+def test_a_job_that_failed_leaves_no_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its run id is drawn: no later launch would use or delete them."""
+    left: list[Path] = []
+
+    def fails(command: Sequence[str]) -> int:
+        left.append(left_by(value_of(command, '--sparse-ckpt-run-id') or '', tmp_path / 'memory'))
+        return 1
+
+    monkeypatch.setattr(drill, '_run', fails)
+    own = ['--output', str(tmp_path / 'drill'), '--', '--sparse-ckpt-dir', str(tmp_path / 'memory')]
+    assert drill.main(own) == 2
+    assert 'the undisturbed job ended with status 1' in capsys.readouterr().out
+    assert left and not left[0].exists()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a fault landed, out of the events, and what was covered."""
 
-
 import pytest
 
 from moevement_ext.events import Event, FailureDetected, RecoveryPhase, WindowPersisted

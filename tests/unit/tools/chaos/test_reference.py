@@ -27,7 +27,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def trained(campaign: Campaign, job: int) -> list[str]:
-    configuration = campaign.plan.draw(job, 0, 0)
+    configuration = campaign.draw(job, 0, 0)
     return configuration.training_flags(Path(), campaign._iterations(configuration), Path())
 
 
@@ -38,7 +38,7 @@ def test_jobs_with_drawn_windows_share_one_reference(made) -> None:
 
 def test_consecutive_jobs_have_different_windows(made) -> None:
     campaign = made(*PLAINEST)
-    assert len({campaign.plan.draw(job, 0, 0).window for job in JOBS}) > 2
+    assert len({campaign.draw(job, 0, 0).window for job in JOBS}) > 2
 
 
 def test_reference_of_other_flags_is_not_reused(made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_reference_of_other_flags_is_not_reused(made, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(campaigns, 'train', no_job)
     monkeypatch.setattr(Campaign, '_anew', lambda self, name: folders.append(name))
-    configuration = campaign.plan.draw(1, 0, 0)
+    configuration = campaign.draw(1, 0, 0)
     for length in (72, 72, 74):
         monkeypatch.setattr(Campaign, '_iterations', lambda self, _, length=length: length)
         with pytest.raises(InterruptedError):
