@@ -51,17 +51,17 @@ class Outcome:
         self._waits = False
 
     def lost(self, store: Store, end: BadEnd) -> None:
-        """Record that this worker is about to be replaced."""
+        """Record that this worker is about to be replaced; `DistError`: no store."""
+        tell_end(store, end.worker.rank, end.worker.pid, end.fate)
         self._failures += 1
         self._waits = True
-        tell_end(store, end.worker.rank, end.worker.pid, end.fate)
 
     def all_lost(self, store: Store, cause: BadEnd, restarts: int) -> None:
-        """Record the `restarts`-th restart of all workers, with this store."""
+        """Record the `restarts`-th restart of all workers, with this store; `DistError`: none."""
+        tell_cause(store, restarts, cause.worker.rank, cause.worker.pid, cause.fate)
         self._failures += 1
         self._waits = True
         self._told_spares = ''
-        tell_cause(store, restarts, cause.worker.rank, cause.worker.pid, cause.fate)
 
     def look(self, store: Store) -> None:
         """Read a pending recovery's outcome, ten times a second; `DistError`: no store."""

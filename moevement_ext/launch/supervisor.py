@@ -295,9 +295,9 @@ class Supervisor:
             self._open_store()
         except ConfigurationError as error:
             raise LaunchError(str(error)) from error
-        self._bad_ends.clear()
         restarts = 1 + max(any_worker.restarts for any_worker in self.workers)
         self._outcome.all_lost(self.store, cause, restarts)
+        self._bad_ends.clear()  # only now: a lost store leaves them to be judged again
         self._starter.open(self.store.port)
         for any_worker in self.workers:
             self._start(any_worker, restarts)

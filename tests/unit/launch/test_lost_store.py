@@ -8,8 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
+from torch.distributed import DistError
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
@@ -80,6 +82,27 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     job.finish_when = lambda: len(job.started()) == 4
     flags = (f'1.0=exit:{EXIT_WHOLE_JOB}:leave', store.flag)
     assert job.run(*flags, nodes=2) == 0
+    assert (len(job.seen(StoreGone)), len(job.seen(StoreFound))) == (1, 1)
+    assert [worker.restarts for worker in job.started()] == [0, 0, 1, 1]
+
+
+def test_store_lost_while_all_start_again_is_awaited(
+    job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers are dead then: no later end would start them again."""
+    outcome = job.supervisor(store.flag, '1.0=kill', nodes=2, survive=False)._outcome
+    really = outcome.all_lost
+    lost = []
+
+    def all_lost(*told: Any) -> None:
+        if not lost:
+            lost.append(told)
+            raise DistError('connection reset by peer')
+        really(*told)
+
+    monkeypatch.setattr(outcome, 'all_lost', all_lost)
+    job.finish_when = lambda: len(job.started()) == 4
+    assert job.running.run() == 0
     assert (len(job.seen(StoreGone)), len(job.seen(StoreFound))) == (1, 1)
     assert [worker.restarts for worker in job.started()] == [0, 0, 1, 1]
 
