@@ -5,7 +5,8 @@ import argparse
 import dataclasses
 import functools
 import re
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from megatron.moevement.facts import UpstreamArguments
 from moevement_ext.config import (
@@ -30,37 +31,21 @@ from moevement_ext.config import (
 from moevement_ext.errors import EXIT_USER_ERROR
 from moevement_ext.system.user_errors import usage_error
 
-_DEFAULTS = SparseCheckpointConfig()
 
+def _number_or(*words: str) -> Callable[[str], int | str]:
+    """Parser of a whole number, or of one of these words."""
+    others = f' or "{words[0]}"' if len(words) == 1 else f', or one of {", ".join(words)}'
 
-def _number_or_rule(text: str) -> int | str:
-    words = (AUTO, *INTERVAL_RULES)
-    if text in words:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        known = f'a whole number, or one of {", ".join(words)}'
-        raise argparse.ArgumentTypeError(f'{text!r} must be {known}') from None
+    def parse(text: str) -> int | str:
+        if text in words:
+            return text
+        try:
+            return int(text)
+        except ValueError:
+            rule = f'must be a whole number{others}'
+            raise argparse.ArgumentTypeError(f'{text!r} {rule}') from None
 
-
-def _number_or_dynamic(text: str) -> int | str:
-    if text == DYNAMIC:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        known = f'a whole number or "{DYNAMIC}"'
-        raise argparse.ArgumentTypeError(f'{text!r} must be {known}') from None
-
-
-def _window(text: str) -> int | str:
-    if text == AUTO:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'{text!r} must be a whole number or "{AUTO}"') from None
+    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -72,305 +57,262 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help='Capture a slice of the training state into host memory every iteration and recover '
         'from it after a failure.',
     )
-    group.add_argument(
+
+    def add(flag: str, help_text: str, **options: Any) -> None:
+        """Add the flag of a setting, with its default and, if that tells, its type."""
+        name = flag.removeprefix('--sparse-ckpt-').replace('-', '_')
+        default = getattr(SparseCheckpointConfig, name)
+        if isinstance(default, bool):
+            options['action'] = 'store_true'
+        elif isinstance(default, int | float):
+            options.setdefault('type', type(default))
+        group.add_argument(flag, default=default, help=help_text, **options)
+
+    add(
         '--sparse-ckpt-strategy',
-        choices=STRATEGIES,
-        default=_DEFAULTS.strategy,
-        help='moevement: a slice of the state in every iteration, into host memory, with replicas; '
+        'moevement: a slice of the state in every iteration, into host memory, with replicas; '
         'gemini: all of the state every --sparse-ckpt-interval iterations, with replicas; '
         'checkfreq: the same without replicas, then to --sparse-ckpt-disk, which alone it '
         'recovers from; moc: as gemini, but with --sparse-ckpt-experts experts of each layer, the '
         'others as of an earlier checkpoint, so that a recovery loses updates of experts; moetion: '
         'the same in every iteration, with as many experts as it hides. Flags without use for the '
         'strategy are refused.',
+        choices=STRATEGIES,
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-interval',
-        type=_number_or_rule,
-        default=_DEFAULTS.interval,
-        metavar='N',
-        help='gemini, checkfreq, moc: iterations from one checkpoint to the next. "auto": 1; '
+        'gemini, checkfreq, moc: iterations from one checkpoint to the next. "auto": 1; '
         'checkfreq: the fewest, as measured, within --sparse-ckpt-overhead-bound and the rate of '
         'the disk. "young", "daly", "oracle": gemini, the best for --sparse-ckpt-mtbf by that '
         'formula, or by trying all.',
+        type=_number_or(AUTO, *INTERVAL_RULES),
+        metavar='N',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-mtbf',
+        'Mean seconds between failures of the job, for the rules of --sparse-ckpt-interval.',
         type=float,
-        default=None,
         metavar='SECONDS',
-        help='Mean seconds between failures of the job, for the rules of --sparse-ckpt-interval.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-overhead-bound',
-        type=float,
-        default=_DEFAULTS.overhead_bound,
+        'checkfreq: largest share of training time that checkpoints may cost.',
         metavar='SHARE',
-        help='checkfreq: largest share of training time that checkpoints may cost.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-experts',
-        type=_number_or_dynamic,
-        default=_DEFAULTS.experts,
-        metavar='K',
-        help='moc: experts of each MoE layer in a checkpoint, or "dynamic": 1, doubled whenever '
+        'moc: experts of each MoE layer in a checkpoint, or "dynamic": 1, doubled whenever '
         'recoveries have lost --sparse-ckpt-lost-share of the tokens at the present number.',
+        type=_number_or(DYNAMIC),
+        metavar='K',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-expert-choice',
-        choices=EXPERT_CHOICES,
-        default=_DEFAULTS.expert_choice,
-        help='moc: which experts. sequential: in turn; load: those with most tokens since their '
+        'moc: which experts. sequential: in turn; load: those with most tokens since their '
         'copy, by their shares of the tokens.',
+        choices=EXPERT_CHOICES,
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-lost-share',
-        type=float,
-        default=_DEFAULTS.lost_share,
+        'moc, with "dynamic" experts: share of all tokens of the training.',
         metavar='SHARE',
-        help='moc, with "dynamic" experts: share of all tokens of the training.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-window',
-        type=_window,
-        default=_DEFAULTS.window,
-        help='Iterations per window, or "auto": the fewest that the measured links can carry and, '
+        'Iterations per window, or "auto": the fewest that the measured links can carry and, '
         'if cores also train, that the spare cores can handle.',
+        type=_number_or(AUTO),
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-max-window',
-        type=int,
-        default=_DEFAULTS.max_window,
-        help='Longest window that "auto" may choose. Host memory is planned for this length, or '
+        'Longest window that "auto" may choose. Host memory is planned for this length, or '
         'for the longest window that fits.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-cpu-share',
-        type=float,
-        default=_DEFAULTS.cpu_share,
-        metavar='SHARE',
-        help='Share of the cores of a node that "auto" grants to helper threads, most of which '
+        'Share of the cores of a node that "auto" grants to helper threads, most of which '
         'copy, check, send and receive windows, if the cores also train (without a GPU); 0: no '
         'limit.',
+        metavar='SHARE',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-replicas',
-        type=int,
-        default=_DEFAULTS.replicas,
-        help='Copies of the windows of each rank on other failure domains (fewer where there are '
+        'Copies of the windows of each rank on other failure domains (fewer where there are '
         'fewer domains). A peer there with the same shard of another optimizer instance counts as '
         'a copy.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-verify-replicas',
-        type=int,
-        default=_DEFAULTS.verify_replicas,
-        metavar='N',
-        help='A holder verifies the checksums of every N-th window of a rank before the window '
+        'A holder verifies the checksums of every N-th window of a rank before the window '
         'counts as replicated. A recovery verifies all windows that it reads; with N above 1 a '
         'damaged replica may go unnoticed until then; without another copy, recovery falls back '
         'to an older window, or has none.',
+        metavar='N',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-network-gb-per-s',
-        type=network_rate,
-        default=_DEFAULTS.network_gb_per_s,
-        metavar='RATE',
-        help='Limit, in GB/s, of the rate at which each rank sends windows to their holders. '
+        'Limit, in GB/s, of the rate at which each rank sends windows to their holders. '
         '"auto": slots are spread over their window; "off" or 0: no limit. A recovery is never '
         'limited.',
+        type=network_rate,
+        metavar='RATE',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-dir',
-        default=_DEFAULTS.dir,
-        help='Directory for windows on every node, in a tmpfs.',
+        'Directory for windows on every node, in a tmpfs.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-disk',
-        default=None,
-        metavar='DIR',
-        help='Copy windows to this directory, on a disk of each node or a shared file system, in '
+        'Copy windows to this directory, on a disk of each node or a shared file system, in '
         'case all nodes lose their memory. Needs a third window file in host memory.',
+        metavar='DIR',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-disk-every',
-        type=int,
-        default=_DEFAULTS.disk_every,
+        'Minimum number of iterations between two windows on disk.',
         metavar='N',
-        help='Minimum number of iterations between two windows on disk.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-disk-gb-per-s',
-        type=float,
-        default=_DEFAULTS.disk_gb_per_s,
-        help='Per-rank disk bandwidth limit in GB/s, for writes and reads of windows.',
+        'Per-rank disk bandwidth limit in GB/s, for writes and reads of windows.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-run-id',
-        default=None,
-        help='Names the run. A job launched again with the same id recovers from its windows. '
+        'Names the run. A job launched again with the same id recovers from its windows. '
         'Default: slurm-<job id>, else a digest of the training flags.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-host-memory-gb',
-        type=float,
-        default=None,
-        help='Host memory per node, in GiB, for windows and replicas. Default: what the tmpfs '
+        'Host memory per node, in GiB, for windows and replicas. Default: what the tmpfs '
         'and the memory limit of the container leave.',
+        type=float,
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-interface',
-        default=None,
-        metavar='NAME',
-        help='Network interface over which windows and logs travel. Default: that of '
+        'Network interface over which windows and logs travel. Default: that of '
         'GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one that faces the master.',
+        metavar='NAME',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-topology',
-        default=None,
-        help='JSON file that maps node names to failure domains: "rack", or a list with the levels '
+        'JSON file that maps node names to failure domains: "rack", or a list with the levels '
         'above, innermost first: ["rack", "pod"]. Default: each node is its own domain.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-log-lag',
-        type=float,
-        default=_DEFAULTS.log_lag,
-        help='Iterations from the copy of the last slot of a window until the window is '
+        'Iterations from the copy of the last slot of a window until the window is '
         'persisted, which the log has space for; tools.plan computes the number.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-max-wait',
-        type=float,
-        default=_DEFAULTS.max_wait,
-        help='Longest time, in seconds, that training waits until a window is persisted; then the '
+        'Longest time, in seconds, that training waits until a window is persisted; then the '
         'next window is skipped.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-order',
-        choices=ORDERS,
-        default=_DEFAULTS.order,
-        help='Which experts a window captures last, and a replay keeps frozen longest. popularity: '
+        'Which experts a window captures last, and a replay keeps frozen longest. popularity: '
         'experts with the most tokens; soft: with the most weight from their router; decayed: '
         'with the most tokens, averaged over windows; capacity: with the largest share of '
         '--moe-expert-capacity-factor in use; fixed: in the order of the model.',
+        choices=ORDERS,
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-freeze',
-        choices=(ON, OFF),
-        default=_DEFAULTS.freeze,
-        help='on: a replay does not compute the weight gradients of frozen operators; off: a '
+        'on: a replay does not compute the weight gradients of frozen operators; off: a '
         'replay computes and drops them, to measure the saving.',
+        choices=(ON, OFF),
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-reorder-fraction',
-        type=float,
-        default=_DEFAULTS.reorder_fraction,
-        help='Re-plan the window when this fraction of the experts changed popularity.',
+        'Re-plan the window when this fraction of the experts changed popularity.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-reorder-change',
-        type=float,
-        default=_DEFAULTS.reorder_change,
-        help='Relative change of the share of tokens that counts as a changed popularity.',
+        'Relative change of the share of tokens that counts as a changed popularity.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-store',
-        default=None,
-        metavar='HOST:PORT',
-        help='Address of python -m moevement_ext.store, for the rendezvous of the ranks: no node '
+        'Address of python -m moevement_ext.store, for the rendezvous of the ranks: no node '
         'is then indispensable for the job. Default: the store of the launcher.',
+        metavar='HOST:PORT',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-recovery',
-        choices=(AUTO, LOCALIZED, GLOBAL, WHOLE_JOB),
-        default=AUTO,
-        help='auto: localized, or global with another --sparse-ckpt-strategy than moevement; '
+        'auto: localized, or global with another --sparse-ckpt-strategy than moevement; '
         'localized: only the pipeline stages that lost a worker roll back, the others keep '
         'their state (needs torchrun with static rendezvous, the launcher for Slurm, or '
         'scripts/local_cluster.py); '
         'global: all stages roll back together, in the surviving processes, without logs of '
         'sends between stages (needs the same); whole-job: all workers restart.',
+        choices=(AUTO, LOCALIZED, GLOBAL, WHOLE_JOB),
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-hang-timeout',
-        type=float,
-        default=_DEFAULTS.hang_timeout,
-        help='Seconds without a heartbeat after which a worker counts as hung.',
+        'Seconds without a heartbeat after which a worker counts as hung.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-verify',
-        choices=(OFF, REPORT, STOP),
-        default=_DEFAULTS.verify,
-        help='Compare a recovered state, bit for bit, with captures from before the failure that '
+        'Compare a recovered state, bit for bit, with captures from before the failure that '
         'are newer than the window it came from. report: list differences in the log and the '
         'events; stop: do not continue from a state that differs, use the next tier. Without '
         'deterministic kernels a replay may differ.',
+        choices=(OFF, REPORT, STOP),
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-stuck-timeout',
-        type=float,
-        default=_DEFAULTS.stuck_timeout,
-        help='Seconds for which the training thread of a worker may block without waiting for '
+        'Seconds for which the training thread of a worker may block without waiting for '
         'another worker (in a data loader, a file system) before the worker is replaced; 0: no '
         'limit.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-bind',
-        choices=(GPU, OFF),
-        default=_DEFAULTS.bind,
-        help='gpu: each worker runs on the CPUs near its GPU that its launcher allows, and has its '
+        'gpu: each worker runs on the CPUs near its GPU that its launcher allows, and has its '
         'windows in their memory; off: on any CPU that its launcher allows.',
+        choices=(GPU, OFF),
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-elastic',
-        choices=(OFF, RESTART),
-        default=_DEFAULTS.elastic,
-        help='restart: a job restarted with another number of ranks, or another pipeline, expert '
+        'restart: a job restarted with another number of ranks, or another pipeline, expert '
         'or data parallel layout, continues from the windows of the previous start. Set it from '
         'the first start.',
+        choices=(OFF, RESTART),
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-elastic-layouts',
-        default=None,
-        metavar='LAYOUTS',
-        help='Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4". Of the layouts of the '
+        'Layouts for other numbers of ranks, as "pp=2,ep=4;ep=4". Of the layouts of the '
         'flags and of this list that fit, a start takes the one with most ranks; of several, the '
         'first. Surplus ranks do not train. Omitted sizes are 1, but tensor parallelism stays '
         'unchanged, also for experts unless etp is given.',
+        metavar='LAYOUTS',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-elastic-exact',
-        action='store_true',
-        help='Wait for the ranks of the old layout, or refuse to start, rather than continue a '
+        'Wait for the ranks of the old layout, or refuse to start, rather than continue a '
         'window of several iterations in another layout, which is equal up to rounding only; '
         'windows of one iteration are continued exactly.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-forget',
-        action='store_true',
-        help='Continue from the dense checkpoint, or the start, if some ranks have lost windows '
+        'Continue from the dense checkpoint, or the start, if some ranks have lost windows '
         'that all ranks had, or windows of another layout or release cannot be used; without this '
         'flag the job refuses to start and names these ranks, or the reason.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-strict',
-        action='store_true',
-        help='Stop if windows or replicas cannot be set up, instead of training unprotected; or if '
+        'Stop if windows or replicas cannot be set up, instead of training unprotected; or if '
         'there are windows of other flags, files, versions or another environment.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-events',
-        default=None,
+        'Write events as JSON lines, one file per rank.',
         metavar='DIR',
-        help='Write events as JSON lines, one file per rank.',
     )
-    group.add_argument(
+    add(
         '--sparse-ckpt-metrics',
-        type=int,
-        default=None,
-        metavar='PORT',
-        help='Serve metrics of all ranks of a host to Prometheus at this port. (With '
+        'Serve metrics of all ranks of a host to Prometheus at this port. (With '
         'OTEL_EXPORTER_OTLP_ENDPOINT set, metrics are sent over OTLP.)',
+        type=int,
+        metavar='PORT',
     )
     group.add_argument(
         '--sparse-ckpt-digest',
