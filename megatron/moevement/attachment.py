@@ -13,8 +13,6 @@
 
 A failure of another rank may interrupt the loop anywhere; `train` then calls the loop again, and
 its first `step` brings the job to the newest committed iteration, as in `examples/own_loop.py`.
-
-Checked against megatron-core 0.19.2.
 """
 
 import os

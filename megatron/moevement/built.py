@@ -2,8 +2,6 @@
 """Type aliases for the objects that upstream builds.
 
 Upstream ships no type information, so these names serve readers more than the type checker.
-
-Checked against megatron-core 0.19.2.
 """
 
 from megatron.core.distributed import DistributedDataParallel

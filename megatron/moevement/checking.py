@@ -4,8 +4,6 @@
 Upstream parses and validates the flags as on the first rank, but sets nothing up. The functions of
 a real start then apply their rules. Two answers need a running job: the host memory for the model
 (`tools.plan` computes it), and whether the launcher can replace a worker.
-
-Checked against megatron-core 0.19.2.
 """
 
 import argparse

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of a job that the adapter reads and that stay constant while the job runs.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Properties of a job that the adapter reads and that stay constant while the job runs."""
 
 import argparse
 import dataclasses

@@ -3,8 +3,6 @@
 
 A difference is reported, not refused: most releases compute the same bits, and most variables do
 not matter for most models.
-
-Checked against megatron-core 0.19.2.
 """
 
 import os

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Job facts and settings of a custom loop, from its configurations and its plan.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Job facts and settings of a custom loop, from its configurations and its plan."""
 
 import os
 import sys

@@ -18,8 +18,6 @@ run need. With a larger number, a replay could read other samples than the origi
 A finished job leaves no windows, so the rule affects only a job that is extended after a failure:
 that job resumes from its dense checkpoint. Evaluation flags count, as evaluation may draw random
 numbers, and so does `--ckpt-step`, which selects a checkpoint.
-
-Checked against megatron-core 0.19.2.
 """
 
 import enum

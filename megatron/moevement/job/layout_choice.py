@@ -3,8 +3,6 @@
 
 `--sparse-ckpt-elastic-layouts` is evaluated on the command line, before upstream parses it: the
 chosen layout is appended as flags, of which the last counts.
-
-Checked against megatron-core 0.19.2.
 """
 
 import argparse

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's training loop, upstream's or a custom one, as left and entered by recovery.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Megatron's training loop, upstream's or a custom one, as left and entered by recovery."""
 
 from collections.abc import Sequence
 

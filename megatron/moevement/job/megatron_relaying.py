@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron state for a job in another layout (see `moevement_ext.capture.relaying`).
-
-Checked against megatron-core 0.19.2.
-"""
+"""Megatron state for a job in another layout (see `moevement_ext.capture.relaying`)."""
 
 from collections.abc import Callable, Collection, Mapping
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Megatron implementation of recovery's trainer (see `moevement_ext.recover.trainer`).
-
-Checked against megatron-core 0.19.2.
-"""
+"""The Megatron implementation of recovery's trainer (see `moevement_ext.recover.trainer`)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

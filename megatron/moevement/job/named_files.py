@@ -3,8 +3,6 @@
 
 Little is read: sizes, counts and a few places of data files, and all of other files, which are
 small. Files that this rank does not see are left out, as on a node whose stages read no data.
-
-Checked against megatron-core 0.19.2.
 """
 
 import importlib.util

@@ -4,8 +4,6 @@
 Follows upstream's `RankGenerator`: tensor-parallel ranks are adjacent, then those of context and
 data parallelism (or of experts and their replicas), then stages; with `--use-tp-pp-dp-mapping`
 stages come before data parallelism.
-
-Checked against megatron-core 0.19.2.
 """
 
 from typing import Any

@@ -4,8 +4,6 @@
 Upstream ends a process inside its loop, by `sys.exit`, for `--exit-interval`,
 `--exit-duration-in-mins`, `--exit-signal-handler`, and when its rerun machine wants the job to
 restart elsewhere. All ranks exit together, after a barrier of upstream.
-
-Checked against megatron-core 0.19.2.
 """
 
 from typing import NoReturn

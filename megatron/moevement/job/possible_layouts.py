@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layouts cannot go on from windows of another one, whatever the windows hold.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Which layouts cannot go on from windows of another one, whatever the windows hold."""
 
 from typing import NamedTuple
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects a session to upstream's trainer.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Connects a session to upstream's trainer."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's model, optimizer and schedule on a single rank of this process, without data.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Upstream's model, optimizer and schedule on a single rank of this process, without data."""
 
 import contextlib
 import io

@@ -3,8 +3,7 @@
 
 The flags must be those of the training that captured the windows, in any layout. For one rank,
 flags that cannot change a bit of the state get upstream's defaults (no logs, no profiles, no
-overlap), and layers are built for a CPU; their state is the same. Checked against megatron-core
-0.19.2.
+overlap), and layers are built for a CPU; their state is the same.
 """
 
 import argparse

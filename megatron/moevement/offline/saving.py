@@ -3,7 +3,7 @@
 
 Upstream's data beside tensors comes from the windows: the arguments have the numbers of the run's
 layout, and the generator states those of each of its stages and tensor-parallel ranks, so that a
-job in the same layout continues with the same random numbers. Checked against megatron-core 0.19.2.
+job in the same layout continues with the same random numbers.
 """
 
 import contextlib

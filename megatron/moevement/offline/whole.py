@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of tensors in the whole model, and whole tensors from their tensor-parallel shards.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Names of tensors in the whole model, and whole tensors from their tensor-parallel shards."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ repairs the few places with further assumptions. It changes nothing on a machine
 
 Transformer Engine computes on a GPU only. Upstream uses parts of it (the router's product, Adam) in
 any job as soon as it can be imported, so it is hidden.
-
-Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
 
 import contextlib

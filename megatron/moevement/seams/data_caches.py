@@ -4,8 +4,6 @@
 Rank 0 builds the cache at start, and all other ranks read it. A replacement of another rank finds
 no cache on a node that never had rank 0, and a truncated one where rank 0 died. A rank that cannot
 read or write the cache builds the indices in memory: they depend on data and seed only.
-
-Checked against megatron-core 0.19.2.
 """
 
 import logging

@@ -5,8 +5,6 @@ For upstream's trainer `UpstreamData` wraps `build_pretraining_data_loader`, to 
 a loader created again with another number of consumed samples continues exactly there. Upstream
 calls it for training, validation (maybe several sets) and test data in this order, within
 `build_train_valid_test_data_iterators`, which runs once per virtual pipeline chunk.
-
-Checked against megatron-core 0.19.2.
 """
 
 import itertools

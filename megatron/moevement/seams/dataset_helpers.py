@@ -3,8 +3,6 @@
 
 At start, rank 0 runs `make` in megatron/core/datasets and exits if that fails. The wheel has the
 compiled helpers there but no Makefile, so without this module no job starts from the wheel.
-
-Checked against megatron-core 0.19.2.
 """
 
 import importlib

@@ -3,8 +3,6 @@
 
 Upstream finds out by loading: a checkpoint that it cannot read ends the job at once, even if there
 are windows. So each rank checks the files itself, and skips a checkpoint that a rank cannot read.
-
-Checked against megatron-core 0.19.2.
 """
 
 import logging

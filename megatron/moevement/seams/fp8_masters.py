@@ -4,7 +4,7 @@
 Upstream's `--main-params-dtype` has no name for fp8, so a flag of this package selects it. An
 update is computed in fp32, as with any other master; a change too small for 8 bits is lost.
 
-Checked against megatron-core 0.19.2 and, by reading, Transformer Engine 2.1 to 2.18, 2.20.
+Checked, by reading, against Transformer Engine 2.1 to 2.18, 2.20.
 """
 
 import functools

@@ -4,8 +4,6 @@
 Parameters are counted by upstream's own arithmetic, windows by that of `memory.sizing`. Activations
 are not counted, nor windows of more than one iteration, which `auto` chooses only if there is
 space. The arithmetic assumes 16-bit weights and 32-bit optimizer state; no other job is refused.
-
-Checked against megatron-core 0.19.2.
 """
 
 import argparse

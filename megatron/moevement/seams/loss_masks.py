@@ -5,9 +5,6 @@ Upstream keeps the loss mask of a dataset's first sample for all later ones, and
 tokens of that first sample in the kept mask itself. A process that starts with another sample, as a
 replacement or a worker of a loader that was opened again does, would train on other tokens. The
 kept mask is full instead; each sample blanks its own padding in a copy, as upstream's code intends.
-
-Wraps `GPTDataset.__getitem__`.
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable

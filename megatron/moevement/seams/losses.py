@@ -5,7 +5,6 @@ Wraps the schedules that `get_forward_backward_func` chooses from; on the last s
 result of the loss function for each micro-batch. The copy runs after the backward pass. A reader
 waits for it, which costs nothing: it reads when the update is queued, and upstream's `train_step`
 then waits for the update itself.
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Mapping, Sequence

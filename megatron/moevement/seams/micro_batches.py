@@ -4,9 +4,6 @@
 The declared number and size of micro-batches and the sample length determine the data position, the
 space in the upstream log and what a replay receives. The communicator that the schedule is given
 logs the tensors between stages, or replays them.
-
-Wraps the schedules that `get_forward_backward_func` chooses from.
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ private method that is overridden here. In training it logs the tensors to send 
 send them. In a replay it sends nothing; received tensors come from the logs of the neighbour
 stages, in the order in which those stages sent them: the k-th tensor of an iteration and direction
 always belongs to the same micro-batch and model chunk (paper section 3.4, upstream logging).
-
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Iterator, Mapping

@@ -6,7 +6,8 @@ table. `check` compares them at start: if upstream has changed, the program ends
 instead of training wrongly. Upstream calls functions through its modules and methods through their
 classes, so a wrapper set there takes effect everywhere.
 
-Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
+The whole package was checked against megatron-core 0.19.2 and torch 2.11 to 2.15; modules that
+depend on Transformer Engine name its versions.
 """
 
 import functools

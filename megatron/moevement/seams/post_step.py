@@ -3,9 +3,6 @@
 
 A failure may strike when only some ranks have finished these steps. All ranks then resume at the
 entry of the next iteration, and together repeat each step that any rank has not finished.
-
-Wraps `evaluate_and_print_results`, the `evaluate` in it, and `save_checkpoint_and_time`.
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Sequence

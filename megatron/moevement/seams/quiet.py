@@ -10,8 +10,6 @@ Nothing else is changed; with `MOEVEMENT_UPSTREAM_LOG=all` in the environment no
   on a machine without a GPU, where both are useless, only the first process of a job warns, once.
 - With `--sparse-ckpt`, the list of arguments, some 400 lines, in a restarted worker: it is
   unchanged.
-
-Checked against megatron-core 0.19.2.
 """
 
 import argparse

@@ -5,8 +5,6 @@ A graph recorded during a replay would leave out the gradients of frozen operato
 iterations, so a replay does not count as a warm-up for it either. Graphs of single layers need no
 such care: with `--cuda-graph-impl transformer_engine` upstream's loop records between two of its
 own iterations, after those that a recovery replays.
-
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable

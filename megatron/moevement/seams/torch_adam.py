@@ -6,8 +6,6 @@ In fp32 it copies into views of the weights themselves, which torch refuses outs
 Torch's own Adam, which upstream uses without Transformer Engine and Apex, keeps a step for each
 parameter. Upstream describes no steps of parameters that had no gradient yet, and loads one tensor
 for all parameters: each parameter's update would then advance the step of all others.
-
-Checked against megatron-core 0.19.2 and torch 2.11 to 2.15.
 """
 
 import functools

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to upstream's trainer: groups, counts, dense checkpoints.
-
-Checked against megatron-core 0.19.2.
-"""
+"""Access to upstream's trainer: groups, counts, dense checkpoints."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

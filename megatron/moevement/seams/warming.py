@@ -5,10 +5,6 @@
   each time that it builds its parser: some 0.2 s.
 - It builds the parser twice, the second time to look up `--enable-ft-package`.
 - It imports some modules in its set-up.
-
-Wraps `ArgumentGroupFactory._get_field_docstrings` of `megatron.training.argument_utils` and
-`ft_integration.setup` of `megatron.training`.
-Checked against megatron-core 0.19.2.
 """
 
 import argparse

@@ -2,8 +2,6 @@
 """What is switched off on a machine without a GPU: the only place that names it.
 
 Messages, exports, and the jobs of the demo, the benchmarks and the tests take it from here.
-
-Checked against megatron-core 0.19.2.
 """
 
 GPU_ONLY = (

@@ -3,8 +3,6 @@
 
 Gradients need no undoing: upstream clears them at the start of an iteration. Only the update writes
 parameters and optimizer state; a rank that was interrupted within the update replays instead.
-
-Checked against megatron-core 0.19.2.
 """
 
 import gc

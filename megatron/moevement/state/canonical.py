@@ -6,8 +6,6 @@ chunk, the layer within the chunk, the expert within the rank. Its operator coun
 experts over the whole model, so that both together give the name in the whole model:
 `layer3.expert5` and `chunk1.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight` give
 `decoder.layers.2.mlp.experts.local_experts.5.linear_fc1.weight`.
-
-Checked against megatron-core 0.19.2.
 """
 
 import re

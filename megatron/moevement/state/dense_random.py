@@ -5,8 +5,6 @@ Upstream saves one state of each generator for all data-parallel ranks of a stag
 first rank. With `--moe-router-force-load-balancing` the other ranks draw from generators of other
 experts, whose states are lost. So each rank writes its own states to a subfolder of the checkpoint.
 Plain Megatron neither needs nor reads it.
-
-Checked against megatron-core 0.19.2.
 """
 
 import logging

@@ -4,8 +4,6 @@
 Without the distributed optimizer the data-parallel ranks of a stage hold the same parameters,
 masters and moments; with expert parallelism, those of the same experts. In upstream's trainer they
 also draw the same random numbers; a loop of its own says whether they do.
-
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 
 The first layer is divided by rows, a gated unit's two halves each; the second by columns. Biases of
 the first layer go with its rows, those of the second are whole on each rank.
-
-Checked against megatron-core 0.19.2.
 """
 
 import re

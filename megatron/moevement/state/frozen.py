@@ -4,8 +4,6 @@
 A weight without `requires_grad` takes upstream's frozen path (`LinearWithFrozenWeight`), which does
 not compute the weight gradient; this module adds such a path to the router's gating function. Adam
 skips parameters without a gradient.
-
-Checked against megatron-core 0.19.2.
 """
 
 import functools

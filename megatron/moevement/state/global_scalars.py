@@ -9,11 +9,6 @@ stage; a stage that replays alone takes that number from the record, too.
 The norm is a float, or with Transformer Engine 2.14 and later a tensor, which the host does not
 wait for before the step is done. Clipping by a tensor and by a float gives different bits, so a
 replay returns the type that training had.
-
-Wraps, in `megatron.core.optimizer.optimizer`: `get_grad_norm_fp32` and
-`MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan`; and the model configuration's
-`finalize_model_grads_func`.
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 
 The training thread captures it right before an iteration begins, so the state is exactly the start
 of that iteration.
-
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Iterator, Mapping

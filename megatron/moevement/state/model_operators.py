@@ -5,8 +5,6 @@ An *operator* (paper section 3.1) is the unit of capture: one expert, one router
 rest of a layer, the embedding, or the head (final norm and output layer). Names are equal on all
 ranks that hold a part of the operator: `layer3.expert5` counts layers from 1 as upstream does and
 experts globally; `mtp1.expert5` belongs to the first multi-token prediction layer.
-
-Checked against megatron-core 0.19.2.
 """
 
 import re

@@ -5,9 +5,6 @@ With `--moe-expert-capacity-factor`, tokens above the capacity of an expert are 
 that is owed tokens drops only tokens above 1.1 times its capacity. Gained tokens are subtracted at
 the end of an iteration, so that all its micro-batches, and recomputed passes, drop alike. Without
 the factor, or where batches are padded to the capacity, nothing changes.
-
-Wraps, in `megatron.core.transformer.moe.router`, `apply_router_token_dropping`, once tokens are
-owed. Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Mapping, Sequence

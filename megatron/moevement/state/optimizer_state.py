@@ -5,8 +5,6 @@ Three optimizers of upstream are known: the distributed optimizer (a rank owns a
 each data-parallel buffer), and the mixed-precision and fp32 optimizers (state replicated over the
 data-parallel ranks; each rank *captures* an even share of every parameter, so that no element is
 written twice).
-
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Iterator, Sequence

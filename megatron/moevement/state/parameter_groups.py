@@ -4,10 +4,6 @@
 Upstream gathers the group keys of all ranks, so that a rank also has empty groups and optimizers
 for parameters that only other ranks hold: all ranks then make the same reductions in a step. A
 joining process cannot gather.
-
-Wraps `_get_param_groups` of `megatron.core.optimizer`, and within it replaces
-`torch.distributed.all_gather_object`.
-Checked against megatron-core 0.19.2.
 """
 
 from collections.abc import Callable, Iterator

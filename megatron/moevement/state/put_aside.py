@@ -4,7 +4,7 @@
 Queues in modules outlive the iteration. The next one would take the entries of the interrupted one
 first, and its own entries one micro-batch late, for the rest of the job.
 
-Checked against megatron-core 0.19.2 and Transformer Engine 2.20.
+Checked against Transformer Engine 2.20.
 """
 
 import sys

@@ -5,8 +5,6 @@ Counters, schedules and positions are the same on all ranks. Each stream of rand
 to a stage, a tensor-parallel shard, or an expert shard. A stream that exists in both layouts
 continues; a new stream starts as upstream seeds it at the start of a job. Parameter groups are
 matched by their distinguishing settings, as their number depends on the layout.
-
-Checked against megatron-core 0.19.2.
 """
 
 import math

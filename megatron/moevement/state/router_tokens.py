@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the tokens that the routers of this rank send to each expert (paper section 3.5).
 
-Checked against megatron-core 0.19.2: a router returns (probabilities, routing map), both of shape
-[tokens, experts]; tokens dropped by a capacity factor are in neither.
+A router returns (probabilities, routing map), both of shape [tokens, experts]; tokens dropped by a
+capacity factor are in neither.
 """
 
 from collections.abc import Mapping

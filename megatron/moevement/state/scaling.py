@@ -7,7 +7,7 @@ every module changes them, also with frozen operators, and so does an evaluation
 repeats. Therefore every slot captures them. Other recipes scale by the values to round, and keep no
 state.
 
-Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
+Checked against Transformer Engine 2.1 to 2.18, 2.20.
 """
 
 from collections.abc import Iterator, Sequence

@@ -5,7 +5,7 @@ Dense checkpoints use its Adam's `get_unscaled_state` and `set_scaled_state`, wh
 fp8 state may differ afterwards. Weights in fp8 are rounded from the masters with scales that all
 ranks agree on; upstream recreates the transposed copies for gradients when it gathers the weights.
 
-Checked against megatron-core 0.19.2 and Transformer Engine 2.1 to 2.18, 2.20.
+Checked against Transformer Engine 2.1 to 2.18, 2.20.
 """
 
 from typing import Any

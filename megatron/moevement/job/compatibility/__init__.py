@@ -6,6 +6,4 @@ rule allows a localized recovery with equal bits. Its value is part of the ident
 (`job/identity.py`), so no job resumes from windows of another value. Therefore a new flag of
 upstream needs a rule only once it is found to break recovery. `docs/compatibility.md` is generated
 from the rules (`python -m tools.compatibility --write`).
-
-Checked against megatron-core 0.19.2, by reading its code.
 """
