@@ -64,15 +64,13 @@ class OneRank:
         return {item.part: item.source.clone() for item in found.full}
 
     def restore(self, bits: Bits) -> None:
-        """By the product's loader, from records as a slot has them."""
+        """By the product, from records as a slot has them."""
         states = {self.main: self.state}
         captured = slices.operator_slices(self.operators, states)
-        loader = slices.SlotLoader(self.operators, captured, states, [], distributed=True)
         records = SlotLayout(WindowPlan((('rest',),)), 0, captured).records
         assert {record.part for record in records} == bits.keys()
         with torch.no_grad():
-            for record in records:
-                loader.restore(record, bits[record.part])
+            slices.restore(records, lambda record: bits[record.part], captured)
 
 
 def assert_same(one: Bits, other: Bits) -> None:

@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 from megatron.moevement.checking import told
 from megatron.moevement.counters import Counters
 from megatron.moevement.offline import building, run_flags, saving
-from megatron.moevement.offline.filling import DenseSlot, Filling
+from megatron.moevement.offline.filling import DenseSlot, fill
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.global_scalars import reduced_by
 from megatron.moevement.state.iteration_state import IterationState
@@ -47,7 +47,7 @@ def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
         training = TrainingState(model, optimizer, scheduler)
         state, step = _for_this_rank(states, training, args)
         shared = not run.untie_embeddings_and_output_weights
-        Filling(slot, training, shared).fill(step)
+        fill(slot, training, shared, step)
         training.restore(state, args)
         saving.save(built, run, states, slot.placed)
     finally:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills the model of one rank from the records of all owners."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from megatron.moevement.offline.whole import (
     shard_name,
     whole_name,
 )
-from megatron.moevement.state.optimizer_state import complete_restore
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.layout import TensorSlice
 from moevement_ext.memory.dtypes import dtype_name
@@ -36,63 +35,46 @@ class DenseSlot(NamedTuple):
     read: Read
 
 
-class Filling:
-    """Copies one slot into a model. One thread.
+@torch.no_grad()
+def fill(slot: DenseSlot, training: TrainingState, shared: bool, group_step: int | None) -> None:
+    """Fill parameters, optimizer state and buffers.
 
-    `shared`: embedding and output layer share their weight.
+    `shared`: embedding and output layer share their weight. `group_step` is the step of an
+    optimizer whose windows have no steps of parameters. Raises `RefusedWindow`, which names the
+    tensor, if one is missing or damaged.
     """
+    index = SlotIndex(names_of_shards(slot.placed, shared))
+    for header in slot.headers.values():
+        index.add(header)
+    placed = next(iter(slot.placed.values()))
 
-    def __init__(self, slot: DenseSlot, training: TrainingState, shared: bool) -> None:
-        self._slot = slot
-        self._training = training
-        self._shared = shared
-        self._placed = next(iter(slot.placed.values()))
-        self._index = SlotIndex(names_of_shards(slot.placed, shared))
-        for header in slot.headers.values():
-            self._index.add(header)
+    def content(item: TensorSlice) -> torch.Tensor:
+        name = whole_name(item.operator, item.tensor, shared)
+        parameter = training.operators[item.operator].parameters.get(item.tensor)
 
-    @torch.no_grad()
-    def fill(self, group_step: int | None) -> None:
-        """Fill parameters, optimizer state and buffers.
-
-        `group_step` is the step of an optimizer whose windows have no steps of parameters.
-        Raises `RefusedWindow`, which names the tensor, if one is missing or damaged.
-        """
-        for item in self._slices():
-            if item.part == 'step' and group_step is not None:
-                item.source.fill_(group_step)
-                continue
-            self._training.loader.restore(item.record(), self._content(item))
-        complete_restore(
-            list(self._training.states.values()),
-            self._training.model,
-            frozen=frozenset(),
-            distributed=self._training.model[0].ddp_config.use_distributed_optimizer,
-        )
-
-    def _slices(self) -> Iterator[TensorSlice]:
-        for operator in self._training.slices.values():
-            yield from operator.full
-            yield from operator.always
-
-    def _content(self, item: TensorSlice) -> torch.Tensor:
-        name = whole_name(item.operator, item.tensor, self._shared)
-        parameter = self._training.operators[item.operator].parameters.get(item.tensor)
-
-        def shard(index: int, numel: int) -> torch.Tensor:
-            return self._read(shard_name(name, index), item, numel)
+        def shard(number: int, numel: int) -> torch.Tensor:
+            return _read(slot.read, index, shard_name(name, number), item, numel)
 
         if parameter is None or parameter.numel() != item.source.numel():
             return shard(0, item.source.numel())  # a buffer, or one number for a parameter
-        return merged(parameter, number_of_shards(item.operator, self._placed), shard, name)
+        return merged(parameter, number_of_shards(item.operator, placed), shard, name)
 
-    def _read(self, name: str, item: TensorSlice, numel: int) -> torch.Tensor:
-        dtype = item.source.dtype
-        nbytes = numel * item.source.element_size()
-        need = Wanted(name, item.part, dtype_name(dtype), 0, numel, nbytes, item.volatile)
-        data = bytearray(nbytes)
-        for piece in self._index.pieces(need, int):
-            size = piece.end - piece.begin
-            record = self._slot.read(piece.owner, piece.record)
-            data[piece.at : piece.at + size] = record[piece.begin : piece.end]
-        return torch.frombuffer(data, dtype=dtype) if nbytes else torch.empty(0, dtype=dtype)
+    for operator in training.slices.values():
+        for item in (*operator.full, *operator.always):
+            if item.part == 'step' and group_step is not None:
+                item.source.fill_(group_step)
+            else:
+                item.source.copy_(content(item))
+    training.complete_restore(training.operators)
+
+
+def _read(read: Read, index: SlotIndex, name: str, item: TensorSlice, numel: int) -> torch.Tensor:
+    dtype = item.source.dtype
+    nbytes = numel * item.source.element_size()
+    need = Wanted(name, item.part, dtype_name(dtype), 0, numel, nbytes, item.volatile)
+    data = bytearray(nbytes)
+    for piece in index.pieces(need, int):
+        size = piece.end - piece.begin
+        record = read(piece.owner, piece.record)
+        data[piece.at : piece.at + size] = record[piece.begin : piece.end]
+    return torch.frombuffer(data, dtype=dtype) if nbytes else torch.empty(0, dtype=dtype)

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operators as slices to capture, and back: from the slices of a slot to the training state."""
+"""Operators as slices to capture, and to restore."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 
-from megatron.moevement.built import Chunks
 from megatron.moevement.state import stored
 from megatron.moevement.state.model_operators import Operator
-from megatron.moevement.state.optimizer_state import ParameterState, complete_restore
-from moevement_ext.capture.layout import OperatorSlices, TensorSlice, check_fits
-from moevement_ext.memory.dtypes import dtype_of
-from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
+from megatron.moevement.state.optimizer_state import ParameterState
+from moevement_ext.capture.layout import OperatorSlices, TensorSlice
+from moevement_ext.memory.window.slot import Record
 
 
 def operator_slices(
@@ -71,122 +68,19 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1)
 
 
-class SlotLoader:
-    """Loads slots into the training state of this rank. Training thread only.
+def restore(
+    records: Iterable[Record],
+    read: Callable[[Record], torch.Tensor],
+    slices: Mapping[str, OperatorSlices],
+) -> None:
+    """Copy captured ranges, which `check_fits` has compared with `slices`, back to their sources.
 
-    Args:
-        operators: inventory of this rank.
-        slices: the captured slices of the operators.
-        states: optimizer state by parameter.
-        model: model chunks of this rank.
-        distributed: the optimizer is upstream's distributed one.
+    `read` returns the flat content of a record, in its data type.
     """
-
-    def __init__(
-        self,
-        operators: Mapping[str, Operator],
-        slices: Mapping[str, OperatorSlices],
-        states: Mapping[torch.nn.Parameter, ParameterState],
-        model: Chunks,
-        distributed: bool,
-    ) -> None:
-        self._operators = operators
-        self._slices = slices
-        self._states = {state.name: state for state in states.values()}
-        self._model = model
-        self._distributed = distributed
-        self._buffers = {
-            name: buffer for item in operators.values() for name, buffer in item.buffers.items()
-        }
-        self._weights = {
-            name: weight for item in operators.values() for name, weight in item.parameters.items()
-        }
-        self._scaling = {
-            name: state for item in operators.values() for name, state in item.scaling.items()
-        }
-
-    def check(self, header: SlotHeader) -> None:
-        """Check that a slot has all records that this model needs.
-
-        Raises:
-            RefusedWindow: the slot belongs to another model; the message names a parameter.
-        """
-        check_fits(header, self._slices)
-
-    @torch.no_grad()
-    def load(self, header: SlotHeader, payload: np.ndarray, context: SlotContext) -> None:
-        """Load one verified slot. Collective over the ranks of the stage.
-
-        Raises:
-            RefusedWindow: the slot belongs to another model.
-        """
-        self.check(header)
-        for record in header.records:
-            content = torch.from_numpy(payload[record.offset : record.offset + record.nbytes])
-            dtype = dtype_of(record.dtype)
-            assert dtype is not None  # `check` has compared the slot with the model
-            self.restore(record, content.view(dtype))
-        complete_restore(
-            self._states_of([*context.full, *context.weights]),
-            self._model,
-            frozen=frozenset(state.name for state in self._states_of(context.weights)),
-            distributed=self._distributed,
-        )
-
-    def restore(self, record: Record, content: torch.Tensor) -> None:
-        """Copy one captured range back to its source."""
-        if record.part == 'buffer':
-            self.restore_buffer(record, content)
-        elif record.part == 'step':
-            self.restore_step(record, content)
-        elif record.part == 'weight':
-            self._states[record.tensor].weight().copy_(content)
-        elif record.part == 'master':
-            self._states[record.tensor].master().copy_(content)
-        elif record.part == 'weight_scale':
-            self.restore_weight_scale(record, content)
-        elif record.part == 'scaling':
-            self.restore_scaling(record, content)
-        elif record.part.startswith('scale'):
-            self.restore_scale(record, content)
-        else:
-            self.restore_elements(record, content)
-
-    def restore_buffer(self, record: Record, content: torch.Tensor) -> None:
-        """Copy router bias or token counters."""
-        buffer = self._buffers[record.tensor]
-        buffer.copy_(content.view(buffer.shape))
-
-    def restore_weight_scale(self, record: Record, content: torch.Tensor) -> None:
-        """Copy the scale of one fp8 weight."""
-        scale = stored.weight_scale(self._weights[record.tensor])
-        assert scale is not None  # the model equals the captured one
-        scale.copy_(content.view(scale.shape))
-
-    def restore_scaling(self, record: Record, content: torch.Tensor) -> None:
-        """Copy scales or amax history of one module."""
-        state = self._scaling[record.tensor]
-        state.copy_(content.view(state.shape))
-
-    def restore_step(self, record: Record, content: torch.Tensor) -> None:
-        """Copy the step count of one parameter."""
-        step = self._states[record.tensor].step()
-        assert step is not None  # the optimizer equals the captured one
-        step.copy_(content.view(step.shape))
-
-    def restore_scale(self, record: Record, content: torch.Tensor) -> None:
-        """Copy the scale of one elementwise optimizer state."""
-        self._states[record.tensor].scales()[record.part].copy_(content)
-
-    def restore_elements(self, record: Record, content: torch.Tensor) -> None:
-        """Copy one elementwise optimizer state."""
-        self._states[record.tensor].elements()[record.part].copy_(content)
-
-    def _states_of(self, names: Collection[str]) -> list[ParameterState]:
-        return [
-            self._states[name]
-            for operator in names
-            if operator in self._operators
-            for name in self._operators[operator].parameters
-            if name in self._states
-        ]
+    sources = {
+        (item.tensor, item.part): item.source
+        for operator in slices.values()
+        for item in (*operator.full, *operator.weights, *operator.always)
+    }
+    for record in records:
+        sources[record.tensor, record.part].copy_(read(record))

@@ -3,11 +3,12 @@
 
 from collections.abc import Callable, Collection
 
+import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.counters import Counters
-from megatron.moevement.state import iteration_state, scaling
+from megatron.moevement.state import iteration_state, scaling, slices
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators
 from megatron.moevement.state.iteration_state import IterationState
@@ -17,12 +18,18 @@ from megatron.moevement.state.model_operators import (
     router_modules,
     tied_operators,
 )
-from megatron.moevement.state.optimizer_state import chained, parameter_states
-from megatron.moevement.state.slices import SlotLoader, operator_slices
+from megatron.moevement.state.optimizer_state import (
+    ParameterState,
+    chained,
+    complete_restore,
+    parameter_states,
+)
 from moevement_ext import faults
+from moevement_ext.capture.fitting import check_fits
 from moevement_ext.faults import Phase
+from moevement_ext.memory.dtypes import dtype_of
 from moevement_ext.memory.mapped import Bytes
-from moevement_ext.memory.window.slot import SlotContext, SlotHeader
+from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
 
 
 class TrainingState:
@@ -68,9 +75,7 @@ class TrainingState:
         }
         self.states = parameter_states(self.optimizer, names)
         check_complete(self.operators, self.states)
-        self.slices = operator_slices(self.operators, self.states)
-        distributed = any(isinstance(o, DistributedOptimizer) for o in chained(self.optimizer))
-        self.loader = SlotLoader(self.operators, self.slices, self.states, self.model, distributed)
+        self.slices = slices.operator_slices(self.operators, self.states)
         self.frozen = FrozenOperators(
             self.operators, self.states, self.model, self.optimizer, self._skips
         )
@@ -81,12 +86,51 @@ class TrainingState:
         return {name: operator.kind for name, operator in self.operators.items()}
 
     def check(self, header: SlotHeader) -> None:
-        """Check that a slot has all records that this model needs; see `SlotLoader.check`."""
-        self.loader.check(header)
+        """Check that a slot has all records that this model needs.
 
+        Raises:
+            RefusedWindow: the slot belongs to another model; the message names a parameter.
+        """
+        check_fits(header, self.slices)
+
+    @torch.no_grad()
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
-        """Load a verified slot. Collective over the ranks of the stage."""
-        self.loader.load(header, payload, context)
+        """Load a verified slot. Collective over the ranks of the stage.
+
+        Raises:
+            RefusedWindow: the slot belongs to another model.
+        """
+        self.check(header)
+
+        def read(record: Record) -> torch.Tensor:
+            content = torch.from_numpy(payload[record.offset : record.offset + record.nbytes])
+            dtype = dtype_of(record.dtype)
+            assert dtype is not None  # `check` has compared the slot with the model
+            return content.view(dtype)
+
+        slices.restore(header.records, read, self.slices)
+        self.complete_restore([*context.full, *context.weights], frozen=context.weights)
+
+    def complete_restore(self, restored: Collection[str], frozen: Collection[str] = ()) -> None:
+        """Complete the restored operators; see `optimizer_state.complete_restore`. Collective."""
+        complete_restore(
+            self.states_of(restored),
+            self.model,
+            frozen=frozenset(state.name for state in self.states_of(frozen)),
+            distributed=any(
+                isinstance(one, DistributedOptimizer) for one in chained(self.optimizer)
+            ),
+        )
+
+    def states_of(self, names: Collection[str]) -> list[ParameterState]:
+        """Optimizer state of those of these operators that this rank has."""
+        return [
+            self.states[parameter]
+            for name in names
+            if name in self.operators
+            for parameter in self.operators[name].parameters.values()
+            if parameter in self.states
+        ]
 
     def freeze(self, names: Collection[str]) -> None:
         """Freeze exactly these operators; thaw all others."""

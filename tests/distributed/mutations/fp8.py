@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.moevement.state import broken_iteration, slices
 from moevement_ext.capture.layout import OperatorSlices
+from tests.distributed.mutations.whole_job import leave_out
 from tests.stand_ins import fp8_compute
 
 
@@ -19,7 +20,7 @@ def fp8() -> None:
 def scaling_not_restored() -> None:
     """Scales and amax histories are those of a fresh process."""
     fp8()
-    slices.SlotLoader.restore_scaling = lambda *args: None
+    leave_out(lambda record: record.part == 'scaling')
 
 
 def scaling_captured_once() -> None:
@@ -53,16 +54,10 @@ def scaling_not_rolled_back() -> None:
 def weight_scales_not_restored() -> None:
     """Bytes of weights in fp8 are read with the scales of a fresh process."""
     fp8()
-    slices.SlotLoader.restore_weight_scale = lambda *args: None
+    leave_out(lambda record: record.part == 'weight_scale')
 
 
 def weights_from_masters() -> None:
     """Frozen ones have no master that is theirs; the update makes others of them."""
     fp8()
-    restore = slices.SlotLoader.restore
-
-    def leave_out_bytes(self: Any, record: Any, content: Any) -> None:
-        if record.part != 'weight' or record.dtype != 'uint8':
-            restore(self, record, content)
-
-    slices.SlotLoader.restore = leave_out_bytes
+    leave_out(lambda record: record.part == 'weight' and record.dtype == 'uint8')

@@ -146,7 +146,7 @@ def _one_bit_wrong(once: bool) -> None:
         run(self, trainer, verification)
         if once:
             conversion.Conversion.run = run
-        name, state = max(trainer.operators.loader._states.items())
+        name, state = max((one.name, one) for one in trainer.operators.states.values())
         state.master().view(torch.int32)[0] ^= 1 << 20
         print(f'wrong bit in {name}')
 

@@ -4,10 +4,8 @@
 Also with a step of recovery left out that only these need.
 """
 
-from typing import Any
-
-from megatron.moevement.state import slices
 from tests.distributed.mutations import fp8, precision
+from tests.distributed.mutations.whole_job import leave_out
 
 
 def masters() -> None:
@@ -19,31 +17,25 @@ def masters() -> None:
 def scales_not_restored() -> None:
     """Masters and moments are read with the scales of a fresh process."""
     masters()
-    slices.SlotLoader.restore_scale = lambda *args: None
+    leave_out(precision.is_scale)
 
 
 def scales_of_masters_not_restored() -> None:
     """Masters alone are read with the scales of a fresh process."""
     masters()
-    restore = slices.SlotLoader.restore_scale
-
-    def restore_others(self: Any, record: Any, content: Any) -> None:
-        if not record.part.endswith('/master_param'):
-            restore(self, record, content)
-
-    slices.SlotLoader.restore_scale = restore_others
+    leave_out(lambda record: precision.is_scale(record) and record.part.endswith('/master_param'))
 
 
 def weight_scales_not_restored() -> None:
     """Bytes of weights are read with the scales of a fresh process."""
     masters()
-    slices.SlotLoader.restore_weight_scale = lambda *args: None
+    leave_out(lambda record: record.part == 'weight_scale')
 
 
 def scaling_not_restored() -> None:
     """Weights are rounded by the scales of a fresh process from the next update on."""
     masters()
-    slices.SlotLoader.restore_scaling = lambda *args: None
+    leave_out(lambda record: record.part == 'scaling')
 
 
 def weight_from_master() -> None:

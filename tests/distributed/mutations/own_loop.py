@@ -17,8 +17,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from megatron.moevement import attachment
-from megatron.moevement.state import slices
+from tests.distributed.mutations import precision
 from tests.distributed.mutations.masters import masters
+from tests.distributed.mutations.whole_job import leave_out
 
 FP8 = torch.uint8
 
@@ -88,7 +89,7 @@ def draws_between_steps() -> None:
 def scales_not_restored() -> None:
     """C5; masters and moments are read with the scales of a fresh process."""
     c5()
-    slices.SlotLoader.restore_scale = lambda *args: None
+    leave_out(precision.is_scale)
 
 
 def _weights_in_fp8(recipe: str) -> None:

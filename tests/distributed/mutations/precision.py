@@ -9,12 +9,13 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
 from megatron.core import optimizer as upstream
 from megatron.core.optimizer import optimizer_config
 
-from megatron.moevement.state import slices
+from megatron.moevement.state import training_state
+from moevement_ext.memory.window.slot import Record
 from tests.distributed.mutations import upstream_variants
+from tests.distributed.mutations.whole_job import leave_out
 from tests.stand_ins.fused_adam import FusedAdam
 
 
@@ -40,35 +41,34 @@ def precision_aware() -> None:
     optimizer_config.OptimizerConfig.__post_init__ = checked
 
 
+def is_scale(record: Record) -> bool:
+    """Of an elementwise state of the optimizer."""
+    return record.part.startswith(('scale/', 'scale_inv/'))
+
+
 def scales_not_restored() -> None:
     """States of 16 or 8 bits are read with the scales of a fresh process."""
     precision_aware()
-    slices.SlotLoader.restore_scale = lambda *args: None
+    leave_out(is_scale)
 
 
 def weight_from_master() -> None:
     """Compute weights are rounded from the masters that are loaded, which are rounded, too."""
     precision_aware()
-    load = slices.SlotLoader.load
+    load = training_state.TrainingState.load
 
     def load_and_derive(self: Any, header: Any, payload: Any, context: Any) -> None:
         load(self, header, payload, context)
-        for state in self._states_of(context.full):
+        for state in self.states_of(context.full):
             master = state.inner.get_unscaled_state(state.main, 'master_param')
             state.main.detach().copy_(master)
-        for chunk in self._model:
+        for chunk in self.model:
             chunk.start_param_sync(force_sync=True)
 
-    slices.SlotLoader.load = load_and_derive
+    training_state.TrainingState.load = load_and_derive
 
 
 def remainders_not_restored() -> None:
     """Of the masters the half that is in the weights comes back alone."""
     precision_aware()
-    restore = slices.SlotLoader.restore_elements
-
-    def restore_others(self: Any, record: Any, content: torch.Tensor) -> None:
-        if content.dtype != torch.int16:
-            restore(self, record, content)
-
-    slices.SlotLoader.restore_elements = restore_others
+    leave_out(lambda record: record.dtype == 'int16')

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to break recovery, one step each. Every one must turn the comparison of bits red."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from megatron.moevement.state import (
@@ -12,21 +14,32 @@ from megatron.moevement.state import (
 )
 from moevement_ext.memory.window import slot as slot_module
 from moevement_ext.memory.window import twin
+from moevement_ext.memory.window.slot import Record
+
+
+def leave_out(without: Callable[[Record], bool]) -> None:
+    """Restore no record of a slot for which `without` is true."""
+    restore = slices.restore
+
+    def restore_others(records, read, known):
+        restore([record for record in records if not without(record)], read, known)
+
+    slices.restore = restore_others
 
 
 def moments_not_restored() -> None:
     """Adam's moments keep what a fresh process has: zeros."""
-    slices.SlotLoader.restore_elements = lambda *args: None
+    leave_out(lambda record: record.part.startswith('exp_avg'))
 
 
 def step_not_restored() -> None:
     """Adam's step counts start again."""
-    slices.SlotLoader.restore_step = lambda *args: None
+    leave_out(lambda record: record.part == 'step')
 
 
 def router_bias_not_restored() -> None:
     """Router bias and token counters start again."""
-    slices.SlotLoader.restore_buffer = lambda *args: None
+    leave_out(lambda record: record.part == 'buffer')
 
 
 def rng_not_restored() -> None:
@@ -67,20 +80,15 @@ def overflow_not_replayed() -> None:
 
 def frozen_weights_from_wrong_slot() -> None:
     """Frozen operators keep the compute weights of slot 0 through the whole conversion."""
-    original = slices.SlotLoader.restore
+    seen = []
+    leave_out(lambda record: record.part == 'weight' and bool(seen))
+    restore = slices.restore
 
-    def stale(self, record, content):
-        if record.part != 'weight' or not getattr(self, 'seen_slot_0', False):
-            original(self, record, content)
+    def restore_and_note(*args):
+        restore(*args)
+        seen.append(True)
 
-    load = slices.SlotLoader.load
-
-    def load_and_note(self, header, payload, context):
-        load(self, header, payload, context)
-        self.seen_slot_0 = True
-
-    slices.SlotLoader.restore = stale
-    slices.SlotLoader.load = load_and_note
+    slices.restore = restore_and_note
 
 
 def scheduler_not_restored() -> None:

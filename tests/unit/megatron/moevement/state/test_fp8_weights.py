@@ -38,11 +38,8 @@ class Rank(NamedTuple):
         return slices.operator_slices(self.operators, self.states)['rest']
 
     def restore(self, records: list[Record], contents: dict[str, torch.Tensor]) -> None:
-        captured = {'rest': self.slices}
-        loader = slices.SlotLoader(self.operators, captured, self.states, [], distributed=True)
         with torch.no_grad():
-            for record in records:
-                loader.restore(record, contents[record.part])
+            slices.restore(records, lambda record: contents[record.part], {'rest': self.slices})
 
 
 def rank(recipe: str, seed: int, shard: bool = True) -> Rank:

@@ -5,16 +5,11 @@ import msgspec
 import pytest
 import torch
 
-from megatron.moevement.seams import cpu_device
-
-cpu_device.install()
-
-from megatron.moevement.state.model_operators import Operator  # noqa: E402
-from megatron.moevement.state.slices import SlotLoader  # noqa: E402
-from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice  # noqa: E402
-from moevement_ext.memory.window.refused import RefusedWindow  # noqa: E402
-from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader  # noqa: E402
-from moevement_ext.plan.byte_planner import WindowPlan  # noqa: E402
+from moevement_ext.capture.fitting import check_fits
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice
+from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
+from moevement_ext.plan.byte_planner import WindowPlan
 
 Model = dict[str, OperatorSlices]
 
@@ -56,14 +51,9 @@ def _slot(model: Model, index: int = 0) -> SlotHeader:
     )
 
 
-def _loader(model: Model) -> SlotLoader:
-    operators = {name: Operator(name, 'rest', {}, {}) for name in model}
-    return SlotLoader(operators, model, {}, [], distributed=False)
-
-
 @pytest.mark.parametrize('index', [0, 1])
 def test_slot_of_the_same_model_is_accepted(index: int) -> None:
-    _loader(_model()).check(_slot(_model(), index))
+    check_fits(_slot(_model(), index), _model())
 
 
 @pytest.mark.parametrize(
@@ -79,15 +69,15 @@ def test_slot_of_the_same_model_is_accepted(index: int) -> None:
 )
 def test_slot_of_another_model_is_refused_by_parameter(captured: Model, named: str) -> None:
     with pytest.raises(RefusedWindow, match=named):
-        _loader(_model()).check(_slot(captured))
+        check_fits(_slot(captured), _model())
 
 
 @pytest.mark.parametrize('index', [0, 1])
 def test_slot_without_the_scaling_of_any_operator_is_refused(index: int) -> None:
     """Including an operator that an earlier slot of the window has in full."""
     model = _model(expert0=_scaled('expert0'))
-    _loader(model).check(_slot(model, index))
+    check_fits(_slot(model, index), model)
     with pytest.raises(RefusedWindow, match='no expert0.amax_history'):
-        _loader(model).check(_slot(_model(), index))
+        check_fits(_slot(_model(), index), model)
     with pytest.raises(RefusedWindow, match='expert0.amax_history'):
-        _loader(model).check(_slot(_model(expert0=_scaled('expert0', length=8)), index))
+        check_fits(_slot(_model(expert0=_scaled('expert0', length=8)), index), model)
