@@ -123,9 +123,8 @@ def validated(flags: Sequence[str], ranks: int) -> UpstreamArguments:
     Raises upstream's errors, and `ConfigurationError` if no layout of the flags fits. Which one
     fits host memory takes a start.
     """
-    chosen = layout_choice.fitted(flags, ranks, lambda _flags, _ranks: None)
-    given = [*flags, *chosen.flags]
-    with as_first_rank(given, chosen.ranks), contextlib.redirect_stdout(io.StringIO()):
+    fitting, more_flags = layout_choice.fitted(flags, ranks, lambda _flags, _ranks: None)
+    with as_first_rank([*flags, *more_flags], fitting), contextlib.redirect_stdout(io.StringIO()):
         args: UpstreamArguments = upstream.parse_args(add_arguments)
         if args.use_checkpoint_args:
             dense_tier.take_flags_of_checkpoint(args)

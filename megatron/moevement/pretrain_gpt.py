@@ -221,11 +221,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def warm_up(flags: Sequence[str]) -> None:
-    """Prepare a process that waits to become a worker, once it has imported this module.
-
-    Args:
-        flags: flags of the job.
-    """
+    """Prepare a process that waits to become a worker of a job with these flags."""
     if _PROTECTED in flags:
         warming.warm_up()
 
@@ -238,9 +234,9 @@ def _take_layout(flags: Sequence[str]) -> list[str]:
         return layout_memory.too_little(flags, ranks, capacity, _add_arguments)
 
     started = int(os.environ.get('WORLD_SIZE', '1'))
-    chosen = layout_choice.fitted(flags, started, too_little)
-    surplus.set_aside(chosen.ranks)
-    return chosen.flags
+    ranks, more_flags = layout_choice.fitted(flags, started, too_little)
+    surplus.set_aside(ranks)
+    return more_flags
 
 
 def main() -> None:

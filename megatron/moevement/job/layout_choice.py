@@ -8,7 +8,6 @@ chosen layout is appended as flags, of which the last counts.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from moevement_ext.config import ConfigurationError
 
@@ -21,8 +20,6 @@ _FLAGS = {
 }
 _ETP = 'etp'
 _ETP_FLAG = '--expert-tensor-parallel-size'
-
-
 _UNEVEN = (
     '--pipeline-model-parallel-layout',
     '--decoder-first-pipeline-num-layers',
@@ -74,19 +71,13 @@ class LayoutSizes:
         return None
 
 
-class Chosen(NamedTuple):
-    """What a start takes."""
-
-    ranks: int
-    """Ranks that train: the first ones of those that the launcher has started."""
-    flags: list[str]
-    """To append to the command line."""
-
-
 def fitted(
     arguments: Sequence[str], started: int, too_little: Callable[[Sequence[str], int], str | None]
-) -> Chosen:
+) -> tuple[int, list[str]]:
     """The layout with the most ranks that fits; that of the flags before others with as many.
+
+    Returns the number of ranks that train, the first ones of those that the launcher has started,
+    and flags to append to the command line.
 
     Args:
         arguments: the command line.
@@ -99,7 +90,7 @@ def fitted(
     """
     own, fallbacks = _of(arguments)
     if not fallbacks:
-        return Chosen(started, [])
+        return started, []
     layouts: list[tuple[LayoutSizes, list[str]]] = [(own, [])]
     for text in filter(None, fallbacks.split(';')):
         layout = _changed(own, text)
@@ -109,7 +100,7 @@ def fitted(
         for layout, flags in layouts:
             misfit = layout.misfit(ranks) or too_little([*arguments, *flags], ranks)
             if misfit is None:
-                return Chosen(ranks, flags)
+                return ranks, flags
             reasons.setdefault(str(layout), misfit)
     raise ConfigurationError(
         f'{FLAG}: no layout fits {started} ranks, or fewer: '

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.moevement.job.layout_choice import FLAG, Chosen, fitted
+from megatron.moevement.job.layout_choice import FLAG, fitted
 from moevement_ext.config import ConfigurationError
 
 FLAGS = (
@@ -19,15 +19,14 @@ def enough(flags: Sequence[str], ranks: int) -> str | None:
 
 
 def sizes(ranks: int, layouts: str, *more: str) -> dict[str, int]:
-    chosen = fitted([*FLAGS, *more, FLAG, layouts], ranks, enough)
-    assert chosen.ranks == ranks, 'some would not train'
-    added = chosen.flags
+    trained, added = fitted([*FLAGS, *more, FLAG, layouts], ranks, enough)
+    assert trained == ranks, 'some would not train'
     return dict(zip(added[::2], map(int, added[1::2]), strict=True))
 
 
 def test_fitting_flags_are_kept() -> None:
     assert sizes(4, 'ep=4') == sizes(8, 'ep=4') == {}
-    assert fitted(FLAGS, 3, enough) == Chosen(3, [])  # without the flag, no layout is chosen
+    assert fitted(FLAGS, 3, enough) == (3, [])  # without the flag, no layout is chosen
 
 
 def test_first_fitting_layout_is_taken() -> None:
@@ -57,10 +56,10 @@ def test_largest_fitting_number_of_ranks_trains(
     flags = [*FLAGS, FLAG, layouts]
     if train == 2 and expert is None:
         flags += ['--pipeline-model-parallel-size', '1', '--expert-model-parallel-size', '1']
-    chosen = fitted(flags, started, enough)
-    sizes = dict(zip(chosen.flags[::2], chosen.flags[1::2], strict=True))
+    trained, added = fitted(flags, started, enough)
+    sizes = dict(zip(added[::2], added[1::2], strict=True))
     found = sizes.get('--expert-model-parallel-size')
-    assert (chosen.ranks, found) == (train, None if expert is None else str(expert))
+    assert (trained, found) == (train, None if expert is None else str(expert))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_first_fitting_layout_is_taken_or_all_are_named_with_bytes() -> None:
     def too_little_here(given: Sequence[str], ranks: int) -> str | None:
         return too_little(given, ranks, NodeCapacity(8, device), add_arguments)
 
-    assert fitted(flags, 8, too_little_here).flags[2:4] == ['--expert-model-parallel-size', '8']
+    assert fitted(flags, 8, too_little_here)[1][2:4] == ['--expert-model-parallel-size', '8']
     device = planned(sizes('ep=8'), 8) // 2
     with pytest.raises(ConfigurationError, match='no layout fits 8 ranks') as refusal:
         fitted(flags, 8, too_little_here)
