@@ -41,8 +41,7 @@ from megatron.moevement.job.declared import (
     refuse_recorded_passes,
     settings_of_loop,
 )
-from megatron.moevement.job.protected import protected_job
-from megatron.moevement.job.session import Session
+from megatron.moevement.job.session import Session, protected_job
 from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam
 from megatron.moevement.seams.micro_batches import MicroBatches
@@ -60,7 +59,7 @@ from moevement_ext.system import user_errors
 
 @dataclass
 class LoopCounters:
-    """The loop's counters; see `megatron.moevement.counters.Counters`."""
+    """The loop's counters; see `megatron.moevement.facts.Counters`."""
 
     train_iters: int | None
     iteration: int = 0

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of a job that the adapter reads and that stay constant while the job runs."""
+"""Properties of a job: those that stay constant while it runs, and its counters."""
 
 import argparse
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
@@ -16,6 +17,28 @@ UpstreamArguments = argparse.Namespace
 Settings = Mapping[str, object]
 """All settings of the job, by the names of upstream's arguments; a custom loop
 has fewer. For code that reads every setting, or reads settings by name."""
+
+
+class Counters(Protocol):
+    """Position of training; upstream's arguments have these attributes. Training thread only.
+
+    Samples are those of all ranks.
+    """
+
+    iteration: int
+    """Committed iterations."""
+    curr_iteration: int
+    """Copy of `iteration` that upstream's loop reads."""
+    train_iters: int | None
+    """Last iteration; upstream computes it from `--train-samples` during set-up."""
+    consumed_train_samples: int
+    consumed_valid_samples: int
+    skipped_train_samples: int
+    num_floating_point_operations_so_far: float
+    do_train: int
+    """1 if there is training data; set during set-up."""
+    do_valid: int
+    do_test: int
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,10 @@ from functools import partial
 
 from megatron.moevement.arguments import config_from_args
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
-from megatron.moevement.counters import Counters
-from megatron.moevement.facts import Settings, UpstreamArguments, facts_of
+from megatron.moevement.facts import Counters, Settings, UpstreamArguments, facts_of
 from megatron.moevement.job import planned_exits
 from megatron.moevement.job.megatron_loop import decode_handover
-from megatron.moevement.job.protected import protected_job, serve_instead
-from megatron.moevement.job.session import Session
+from megatron.moevement.job.session import Session, protected_job, serve_instead
 from megatron.moevement.job.unsupported import refuse_unsupported
 from megatron.moevement.job.upstream_trainer import UpstreamTrainer
 from megatron.moevement.seams import compiled, fp8_masters, patches, torch_adam, upstream

@@ -32,7 +32,7 @@ ENGINE_FLOORS = (
 """Folders and loose modules of the engine: each imports from floors before its own."""
 
 ADAPTER_FLOORS = (
-    {'built', 'facts', 'counters', 'training_plan'},
+    {'built', 'facts', 'training_plan'},
     {'seams'},
     {'state'},
     {'job'},

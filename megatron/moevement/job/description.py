@@ -4,8 +4,7 @@
 import re
 import sys
 
-from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts, Settings
+from megatron.moevement.facts import Counters, JobFacts, Settings
 from megatron.moevement.job import computing
 from megatron.moevement.job.compatibility.rule import number
 from moevement_ext.events import JobDescribed

@@ -2,19 +2,38 @@
 """Megatron's training loop, upstream's or a custom one, as left and entered by recovery."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.counters import Counters
-from megatron.moevement.job.surroundings import Surroundings
+from megatron.moevement.facts import Counters
 from megatron.moevement.seams import upstream
-from megatron.moevement.seams.post_step import PostStepProgress
+from megatron.moevement.seams.data_position import DataPosition
+from megatron.moevement.seams.losses import Losses
+from megatron.moevement.seams.post_step import PostStep, PostStepProgress
 from megatron.moevement.state.broken_iteration import BrokenIteration
-from megatron.moevement.state.operation_count import CountedOperations
+from megatron.moevement.state.global_scalars import ScalarRecorder
+from megatron.moevement.state.operation_count import CountedOperations, OperationCount
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.memory.ledger import LedgerEntry
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Wrappers around either kind of loop; created before the model."""
+
+    recorder: ScalarRecorder
+    """Records the scalars that all ranks reduce together."""
+    data: DataPosition
+    """Moves the data of this rank."""
+    post_step: PostStep
+    """Follows the steps after an iteration."""
+    operations: OperationCount
+    """Counts floating point operations, for upstream's own count."""
+    losses: Losses
+    """The loss of each iteration on this rank."""
 
 
 class MegatronHandover(msgspec.Struct, frozen=True):
@@ -39,11 +58,7 @@ def decode_handover(encoded: bytes) -> MegatronHandover:
 class MegatronLoop:
     """Megatron's training loop, a `moevement_ext.recover.trainer.Loop`. Training thread only.
 
-    Args:
-        training: model and optimizer.
-        counters: counters of the loop.
-        around: the wrappers around the loop.
-        broken: undoes interrupted iterations; None if the loop is never entered again.
+    `broken` undoes interrupted iterations; None if the loop is never entered again.
     """
 
     def __init__(

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron state for a job in another layout (see `moevement_ext.capture.relaying`)."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.utils import get_model_config
 
-from megatron.moevement.job import possible_layouts
-from megatron.moevement.job.possible_layouts import Bound
+from megatron.moevement.facts import JobFacts
+from megatron.moevement.job import placing
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.canonical import canonical_name
 from megatron.moevement.state.expert_division import ExpertDivision, is_of_an_expert
 from megatron.moevement.state.global_scalars import reduced_by
 from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.model_operators import shares_embedding
-from megatron.moevement.state.relaid_state import relaid, streams_of, told_streams
+from megatron.moevement.state.relaid_state import Streams, relaid, streams_of, told_streams
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.relaying import Division
 from moevement_ext.memory.window.placed import Layout, Placed, Seat
@@ -23,38 +23,32 @@ from moevement_ext.memory.window.placed import Layout, Placed, Seat
 class MegatronRelaying:
     """Names and auxiliary state of this rank. Training thread only.
 
-    Args:
-        placed: layout and place of this rank.
-        training: the training state.
-        present: captures the present auxiliary state.
-        each_data_rank: data-parallel ranks have separate random number streams.
-        own_data: data-parallel ranks have separate samples.
+    `built` is the auxiliary state before anything draws or steps.
     """
 
     def __init__(
-        self,
-        placed: Placed,
-        training: TrainingState,
-        present: Callable[[], IterationState],
-        each_data_rank: bool,
-        own_data: bool,
+        self, placed: Placed, training: TrainingState, built: IterationState, facts: JobFacts
     ) -> None:
         self._layout = placed.layout
         self._seat = placed.seat
         self._training = training
-        self._built = present()  # before anything draws or steps
-        self._each_data_rank = each_data_rank
+        self._built = built
+        self._facts = facts
         self._shared = shares_embedding(training.model)
         self._seats: Mapping[int, Seat] = {}
         self._shards_before = self._layout.expert_tensor
         self._config = config = get_model_config(training.model[0])
-        self._bound = Bound(config.moe_mlp_glu_interleave_size is not None, own_data)
         gated, shards = config.gated_linear_unit, self._layout.expert_tensor
         self._experts = ExpertDivision(training.operators, shards, gated)
 
     def refuse(self, was: Layout) -> None:
-        """Refuse windows of this layout, as `possible_layouts.refuse`."""
-        possible_layouts.refuse(was, self._layout, self._bound)
+        """Refuse windows of this layout, as `placing.refuse`."""
+        placing.refuse(
+            was,
+            self._layout,
+            interleaved=self._config.moe_mlp_glu_interleave_size is not None,
+            own_data=self._facts.has_data_of_each_rank,
+        )
 
     def name_of(self, operator: str, tensor: str, seat: Seat) -> str:
         """Name in the whole model, and the tensor-parallel shard if both layouts divide alike."""
@@ -83,19 +77,22 @@ class MegatronRelaying:
         self._seats = seats
         self._shards_before = 1 + max(seat.expert_tensor for seat in seats.values())
         first = {seat.pipeline: owner for owner, seat in sorted(seats.items(), reverse=True)}
-        streams = streams_of(self._seat, seats, self._each_data_rank)
+        streams = self._streams()
         return {*first.values(), *(owner for owner in streams if owner is not None)}
 
     def auxiliary_state(self, states: Mapping[int, bytes]) -> bytes:
         return iteration_state.encode(
             relaid(
                 {owner: iteration_state.decode(state) for owner, state in states.items()},
-                streams_of(self._seat, self._seats, self._each_data_rank),
+                self._streams(),
                 get_expert_parallel_rng_tracker_name(),
                 self._built,
                 reduced_by(self._training.optimizer, self._config),
             )
         )
+
+    def _streams(self) -> Streams:
+        return streams_of(self._seat, self._seats, self._facts.data_parallel_random_init)
 
     def kept(self, was: Layout) -> str:
         """Text for the log: which random number streams continue."""

@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -13,17 +12,15 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_model_config
 from msgspec import UNSET, UnsetType
 
-from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts
-from megatron.moevement.job.auxiliary_state import MegatronAuxiliaryState
-from megatron.moevement.job.megatron_loop import MegatronLoop
+from megatron.moevement.facts import Counters, JobFacts
+from megatron.moevement.job.megatron_loop import MegatronLoop, Surroundings
 from megatron.moevement.job.megatron_relaying import MegatronRelaying
-from megatron.moevement.job.surroundings import Surroundings
 from megatron.moevement.seams.p2p import StagePipeline
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
 from megatron.moevement.state.dp_copy import replicas, twins
 from megatron.moevement.state.global_scalars import GlobalScalars
+from megatron.moevement.state.iteration_state import IterationState
 from megatron.moevement.state.router_tokens import RouterTokenCounter
 from megatron.moevement.state.training_state import TrainingState
 from moevement_ext.capture.relaying import Relaying
@@ -32,15 +29,76 @@ from moevement_ext.memory.ledger import LedgerEntry
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.recover.trainer import Committed
 
+_SPARE_BYTES = 4096
+
+
+class MegatronAuxiliaryState:
+    """State at the start of an iteration, except tensors, as bytes: a `trainer.AuxiliaryState`.
+
+    Training thread only.
+    """
+
+    def __init__(self, training: TrainingState, counters: Counters, around: Surroundings) -> None:
+        self._training = training
+        self._counters = counters
+        self._recorder = around.recorder
+        self._data = around.data
+        self._operations = around.operations
+
+    @property
+    def max_bytes(self) -> int:
+        """Upper bound of the encoded size; generator states have a fixed size."""
+        longest = self.capture(0, GlobalScalars([0.1] * 64, [False] * 64))
+        return len(iteration_state.encode(longest)) + _SPARE_BYTES
+
+    def now(self) -> bytes:
+        """The present state, encoded; leaves the recorder unchanged."""
+        return iteration_state.encode(self.capture(self._counters.iteration, self._recorder.peek()))
+
+    def begin(self, iteration: int) -> bytes:
+        """State at the start of the iteration after `iteration`; resets the recorder."""
+        return iteration_state.encode(self.capture(iteration, self._recorder.take()))
+
+    def capture(self, iteration: int, scalars: GlobalScalars) -> IterationState:
+        """State after `iteration` iterations, the last of which reduced `scalars`."""
+        return iteration_state.capture(
+            self._counters,
+            iteration,
+            self._training.optimizer,
+            self._training.scheduler,
+            scalars,
+            self._operations.at(self._counters.consumed_train_samples),
+        )
+
+    def restore(self, state: bytes) -> None:
+        """Put the process at the start of the iteration after `state`."""
+        decoded = iteration_state.decode(state)
+        self._training.restore(decoded, self._counters)
+        self._recorder.roll_back(decoded.scalars)
+
+    def move_data(self, state: bytes) -> None:
+        """Move the training data to the position in `state`."""
+        self._data.move_training(iteration_state.decode(state).consumed_train_samples)
+
+    def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
+        """Set iteration and samples of upstream's arguments from `state`."""
+        iteration_state.restore_counters(iteration_state.decode(state), self._counters)
+        if validation is not None:
+            last = iteration_state.decode(validation)
+            self._counters.consumed_valid_samples = last.consumed_valid_samples
+
+    def count(self, iteration: int, samples: int | None, validation: int | None = None) -> None:
+        """Set the numbers of iterations and samples; None keeps upstream's number of samples."""
+        if validation is not None:
+            self._counters.consumed_valid_samples = validation
+        known = self._counters.consumed_train_samples if samples is None else samples
+        iteration_state.move_to(iteration, known, self._counters)
+
 
 class MegatronTrainer:
     """Model, optimizer, data and pipeline of this rank. Training thread only.
 
     Args:
-        facts: facts of the job.
-        counters: counters of the loop.
-        training: the training state.
-        around: the wrappers around the loop.
         localized: the loop is entered again after failures of other ranks.
         placed: layout and place of this rank, if numbers describe them.
     """
@@ -62,22 +120,14 @@ class MegatronTrainer:
         self._broken = BrokenIteration(training.model, training.operators) if localized else None
         self._step: Callable[..., object] | None = None
         self.operators = training
-        self.auxiliary_state = MegatronAuxiliaryState(
-            training, counters, around.recorder, around.data, around.operations
-        )
+        self.auxiliary_state = MegatronAuxiliaryState(training, counters, around)
         self.pipeline = StagePipeline(facts, training.model)
         self.loop = MegatronLoop(training, counters, around, self._broken)
         self.tokens = RouterTokenCounter(training.model, training.device)
         self.relaying: Relaying | None = None
         if isinstance(placed, Placed):
-            present = partial(self.auxiliary_state.capture, 0, GlobalScalars())
-            self.relaying = MegatronRelaying(
-                placed,
-                training,
-                present,
-                facts.data_parallel_random_init,
-                facts.has_data_of_each_rank,
-            )
+            built = self.auxiliary_state.capture(0, GlobalScalars())
+            self.relaying = MegatronRelaying(placed, training, built, facts)
 
     @property
     def place(self) -> Place:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.moevement.facts import Settings
 from moevement_ext.memory.window.placed import Layout, Seat
+from moevement_ext.memory.window.refused import RefusedWindow
 
 _STAGES = (
     'pipeline_model_parallel_layout num_layers_in_first_pipeline_stage '
@@ -48,13 +49,7 @@ def layout_of(settings: Settings) -> Layout | None:
 
 
 def seat_of(rank: int, layout: Layout, stages_before_data: bool = False) -> Seat:
-    """Place of a rank.
-
-    Args:
-        rank: global rank.
-        layout: of the job.
-        stages_before_data: `--use-tp-pp-dp-mapping`.
-    """
+    """Place of a rank; `stages_before_data`: `--use-tp-pp-dp-mapping`."""
     copies = layout.ranks // (layout.expert_tensor * layout.expert * layout.pipeline)
     dense = [layout.tensor, layout.context, layout.data, layout.pipeline]
     experts = [layout.expert_tensor, layout.expert, copies, layout.pipeline]
@@ -73,6 +68,37 @@ def seat_of(rank: int, layout: Layout, stages_before_data: bool = False) -> Seat
         expert_tensor=expert_tensor,
         expert_data=rest_of_experts[0],
     )
+
+
+def refuse(was: Layout, now: Layout, interleaved: bool, own_data: bool) -> None:
+    """Refuse another division of tensors, which ranges do not describe, or of data.
+
+    Args:
+        was: layout of the windows.
+        now: layout of this job.
+        interleaved: the rows of gated experts are mixed (`--moe-mlp-glu-interleave-size`).
+        own_data: each data-parallel rank shuffles a part of the data (`--dataloader-type cyclic`).
+
+    Raises:
+        RefusedWindow: the layout `now` cannot go on from windows of `was`.
+    """
+    flag = '--tensor-model-parallel-size'
+    if was.tensor != now.tensor:
+        raise RefusedWindow(
+            f'windows of {was} are divided by {flag} {was.tensor}, and this job by {now.tensor}: '
+            f'start with {flag} {was.tensor}, or export a checkpoint (tools.windows export)'
+        )
+    if interleaved and was.expert_tensor != now.expert_tensor:
+        raise RefusedWindow(
+            '--moe-mlp-glu-interleave-size mixes the rows of experts: start with '
+            f'--expert-tensor-parallel-size {was.expert_tensor}'
+        )
+    if own_data and was.data != now.data:
+        raise RefusedWindow(
+            '--dataloader-type cyclic shuffles a part of the data for each data-parallel rank: '
+            f'start with {was.data} data-parallel ranks, not {now.data}; a run that had '
+            '--no-data-sharding from its first start can change their number'
+        )
 
 
 def _splits_further(settings: Settings, of: str, tensor: int) -> bool:

@@ -1,42 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse checkpointing of one Megatron job, seen from one rank.
+"""Sparse checkpointing of one Megatron job, seen from one rank, from the rendezvous to its end.
 
 Creates the engine's job for Megatron's model, optimizer and data. `upstream_trainer` and
 `attachment` connect the session to a loop.
 """
 
+import logging
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import NoReturn
 
 from megatron.core.utils import get_model_config
 from msgspec import UNSET
 
 from megatron.moevement.built import Built
-from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts
-from megatron.moevement.job import protection_lines
+from megatron.moevement.facts import Counters, JobFacts, Settings
+from megatron.moevement.job import identity, protection_lines
+from megatron.moevement.job.description import describe
+from megatron.moevement.job.local_files import refuse_missing
+from megatron.moevement.job.megatron_loop import Surroundings
 from megatron.moevement.job.megatron_trainer import MegatronTrainer
-from megatron.moevement.job.surroundings import Surroundings
-from megatron.moevement.seams import data_caches, loss_masks, upstream
+from megatron.moevement.job.unsupported import hazard, not_localized
+from megatron.moevement.seams import data_caches, loss_masks, patches, upstream
+from megatron.moevement.seams.data_position import DataPosition
+from megatron.moevement.seams.losses import Losses
+from megatron.moevement.seams.post_step import PostStep
 from megatron.moevement.state import parameter_groups
-from megatron.moevement.state.global_scalars import check_room
+from megatron.moevement.state.global_scalars import ScalarRecorder, check_room
+from megatron.moevement.state.operation_count import OperationCount
 from megatron.moevement.state.training_state import TrainingState
-from moevement_ext.config import OFF, ON
+from moevement_ext.config import OFF, ON, SparseCheckpointConfig
 from moevement_ext.events import LossLogged
 from moevement_ext.job.ending import announce
 from moevement_ext.job.job import Job
+from moevement_ext.job.joining import join
+from moevement_ext.job.surplus_rank import SurplusRank
+from moevement_ext.system.exit_signal import listened_for
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
     """A protected Megatron job in this process. Training thread only.
-
-    Args:
-        job: the engine's job.
-        facts: facts of the job.
-        counters: counters of the loop.
-        around: the wrappers around the loop.
 
     Attributes:
         alone: contexts of a joining process, which connects to no other rank before training.
@@ -55,15 +63,6 @@ class Session:
         self._facts = facts
         self._counters = counters
         self.alone = ExitStack()
-
-    def begin(self) -> None:
-        """Install wrappers, once, before `torch.distributed` is initialised."""
-        self.around.recorder.install()
-        self.around.losses.install()
-        data_caches.install()
-        loss_masks.install()
-        if self.job.joining:
-            self.alone.enter_context(upstream.without_connections(self._facts.distributed_backend))
 
     def set_up(
         self,
@@ -148,22 +147,18 @@ class Session:
             if loss is not None:
                 self.job.rank.events.emit(LossLogged(loss=loss))
 
-    def say_what_stays(self) -> None:
-        """Print the directory of windows that outlive the job, if there are any."""
-        if self.job.keeps_windows:
-            self._say_kept()
-
     def leave_before_recovery(self) -> NoReturn:
         """Exit because the loop ended before the step that recovers the state, which is unusable.
 
         Raises:
             SystemExit: status 0; the next launch of the job resumes from its windows.
         """
-        self._say_kept()
+        self.say_kept()
         announce(self._facts.rank, 0)
         sys.exit(0)
 
-    def _say_kept(self) -> None:
+    def say_kept(self) -> None:
+        """Print the directory of windows that outlive the job, if there are any."""
         kept, is_last = self.job.kept_in, self._facts.rank == self._facts.world_size - 1
         if kept is not None and is_last:
             print(
@@ -172,3 +167,64 @@ class Session:
 
     def _built(self) -> Built:
         return self._training.model, self._training.optimizer, self._training.scheduler
+
+
+@contextmanager
+def protected_job(
+    settings: Settings,
+    facts: JobFacts,
+    counters: Counters,
+    config: SparseCheckpointConfig,
+    data: DataPosition,
+    operations: OperationCount,
+) -> Iterator[Session]:
+    """Join the other ranks, and exit together with them. Around all use of `torch.distributed`.
+
+    Training thread of every rank. Host memory is freed when the context ends normally; after an
+    exception it stays, and the next launch of the job recovers from it.
+
+    Raises:
+        UserError: upstream is not a version that this package was checked against.
+        ConfigurationError: this node lacks a file that all ranks read.
+    """
+    patches.check()
+    refuse_missing(settings, facts.rank)
+    danger = hazard(settings)
+    if danger and facts.rank == 0:
+        logger.warning('sparse checkpointing: %s', danger)
+    run_id = identity.run_name(settings, config)
+    rank_identity = identity.rank_identity(settings, facts.rank, config)
+    joined = join(
+        rank_identity,
+        facts.world_size,
+        run_id,
+        facts.distributed_backend,
+        config,
+        facts.timeout,
+        not_localized(settings),
+    )
+    around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations, Losses())
+    session = Session(Job(*joined), facts, counters, around)
+    if facts.rank == 0:
+        joined.rank.events.emit(describe(settings, facts, counters))
+    around.recorder.install()
+    around.losses.install()
+    data_caches.install()
+    loss_masks.install()
+    if session.job.joining:
+        session.alone.enter_context(upstream.without_connections(facts.distributed_backend))
+    with session.job:
+        yield session
+    if session.job.keeps_windows:
+        session.say_kept()  # no thread captures any more
+
+
+def serve_instead(settings: Settings, config: SparseCheckpointConfig, timeout: timedelta) -> int:
+    """Serve the windows of this node to a layout that has no place for this process.
+
+    Waits `timeout` for the others to come. Returns the exit status of the job, once it has ended.
+    """
+    if settings.get('exit_signal_handler'):  # those that train end at it, and dismiss this process
+        signal.signal(listened_for(sys.argv), signal.SIG_IGN)
+    run_id = identity.run_name(settings, config)
+    return SurplusRank(identity.rank_identity(settings, 0, config), config, run_id, timeout).serve()

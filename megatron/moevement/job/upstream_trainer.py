@@ -14,33 +14,27 @@ from megatron.moevement.built import (
     OptimizerParamScheduler,
     TransformerConfig,
 )
-from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts, Settings
+from megatron.moevement.facts import Counters, JobFacts, Settings
 from megatron.moevement.job.description import logged_loss
 from megatron.moevement.job.local_files import missing_data
 from megatron.moevement.job.session import Session
 from megatron.moevement.seams import dense_tier, patches, post_step, upstream
 from megatron.moevement.seams.data_position import UpstreamData
-from megatron.moevement.seams.forward_faults import Forward, armed_forward
 from megatron.moevement.state.dense_random import DenseRandom
 from moevement_ext import faults
 from moevement_ext.events import LossLogged
+from moevement_ext.faults import Phase
 from moevement_ext.job.localized_mode import LOOP_ENDS
+
+Forward = Callable[..., tuple[object, object]]
+"""Upstream's forward step of a micro-batch: returns the output and a function for its loss."""
 
 # Upstream's counts of the iterations since the last printed line.
 _COUNTS = ('advanced iterations', 'skipped iterations')
 
 
 class UpstreamTrainer:
-    """Wraps the functions that upstream's `pretrain` calls. Training thread only.
-
-    Args:
-        settings: settings of the job.
-        facts: facts of the job.
-        counters: counters of the loop.
-        session: session of this process.
-        data: moves the data of this rank.
-    """
+    """Wraps the functions that upstream's `pretrain` calls. Training thread only."""
 
     def __init__(
         self,
@@ -132,7 +126,7 @@ class UpstreamTrainer:
     ) -> object:
         """Run upstream's loop, again after failures of other ranks."""
         if faults.armed():
-            forward_step = armed_forward(forward_step)
+            forward_step = _armed(forward_step)
         self._data.use(train_iterator, valid_iterator)
         if self._session.job.restarted:  # upstream's loaders are at the start position
             self._data.move_training(upstream.consumed_of_the_phase())
@@ -249,3 +243,16 @@ class UpstreamTrainer:
             if not torch.is_tensor(kept) or kept.shape != value.shape:
                 kept = self._before_log[name] = torch.empty_like(value)
             kept.copy_(value)
+
+
+def _armed(forward_step: Forward) -> Forward:
+    """Add the fault points of forward and backward to `forward_step`, for fault injection."""
+
+    def struck(*args: object, **kwargs: object) -> tuple[object, object]:
+        output, loss = forward_step(*args, **kwargs)
+        faults.point(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATE_FORWARD)
+        if torch.is_tensor(output) and output.requires_grad:
+            output.register_hook(lambda gradient: faults.point(Phase.BACKWARD))
+        return output, loss
+
+    return struck

@@ -1,16 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes an upstream checkpoint from one dense slot of all owners, in this process."""
 
+import contextlib
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.utils import get_model_config
+from megatron.training import training as upstream
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.global_vars import set_global_variables
 
+from megatron.moevement.built import Built
 from megatron.moevement.checking import told
-from megatron.moevement.counters import Counters
-from megatron.moevement.offline import building, run_flags, saving
+from megatron.moevement.facts import Counters, UpstreamArguments
+from megatron.moevement.offline import run_flags, saving
 from megatron.moevement.offline.filling import DenseSlot, fill
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.global_scalars import reduced_by
@@ -39,7 +52,7 @@ def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
         for owner, header in slot.headers.items()
     }
     try:
-        built = building.build(args, experts_apart=run.expert_model_parallel_size > 1)
+        built = _build(args, experts_apart=run.expert_model_parallel_size > 1)
     except Exception as error:  # upstream asks for a GPU, or for Transformer Engine
         raise UserError(f'this model cannot be built on a CPU: {told(error)}') from error
     try:
@@ -51,8 +64,33 @@ def export(slot: DenseSlot, flags: Sequence[str], output: Path) -> int:
         training.restore(state, args)
         saving.save(built, run, states, slot.placed)
     finally:
-        building.close()
+        _close()
     return state.iteration
+
+
+def _build(args: UpstreamArguments, experts_apart: bool) -> Built:
+    """Build the whole model for one rank on this process. Once in a process.
+
+    With `experts_apart`, experts get an optimizer of their own, as in layouts with several
+    expert-parallel ranks: upstream's loader needs as many optimizers as were saved.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        set_global_variables(args, build_tokenizer=False)
+        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        if experts_apart:  # the groups have one rank all the same
+            config.model.transformer.expert_model_parallel_size = 2
+        upstream.initialize_megatron(allow_no_cuda=True, store=torch.distributed.HashStore())
+        built: Built = upstream.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder,
+            cfg_container=config,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        return built
+
+
+def _close() -> None:
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
 
 
 def _for_this_rank(

@@ -8,8 +8,7 @@ from typing import NamedTuple
 from megatron.moevement.arguments import config_from_args
 from megatron.moevement.checking import judge
 from megatron.moevement.facts import Settings
-from megatron.moevement.job import identity, placing, possible_layouts
-from megatron.moevement.job.possible_layouts import Bound
+from megatron.moevement.job import identity, placing
 from megatron.moevement.offline.run_flags import (
     in_vocabulary_of,
     other_training,
@@ -84,7 +83,12 @@ def _of_training(header: SlotHeader, known: Settings) -> Answer:
 
 def _in_another_layout(header: SlotHeader, was: Layout, now: Layout, known: Settings) -> Answer:
     try:
-        possible_layouts.refuse(was, now, _bound(known))
+        placing.refuse(
+            was,
+            now,
+            interleaved=known['moe_mlp_glu_interleave_size'] is not None,
+            own_data=known['dataloader_type'] == 'cyclic' and bool(known['data_sharding']),
+        )
         if was.expert_tensor != now.expert_tensor:
             for record in header.records:
                 refuse_scale(record.operator, record.part, record.tensor)
@@ -104,10 +108,3 @@ def _in_another_layout(header: SlotHeader, was: Layout, now: Layout, known: Sett
         )
     how = 'bit for bit' if header.window == 1 else 'equal up to rounding'
     return Answer(True, f'in another layout, {how}: it is of {was}, the job would be of {now}')
-
-
-def _bound(known: Settings) -> Bound:
-    return Bound(
-        interleaved=known['moe_mlp_glu_interleave_size'] is not None,
-        own_data=known['dataloader_type'] == 'cyclic' and bool(known['data_sharding']),
-    )

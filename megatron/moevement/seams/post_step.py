@@ -18,8 +18,7 @@ from megatron.moevement.built import (
     OptimizerParamScheduler,
     TransformerConfig,
 )
-from megatron.moevement.counters import Counters
-from megatron.moevement.facts import JobFacts
+from megatron.moevement.facts import Counters, JobFacts
 from megatron.moevement.seams import patches, upstream
 from megatron.moevement.seams.data_position import DataPosition
 from moevement_ext import faults

@@ -14,7 +14,7 @@ from megatron.moevement.built import (
     OptimizerParamScheduler,
     TransformerConfig,
 )
-from megatron.moevement.counters import Counters
+from megatron.moevement.facts import Counters
 from megatron.moevement.seams import patches
 from moevement_ext.regroup.process_groups import stand_in_for
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
-from megatron.moevement.counters import Counters
+from megatron.moevement.facts import Counters
 from megatron.moevement.state import iteration_state, stored
 from megatron.moevement.state.model_operators import operator_inventory
 from megatron.moevement.state.optimizer_state import (

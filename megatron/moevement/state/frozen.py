@@ -14,15 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.utils import get_model_config
 
 from megatron.moevement.built import Chunks, MegatronOptimizer
-from megatron.moevement.seams import patches, recorded_passes
+from megatron.moevement.seams import patches
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.optimizer_state import ParameterState, chained
 
+_RECORDED = 'megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__'
 _GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
 _CLIPPING = 'megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32'
 # Transformer Engine's grouped linear layers have one parameter per expert.
@@ -32,12 +34,7 @@ _OF_A_GROUP = re.compile(r'\.(?:weight|bias)\d+$')
 class FrozenOperators:
     """Freezes operators while iterations are replayed. Training thread only.
 
-    Args:
-        operators: inventory of this rank.
-        states: optimizer state by parameter.
-        model: model chunks of this rank.
-        optimizer: upstream's optimizer.
-        skips: weight gradients of frozen operators are not computed; else they are dropped.
+    `skips`: weight gradients of frozen operators are not computed; else they are dropped.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class FrozenOperators:
     def replaying(self) -> Iterator[None]:
         """Prepare model and optimizer for replayed iterations; thaw everything at the end."""
         with ExitStack() as stack:
-            stack.enter_context(recorded_passes.computed())
+            stack.enter_context(patches.wrapped(_RECORDED, _compute))
             stack.enter_context(_reduced_after_backward(self._model))
             stack.enter_context(_gradient_through_embedding(self._model))
             stack.enter_context(_no_delayed_gradient_of_frozen(self._model))
@@ -127,6 +124,19 @@ class FrozenOperators:
             yield
         finally:
             del inner.prepare_grads
+
+
+def _compute(
+    _: Callable[..., object], recorder: FullCudaGraphWrapper, **schedule: object
+) -> object:
+    """Run passes that upstream records as a CUDA graph, without recording or running a graph.
+
+    A graph recorded during a replay would leave out the gradients of frozen operators in all later
+    iterations, so a replay does not count as a warm-up for it either. Graphs of single layers need
+    no such care: with `--cuda-graph-impl transformer_engine` upstream's loop records between two of
+    its own iterations, after those that a recovery replays.
+    """
+    return recorder.forward_backward_func(**schedule)
 
 
 def _computed_together(

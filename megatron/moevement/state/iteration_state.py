@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 
 from megatron.moevement.built import MegatronOptimizer, OptimizerParamScheduler
-from megatron.moevement.counters import Counters
+from megatron.moevement.facts import Counters
 from megatron.moevement.state.global_scalars import GlobalScalars
 from megatron.moevement.state.optimizer_state import chained, counts_steps_per_parameter
 from moevement_ext.capture.generators import (

@@ -7,7 +7,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
-from megatron.moevement.counters import Counters
+from megatron.moevement.facts import Counters
 from megatron.moevement.state import iteration_state, scaling, slices
 from megatron.moevement.state.dp_copy import copy_state
 from megatron.moevement.state.frozen import FrozenOperators

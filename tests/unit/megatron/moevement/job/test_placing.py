@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seat of a rank, computed from flags, is the one that upstream assigns."""
+"""Seats are those that upstream assigns; which layouts cannot continue from another one."""
 
-from itertools import product
+from collections import Counter
+from itertools import islice, product
 
 import pytest
 from megatron.core.parallel_state import RankGenerator
+from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
 
-from megatron.moevement.job.placing import layout_of, seat_of
+from megatron.moevement.job.placing import layout_of, refuse, seat_of
+from moevement_ext.memory.window.placed import Layout
+from moevement_ext.memory.window.refused import RefusedWindow
 
 AXES = {'tp': 'tensor', 'cp': 'context', 'dp': 'data', 'pp': 'pipeline'}
 EXPERT_AXES = {'tp': 'expert_tensor', 'ep': 'expert', 'dp': 'expert_data', 'pp': 'pipeline'}
@@ -81,3 +85,41 @@ def test_layout_string_lists_its_sizes() -> None:
     sizes = {'world_size': 4, 'pipeline_model_parallel_size': 2, 'expert_model_parallel_size': 2}
     layout = layout_of({**sizes, 'use_distributed_optimizer': True})
     assert str(layout) == '4 ranks (PP 2, DP 2, EP 2, sharded optimizer)'
+
+
+SAMPLES, BATCH, TWICE = 240, 24, 2
+
+
+def dealt(ranks: int, consumed: int, iterations: int, sharded: bool) -> Counter[int]:
+    """Samples that upstream gives to `ranks` ranks in some iterations."""
+    found: Counter[int] = Counter()
+    for rank in range(ranks):
+        sampler = MegatronPretrainingRandomSampler(
+            range(SAMPLES), SAMPLES, consumed, TWICE, rank, ranks, sharded
+        )
+        for micro_batch in islice(sampler, iterations * BATCH // (ranks * TWICE)):
+            found.update(micro_batch)
+    return found
+
+
+@pytest.mark.parametrize(('sharded', 'exact'), [(False, True), (True, False)])
+def test_only_shared_data_can_be_redistributed(sharded: bool, exact: bool) -> None:
+    """The reason for the refusal: with sharded data, a sample is used twice."""
+    through = dealt(4, 0, 3, sharded) + dealt(3, 3 * BATCH, 4, sharded)
+    assert (through == dealt(4, 0, 7, sharded)) is exact
+    assert (max(through.values()) == 1) is exact
+
+
+def test_other_data_parallel_size_with_sharded_data_is_refused() -> None:
+    refuse(Layout(8, pipeline=2, data=4), Layout(4, data=4), interleaved=False, own_data=True)
+    refuse(Layout(4, data=4), Layout(3, data=3), interleaved=False, own_data=False)
+    with pytest.raises(RefusedWindow, match='start with 4 data-parallel ranks, not 3'):
+        refuse(Layout(4, data=4), Layout(3, data=3), interleaved=False, own_data=True)
+
+
+def test_other_tensor_parallel_size_is_refused() -> None:
+    with pytest.raises(RefusedWindow, match='start with --tensor-model-parallel-size 2, or export'):
+        refuse(Layout(4, tensor=2), Layout(4, tensor=4), interleaved=False, own_data=False)
+    refuse(Layout(4, expert_tensor=2), Layout(4), interleaved=False, own_data=False)
+    with pytest.raises(RefusedWindow, match='start with --expert-tensor-parallel-size 2'):
+        refuse(Layout(4, expert_tensor=2), Layout(4), interleaved=True, own_data=False)

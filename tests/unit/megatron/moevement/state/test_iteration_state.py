@@ -23,8 +23,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.tensor_parallel import random as upstream_random  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 
-from megatron.moevement.job.auxiliary_state import MegatronAuxiliaryState  # noqa: E402
-from megatron.moevement.job.megatron_trainer import MegatronTrainer  # noqa: E402
+from megatron.moevement.job.megatron_trainer import (  # noqa: E402
+    MegatronAuxiliaryState,
+    MegatronTrainer,
+)
 from megatron.moevement.state import iteration_state  # noqa: E402
 from megatron.moevement.state.global_scalars import GlobalScalars, ScalarRecorder  # noqa: E402
 from megatron.moevement.state.operation_count import OperationCount  # noqa: E402
@@ -114,8 +116,9 @@ class Loop:
         return iteration_state.encode(state)
 
     def auxiliary_state(self) -> MegatronAuxiliaryState:
-        parts: Any = (self, self.counters, ScalarRecorder(), None, OperationCount(lambda: 0.0))
-        return MegatronAuxiliaryState(*parts)
+        operations = OperationCount(lambda: 0.0)
+        around: Any = SimpleNamespace(recorder=ScalarRecorder(), data=None, operations=operations)
+        return MegatronAuxiliaryState(self, self.counters, around)  # type: ignore[arg-type]
 
     def record(self, iteration: int, skipped: bool) -> Committed:
         """As the trainer does right after the update."""
