@@ -73,9 +73,7 @@ class Judgement:
 def judge(flags: Sequence[str], ranks: int | None = None) -> Judgement:
     """Judge the flags of a job as if `--sparse-ckpt` was among them.
 
-    Args:
-        flags: all flags of `pretrain_gpt.py`.
-        ranks: world size; None: the smallest that the parallel sizes allow.
+    `ranks` None: the smallest world size that the parallel sizes allow.
 
     Raises:
         SystemExit: a flag is wrong: one line on stderr, status 2.

@@ -26,9 +26,7 @@ from moevement_ext.system.leaving import leave
 def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamArguments) -> None:
     """Call `train`; with `--sparse-ckpt`, protect it and end the process afterwards.
 
-    Args:
-        train: upstream's `pretrain`, ready to be called; takes `store`.
-        args: upstream's parsed arguments.
+    `train` is upstream's `pretrain`, ready to be called; it takes `store`.
 
     Raises:
         ConfigurationError: a flag breaks a rule; the message names the flag.

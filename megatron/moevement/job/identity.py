@@ -142,12 +142,7 @@ optimizer, overlap, buckets, recomputation. Upstream derives some of them from t
 
 
 def run_identity(settings: Settings, run_id: str) -> str:
-    """Digest of the run id and of all settings that may affect bits.
-
-    Args:
-        settings: settings before training begins.
-        run_id: the value of the flag; if empty, the settings alone are digested.
-    """
+    """Digest of the run id and of all settings that may affect bits."""
     return _digest({'run id': run_id, **_counting(settings)})
 
 
@@ -179,12 +174,7 @@ def counts(name: str) -> bool:
 
 
 def training_identity(settings: Settings, run_id: str) -> str:
-    """Digest of the settings that are equal in all layouts: data, schedules, seeds, model.
-
-    Args:
-        settings: settings before training begins.
-        run_id: the value of the flag.
-    """
+    """Digest of the settings that are equal in all layouts: data, schedules, seeds, model."""
     counting = _counting(settings)
     kept = {name: value for name, value in counting.items() if name not in MAY_CHANGE}
     return _digest({'run id': run_id, **kept})

@@ -77,13 +77,9 @@ def fitted(
     """The layout with the most ranks that fits; that of the flags before others with as many.
 
     Returns the number of ranks that train, the first ones of those that the launcher has started,
-    and flags to append to the command line.
-
-    Args:
-        arguments: the command line.
-        started: number of ranks that the launcher has started.
-        too_little: says of a command line with the flags of a layout, and its number of ranks, for
-            which there is too little memory (`layout_memory`); called of those that fit the number.
+    and flags to append to the command line. `too_little` gets a command line with the flags of a
+    layout that fits the number of ranks, and that number; it returns why there is too little memory
+    (`layout_memory`).
 
     Raises:
         ConfigurationError: no layout fits; the message has the reason for each.

@@ -120,13 +120,8 @@ class Session:
     def step(self, train_step: Callable[..., object], iteration: int) -> object:
         """Run the iteration after `iteration`, after pending recovery work.
 
-        Args:
-            train_step: called as `train_step(iteration=, **schedule)`, for several iterations in a
-                replay; `schedule` holds keywords for the pipeline schedule.
-            iteration: number of committed iterations.
-
-        Returns:
-            Result of the last call of `train_step`, or `LOOP_ENDS`.
+        Calls `train_step(iteration=, **schedule)`, for several iterations in a replay; `schedule`
+        holds keywords for the pipeline schedule. Returns the last result, or `LOOP_ENDS`.
         """
         self._trainer.use(train_step)
         return self.job.step(iteration)

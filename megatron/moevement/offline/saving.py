@@ -33,14 +33,7 @@ def save(
     states: Mapping[int, IterationState],
     placed: Mapping[int, Placed],
 ) -> None:
-    """Save in the directory that the arguments of the process name.
-
-    Args:
-        built: the filled model, optimizer and schedule.
-        run: arguments of the run.
-        states: auxiliary state of each owner, at the same iteration.
-        placed: layout and place of each owner.
-    """
+    """Save in the directory that the arguments of the process name; `states` are by owner."""
     first = states[min(states)]
     layout = placed[min(placed)].layout
 

@@ -48,10 +48,6 @@ def dense_iteration(facts: JobFacts, exchange: Callable[[str, bytes], list[bytes
     """Iteration that `--load` would resume from, -1 if not all ranks can read a checkpoint.
 
     Collective. The log names unreadable files; a job without another source still tries to load.
-
-    Args:
-        facts: facts of the job.
-        exchange: publishes bytes under a name, and returns those of all ranks.
     """
     if facts.load is None:
         return -1

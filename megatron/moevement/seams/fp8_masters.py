@@ -23,9 +23,6 @@ _LARGEST = 448.0  # largest number of the format e4m3
 def take_place(args: UpstreamArguments) -> None:
     """Turn fp16 masters into fp8 masters if the command line asks for them.
 
-    Args:
-        args: upstream's arguments, parsed and validated.
-
     Raises:
         ConfigurationError: masters are not fp16.
     """

@@ -56,14 +56,7 @@ class NodeCapacity(NamedTuple):
 def too_little(
     arguments: Sequence[str], ranks: int, node: NodeCapacity, add_arguments: AddArguments
 ) -> str | None:
-    """Reason why a layout has too little memory, with the bytes; None if it may have enough.
-
-    Args:
-        arguments: the command line with the flags of the layout.
-        ranks: number of ranks of the job.
-        node: this node.
-        add_arguments: adds the flags of this project to upstream's parser.
-    """
+    """Reason why a layout has too little memory, with the bytes; None if it may have enough."""
     args = _parsed(arguments, add_arguments)
     if None in (args.num_layers, args.hidden_size, args.num_attention_heads):
         return None  # upstream refuses it, or has them from elsewhere

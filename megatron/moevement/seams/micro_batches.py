@@ -24,11 +24,7 @@ SCHEDULES = (
 
 
 class MicroBatches:
-    """Checks each run of a schedule within an iteration. Training thread only.
-
-    Args:
-        facts: facts of the job.
-    """
+    """Checks each run of a schedule within an iteration. Training thread only."""
 
     def __init__(self, facts: JobFacts) -> None:
         self._size = facts.micro_batch_size

@@ -56,8 +56,6 @@ class BoundaryCommunicator(P2PCommunicator):
     """Upstream's communicator with a log. Training thread only.
 
     Args:
-        pp_group: the pipeline group of this rank.
-        config: upstream's model configuration.
         log: keeps the sent tensors; None: nothing is logged.
     """
 
@@ -148,12 +146,7 @@ class BoundaryCommunicator(P2PCommunicator):
 
 
 class StagePipeline:
-    """Communication between this rank's stage and its neighbours. Training thread only.
-
-    Args:
-        facts: facts of the job.
-        model: model chunks of this rank.
-    """
+    """Communication between this rank's stage and its neighbours. Training thread only."""
 
     def __init__(self, facts: JobFacts, model: Chunks) -> None:
         self._model = model
@@ -215,12 +208,7 @@ def receives_per_iteration(
 
 
 def logged_per_iteration(facts: JobFacts, chunks: int) -> Logged:
-    """Upper bounds of what this rank logs in one iteration.
-
-    Args:
-        facts: facts of the job.
-        chunks: model chunks of this rank.
-    """
+    """Upper bounds of what this rank logs in one iteration."""
     stages = facts.pipeline_model_parallel_size
     if stages == 1:
         return NOTHING_LOGGED

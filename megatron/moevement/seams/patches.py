@@ -201,10 +201,6 @@ def check() -> None:
 def wrap(part: str, wrapper: Wrapper) -> None:
     """Replace a part by `wrapper(original, ...)`, for the lifetime of the process.
 
-    Args:
-        part: a key of one of the tables.
-        wrapper: runs on the thread that calls the part.
-
     Raises:
         UserError: the part differs from the table.
     """

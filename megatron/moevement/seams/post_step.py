@@ -42,12 +42,7 @@ class PostStepProgress(msgspec.Struct, frozen=True):
 
 
 class PostStep:
-    """Follows evaluation and dense checkpoint after the newest iteration. Training thread only.
-
-    Args:
-        facts: facts of the job.
-        counters: counters of the loop.
-    """
+    """Follows evaluation and dense checkpoint after the newest iteration. Training thread only."""
 
     def __init__(self, facts: JobFacts, counters: Counters) -> None:
         self._facts = facts
@@ -152,11 +147,7 @@ class PostStep:
     ) -> None:
         """Do the steps after `iteration` that not all survivors had done. Collective.
 
-        Args:
-            iteration: number of committed iterations.
-            survivors: progress of each survivor.
-            data: moves the validation data.
-            grows: the next iteration has more micro-batches; upstream saves before it.
+        `grows`: the next iteration has more micro-batches; upstream saves before it.
         """
         self.take_over(survivors)
         self._saved = self._saved and not (grows and self._facts.save)

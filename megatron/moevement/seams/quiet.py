@@ -55,9 +55,6 @@ def arguments_once() -> None:
 def refuse_without_gpu(flags: Sequence[str]) -> None:
     """Refuse GPU-only flags on a machine without a GPU, before slow imports.
 
-    Args:
-        flags: flags of the command line.
-
     Raises:
         UserError: the backend needs GPUs; the message names the flags for a CPU.
     """

@@ -61,10 +61,6 @@ def fill_first_step_caches(optimizer: MegatronOptimizer, config: TransformerConf
     multi-token prediction layers. Survivors have run that collective long ago, a new process has
     not, and before the first update no rank has. A rank that ran it alone within an iteration would
     wait for ever.
-
-    Args:
-        optimizer: upstream's optimizer.
-        config: configuration of the model.
     """
     assert SEPARATE_GRAD_NORM_GROUPS == (MTP_GRAD_NORM_GROUP,)
     assert '_has_grad_norm_group_cache' in optimizer.has_grad_norm_group.__code__.co_names

@@ -33,7 +33,6 @@ class BrokenIteration:
     """Copies, at the start of an iteration, the tensors it accumulates into. Training thread only.
 
     Args:
-        model: model chunks of this rank.
         operators: inventory of this rank; their buffers (router bias, token counts) and their
             scaling state are kept.
 

@@ -22,10 +22,8 @@ _EXPERT = re.compile(r'(\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:wei
 def canonical_name(operator: str, tensor: str, shared: bool) -> str:
     """Name of a tensor in the whole model.
 
-    Args:
-        operator: operator in a record, e.g. `layer3.expert5`.
-        tensor: tensor in a record; its first part names the model chunk.
-        shared: embedding and output layer share their weight, of which the last stage has a copy.
+    `operator` and `tensor` are as in a record. `shared`: embedding and output layer share their
+    weight, of which the last stage has a copy.
     """
     name = _CHUNK.sub('', tensor)
     found = _OPERATOR.match(operator)

@@ -49,13 +49,7 @@ _KEPT = msgspec.msgpack.Decoder(_Kept)
 
 
 class DenseRandom:
-    """Wraps upstream's save and load of dense checkpoints. Training thread only.
-
-    Args:
-        facts: facts of the job.
-        settings: settings of the job.
-        topology: digest of the parallel layout.
-    """
+    """Wraps upstream's save and load of dense checkpoints. Training thread only."""
 
     def __init__(self, facts: JobFacts, settings: Settings, topology: str) -> None:
         self._facts = facts

@@ -20,10 +20,8 @@ from moevement_ext.capture.broadcast import broadcast_packed
 def replicas(facts: JobFacts, lengths_differ: bool = False) -> list[int]:
     """Other global ranks with the same state as this rank; none where state is sharded.
 
-    Args:
-        facts: facts of the job.
-        lengths_differ: sequences of one iteration differ in length. Dropout then draws more
-            numbers on some data-parallel ranks, whose generators differ from there on.
+    If the lengths of sequences in an iteration differ, dropout draws more numbers on some
+    data-parallel ranks, whose generators differ from there on.
     """
     if facts.use_distributed_optimizer or facts.data_parallel_random_init or lengths_differ:
         return []

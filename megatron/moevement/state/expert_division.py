@@ -24,16 +24,7 @@ def is_of_an_expert(operator: str) -> bool:
 
 
 def refuse_scale(operator: str, part: str, tensor: str) -> None:
-    """Refuse a part of an expert that belongs to a shard as a whole.
-
-    Args:
-        operator: as in a record.
-        part: as in a record.
-        tensor: as in a record.
-
-    Raises:
-        RefusedWindow: it is one.
-    """
+    """Raise `RefusedWindow` for a part of an expert that belongs to a shard as a whole."""
     if is_of_an_expert(operator) and _OF_A_SHARD.match(part):
         raise RefusedWindow(
             f'{tensor} has a scale for each shard ({part}): start with the '
@@ -44,10 +35,7 @@ def refuse_scale(operator: str, part: str, tensor: str) -> None:
 class ExpertDivision:
     """Divisions of the experts' tensors on this rank, in its layout and in others.
 
-    Args:
-        operators: of this rank.
-        shards: expert tensor parallel ranks of its layout.
-        gated: the first layer has a gate.
+    `shards` is the expert tensor parallel size; `gated`: the first layer has a gate.
     """
 
     def __init__(self, operators: Mapping[str, Operator], shards: int, gated: bool) -> None:
@@ -60,14 +48,7 @@ class ExpertDivision:
                     self._blocks[place] = block * shards
 
     def of(self, operator: str, part: str, tensor: str, shards: int, shard: int) -> Division:
-        """Where a shard lies; whole also for what no operator of this rank needs.
-
-        Args:
-            operator: as in a record.
-            part: as in a record.
-            tensor: as in a record.
-            shards: in the layout of the record.
-            shard: of its owner.
+        """Where `shard` of `shards` lies; whole also for what no operator of this rank needs.
 
         Raises:
             RefusedWindow: the part belongs to a shard as a whole.

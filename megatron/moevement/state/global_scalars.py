@@ -169,10 +169,6 @@ def _norms_of_a_set(optimizer: MegatronOptimizer) -> int:
 def check_room(optimizer: MegatronOptimizer, detached_heads: bool) -> None:
     """Check that a ledger entry can hold a step's scalars; each optimizer may reduce its own.
 
-    Args:
-        optimizer: upstream's optimizer.
-        detached_heads: multi-token prediction layers have a separate gradient norm.
-
     Raises:
         SparseCheckpointError: an iteration could have too many scalars.
     """

@@ -45,11 +45,7 @@ class Operator:
 def operator_inventory(model: Sequence[torch.nn.Module]) -> dict[str, Operator]:
     """Assign every parameter and buffer of this rank's model chunks to exactly one operator.
 
-    Args:
-        model: the (wrapped) model chunks of this pipeline rank, as in upstream's arguments.
-
-    Returns:
-        Operators by name, in the order of the forward pass, the head last.
+    Returns operators by name, in the order of the forward pass, the head last.
     """
     operators: dict[str, Operator] = {}
     heads: dict[str, Operator] = {}

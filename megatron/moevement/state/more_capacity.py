@@ -22,13 +22,7 @@ type _Routed = tuple[torch.Tensor, torch.Tensor]
 
 
 class MoreCapacity:
-    """Tokens owed to the experts of this rank's routers. Training thread only.
-
-    Args:
-        routers: routers of all layers.
-        shape: numbers of layers and experts.
-        device: device of the counts.
-    """
+    """Tokens owed to the experts of this rank's routers, by layer and expert. Training thread."""
 
     def __init__(
         self, routers: Sequence[torch.nn.Module], shape: tuple[int, int], device: torch.device

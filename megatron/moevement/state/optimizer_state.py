@@ -275,12 +275,8 @@ def complete_restore(
     to weights writes the same bits; with fp8 the copy may write other bits, as the next slot has
     the weights again.
 
-    Args:
-        states: optimizer state of the restored parameters.
-        model: this rank's model chunks.
-        frozen: names of the restored parameters that hold compute weights only.
-        distributed: use the all-gather of upstream's distributed optimizer, also on ranks that
-            restored nothing.
+    `states` are of the restored parameters; those named in `frozen` hold compute weights only. With
+    `distributed`, ranks that restored nothing also take part in upstream's all-gather.
     """
     for state in states:
         if state.updates_weight() or state.weight_has_scale():

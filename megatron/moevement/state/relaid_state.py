@@ -43,12 +43,8 @@ class Streams(NamedTuple):
 def streams_of(own: Seat, seats: Mapping[int, Seat], each_data_rank: bool) -> Streams:
     """Owners that have the streams of a rank.
 
-    Args:
-        own: place of the rank.
-        seats: places of all owners.
-        each_data_rank: data-parallel ranks have separate streams (`--data-parallel-random-init`);
-            otherwise they share the streams of a stage, and the same data-parallel rank is
-            preferred.
+    Data-parallel ranks share the streams of a stage, and the same data-parallel rank is preferred;
+    but with `each_data_rank` they have separate ones (`--data-parallel-random-init`).
     """
     stage = {
         owner: (seat.data != own.data, seat.context != own.context, owner)
@@ -91,14 +87,7 @@ def relaid(
     present: IterationState,
     reduced: Reduced,
 ) -> IterationState:
-    """State of this rank at the iteration of the owners' states.
-
-    Args:
-        states: states by owner.
-        streams: owners of the random numbers.
-        experts_name: the tracker's name of the experts' generator.
-        present: state of this rank right after it was built.
-        reduced: scalars that this rank's optimizer reduces in a step.
+    """State of this rank, which right after it was built is `present`, from those of the owners.
 
     Raises:
         RefusedWindow: owners contradict each other, or have parameter groups that cannot be told

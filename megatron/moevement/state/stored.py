@@ -35,11 +35,7 @@ def scales(inner: Any, main: torch.Tensor) -> dict[str, torch.Tensor]:
 
     Only scales that the next update reads: the optimizer's for fp16, the tensor's for fp8. The
     optimizer's other scales (for bf16, remainders, or beside fp8) are written before they are read,
-    or never read.
-
-    Args:
-        inner: Transformer Engine's Adam, or another optimizer, which has no scales.
-        main: the parameter that the optimizer was given.
+    or never read. Optimizers other than Transformer Engine's Adam have no scales.
     """
     found = {}
     for name, state in sorted(inner.state[main].items()):

@@ -38,9 +38,6 @@ class TrainingState:
     Call `renew` after a dense checkpoint was loaded, which replaces the optimizer's tensors.
 
     Args:
-        model: model chunks of this rank, wrapped by upstream.
-        optimizer: upstream's optimizer.
-        scheduler: upstream's parameter scheduler.
         skips: weight gradients of frozen operators are not computed; else they are dropped.
 
     Raises:
