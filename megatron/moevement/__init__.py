@@ -12,7 +12,7 @@ __all__ = ['SparseCheckpointConfig', 'TrainingPlan', 'attach']
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: `preflight` and `cpu_device` must run before upstream."""
+    """Import a public name on first use: `starting` and `cpu_device` must run before upstream."""
     if name in __all__:
         from megatron.moevement import attachment
 

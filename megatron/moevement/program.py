@@ -3,9 +3,9 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from megatron.moevement.arguments import config_from_args
-from megatron.moevement.built import Chunks, MegatronOptimizer, OptimizerParamScheduler
 from megatron.moevement.facts import Counters, Settings, UpstreamArguments, facts_of
 from megatron.moevement.job import planned_exits
 from megatron.moevement.job.megatron_loop import decode_handover
@@ -79,13 +79,10 @@ def _digesting(
     path: str,
     counters: Counters,
     original: Callable[..., tuple[int, float]],
-    forward: object,
-    model: Chunks,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    *rest: object,
+    *args: Any,
     **kwargs: object,
 ) -> tuple[int, float]:
-    result = original(forward, model, optimizer, scheduler, *rest, **kwargs)
+    result = original(*args, **kwargs)
+    _, model, optimizer, scheduler, *_ = args
     write_digest(path, result[0], state_digest(model, optimizer, scheduler, counters))
     return result

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.moevement.seams import cpu_device, preflight
+from megatron.moevement.seams import cpu_device, starting
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.refused import RefusedWindow
@@ -74,7 +74,7 @@ def export_offline(window: Sequence[Found], output: Path, flags: Sequence[str]) 
 def _use_a_cpu() -> None:
     """Prepare the first import of Megatron; GPUs are left alone."""
     os.environ['CUDA_VISIBLE_DEVICES'] = ''
-    preflight.check_installation()
+    starting.check_installation()
     cpu_device.install()
     with warnings.catch_warnings(action='ignore'):
         from megatron.moevement.offline import exporter  # noqa: F401

@@ -51,7 +51,6 @@ _HANDOVER = msgspec.msgpack.Decoder(MegatronHandover)
 
 
 def decode_handover(encoded: bytes) -> MegatronHandover:
-    """Inverse of `MegatronLoop.hand_over`."""
     return _HANDOVER.decode(encoded)
 
 
@@ -92,7 +91,6 @@ class MegatronLoop:
         self._post_step.begin(iteration)
 
     def hand_over(self) -> bytes:
-        """See `MegatronHandover`."""
         counters = self._counters
         return msgspec.msgpack.encode(
             MegatronHandover(
@@ -103,13 +101,11 @@ class MegatronLoop:
         )
 
     def leave(self) -> None:
-        """Make upstream's loop enterable again."""
         assert self._broken is not None  # required by localized recovery, the only caller
         self._broken.reset_loop_state()
         self._post_step.reset_loop_state()
 
     def enter(self, others: Sequence[bytes]) -> None:
-        """Prepare upstream's loop to start from its counters."""
         known = [decode_handover(item) for item in others]
         self._operations.base = known[0].operations
         self._post_step.take_over([item.progress for item in known])

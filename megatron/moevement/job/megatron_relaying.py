@@ -42,7 +42,6 @@ class MegatronRelaying:
         self._experts = ExpertDivision(training.operators, shards, gated)
 
     def refuse(self, was: Layout) -> None:
-        """Refuse windows of this layout, as `placing.refuse`."""
         placing.refuse(
             was,
             self._layout,
@@ -64,7 +63,6 @@ class MegatronRelaying:
         return self._shards_before != self._layout.expert_tensor
 
     def division_of(self, operator: str, part: str, tensor: str, owner: int | None) -> Division:
-        """Where an expert's shard lies in its tensor."""
         if not self._redivides:
             return Division()
         seat, shards = self._seat, self._layout.expert_tensor
@@ -95,5 +93,4 @@ class MegatronRelaying:
         return streams_of(self._seat, self._seats, self._facts.data_parallel_random_init)
 
     def kept(self, was: Layout) -> str:
-        """Text for the log: which random number streams continue."""
         return told_streams(was, self._layout)

@@ -7,14 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_model_config
 from msgspec import UNSET, UnsetType
 
 from megatron.moevement.facts import Counters, JobFacts
 from megatron.moevement.job.megatron_loop import MegatronLoop, Surroundings
 from megatron.moevement.job.megatron_relaying import MegatronRelaying
+from megatron.moevement.seams import upstream
 from megatron.moevement.seams.p2p import StagePipeline
 from megatron.moevement.state import iteration_state
 from megatron.moevement.state.broken_iteration import BrokenIteration
@@ -52,7 +51,6 @@ class MegatronAuxiliaryState:
         return len(iteration_state.encode(longest)) + _SPARE_BYTES
 
     def now(self) -> bytes:
-        """The present state, encoded; leaves the recorder unchanged."""
         return iteration_state.encode(self.capture(self._counters.iteration, self._recorder.peek()))
 
     def begin(self, iteration: int) -> bytes:
@@ -71,17 +69,14 @@ class MegatronAuxiliaryState:
         )
 
     def restore(self, state: bytes) -> None:
-        """Put the process at the start of the iteration after `state`."""
         decoded = iteration_state.decode(state)
         self._training.restore(decoded, self._counters)
         self._recorder.roll_back(decoded.scalars)
 
     def move_data(self, state: bytes) -> None:
-        """Move the training data to the position in `state`."""
         self._data.move_training(iteration_state.decode(state).consumed_train_samples)
 
     def set_counters(self, state: bytes, validation: bytes | None = None) -> None:
-        """Set iteration and samples of upstream's arguments from `state`."""
         iteration_state.restore_counters(iteration_state.decode(state), self._counters)
         if validation is not None:
             last = iteration_state.decode(validation)
@@ -145,7 +140,6 @@ class MegatronTrainer:
 
     @property
     def iteration(self) -> int:
-        """Number of committed iterations."""
         return self._counters.iteration
 
     @property
@@ -168,14 +162,12 @@ class MegatronTrainer:
         self._step = train_step
 
     def begin_iteration(self, iteration: int) -> bytes:
-        """Start the iteration after `iteration`; return the auxiliary state it starts from."""
         state = self.auxiliary_state.begin(iteration)
         if self._broken is not None:
             self._broken.begin()
         return state
 
     def undo_broken_iteration(self, state: bytes, began: bool) -> None:
-        """Undo the changes of an interrupted iteration."""
         self.auxiliary_state.restore(state)
         if began:
             assert self._broken is not None  # required by localized recovery, the only caller
@@ -183,7 +175,6 @@ class MegatronTrainer:
         self.auxiliary_state.move_data(state)
 
     def around_update(self, *calls: Callable[..., None]) -> None:
-        """Wrap the optimizer step; see `TrainingState.around_update`."""
         self.operators.around_update(*calls)
 
     def iterate(self, iteration: int) -> object:
@@ -226,8 +217,7 @@ class MegatronTrainer:
             with self.operators.frozen.replaying():
                 yield
         finally:
-            get_moe_metrics_tracker().clear()
-            MTPLossLoggingHelper.clean_metrics_in_tracker()
+            upstream.clear_metrics()
 
     def reduced(self, known: LedgerEntry | bytes) -> AbstractContextManager[None]:
         """Give upstream the known scalars within the context, instead of reducing them."""

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import megatron.training.training as training
 import torch
@@ -12,7 +13,6 @@ from megatron.moevement.built import (
     Chunks,
     MegatronOptimizer,
     OptimizerParamScheduler,
-    TransformerConfig,
 )
 from megatron.moevement.facts import Counters, JobFacts, Settings
 from megatron.moevement.job.description import logged_loss
@@ -112,19 +112,12 @@ class UpstreamTrainer:
         self,
         original: Callable[..., object],
         forward_step: Forward,
-        model: Chunks,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        train_iterator: object,
-        valid_iterator: object,
-        process: object,
-        config: TransformerConfig,
-        context: dict[str, object] | None,
-        non_loss_data: object,
-        *rest: object,
+        *args: Any,
         **kwargs: object,
     ) -> object:
         """Run upstream's loop, again after failures of other ranks."""
+        model, optimizer, scheduler, train_iterator, valid_iterator, *more = args
+        process, config, context, non_loss_data, *_ = more
         if faults.armed():
             forward_step = _armed(forward_step)
         self._data.use(train_iterator, valid_iterator)
@@ -140,21 +133,7 @@ class UpstreamTrainer:
         self._post_step.set_actions(
             evaluate, save, partial(post_step.forget_what_was_cut_off, context)
         )
-        loop = partial(
-            original,
-            forward_step,
-            model,
-            optimizer,
-            scheduler,
-            train_iterator,
-            valid_iterator,
-            process,
-            config,
-            context,
-            non_loss_data,
-            *rest,
-            **kwargs,
-        )
+        loop = partial(original, forward_step, *args, **kwargs)
         return self._session.train(partial(self._enter, loop))
 
     def _enter(self, loop: Callable[[], object]) -> object:
@@ -179,21 +158,13 @@ class UpstreamTrainer:
             return {}, 1, False, True, 0, None, None, 0  # upstream's own values for an exit
         return result
 
-    def _decide_exit(
-        self,
-        original: Callable[..., bool],
-        model: Chunks,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        iteration: int,
-        *args: object,
-        **kwargs: object,
-    ) -> bool:
+    def _decide_exit(self, original: Callable[..., bool], *args: Any, **kwargs: object) -> bool:
         """Run upstream's saves and exits, except exits that an earlier launch has made."""
+        _model, _optimizer, _scheduler, iteration, *_ = args
         made = self._post_step.exit_was_made(iteration)
         interval = None if made else self._facts.exit_interval
         with upstream.setting('exit_interval', interval):
-            return original(model, optimizer, scheduler, iteration, *args, **kwargs)
+            return original(*args, **kwargs)
 
     def _training_log(
         self,

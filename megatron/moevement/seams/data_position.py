@@ -8,31 +8,27 @@ calls it for training, validation (maybe several sets) and test data in this ord
 """
 
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import megatron.training.training as training
-import numpy as np
-import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 from torch.utils.data import DataLoader
 
 from megatron.moevement.seams import patches
+from moevement_ext.capture.generators import capture_generators, restore_generators
 
 _KINDS = ('training', 'validation', 'test')
 
 
 class DataPosition(Protocol):
-    """Position of training and validation data of this rank. Training thread only."""
+    """Moves iterators of this rank to the position after samples of all ranks. Training thread."""
 
-    def move_training(self, consumed_samples: int) -> None:
-        """Move the training iterators to the position after `consumed_samples` of all ranks."""
+    def move_training(self, consumed_samples: int) -> None: ...
 
-    def move_validation(self, consumed_samples: int) -> None:
-        """Move the validation iterators to the position after `consumed_samples` of all ranks."""
+    def move_validation(self, consumed_samples: int) -> None: ...
 
 
 _Loader = Callable[..., DataLoader[object]]
@@ -65,14 +61,10 @@ class UpstreamData:
         self._iterators = {'training': training_iterators, 'validation': validation_iterators}
 
     def move_training(self, consumed_samples: int) -> None:
-        """Move the training iterators to the position after `consumed_samples`."""
         self._move('training', consumed_samples)
 
     def move_validation(self, consumed_samples: int) -> None:
-        """Move the validation iterators to the position after `consumed_samples`.
-
-        With full validation they restart in each evaluation, as upstream's own iterators do.
-        """
+        # With full validation they restart in each evaluation, as upstream's own iterators do.
         if not self._full_validation:
             self._move('validation', consumed_samples)
 
@@ -131,10 +123,8 @@ class UpstreamData:
 @contextmanager
 def generators_unmoved() -> Iterator[None]:
     """Restore the host's global generators at the end of a context that may draw data."""
-    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    states = capture_generators(on_device=False)
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(of_torch)
+        restore_generators(states)

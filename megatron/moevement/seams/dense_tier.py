@@ -21,7 +21,7 @@ from megatron.training.checkpointing import (
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron.moevement.facts import JobFacts, UpstreamArguments
-from megatron.moevement.seams import patches
+from megatron.moevement.seams import patches, upstream
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +121,8 @@ def _newest_in(directory: str, step: int | None, look_inside: bool) -> DenseTier
     tracker = get_checkpoint_tracker_filename(directory)
     iteration, release = -1, False
     try:
-        if maybe_msc.os.path.isfile(tracker):
-            with maybe_msc.open(tracker, 'r') as file:
-                text = file.read().strip()
+        text = upstream.tracked(directory)
+        if text is not None:
             release = text == _RELEASE
             if not release and not text.isdecimal():
                 return DenseTier(-1, f'{tracker} contains {text!r}, which is no iteration')

@@ -146,7 +146,7 @@ class BoundaryCommunicator(P2PCommunicator):
 
 
 class StagePipeline:
-    """Communication between this rank's stage and its neighbours. Training thread only."""
+    """A `moevement_ext.recover.trainer.Pipeline` over upstream's. Training thread only."""
 
     def __init__(self, facts: JobFacts, model: Chunks) -> None:
         self._model = model
@@ -158,12 +158,10 @@ class StagePipeline:
 
     @property
     def neighbours(self) -> dict[Direction, int | None]:
-        """Ranks of the previous (down) and of the next stage (up)."""
         communicator = self._logging()
         return {Direction.DOWN: communicator.prev_rank, Direction.UP: communicator.next_rank}
 
     def receives(self, entry: LedgerEntry) -> dict[Direction, int]:
-        """Number of tensors that this stage receives in the iteration of a ledger entry."""
         return receives_per_iteration(
             self._stage, self._stages, len(self._model), entry.num_microbatches
         )
@@ -178,7 +176,6 @@ class StagePipeline:
         self._groups = upstream.groups()
 
     def replaying(self, received: Mapping[Direction, Received]) -> AbstractContextManager[None]:
-        """Within the context, receive from logs and send only into this rank's log."""
         return self._logging().replaying(received)
 
     def schedule(self, iteration: int) -> dict[str, object]:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 import megatron.training.training as training
 import msgspec
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.moevement.built import (
     Chunks,
@@ -286,7 +284,6 @@ def forget_what_was_cut_off(checkpointing_context: dict[str, object] | None) -> 
     Strategies of dense checkpoints keep the structure from one save to the next
     (`--ckpt-assume-constant-structure`); a new process asks the other ranks for it.
     """
-    get_moe_metrics_tracker().clear()
-    MTPLossLoggingHelper.clean_metrics_in_tracker()
+    upstream.clear_metrics()
     for remembered in ('save_strategy', 'load_strategy', 'local_checkpoint_cache'):
         (checkpointing_context or {}).pop(remembered, None)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import megatron.training.training as training
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.moevement.built import (
     Chunks,
@@ -72,6 +74,12 @@ def detaches_heads(config: TransformerConfig) -> bool:
     return bool(config.mtp_num_layers and config.mtp_detach_heads)
 
 
+def clear_metrics() -> None:
+    """Drop the metrics that upstream has accumulated for its log."""
+    get_moe_metrics_tracker().clear()
+    MTPLossLoggingHelper.clean_metrics_in_tracker()
+
+
 def floating_point_operations() -> float:
     """Upstream's number of operations to train on one sample of full length."""
     return float(training.num_floating_point_operations(training.get_args(), 1))
@@ -79,16 +87,19 @@ def floating_point_operations() -> float:
 
 def saved_iteration(save: str | None) -> int:
     """Iteration of the newest dense checkpoint in `--save`, -1 if there is none."""
+    text = None if save is None else tracked(save)
+    return int(text) if text is not None and text.isdecimal() else -1
+
+
+def tracked(directory: str) -> str | None:
+    """What the tracker file of a directory of dense checkpoints names; None without one."""
     from megatron.training.checkpointing import get_checkpoint_tracker_filename, maybe_msc
 
-    if save is None:
-        return -1
-    tracker = get_checkpoint_tracker_filename(save)
+    tracker = get_checkpoint_tracker_filename(directory)
     if not maybe_msc.os.path.isfile(tracker):
-        return -1
+        return None
     with maybe_msc.open(tracker, 'r') as file:
-        text = file.read().strip()
-    return int(text) if text.isdecimal() else -1
+        return str(file.read()).strip()
 
 
 def consumed_of_the_phase() -> int:

@@ -6,7 +6,7 @@ failure, so the count is computed from the number of samples.
 """
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache
 
 import msgspec
 
@@ -26,14 +26,10 @@ class OperationCount:
     """
 
     def __init__(self, per_sample: Callable[[], float]) -> None:
-        self._ask = per_sample
+        self._per_sample = cache(per_sample)
         self.base = CountedOperations(0, 0.0)
 
     def at(self, samples: int) -> float:
         """Operations after `samples` samples, summed over all ranks."""
         since = samples - self.base.samples
-        return self.base.operations + since * self._per_sample if since else self.base.operations
-
-    @cached_property
-    def _per_sample(self) -> float:
-        return self._ask()
+        return self.base.operations + since * self._per_sample() if since else self.base.operations

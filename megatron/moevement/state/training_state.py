@@ -33,9 +33,7 @@ from moevement_ext.memory.window.slot import Record, SlotContext, SlotHeader
 
 
 class TrainingState:
-    """Operators of this rank with their slices; loads and freezes them.
-
-    Call `renew` after a dense checkpoint was loaded, which replaces the optimizer's tensors.
+    """The training state of this rank: a `moevement_ext.capture.operators.Operators`.
 
     Args:
         skips: weight gradients of frozen operators are not computed; else they are dropped.
@@ -64,7 +62,6 @@ class TrainingState:
         self.renew()
 
     def renew(self) -> None:
-        """Look up the tensors of all operators again."""
         names = {
             parameter: name
             for operator in self.operators.values()
@@ -79,24 +76,13 @@ class TrainingState:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Kind of each operator: 'expert', 'router' or 'rest'."""
         return {name: operator.kind for name, operator in self.operators.items()}
 
     def check(self, header: SlotHeader) -> None:
-        """Check that a slot has all records that this model needs.
-
-        Raises:
-            RefusedWindow: the slot belongs to another model; the message names a parameter.
-        """
         check_fits(header, self.slices)
 
     @torch.no_grad()
     def load(self, header: SlotHeader, payload: Bytes, context: SlotContext) -> None:
-        """Load a verified slot. Collective over the ranks of the stage.
-
-        Raises:
-            RefusedWindow: the slot belongs to another model.
-        """
         self.check(header)
 
         def read(record: Record) -> torch.Tensor:
@@ -130,11 +116,9 @@ class TrainingState:
         ]
 
     def freeze(self, names: Collection[str]) -> None:
-        """Freeze exactly these operators; thaw all others."""
         self.frozen.freeze(names)
 
     def copy(self, source: int) -> None:
-        """Copy the state of rank `source`. Collective over its data-parallel replicas."""
         copy_state(self.operators, self.states, source)
 
     def around_update(
@@ -143,13 +127,7 @@ class TrainingState:
         writing: Callable[[], None],
         written: Callable[[bool], None],
     ) -> None:
-        """Wrap the optimizer step.
-
-        Args:
-            wait: called before each step, which is the first write to captured tensors.
-            writing: called right before an optimizer writes; the gradients are complete.
-            written: called after all optimizers have written, with whether the step was skipped.
-        """
+        """Wrap the optimizer step; see `moevement_ext.recover.trainer.Trainer.around_update`."""
         step = self.optimizer.step
 
         def waiting_step(*args: object, **kwargs: object) -> object:
@@ -165,7 +143,6 @@ class TrainingState:
             self._announce_writing(inner, writing)
 
     def restore(self, state: IterationState, counters: Counters) -> None:
-        """Set the auxiliary state to that of the iteration after `state`."""
         iteration_state.restore(state, counters, self.optimizer, self.scheduler)
 
     def gather_parameters(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[5]
-CHECK = 'from megatron.moevement.seams import preflight; preflight.check_installation()'
+CHECK = 'from megatron.moevement.seams import starting; starting.check_installation()'
 
 
 def _check(*paths: Path) -> subprocess.CompletedProcess:
