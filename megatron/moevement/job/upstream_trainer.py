@@ -127,9 +127,19 @@ class UpstreamTrainer:
         evaluate = post_step.evaluation(
             forward_step, model, valid_iterator, process, config, non_loss_data, optimizer
         )
-        save = post_step.dense_checkpoint(
-            self._counters, model, optimizer, scheduler, context, train_iterator
-        )
+
+        def save(iteration: int, not_kept: bool) -> None:
+            training.save_checkpoint_and_time(
+                iteration,
+                model,
+                optimizer,
+                scheduler,
+                self._counters.num_floating_point_operations_so_far,
+                context,
+                non_persistent_ckpt=not_kept,
+                train_data_iterator=train_iterator,
+            )
+
         self._post_step.set_actions(
             evaluate, save, partial(post_step.forget_what_was_cut_off, context)
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from megatron.moevement.state.canonical import canonical_name
+from megatron.moevement.state.expert_division import is_of_an_expert
 from moevement_ext.memory.window.placed import Placed, Seat
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.recover.relayout.index import NameOf
@@ -20,7 +21,6 @@ _LAYERS_OF_A_CPU = (
     (re.compile(r'\.self_attention\.linear_(?:qkv|q_proj)\.layer_norm_'), '.input_layernorm.'),
     (re.compile(r'\.mlp\.linear_fc1\.layer_norm_'), '.pre_mlp_layernorm.'),
 )
-_EXPERT = re.compile(r'\.expert\d+$')
 
 
 def whole_name(operator: str, tensor: str, shared: bool) -> str:
@@ -53,7 +53,7 @@ def names_of_shards(placed: Mapping[int, Placed], shared: bool) -> NameOf:
 def number_of_shards(operator: str, placed: Placed) -> int:
     """Number of ranks that may share a tensor of this operator."""
     layout = placed.layout
-    return layout.expert_tensor if _EXPERT.search(operator) else layout.tensor
+    return layout.expert_tensor if is_of_an_expert(operator) else layout.tensor
 
 
 def merged(
@@ -82,4 +82,4 @@ def _joined(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tens
 
 
 def _shard(operator: str, seat: Seat) -> int:
-    return seat.expert_tensor if _EXPERT.search(operator) else seat.tensor
+    return seat.expert_tensor if is_of_an_expert(operator) else seat.tensor

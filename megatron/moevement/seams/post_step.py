@@ -13,7 +13,6 @@ import msgspec
 from megatron.moevement.built import (
     Chunks,
     MegatronOptimizer,
-    OptimizerParamScheduler,
     TransformerConfig,
 )
 from megatron.moevement.facts import Counters, JobFacts
@@ -251,31 +250,6 @@ def evaluation(
             training.enable_forward_pre_hook(model)
 
     return evaluate
-
-
-def dense_checkpoint(
-    counters: Counters,
-    model: Chunks,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    context: dict[str, object] | None,
-    train_iterator: object,
-) -> Callable[[int, bool], None]:
-    """Function that saves upstream's dense checkpoint after an iteration, as its loop does."""
-
-    def save(iteration: int, not_kept: bool) -> None:
-        training.save_checkpoint_and_time(
-            iteration,
-            model,
-            optimizer,
-            scheduler,
-            counters.num_floating_point_operations_so_far,
-            context,
-            non_persistent_ckpt=not_kept,
-            train_data_iterator=train_iterator,
-        )
-
-    return save
 
 
 def forget_what_was_cut_off(checkpointing_context: dict[str, object] | None) -> None:

@@ -29,7 +29,7 @@ def patch() -> None:
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
     set_states = f'{_DISTRIBUTED_OPTIMIZER}._set_main_param_and_optimizer_states'
-    patches.wrap(set_states, torch.no_grad()(_set))
+    patches.wrap(set_states, torch.no_grad()(lambda original, *args: original(*args)))
     if not HAVE_APEX_OR_TE:
         patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.sharded_state_dict', _describe_allocated)
         patches.wrap(f'{_DISTRIBUTED_OPTIMIZER}.load_state_dict', _load_with_own_steps)
@@ -54,12 +54,6 @@ def _load_with_own_steps(
         step = float(state_dict['optimizer']['param_groups'][0]['step'])
         for state in optimizer.optimizer.state.values():
             state['step'] = torch.tensor(step)
-
-
-def _set(
-    set_states: Callable[..., None], optimizer: Any, parameter: Any, tensors: dict[str, Any]
-) -> None:
-    set_states(optimizer, parameter, tensors)
 
 
 def _set_without_step(
