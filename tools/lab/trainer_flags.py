@@ -5,14 +5,14 @@ import argparse
 import warnings
 from collections.abc import Iterator, Sequence
 
-from megatron.moevement.seams import cpu_device, preflight
+from megatron.moevement.seams import cpu_device, starting
 from moevement_ext.system import user_errors
 
 
 def prepare_megatron() -> None:
     """Prepare the import of Megatron in a tool; exits with a line if a package is missing."""
     with user_errors.in_one_line():
-        preflight.check_installation()
+        starting.check_installation()
     if cpu_device.needed():
         cpu_device.install()
 

@@ -25,7 +25,7 @@ from megatron.moevement.state.optimizer_state import (
     parameter_states,
 )
 from moevement_ext import faults
-from moevement_ext.capture.fitting import check_fits
+from moevement_ext.capture.layout import check_fits
 from moevement_ext.faults import Phase
 from moevement_ext.memory.dtypes import dtype_of
 from moevement_ext.memory.mapped import Bytes

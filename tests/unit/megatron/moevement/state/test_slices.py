@@ -5,8 +5,7 @@ import msgspec
 import pytest
 import torch
 
-from moevement_ext.capture.fitting import check_fits
-from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice
+from moevement_ext.capture.layout import OperatorSlices, SlotLayout, TensorSlice, check_fits
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import FORMAT_VERSION, SlotContext, SlotHeader
 from moevement_ext.plan.byte_planner import WindowPlan
