@@ -49,7 +49,6 @@ def _branches(args: argparse.Namespace, port: int) -> Branches:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         prog=shown('python -m moevement_ext.store'),
         description=shown(__doc__),

@@ -9,12 +9,12 @@ that waits in one has an error at once, as if the store had died.
 
 import logging
 import os
-import queue
 import socket
 import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore
@@ -27,39 +27,30 @@ _TO_END_S = 1.0
 
 
 def in_time[T](ask: Callable[[], T], limit_s: float) -> T:
-    """What `ask` returns or raises; any thread.
+    """What `ask` returns or raises; `DistNetworkError` after `limit_s` seconds. Any thread.
 
-    Args:
-        ask: called on a thread of its own, which is left behind if it does not return in time.
-        limit_s: seconds.
-
-    Raises:
-        DistNetworkError: it has not returned in time.
+    `ask` runs on a thread of its own, which is left behind if it does not return in time.
     """
-    answers: queue.SimpleQueue[tuple[T, None] | tuple[None, Exception]] = queue.SimpleQueue()
+    answer = Future[T]()
 
     def run() -> None:
         try:
-            answers.put((ask(), None))
+            answer.set_result(ask())
         except Exception as error:  # raised where it is waited for
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=run, name='sparse-ckpt-ask', daemon=True).start()
     for _ in range(_LOOKS):  # this process may be stopped in between, too
-        with suppress(queue.Empty):
-            found, error = answers.get(timeout=limit_s / _LOOKS)
-            if error is not None:
-                raise error
-            return found  # type: ignore[return-value]
+        if wait([answer], limit_s / _LOOKS).done:
+            return answer.result()
     raise DistNetworkError(f'the store has not answered for {limit_s:g} s')
 
 
 class AnswerWatch:
     """Cuts this process off a store that does not answer, from a thread of its own, until closed.
 
-    Args:
-        store: any connection to it.
-        limit_s: seconds in which it answers; it is asked twice as often.
+    `store` is any connection to it. It is asked twice in `limit_s` seconds, and has as many to
+    answer.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:
@@ -106,7 +97,7 @@ class AnswerWatch:
 
 
 def addresses_of(host: str, port: int) -> set[str]:
-    """All that the name of a store stands for; none if it is not known any more."""
+    """All addresses of the name of a store; none if the name is not known any more."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -115,12 +106,7 @@ def addresses_of(host: str, port: int) -> set[str]:
 
 
 def cut_connections(addresses: set[str], port: int) -> None:
-    """Shut all connections of this process with a store, whatever thread uses them.
-
-    Args:
-        addresses: as of `addresses_of`.
-        port: of the store.
-    """
+    """Shut all connections of this process with a store, whatever thread uses them."""
     for name in os.listdir('/proc/self/fd'):
         with suppress(OSError):  # the listing's own, or closed since
             _cut_if_with(int(name), addresses, port)

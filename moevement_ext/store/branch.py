@@ -19,7 +19,6 @@ _STDIN = 0
 
 
 def main() -> None:
-    """Serve."""
     ask_again_soon()
     host, port, own_host, own_port = sys.argv[1:]
     listening = _listen(own_host, int(own_port))

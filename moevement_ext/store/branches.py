@@ -27,18 +27,14 @@ _PROGRAM = 'moevement_ext.store.branch'
 
 
 def needed(nodes: int) -> int:
-    """How many branches a job of so many nodes has."""
+    """Number of branches of a job with so many nodes."""
     return -(-nodes // NODES_OF_A_BRANCH) if nodes > NODES_OF_A_BRANCH else 0
 
 
 async def next_of(line: Line) -> int | None:
     """The port of the branch that one more proxy is to use; None if the store has none.
 
-    Args:
-        line: to the store.
-
-    Raises:
-        ConnectionError: as `Line.ask`.
+    Raises `ConnectionError` as `Line.ask`.
     """
     ports = (await line.ask(Request(Kind.COMPARE_SET, (_key(_PORTS),), (_NONE, _NONE))))[8:]
     if ports == _NONE:
@@ -48,25 +44,17 @@ async def next_of(line: Line) -> int | None:
 
 
 def announce(store: 'Store', ports: Sequence[int]) -> None:
-    """Let proxies find the branches of a store; before any of them comes."""
+    """Let proxies find the branches of a store; called before any proxy connects."""
     if ports:
         store.set(_PORTS, ' '.join(map(str, ports)))
 
 
 class Branches:
-    """Processes of this host, until closed; they do not outlive this process.
+    """`count` processes of this host, until closed; they do not outlive this process.
 
-    Args:
-        host, port: of the store, which need not be there yet.
-        count: of branches.
-        at: where they listen; all addresses of this host if it is empty.
-        first_port: of the ports at which they listen; 0: any.
-
-    Attributes:
-        ports: at which they listen.
-
-    Raises:
-        OSError: a branch cannot be started, or not listen there.
+    The store at `host` and `port` need not be there yet. They listen at the address `at` (empty:
+    all of this host), at ports from `first_port` on (0: any); `ports` has them. Raises `OSError` if
+    a branch cannot be started, or not listen there.
     """
 
     def __init__(self, host: str, port: int, count: int, at: str = '', first_port: int = 0) -> None:
@@ -81,13 +69,7 @@ class Branches:
             self.close()
             raise
 
-    @property
-    def pids(self) -> list[int]:
-        """Their process ids."""
-        return [process.pid for process in self._processes]
-
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             process.kill()
             process.wait()

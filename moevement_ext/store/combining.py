@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from moevement_ext.store import wire
-from moevement_ext.store.clients import room
 from moevement_ext.store.line import Line
 from moevement_ext.store.wire import Kind, Request
 
@@ -23,12 +22,7 @@ _Asked = tuple[Request, Future[bytes]]
 
 
 class Questions:
-    """Those that are answered at once.
-
-    Args:
-        line: to the store.
-        pause_s: seconds from one time that the same is asked to the next.
-    """
+    """Requests that the store answers at once; equal ones at least `pause_s` apart."""
 
     def __init__(self, line: Line, pause_s: float) -> None:
         self._line = line
@@ -38,11 +32,7 @@ class Questions:
         self._next: dict[_Group, list[_Asked]] = {}
 
     def ask(self, request: Request) -> Future[bytes]:
-        """What the store answers.
-
-        Raises:
-            ConnectionError: as `Line.ask`.
-        """
+        """The store's answer; fails as that of `Line.ask`."""
         if request.kind not in _TOGETHER:
             return self._line.ask(request)
         group = request.kind, request.keys, request.values
@@ -78,32 +68,28 @@ class Questions:
 
 
 class _Wait(NamedTuple):
-    """For some keys."""
-
     task: Task[None]
     waiters: dict[Future[bytes], None]
-    """In the order in which they came, in which they are told."""
+    """In the order in which they came; they are told in the same order."""
 
 
 class Waits:
     """Waits for keys that are still to come; one line serves all that wait for the same keys.
 
-    Args:
-        connect: opens a line.
+    `connect` opens a line. Waits for at most `most` different sets of keys are under way.
     """
 
-    def __init__(self, connect: Callable[[], Coroutine[Any, Any, Line]]) -> None:
+    def __init__(self, connect: Callable[[], Coroutine[Any, Any, Line]], most: int) -> None:
         self._connect = connect
+        self._most = most
         self._idle: list[Line] = []
         self._waiting: dict[tuple[bytes, ...], _Wait] = {}
-        self._most = room(4)  # each has a connection of its own
 
     def wait(self, keys: tuple[bytes, ...]) -> Future[bytes]:
-        """What the store says when the keys are there; cancelled by clients that stop waiting.
+        """The store's answer when the keys are there; clients that stop waiting cancel it.
 
-        Raises:
-            OSError: where it is awaited: the connection is lost.
-            ValueError: clients wait for more than ranks ever do.
+        It fails with `ConnectionError` if the connection is lost. Raises `ValueError` if clients
+        wait for more than ranks ever do.
         """
         if keys not in self._waiting:
             if len(self._waiting) >= self._most:
@@ -117,7 +103,6 @@ class Waits:
         return waiter
 
     def close(self) -> None:
-        """Cut all lines."""
         for line in self._idle:
             line.close()
         for wait in self._waiting.values():
@@ -161,7 +146,7 @@ class Waits:
 
 
 def _together(requests: Sequence[Request]) -> Request:
-    """One request in the place of some of a group."""
+    """One request in place of several of a group."""
     first = requests[0]
     if first.kind != Kind.ADD:
         return first
@@ -169,8 +154,20 @@ def _together(requests: Sequence[Request]) -> Request:
 
 
 def _apart(requests: Sequence[Request], answer: bytes) -> list[bytes]:
-    """The answer to each, of that to all of them."""
+    """The answers to several requests that were sent as one."""
     if requests[0].kind != Kind.ADD:
         return [answer] * len(requests)
     numbers = [request.number for request in requests]
-    return [wire.number(one) for one in wire.shares(numbers, wire.number_in(answer))]
+    return [wire.number(one) for one in shares(numbers, wire.number_in(answer))]
+
+
+def shares(numbers: Sequence[int], result: int) -> list[int]:
+    """The answer that each client would have got, had they added `numbers` one after the other.
+
+    `result` is the counter after all of them.
+    """
+    found = []
+    for value in reversed(numbers):
+        found.append(result)
+        result -= value
+    return found[::-1]

@@ -20,19 +20,11 @@ def given(flags: Sequence[str], name: str = FLAG) -> str | None:
 
 
 def address(flags: Sequence[str]) -> tuple[str, int] | None:
-    """Where that store is; None if there is no such flag.
-
-    Raises:
-        ConfigurationError: that is no address.
-    """
+    """Host and port of that store, None without the flag; raises as `split`."""
     found = given(flags)
     return None if found is None else split(found)
 
 
 def split(store: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, such as `login1:29400` or `[fd00::5]:29400`.
-
-    Raises:
-        ConfigurationError: that is no address.
-    """
+    """Host and port of HOST:PORT, as `login1:29400` or `[fd00::5]:29400`; `ConfigurationError`."""
     return SparseCheckpointConfig(store=store).store_address

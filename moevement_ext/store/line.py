@@ -15,8 +15,7 @@ from moevement_ext.store.wire import Incoming, Kind, Request
 class Line(asyncio.Protocol):
     """The store answers in the order in which it is asked; many questions can be under way.
 
-    Args:
-        on_lost: called once it is lost, unless it was closed.
+    `on_lost` is called once the connection is lost, unless it was closed.
     """
 
     _transport: Transport
@@ -32,11 +31,7 @@ class Line(asyncio.Protocol):
 
     @classmethod
     async def open(cls, host: str, port: int, on_lost: Callable[[], None]) -> 'Line':
-        """Connect to the store, as a client of it does.
-
-        Raises:
-            OSError: that is not possible.
-        """
+        """Connect as a client of the store does. Raises `OSError` if that is not possible."""
         loop = asyncio.get_running_loop()
         _, line = await loop.create_connection(lambda: cls(on_lost), host, port)
         try:
@@ -49,22 +44,21 @@ class Line(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What the store has not taken in yet, about."""
+        """Approximate bytes that the store has not taken in yet."""
         return self._transport.get_write_buffer_size() + self._unsent_bytes
 
     def tell(self, request: Request) -> None:
-        """Send what is not answered; what is to be sent in one turn of the loop goes together."""
+        """Send without an answer; all requests of one turn of the loop go together."""
         if not self._unsent:
             self._loop.call_soon(self._send)
         self._unsent.append(wire.encoded(request))
         self._unsent_bytes += len(self._unsent[-1])
 
     def ask(self, request: Request) -> Future[bytes]:
-        """What the store answers.
+        """The store's answer.
 
-        Raises:
-            ConnectionError: where it is awaited: the connection is lost; the store may have done
-                what it was asked.
+        It fails with `ConnectionError` if the connection is lost; the store may have done what it
+        was asked.
         """
         answer: Future[bytes] = self._loop.create_future()
         self._asked.append((request, answer))
@@ -81,12 +75,10 @@ class Line(asyncio.Protocol):
         self._fail_all()
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """By the loop."""
         assert isinstance(transport, Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """By the loop."""
         self._received.add(data)
         try:
             while self._received and self._answer_first():
@@ -95,7 +87,6 @@ class Line(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """By the loop."""
         if not self._is_over:
             self._is_over = True
             self._on_lost()

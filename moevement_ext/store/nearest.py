@@ -17,11 +17,7 @@ _TO_CONNECT_S = 10.0
 
 
 def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """A connection that reaches the store at an address; through the proxy, if it leads there.
-
-    Raises:
-        DistError: it is not reached.
-    """
+    """Connect to the store at an address, through the proxy if it leads there, or `DistError`."""
     found = os.environ.get(VARIABLE, '').split()
     if found[:2] == [host, str(port)]:
         try:

@@ -22,16 +22,8 @@ _TO_END_S = 10.0
 class NodeProxy:
     """Serves on a thread of its own, on this host only, until closed. Any thread.
 
-    Args:
-        host, port: of the launcher's store; it need not be there yet.
-
-    Attributes:
-        store: host and port of that store.
-        port: where it serves.
-        variables: for the environment of the workers of this node.
-
-    Raises:
-        OSError: no port can be had.
+    The launcher's store at `host` and `port` need not be there yet. `variables` are for the
+    environment of the node's workers. Raises `OSError` if there is no free port.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -46,7 +38,6 @@ class NodeProxy:
         self._thread.start()
 
     def close(self) -> None:
-        """Cut all connections."""
         with suppress(RuntimeError):  # it has ended by itself
             self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(_TO_END_S)

@@ -17,14 +17,8 @@ def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) 
     """Have all that this process does from now on use the store of `--sparse-ckpt-store`, if any.
 
     It takes the place of the launcher's in the environment. Called once, before the others are met.
-
-    Args:
-        config: settings.
-        run_id: of this job; a store serves one.
-        timeout: for all ranks to come.
-
-    Raises:
-        ConfigurationError: no store is served there, or one for another run.
+    `timeout` limits the arrival of all ranks. Raises `ConfigurationError` if no store is served
+    there, or one for another run than `run_id`.
     """
     if config.store is None:
         return
@@ -44,11 +38,7 @@ def meet_there(config: SparseCheckpointConfig, run_id: str, timeout: timedelta) 
 
 
 def connect(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """A connection to the store, which may still be about to come.
-
-    Raises:
-        ConfigurationError: no store is served there.
-    """
+    """Connect to the store, which may still be about to come, or `ConfigurationError`."""
     limit_s = timeout.total_seconds()
     try:
         return in_time(lambda: TCPStore(host, port, is_master=False, timeout=timeout), limit_s)

@@ -14,10 +14,8 @@ _READ_AT_ONCE = 256
 def peek(store: Store, key: str) -> bytes | None:
     """The value of a key, None if it is not there; one request.
 
-    Not of one that is not there yet and that others wait for: torch's server wakes them up for
-    this, as if it had come. `check` lets them sleep.
-
-    `get` waits for the key, and is two; `check` before it makes three.
+    Not for a key that others still wait for: torch's server would wake them up, as if it had come.
+    `check` lets them sleep. `get` waits for the key, in two requests.
     """
     # A key that is not there stays so, and what was expected comes back.
     found = bytes(store.compare_set(key, _NEVER, _NEVER))

@@ -12,6 +12,7 @@ the nodes (`branches`).
 
 import asyncio
 import logging
+import resource
 import socket
 from asyncio import BaseTransport, Event, Future, Transport
 from collections import deque
@@ -20,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from moevement_ext.store import branches, wire
-from moevement_ext.store.clients import MOST_BYTES_OWED, MOST_QUESTIONS, Clients
 from moevement_ext.store.combining import Questions, Waits
 from moevement_ext.store.line import Line
 from moevement_ext.store.wire import Incoming, Kind, Request
@@ -35,25 +35,29 @@ _PAUSE_OF_A_BRANCH_S = 0.01
 # All ranks of a job ask at the same time when they meet.
 _TO_ANSWER_S = 20.0
 
+# Clients are anonymous, as the store's protocol has no names. So each gets a bounded part of the
+# process, which starts workers, too.
+GREETING_S = 10.0
+MOST_STRANGERS = 64
+"""Connections that have not greeted yet; the oldest gives way, so that ranks always get in."""
+MOST_BYTES_OWED = 64 << 20
+"""Answers that a client has not read."""
+MOST_QUESTIONS = 1 << 14
+"""What one client may have under way: a rank has one, a proxy those of its ranks."""
+
 
 class _Store:
-    """The connections of a proxy to the store, all made anew when one is lost.
-
-    Args:
-        line: the first.
-        connect: makes another.
-        pause_s: as of `Questions`.
-    """
+    """The connections of a proxy to the store, all made anew when one is lost."""
 
     def __init__(
         self, line: Line, connect: Callable[[], Coroutine[Any, Any, Line]], pause_s: float
     ) -> None:
         self._line = line
         self._questions = Questions(line, pause_s)
-        self._waits = Waits(connect)
+        self._waits = Waits(connect, _room(4))  # each wait has a connection of its own
 
     def answer(self, request: Request) -> Future[bytes] | None:
-        """What the client that asks is to be sent; None: nothing."""
+        """Answer to a client; None: the client expects none."""
         match request.kind:
             case Kind.PING:
                 return _known(wire.heartbeat(request))
@@ -73,25 +77,54 @@ class _Store:
         await self._questions.ask(Request(Kind.NUM_KEYS))
 
     def close(self) -> None:
-        """Cut all."""
         self._line.close()
         self._waits.close()
+
+
+class _Clients:
+    """All connections from clients. On the proxy's thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._most = _room(2)
+        self._all: dict[_Client, None] = {}
+        self._strangers: dict[_Client, None] = {}
+
+    def came(self, client: '_Client') -> None:
+        """A new client, which is cut if there is no room for it, or if it does not greet."""
+        self._all[client] = self._strangers[client] = None
+        if len(self._all) > self._most:
+            client.close()
+        elif len(self._strangers) > MOST_STRANGERS:
+            next(iter(self._strangers)).close()
+        self._loop.call_later(GREETING_S, self._expire, client)
+
+    def greeted(self, client: '_Client') -> None:
+        self._strangers.pop(client, None)
+
+    def left(self, client: '_Client') -> None:
+        self._all.pop(client, None)
+        self._strangers.pop(client, None)
+
+    def cut_all(self) -> None:
+        for client in list(self._all):
+            client.close()
+
+    def _expire(self, client: '_Client') -> None:
+        if client in self._strangers:
+            client.close()
 
 
 class _Client(asyncio.Protocol):
     """A connection with a rank, or with a proxy, which is answered in the order of its questions.
 
     A rank waits for each answer. A proxy does not: the ranks that it asks for do.
-
-    Args:
-        reach_store: finds the store.
-        clients: all that are there; this one, too, as long as it is.
     """
 
     _transport: Transport
 
     def __init__(
-        self, reach_store: Callable[[], Coroutine[Any, Any, _Store]], clients: Clients['_Client']
+        self, reach_store: Callable[[], Coroutine[Any, Any, _Store]], clients: _Clients
     ) -> None:
         self._reach_store = reach_store
         self._clients = clients
@@ -101,14 +134,12 @@ class _Client(asyncio.Protocol):
         self._owed: deque[Future[bytes]] = deque()
 
     def connection_made(self, transport: BaseTransport) -> None:
-        """By the loop."""
         assert isinstance(transport, Transport)
         self._transport = transport
         self._clients.came(self)
         self._beginning = asyncio.create_task(self._begin())
 
     def data_received(self, data: bytes) -> None:
-        """By the loop."""
         self._received.add(data)
         if self._store is not None:
             self._attend(self._store)
@@ -116,7 +147,6 @@ class _Client(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """By the loop."""
         self._clients.left(self)
         self._beginning.cancel()
         for answer in self._owed:
@@ -124,7 +154,7 @@ class _Client(asyncio.Protocol):
         self._owed.clear()
 
     def close(self) -> None:
-        """Cut it; what it has not read by now it does not get."""
+        """Cut the connection; the client does not get what it has not read by now."""
         self._clients.left(self)
         if self._transport.get_write_buffer_size():  # else it might stay for ever
             self._transport.abort()
@@ -152,7 +182,10 @@ class _Client(asyncio.Protocol):
 
     def _take(self, store: _Store, request: Request) -> None:
         if request.kind == Kind.VALIDATE:
-            _check_greeting(request)
+            if request.number != wire.MAGIC:
+                raise ValueError(
+                    f'it begins with {request.number:#x}, as no client of a store does'
+                )
             self._clients.greeted(self)
             return
         if request.kind == Kind.CANCEL_WAIT and self._owed:
@@ -186,15 +219,16 @@ class _Client(asyncio.Protocol):
             self._transport.write(b''.join(found))
 
 
+def _room(share: int) -> int:
+    """One `share`th of the descriptors that this process may have, and some at least."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(soft // share, 2 * MOST_STRANGERS)
+
+
 def _known(answer: bytes) -> Future[bytes]:
     found: Future[bytes] = asyncio.get_running_loop().create_future()
     found.set_result(answer)
     return found
-
-
-def _check_greeting(greeting: Request) -> None:
-    if greeting.number != wire.MAGIC:
-        raise ValueError(f'it begins with {greeting.number:#x}, as no client of a store does')
 
 
 class Proxy:
@@ -203,7 +237,7 @@ class Proxy:
     Args:
         host, port: of the launcher's store; it need not be there yet.
         listening: where clients come.
-        is_branch: its clients are proxies; the others ask through one such, if there is one.
+        is_branch: its clients are proxies, which ask through a branch if there is one.
     """
 
     def __init__(
@@ -213,14 +247,13 @@ class Proxy:
         self._listening = listening
         self._is_branch = is_branch
         self._store: _Store | None = None
-        self._clients: Clients[_Client] | None = None
+        self._clients: _Clients | None = None
         self._connecting = asyncio.Lock()
 
     async def serve(self, ended: Event) -> None:
-        """Until that is set; all connections are cut then."""
-        loop = asyncio.get_running_loop()
-        self._clients = clients = Clients[_Client](loop.call_later)
-        server = await loop.create_server(
+        """Serve until `ended` is set; then all connections are cut."""
+        self._clients = clients = _Clients()
+        server = await asyncio.get_running_loop().create_server(
             lambda: _Client(self._reach_store, clients), sock=self._listening
         )
         watching = asyncio.create_task(self._watch_store())

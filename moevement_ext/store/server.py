@@ -26,17 +26,13 @@ _PAUSE_S = 1.0
 
 
 def allow_many_connections() -> None:
-    """Let this process have as many as the system allows: every worker has some to the store."""
+    """Raise the limit of open files as far as possible: every worker has some connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at one address of this host, and at no other.
-
-    Raises:
-        ConfigurationError: that is not possible; names the flags.
-    """
+    """Listen at one address of this host only; the `ConfigurationError` names the flags."""
     try:
         if not 0 <= port < 65536:
             raise OSError('there is no such port')
@@ -55,12 +51,8 @@ def listen(host: str, port: int) -> socket.socket:
 def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int]) -> int:
     """Have a process serve, and another one when it dies; returns SIGTERM or SIGINT, once received.
 
-    Clients that connect meanwhile wait. Called by a process without other threads.
-
-    Args:
-        listening: where.
-        host: its name, for the log.
-        branch_ports: of its branches.
+    Clients that connect meanwhile wait. `host` is for the log. Called by a process without other
+    threads.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (*_ENDS, signal.SIGCHLD))
     while True:
@@ -76,7 +68,7 @@ def keep_serving(listening: socket.socket, host: str, branch_ports: Sequence[int
 
 
 def _signal_to_end(server: int) -> int:
-    """Wait for a signal to end, or until the process that serves is dead: 0."""
+    """Wait for a signal to end; 0 once the process that serves is dead."""
     while (received := signal.sigwait((*_ENDS, signal.SIGCHLD))) not in _ENDS:
         ended, _ = os.waitpid(server, os.WNOHANG)
         if ended:  # else it was stopped, or goes on

@@ -7,7 +7,7 @@ the one that is installed.
 """
 
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from enum import IntEnum
 from typing import Any
 
@@ -23,7 +23,7 @@ MOST_BYTES_ASKED = 16 << 20
 
 
 class Kind(IntEnum):
-    """What is asked for."""
+    """Kinds of requests."""
 
     VALIDATE = 0
     SET = 1
@@ -65,7 +65,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 
 type Reading[T] = Generator[int, bytes, T]
-"""Asks for so many bytes, is sent them, and returns what they say."""
+"""Asks for a number of bytes, is sent them, and returns what they say."""
 
 
 class Incoming:
@@ -81,7 +81,6 @@ class Incoming:
         self._wanted = 0
 
     def add(self, data: bytes) -> None:
-        """More has come."""
         del self._content[: self._at]
         self._at = 0
         self._content += data
@@ -90,11 +89,7 @@ class Incoming:
         return len(self._content) - self._at
 
     def whole[T](self, read: Callable[[], Reading[T]]) -> T | None:
-        """What `read` finds; None if more of it is to come, with which it goes on then.
-
-        Raises:
-            ValueError: `read` finds something that is not understood.
-        """
+        """The result of `read`; None if more of it is to come. Raises what `read` raises."""
         if self._reading is None:
             self._reading = read()
             self._wanted = next(self._reading)
@@ -110,11 +105,10 @@ class Incoming:
 
 
 def read_request() -> Reading[Request]:
-    """The next question.
+    """Read the next request.
 
-    Raises:
-        ValueError: it is none of a store, one of a torch that is not known here, or longer than any
-            client's is.
+    Raises `ValueError` if it is none of a store, one of a torch that is not known here, or longer
+    than any client's is.
     """
     kind = Kind((yield 1)[0])
     count = _length((yield 8), _MOST_KEYS_ASKED) if kind in _KEYS else int(kind in _ONE_KEY)
@@ -132,7 +126,6 @@ def read_request() -> Reading[Request]:
 
 
 def encoded(request: Request) -> bytes:
-    """What a client sends to ask that."""
     kind = request.kind
     parts = [bytes([kind])]
     if kind in _KEYS:
@@ -147,14 +140,7 @@ def encoded(request: Request) -> bytes:
 
 
 def read_answer(request: Request) -> Reading[bytes]:
-    """What a store has answered, as it stands.
-
-    Args:
-        request: what it was asked.
-
-    Raises:
-        ValueError: it does not speak as known here.
-    """
+    """Read the store's answer to `request`, undecoded; `ValueError` if it is not as known here."""
     head = yield _HEAD_BYTES.get(request.kind, 8)
     match request.kind:
         case Kind.GET | Kind.COMPARE_SET:
@@ -168,7 +154,6 @@ def read_answer(request: Request) -> Reading[bytes]:
 
 
 def heartbeat(ping: Request) -> bytes:
-    """The answer to a ping."""
     return struct.pack(_NUMBER[Kind.PING], ping.number)
 
 
@@ -178,28 +163,12 @@ def number(value: int) -> bytes:
 
 
 def number_in(answer: bytes) -> int:
-    """The counter of an answer."""
     (found,) = struct.unpack('<q', answer)
     return int(found)
 
 
 def text(value: bytes) -> bytes:
-    """A key or value."""
     return struct.pack('<Q', len(value)) + value
-
-
-def shares(numbers: Sequence[int], result: int) -> list[int]:
-    """The answer that each client would have got, had they added one after the other.
-
-    Args:
-        numbers: that were added together.
-        result: the counter then.
-    """
-    found = []
-    for value in reversed(numbers):
-        found.append(result)
-        result -= value
-    return found[::-1]
 
 
 def _number(form: str) -> Reading[int]:

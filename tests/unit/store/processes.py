@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import psutil
 from torch.distributed import TCPStore
 
-from moevement_ext.store import clients, proxy
+from moevement_ext.store import proxy
 from moevement_ext.store.node_proxy import NodeProxy
 from tests.distributed.harness.ports import free_port
 from tests.unit.forks import context
@@ -102,7 +102,7 @@ class Proxy(_Forked):
         every_s: float = WAIT_S,
         to_answer_s: float = WAIT_S,
         to_connect_s: float = WAIT_S,
-        greeting_s: float = clients.GREETING_S,
+        greeting_s: float = proxy.GREETING_S,
     ) -> None:
         times = every_s, to_answer_s, to_connect_s
         super().__init__(_lead, port, greeting_s, *times)
@@ -110,7 +110,7 @@ class Proxy(_Forked):
 
 
 def _lead(pipe: Connection, port: int, greeting_s: float, *times: float) -> None:
-    clients.GREETING_S = greeting_s
+    proxy.GREETING_S = greeting_s
     proxy._ASKED_EVERY_S, proxy._TO_ANSWER_S, proxy._TO_CONNECT_S = times
     node = NodeProxy('127.0.0.1', port)
     pipe.send([node.port, node.variables])

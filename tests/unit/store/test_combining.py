@@ -22,7 +22,7 @@ def test_waits_are_woken_in_order_of_arrival(server: Server) -> None:
     told: list[int] = []
 
     async def wait_and_open() -> None:
-        waits = Waits(partial(Line.open, '127.0.0.1', server.port, lambda: None))
+        waits = Waits(partial(Line.open, '127.0.0.1', server.port, lambda: None), 8)
         waiters: list[Future[bytes]] = []
         for number in range(8):
             waiters.append(waits.wait(KEYS))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed import DistError, DistStoreError, Store
 
 from moevement_ext.store import nearest, wire
-from moevement_ext.store.clients import MOST_QUESTIONS
+from moevement_ext.store.proxy import MOST_QUESTIONS
 from moevement_ext.store.wire import Kind, Request
 from tests.unit.store.processes import WAIT_S, Proxy, Server, until
 from tests.unit.store.raw import Raw

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from moevement_ext.store import wire
-from moevement_ext.store.clients import MOST_BYTES_OWED, MOST_STRANGERS
+from moevement_ext.store.proxy import MOST_BYTES_OWED, MOST_STRANGERS
 from moevement_ext.store.wire import Kind, Request
 from tests.unit.store.processes import WAIT_S, Proxy, Server, until
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_ext.store import wire
+from moevement_ext.store import combining, wire
 from moevement_ext.store.wire import Kind, Request
 
 TEXTS = st.binary(max_size=20)
@@ -80,4 +80,4 @@ def test_combined_adds_return_the_numbers_of_single_adds(numbers: list[int], bef
     for one in numbers:
         counter += one
         alone.append(counter)
-    assert wire.shares(numbers, counter) == alone
+    assert combining.shares(numbers, counter) == alone
