@@ -199,60 +199,46 @@ class SparseCheckpointConfig:
     def __post_init__(self) -> None:
         self._settle()
         if isinstance(self.window, str):
-            if self.window != AUTO:
-                raise ConfigurationError(
-                    f'--sparse-ckpt-window {self.window!r} must be a whole number or "auto".'
-                )
+            self._require(self.window == AUTO, 'window', 'a whole number or "auto"')
         else:
             _check_window('--sparse-ckpt-window', self.window)
         _check_window('--sparse-ckpt-max-window', self.max_window)
-        if not 0 <= self.cpu_share <= 1:
-            raise ConfigurationError(
-                f'--sparse-ckpt-cpu-share {self.cpu_share:g} must be in [0, 1]; 0: no limit.'
-            )
+        self._require(0 <= self.cpu_share <= 1, 'cpu_share', 'in [0, 1]; 0: no limit')
         _at_least('--sparse-ckpt-replicas', self.replicas, 0)
         _at_least('--sparse-ckpt-verify-replicas', self.verify_replicas, 1)
-        if not 0 <= self.log_lag < math.inf:
-            raise ConfigurationError(
-                f'--sparse-ckpt-log-lag {self.log_lag:g} must be a number of iterations, 0 or more.'
-            )
+        lag_is_right = 0 <= self.log_lag < math.inf
+        self._require(lag_is_right, 'log_lag', 'a number of iterations, 0 or more')
         _at_least('--sparse-ckpt-max-wait', self.max_wait, 0)
         _at_least('--sparse-ckpt-reorder-change', self.reorder_change, 0)
         _at_least('--sparse-ckpt-hang-timeout', self.hang_timeout, 2)
-        if self.stuck_timeout != 0 and not self.stuck_timeout >= self.hang_timeout:
-            raise ConfigurationError(
-                f'--sparse-ckpt-stuck-timeout {self.stuck_timeout:g} must be 0 (never) or at least '
-                f'--sparse-ckpt-hang-timeout ({self.hang_timeout:g}).'
-            )
+        self._require(
+            self.stuck_timeout == 0 or self.stuck_timeout >= self.hang_timeout,
+            'stuck_timeout',
+            f'0 (never) or at least --sparse-ckpt-hang-timeout ({self.hang_timeout:g})',
+        )
         _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, GLOBAL, WHOLE_JOB)
         _one_of('--sparse-ckpt-order', self.order, *ORDERS)
         _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
         _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
         self._check_elastic()
-        if self.verify not in (OFF, REPORT, STOP):
-            raise ConfigurationError(
-                f'--sparse-ckpt-verify {self.verify!r} must be {OFF}, {REPORT} or {STOP}.'
-            )
-        if self.host_memory_gb is not None and not self.host_memory_gb > 0:
-            raise ConfigurationError(
-                f'--sparse-ckpt-host-memory-gb {self.host_memory_gb:g} must be above 0.'
-            )
-        if self.metrics is not None and not 0 < self.metrics < 65536:
-            raise ConfigurationError(
-                f'--sparse-ckpt-metrics {self.metrics} must be a TCP port, 1 to 65535.'
-            )
-        if not 0 < self.reorder_fraction <= 1:
-            raise ConfigurationError(
-                f'--sparse-ckpt-reorder-fraction {self.reorder_fraction:g} must be in (0, 1].'
-            )
-        if not os.path.isabs(self.dir):
-            raise ConfigurationError(
-                f'--sparse-ckpt-dir {self.dir!r} must be an absolute path, in a tmpfs.'
-            )
+        _one_of('--sparse-ckpt-verify', self.verify, OFF, REPORT, STOP)
+        memory_is_right = self.host_memory_gb is None or self.host_memory_gb > 0
+        self._require(memory_is_right, 'host_memory_gb', 'above 0')
+        port_is_right = self.metrics is None or 0 < self.metrics < 65536
+        self._require(port_is_right, 'metrics', 'a TCP port, 1 to 65535')
+        self._require(0 < self.reorder_fraction <= 1, 'reorder_fraction', 'in (0, 1]')
+        self._require(os.path.isabs(self.dir), 'dir', 'an absolute path, in a tmpfs')
         self._check_disk()
         self._check_network()
         if self.store is not None:
             _ = self.store_address
+
+    def _require(self, right: bool, name: str, rule: str) -> None:
+        """Refuse the value of the field `name` unless it is right; `rule` says what it must be."""
+        if not right:
+            value = getattr(self, name)
+            shown = f'{value:g}' if isinstance(value, float) else repr(value)
+            raise ConfigurationError(f'{_flag(name)} {shown} must be {rule}.')
 
     def _settle(self) -> None:
         """Refuse fields that the strategy does not use, and fill in the values that it implies.
@@ -290,14 +276,9 @@ class SparseCheckpointConfig:
                 '--sparse-ckpt-mtbf must be given with --sparse-ckpt-interval '
                 f'{", ".join(INTERVAL_RULES)}, and only with them.'
             )
-        if self.mtbf is not None and not 0 < self.mtbf < math.inf:
-            raise ConfigurationError(
-                f'--sparse-ckpt-mtbf {self.mtbf:g} must be a number of seconds above 0.'
-            )
-        if not 0 < self.overhead_bound <= 1:
-            raise ConfigurationError(
-                f'--sparse-ckpt-overhead-bound {self.overhead_bound:g} must be in (0, 1].'
-            )
+        mtbf_is_right = self.mtbf is None or 0 < self.mtbf < math.inf
+        self._require(mtbf_is_right, 'mtbf', 'a number of seconds above 0')
+        self._require(0 < self.overhead_bound <= 1, 'overhead_bound', 'in (0, 1]')
         if self.strategy == CHECKFREQ and self.disk is None:
             raise ConfigurationError(
                 f'--sparse-ckpt-disk must be given with {flag}, which recovers from disk only.'
@@ -309,10 +290,7 @@ class SparseCheckpointConfig:
         else:
             _at_least('--sparse-ckpt-experts', self.experts, 1)
         _one_of('--sparse-ckpt-expert-choice', self.expert_choice, *EXPERT_CHOICES)
-        if not 0 < self.lost_share < 1:
-            raise ConfigurationError(
-                f'--sparse-ckpt-lost-share {self.lost_share:g} must be above 0 and below 1.'
-            )
+        self._require(0 < self.lost_share < 1, 'lost_share', 'above 0 and below 1')
         if self.lossy and self.verify == STOP:
             raise ConfigurationError(
                 f'--sparse-ckpt-verify {STOP} must be {REPORT} or {OFF} with {flag}, whose '
@@ -338,25 +316,18 @@ class SparseCheckpointConfig:
                 )
 
     def _check_disk(self) -> None:
-        if self.disk is not None and not os.path.isabs(self.disk):
-            raise ConfigurationError(f'--sparse-ckpt-disk {self.disk!r} must be an absolute path.')
+        self._require(self.disk is None or os.path.isabs(self.disk), 'disk', 'an absolute path')
         _at_least('--sparse-ckpt-disk-every', self.disk_every, 1)
-        if not self.disk_gb_per_s > 0:
-            raise ConfigurationError(
-                f'--sparse-ckpt-disk-gb-per-s {self.disk_gb_per_s:g} must be above 0.'
-            )
+        self._require(self.disk_gb_per_s > 0, 'disk_gb_per_s', 'above 0')
 
     def _check_network(self) -> None:
         rate = self.network_gb_per_s
-        right = rate in (AUTO, OFF) if isinstance(rate, str) else rate == 0
-        if not right and not (
-            isinstance(rate, int | float) and SLOWEST_NETWORK_GB_PER_S <= rate < math.inf
-        ):
-            shown = repr(rate) if isinstance(rate, str) else f'{rate:g}'
-            raise ConfigurationError(
-                f'--sparse-ckpt-network-gb-per-s {shown} must be {AUTO}, {OFF}, or a number of at '
-                f'least {SLOWEST_NETWORK_GB_PER_S:g}.'
-            )
+        if isinstance(rate, str):
+            right = rate in (AUTO, OFF)
+        else:
+            right = rate == 0 or SLOWEST_NETWORK_GB_PER_S <= rate < math.inf
+        rule = f'{AUTO}, {OFF}, or a number of at least {SLOWEST_NETWORK_GB_PER_S:g}'
+        self._require(right, 'network_gb_per_s', rule)
 
     @property
     def network_bytes_per_s(self) -> float | None:

@@ -486,14 +486,7 @@ class Job:
         if self.protection is not None:
             self.protection.close(remove, keep_disk=is_export())
         self.rank.events.emit(Finished(removed=remove))  # no thread is left
-        if self._observer is not None:
-            self._observer.close()
-        if self._disk is not None:
-            self._disk.close()
-        if self._guard is not None:
-            self._guard.close()
-        if self.membership is not None:
-            self.membership.close()
-        if self._watchdog is not None:
-            self._watchdog.close()
-        self.rank.events.close()
+        rest = self._observer, self._disk, self._guard, self.membership, self._watchdog
+        for part in (*rest, self.rank.events):
+            if part is not None:
+                part.close()

@@ -13,7 +13,6 @@ import os
 import socket
 import threading
 import time
-import weakref
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from functools import partial
@@ -53,12 +52,11 @@ Page = Callable[[str], tuple[str, bytes]]
 async def serve(port: int, page: Page) -> asyncio.Server:
     """Answer every GET on all interfaces of this host with the page, until the server closes.
 
-    Raises `OSError` if another process has the port.
+    Children drop the port (`system.forks`). Raises `OSError` if another process has it.
     """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     listening = socket.create_server(('', port), family=family, dualstack_ipv6=both)
-    _LISTENING.add(listening)
     open_ = dict[StreamWriter, None]()  # oldest first
 
     async def attend(reader: StreamReader, writer: StreamWriter) -> None:
@@ -102,28 +100,14 @@ async def _answer(reader: StreamReader, writer: StreamWriter, page: Page) -> Non
         await writer.wait_closed()
 
 
-# Data loader workers that outlive a killed trainer for a moment would keep the port.
-_LISTENING: 'weakref.WeakSet[socket.socket]' = weakref.WeakSet()
-
-
-def _stop_listening() -> None:
-    for listening in list(_LISTENING):
-        listening.close()
-
-
-os.register_at_fork(after_in_child=_stop_listening)
-
-
 class Host:
     """Publishes the page of this process, and serves all pages if no other process does.
 
     `root` is `--sparse-ckpt-dir`, which contains the files of all processes. `reader` is the
     OpenTelemetry reader that renders the page from the values of a `Meter`.
 
-    Raises:
-        ConfigurationError: the library is missing or disabled.
-        HostMemoryError: the directory is not this user's own.
-        OSError: the directory is not usable.
+    Raises `ConfigurationError` if the library is missing or disabled, `HostMemoryError` or
+    `OSError` if the directory is not this user's own, or not usable.
     """
 
     def __init__(self, port: int, root: Path, run_id: str) -> None:

@@ -25,25 +25,21 @@ class Meter:
         self._labels = labels
         self._provider = MeterProvider(readers)
         meter = self._provider.get_meter('moevement')
-        self._of: dict[Instrument, Any] = {
-            one: (meter.create_counter if one.counts else meter.create_gauge)(
-                one.name, description=one.help
-            )
+        self._record: dict[Instrument, Any] = {
+            one: meter.create_counter(one.name, description=one.help).add
+            if one.counts
+            else meter.create_gauge(one.name, description=one.help).set
             for one in INSTRUMENTS
         }
 
-    def add(self, instrument: Instrument, amount: float = 1, label: str | None = None) -> None:
-        self._of[instrument].add(amount, self._attributes(instrument, label))
-
-    def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        self._of[instrument].set(value, self._attributes(instrument, label))
+    def record(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+        """Add the value to a counter; set a gauge to it."""
+        labels = {} if instrument.label is None else {instrument.label: label}
+        self._record[instrument](value, self._labels | labels)
 
     def close(self) -> None:
-        """Send the last values; do not add or set values afterwards."""
+        """Send the last values; do not record values afterwards."""
         self._provider.shutdown()
-
-    def _attributes(self, instrument: Instrument, label: str | None) -> dict[str, Any]:
-        return self._labels | ({} if instrument.label is None else {instrument.label: label})
 
 
 def is_disabled() -> bool:

@@ -70,7 +70,7 @@ class Observer:
         for instrument in INSTRUMENTS:
             if instrument.counts and instrument.label is None:
                 # The rate of a counter that begins at 1 would miss the first event.
-                meter.add(instrument, 0)
+                meter.record(instrument, 0)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name='metrics', daemon=True)
@@ -81,8 +81,7 @@ class Observer:
             for instrument in INSTRUMENTS:
                 if instrument.event is type(event):
                     for label, value in instrument.values(event):
-                        record = self._meter.add if instrument.counts else self._meter.set
-                        record(instrument, value, label)
+                        self._meter.record(instrument, value, label)
             if self._host is not None and not isinstance(event, _ORDINARY):
                 self._host.publish()
         except Exception:
@@ -90,8 +89,8 @@ class Observer:
 
     def watch(self, figures: Callable[[], Figures], last_iteration: int) -> None:
         """Record these figures once a second from now on, on the metrics thread."""
-        self._meter.set(TARGET, last_iteration)
-        self._meter.set(FINISHED, 0)
+        self._meter.record(TARGET, last_iteration)
+        self._meter.record(FINISHED, 0)
         self._figures = figures
 
     def close(self) -> None:
@@ -138,7 +137,5 @@ class Observer:
             if instrument.event is not None or instrument.field is None:
                 continue
             for label, value in instrument.values(now):
-                if instrument.counts:
-                    self._meter.add(instrument, value - getattr(before, instrument.field))
-                else:
-                    self._meter.set(instrument, value, label)
+                earlier = getattr(before, instrument.field) if instrument.counts else 0
+                self._meter.record(instrument, value - earlier, label)

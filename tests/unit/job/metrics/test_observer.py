@@ -19,11 +19,11 @@ class Noted:
         self.added: list[tuple[str, float]] = []
         self.values: dict[str, float] = {}
 
-    def add(self, instrument: Instrument, amount: float, label: str | None = None) -> None:
-        self.added.append((instrument.name + (f' {label}' if label else ''), amount))
-
-    def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
-        self.values[instrument.name] = value
+    def record(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+        if instrument.counts:
+            self.added.append((instrument.name + (f' {label}' if label else ''), value))
+        else:
+            self.values[instrument.name] = value
 
     def close(self) -> None:
         pass
@@ -129,7 +129,7 @@ def test_layout_gauge_has_a_value_for_each_dimension() -> None:
     values: dict[str | None, float] = {}
 
     class ByKind(Noted):
-        def set(self, instrument: Instrument, value: float, label: str | None = None) -> None:
+        def record(self, instrument: Instrument, value: float, label: str | None = None) -> None:
             if instrument.name == 'moevement_layout_ranks':
                 values[label] = value
 

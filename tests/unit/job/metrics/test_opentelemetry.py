@@ -30,9 +30,9 @@ from moevement_ext.job.metrics.instruments import INSTRUMENTS
 of = {one.name: one for one in INSTRUMENTS}
 assert meter.otlp_is_wanted()
 recorder = meter.Meter({'run': 'run', 'node': 'node0', 'rank': 3}, [meter.otlp()])
-recorder.set(of['moevement_iteration'], 7)
-recorder.add(of['moevement_recovery_seconds'], 1.5, 'replay')
-recorder.add(of['moevement_recovery_seconds'], 0.5, 'replay')
+recorder.record(of['moevement_iteration'], 7)
+recorder.record(of['moevement_recovery_seconds'], 1.5, 'replay')
+recorder.record(of['moevement_recovery_seconds'], 0.5, 'replay')
 recorder.close()
 """
 

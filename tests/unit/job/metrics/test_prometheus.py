@@ -28,6 +28,7 @@ from moevement_ext.job.metrics.observer import Observer, observe
 from moevement_ext.membership.exchange import Exchange
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.window.name import RankIdentity
+from moevement_ext.system.forks import isolate_children
 from tests.distributed.harness.ports import free_port
 from tests.unit.forks import context
 
@@ -38,6 +39,7 @@ def _rank(commands: Connection, port: int, root: Path, rank: int, log: Path | No
     """Body of a rank: record what it is told, until the other end is closed."""
     if log is not None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    isolate_children()
     host = Host(port, root, 'run')
     meter = Meter({'run': 'run', 'node': f'node{rank}', 'rank': rank}, [host.reader])
     observer = Observer(meter, host)
@@ -48,8 +50,7 @@ def _rank(commands: Connection, port: int, root: Path, rank: int, log: Path | No
             name, value, *label = commands.recv().split()
             if name != 'fork':
                 instrument = instruments[name]
-                record = meter.add if instrument.counts else meter.set
-                record(instrument, float(value), *label)
+                meter.record(instrument, float(value), *label)
                 host.publish()
             elif os.fork() == 0:
                 time.sleep(600)
