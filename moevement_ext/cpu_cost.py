@@ -60,9 +60,8 @@ class OtherWork:
     def share(self, captured: int, byte_s: float) -> float:
         """CPU seconds per second since the last call.
 
-        Args:
-            captured: bytes captured so far.
-            byte_s: CPU seconds of helper threads for a captured byte, copies included.
+        `captured` is the number of bytes so far, `byte_s` the CPU seconds of helper threads for
+        each, copies included.
         """
         now = time.monotonic(), helper_cpu_s(), captured
         earlier, self._before = self._before, now

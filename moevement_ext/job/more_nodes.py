@@ -42,10 +42,6 @@ def without_nodes(rank: Rank, missing: NodesMissing) -> None:
 
     The wait has the limit of the ranks' wait for each other. A job that needs ranks ends with
     `EXIT_WHOLE_JOB` after it, and at once where it cannot wait.
-
-    Args:
-        rank: this rank.
-        missing: the reason why the job does not go on.
     """
     may_come = nodes_may_come() if rank.number == 0 else False
     may_come = rank.exchange('more-nodes', b'1' if may_come else b'0')[0] == b'1'
@@ -68,9 +64,8 @@ def nodes_may_come() -> bool:
 def _most_nodes(command_lines: Sequence[Sequence[str]], variable: str | None) -> int:
     """Largest number of nodes of torchrun; 0 if it does not say.
 
-    Args:
-        command_lines: of this process's parents, the nearest first; one of them is torchrun.
-        variable: torchrun's `--nnodes` as a variable.
+    `command_lines` are those of this process's parents, the nearest first; `variable` is torchrun's
+    `--nnodes` as a variable.
     """
     for command in command_lines:
         for flag, value in zip(command, [*command[1:], ''], strict=True):

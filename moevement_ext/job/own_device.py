@@ -50,8 +50,8 @@ def bind() -> None:
 def watch(events: EventLog, lose: Callable[[str], None]) -> DeviceWatch | None:
     """Start watching the GPU; None without a GPU or without NVML. Training thread.
 
-    `events` receives all findings. `lose` is called on the watching thread with the fault, when
-    the process has lost its data on the device; it ends the process.
+    `lose` is called on the watching thread with the fault, when the process has lost its data on
+    the device; it ends the process.
     """
     source = _own()
     if source is None:

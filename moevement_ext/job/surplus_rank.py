@@ -35,11 +35,8 @@ _LOST = 1
 class SurplusRank:
     """Runs instead of a job in a process that does not train. Main thread.
 
-    Args:
-        identity: of any rank that trains.
-        config: settings.
-        run_id: name of the run's directory in host memory.
-        timeout: maximum wait for rank 0, and for the next run attempt after the end of one.
+    `identity` is that of any rank that trains. `timeout` is the maximum wait for rank 0, and for
+    the next run attempt after the end of one.
     """
 
     def __init__(

@@ -26,11 +26,8 @@ class TorchPipeline:
     Raises `ConfigurationError` in training if it is otherwise: logs are sized by it, and read by
     it in a replay.
 
-    Args:
-        before: rank of the stage before, None on the first one.
-        after: rank of the stage after, None on the last one.
-        micro_batches: of an iteration.
-        boundary_bytes: the largest tensor that is sent.
+    `before` and `after` are the neighbours' ranks, None beyond the first and the last stage;
+    `boundary_bytes` is the size of the largest tensor that is sent.
     """
 
     def __init__(
