@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy
 import torch
@@ -47,15 +46,8 @@ from moevement_ext.system.watchdog import under_torchrun, watch_set_up
 logger = logging.getLogger(__name__)
 
 
-class _Joined(NamedTuple):
-    """Result of `join`."""
-
-    rank: Rank
-    membership: Membership | None
-    """None if any failure restarts the whole job."""
-    store: Store | None
-    """The store for `torch.distributed`, without keys of an earlier start of the job; None: torch
-    creates its own."""
+# What `Job` takes: the rank, its membership, the store of this start of the job.
+_Joined = tuple[Rank, Membership | None, Store | None]
 
 
 def join(
@@ -67,16 +59,11 @@ def join(
     timeout: timedelta,
     not_localized: str | None = None,
 ) -> _Joined:
-    """Rendezvous with the other ranks. Called once per process.
+    """Rendezvous with the other ranks; returns the arguments of `Job`. Called once per process.
 
-    Args:
-        identity: identity of this rank.
-        world_size: number of ranks.
-        run_id: name of the run's directory in host memory.
-        backend: of `torch.distributed`: gloo or nccl.
-        config: settings.
-        timeout: limit for the arrival of all ranks.
-        not_localized: reason why any failure restarts the whole job, or None.
+    `run_id` names the run's directory in host memory, `backend` that of `torch.distributed`.
+    `timeout` limits the arrival of all ranks. `not_localized` is the reason why any failure
+    restarts the whole job, or None.
 
     Raises:
         UserError: this process has other settings than the job that it joins.
@@ -97,7 +84,7 @@ def join(
         exchange=Exchange(membership.archive if membership else None, joining, timeout),
     )
     faults.arm(rank.number)
-    return _Joined(rank, membership, store)
+    return rank, membership, store
 
 
 def join_launched(
@@ -154,8 +141,7 @@ def _meet(
             timeout,
             config.hang_timeout,
             report,
-            stuck_timeout_s=config.stuck_timeout,
-            beside=True,
+            config.stuck_timeout,
         )
         _take_part(membership, identity, config)
         return membership, None if membership.joining else membership.store
@@ -197,11 +183,7 @@ def _take_part(
 
 
 def connect(rank: Rank, store: Store | None, joining: bool, timeout: timedelta) -> None:
-    """Call `init_process_group`; see `Job.init_process_group`.
-
-    `store` as in `_Joined`; `joining`: this process replaces a lost one; `timeout` of
-    collectives.
-    """
+    """Call `init_process_group`; see `Job.init_process_group`."""
     if not joining:
         init_process_group(
             rank.backend,

@@ -20,7 +20,7 @@ _SPREAD = 8
 
 
 class RankArrival(NamedTuple):
-    """What a process finds that says that its rank has come."""
+    """What a process learns when it says that its rank has come."""
 
     is_first: bool
     """No other process of the rank has."""
@@ -33,14 +33,7 @@ class RankArrival(NamedTuple):
 
 
 def sign(store: Store, name: str, rank: int, world_size: int) -> RankArrival:
-    """Say that a rank has come; once only in a process.
-
-    Args:
-        store: the launcher's.
-        name: of what it has come to.
-        rank: which.
-        world_size: number of ranks that are to come.
-    """
+    """Say that `rank` has come to what `name` names; once only in a process."""
     place = rank // _RANKS_OF_A_COUNTER
     counters = -(-world_size // _RANKS_OF_A_COUNTER)
     ranks = _ranks(place, world_size)
@@ -59,13 +52,13 @@ def place_in(round: int, rank: int) -> str:
 
 
 def has_signed(store: Store, name: str, rank: int) -> bool:
-    """True if a process has said that this rank has come."""
+    """True if a process of this rank has come."""
     found = peek(store, _counter(name, rank // _RANKS_OF_A_COUNTER))
     return _processes(int(found or 0), rank) > 0
 
 
 def missing(store: Store, name: str, world_size: int) -> list[int]:
-    """Ranks that have not said so, in order."""
+    """Ranks that have not come, in order."""
     found = []
     for place in range(-(-world_size // _RANKS_OF_A_COUNTER)):
         counter = int(peek(store, _counter(name, place)) or 0)

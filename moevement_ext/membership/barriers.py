@@ -22,28 +22,20 @@ _SHORTEST_WAIT_S = 0.01
 
 
 def open_barrier(store: Store, barrier: str, behind: bytes = b'') -> None:
-    """Let all pass, unless it is shut.
-
-    Args:
-        store: the launcher's.
-        barrier: its name.
-        behind: value that every passing rank reads.
-    """
+    """Let all pass, unless the barrier is shut; every passing rank reads `behind`."""
     store.compare_set(barrier, '', _OPEN + behind)  # type: ignore[arg-type]
 
 
 def close_barrier(store: Store, barrier: str) -> None:
-    """Turn all away, unless it is open."""
+    """Turn all away, unless the barrier is open."""
     store.compare_set(barrier, '', _SHUT)  # type: ignore[arg-type]
 
 
 def has_moved(store: Store, barrier: str, deadline: float) -> bool:
     """Wait until a barrier is opened or shut; False if neither has happened for a while.
 
-    Args:
-        store: no other thread can use this connection meanwhile.
-        barrier: its name.
-        deadline: by `time.monotonic`; False then, too.
+    No other thread can use this connection meanwhile. `deadline` (by `time.monotonic`) ends the
+    wait, too.
     """
     left_s = min(max(deadline - time.monotonic(), _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
     try:

@@ -30,11 +30,10 @@ class Met(NamedTuple):
 
 
 class Beside:
-    """What one replay leaves to another thread.
+    """What one replay leaves to another thread, which calls `report` and `goes_on`.
 
-    Args:
-        report: asked for what this rank brings, on that thread.
-        goes_on: told on that thread what all ranks brought; whether the replay goes on.
+    `report` returns what this rank brings; `goes_on` gets what all ranks brought, and returns
+    whether the replay goes on.
     """
 
     def __init__(
@@ -59,13 +58,9 @@ class Beside:
             self._changed.notify_all()
 
     def take(self, wait: bool) -> list[Met]:
-        """What was met since the last call, oldest first.
+        """What was met since the last call, oldest first; with `wait`, wait until there is any.
 
-        Args:
-            wait: until there is something.
-
-        Raises:
-            RoundEnded: no further round is joined beside the training thread.
+        Raises `RoundEnded` if no further round is joined beside the training thread.
         """
         with self._changed:
             if wait:
@@ -77,6 +72,5 @@ class Beside:
 
     @property
     def has_met(self) -> bool:
-        """Something is to be taken over."""
         with self._changed:
             return bool(self._met)

@@ -4,28 +4,32 @@
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 # Several heartbeats.
 _BETWEEN_HEARTBEATS_S = 30.0
 
 
-class Deadline[One]:
-    """Ends after a time in which not all that are missing were heard of. One thread.
+class Absent(NamedTuple):
+    """A rank that others wait for, and the last round in which its process was seen."""
 
-    Args:
-        timeout: that time; heartbeats are asked for when it has passed.
-        heartbeats: heartbeats of those that are missing; empty if that is not known.
+    round: int
+    rank: int
 
-    Attributes:
-        until: by `time.monotonic`; look again then.
+
+class Deadline:
+    """Ends after a `timeout` in which not all missing ranks were heard of. One thread.
+
+    `heartbeats` returns those of the missing ranks, empty if that is not known; it is called when
+    the timeout has passed. Look again at the time `until` (by `time.monotonic`).
     """
 
     def __init__(
-        self, timeout: timedelta, heartbeats: Callable[[], Mapping[One, int]] = dict
+        self, timeout: timedelta, heartbeats: Callable[[], Mapping[Absent, int]] = dict
     ) -> None:
         self._timeout_s = timeout.total_seconds()
         self._heartbeats = heartbeats
-        self._heard: Mapping[One, int] | None = None
+        self._heard: Mapping[Absent, int] | None = None
         self._ends = self.until = time.monotonic() + self._timeout_s
 
     def is_over(self) -> bool:
@@ -42,5 +46,5 @@ class Deadline[One]:
         return now >= self._ends
 
 
-def _all_rose[One](before: Mapping[One, int], now: Mapping[One, int]) -> bool:
+def _all_rose(before: Mapping[Absent, int], now: Mapping[Absent, int]) -> bool:
     return bool(now) and all(count != before.get(one) for one, count in now.items())

@@ -14,13 +14,9 @@ _COUNT = 'evictions'
 
 
 def evict(store: Store, rank: int, pid: int, launch: str | None = None) -> None:
-    """Have the launcher of a rank kill the process that it is.
+    """Have the launcher of a hanging rank kill its process.
 
-    Args:
-        store: of the job.
-        rank: that hangs.
-        pid: of its process.
-        launch: that this process is of; None: of the present one.
+    `store` is the job's, `launch` that of the process; None: the present one.
     """
     store = of_launch(store, own_launch() if launch is None else launch)
     store.set(_key(rank), str(pid))

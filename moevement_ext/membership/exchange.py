@@ -22,10 +22,8 @@ class Exchange:
     store. A process that replaces a lost one reads it there, with what the lost one gave: the
     others are training.
 
-    Args:
-        archive: outlives the workers; None where no process is ever replaced.
-        joining: this process replaces one of a running job.
-        timeout: how long ranks of the job wait for others.
+    `archive` outlives the workers; None where no process is ever replaced. `timeout` is the limit
+    of waits for other ranks.
     """
 
     def __init__(
@@ -49,13 +47,9 @@ class Exchange:
         ranks: Sequence[int],
         group: torch.distributed.ProcessGroup | None,
     ) -> list[bytes]:
-        """What each of some ranks gave, in the order of `ranks`; all of them call this.
+        """What each of some global ranks gave, in the order of `ranks`; all of them call this.
 
-        Args:
-            name: as of a call.
-            own: what this rank gives.
-            ranks: global ranks, this one among them.
-            group: of those ranks in that order; None: all.
+        `group` has those ranks in that order; None: all.
         """
         if self.joining:
             assert self._archive is not None  # else no process could join
@@ -70,13 +64,7 @@ class Exchange:
     def from_first(
         own: bytes, ranks: Sequence[int], group: torch.distributed.ProcessGroup | None
     ) -> bytes:
-        """What the first of some ranks gives; all of them call this, at the start of a job.
-
-        Args:
-            own: counts on the first.
-            ranks: as of `among`.
-            group: as of `among`.
-        """
+        """What the first of some ranks gives; all of them call this, at the start of a job."""
         given = [own]
         if len(ranks) > 1:
             broadcast_object_list(given, src=ranks[0], group=group)

@@ -51,12 +51,11 @@ def told_cause(store: Store, restarts: int) -> End | None:
 
 
 def tell_spares(store: Store, left: str) -> None:
-    """What can take the place of the next worker or node that is lost, in words."""
+    """Say in words what can take the place of the next worker or node that is lost."""
     store.set(_SPARES, left)
 
 
 def told_spares(store: Store) -> str:
-    """The same; empty if the launcher has not said."""
     return store.get(_SPARES).decode() if store.check([_SPARES]) else ''
 
 

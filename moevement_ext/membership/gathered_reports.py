@@ -23,23 +23,8 @@ _LITTLE_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
 
 
-def packed(own: bytes) -> bytes:
-    """What a rank leaves."""
-    return packing.packed(own)
-
-
-def unpacked(left: bytes) -> bytes:
-    """What a rank brought, of what it left."""
-    return packing.unpacked(left)
-
-
 def gather(store: Store, places: Sequence[str]) -> list[bytes]:
-    """What each rank left, by rank.
-
-    Args:
-        store: the launcher's.
-        places: keys, by rank, which are there.
-    """
+    """What each rank left under its key in `places`, by rank; all are there."""
     items, room = [], packing.MOST_BYTES_OF_ALL
     for value in read_in_parts(store, places):
         items.append(packing.unpacked(value, min(packing.MOST_BYTES, room)))
@@ -48,26 +33,20 @@ def gather(store: Store, places: Sequence[str]) -> list[bytes]:
 
 
 def packed_together(items: Sequence[bytes]) -> bytes:
-    """What all have brought."""
     return packing.packed(packing.packed(msgspec.msgpack.encode(items)))
 
 
 def unpacked_together(whole: bytes) -> list[bytes]:
-    """The same again."""
     once = packing.unpacked(whole, packing.MOST_BYTES_OF_ALL)
     all_of_it = packing.unpacked(once, packing.MOST_BYTES_OF_ALL)
     return msgspec.msgpack.decode(all_of_it, type=list[bytes])
 
 
 def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
-    """Leave everything for all ranks; what is to be behind the barrier is returned.
+    """Leave everything for all ranks, by rank; what is to be behind the barrier is returned.
 
-    That is all of it if it is little, else how many parts there are, and the digest of the whole.
-
-    Args:
-        store: the launcher's.
-        key: under which the parts are.
-        items: what the ranks brought, by rank.
+    That is all of it if it is little, else how many parts there are under `key`, and the digest of
+    the whole.
     """
     whole = packed_together(items)
     if len(whole) <= _LITTLE_BYTES:
@@ -79,14 +58,7 @@ def hand_out(store: Store, key: str, items: Sequence[bytes]) -> bytes:
 
 
 def handed_out(store: Store, key: str, found: bytes, node: NodeCopy | None) -> list[bytes]:
-    """The same at every rank.
-
-    Args:
-        store: the launcher's.
-        key: as of `hand_out`.
-        found: behind the barrier.
-        node: where the ranks of a node read it for each other; None: each for itself.
-    """
+    """What `hand_out` left, `found` behind the barrier; without `node` each rank reads all."""
 
     def from_store() -> bytes:
         return b''.join(store.get(_part(key, index)) for index in range(count))

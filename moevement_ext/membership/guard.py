@@ -14,10 +14,9 @@ from torch.distributed import Store
 
 from moevement_ext.membership.rendezvous import present_round
 from moevement_ext.membership.replacing import replace_this_process
-from moevement_ext.membership.round_watch import RoundWatch
+from moevement_ext.membership.round_watch import Connections, RoundWatch
 from moevement_ext.membership.store_loss import StoreLoss
 from moevement_ext.membership.training_thread import TrainingThread
-from moevement_ext.store.connection_pool import Connections
 
 
 class Guard:
@@ -27,10 +26,8 @@ class Guard:
         store: the launcher's, where all ranks have met; a connection of its own.
         rank: of this process.
         pids: process ids by rank.
-        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung; its
-            launcher is asked to kill it.
-        stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
-            others, before the process ends; 0: for ever.
+        hang_timeout_s: as of `RoundWatch`.
+        stuck_timeout_s: as of `Standstill`.
     """
 
     def __init__(
@@ -58,16 +55,11 @@ class Guard:
         return self._loss.lost
 
     def lose_device(self, what: str) -> NoReturn:
-        """End this process, whose GPU is lost. Any thread.
-
-        Args:
-            what: is the matter.
-        """
+        """End this process, whose GPU is lost. Any thread."""
         store, round = self._store.clone(), self._watch.round
         replace_this_process(store, round, self._rank, f'its GPU is lost: {what}', None)
 
     def close(self) -> None:
-        """Training is over on all ranks."""
         self._watch.stop()
         self._loss.close()
 

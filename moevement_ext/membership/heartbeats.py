@@ -20,13 +20,7 @@ _SPREAD = 0.618
 
 
 class Heartbeats:
-    """Those that a rank gives in a round. One thread.
-
-    Args:
-        store: the launcher's.
-        round: in which.
-        rank: which.
-    """
+    """Those that a rank gives in a round. One thread."""
 
     def __init__(self, store: Store, round: int, rank: int) -> None:
         self._store = store
@@ -35,7 +29,6 @@ class Heartbeats:
         self._counter = store.add(_key(round, rank), 0)
 
     def give(self) -> None:
-        """One more."""
         step = 1 if _part(self._counter, self._rank) < _MOST else -_MOST  # from the start again
         added = step << _shift(self._rank)
         self._counter = self._store.add(_key(self._round, self._rank), added)
@@ -53,12 +46,7 @@ def hear(store: Store, round: int, rank: int) -> int:
 
 
 def turn_of(rank: int, period_s: float) -> tuple[int, float]:
-    """Number of the present heartbeat period of a rank, and the seconds left of it.
-
-    Args:
-        rank: which.
-        period_s: of a turn.
-    """
+    """Number of the present heartbeat period of a rank, and the seconds left of it."""
     later_s = rank // _RANKS_OF_A_COUNTER * _SPREAD % 1.0 * period_s
     number, since_s = divmod(time.monotonic() - later_s, period_s)
     return int(number), period_s - since_s

@@ -47,12 +47,11 @@ from moevement_ext.membership.rendezvous_runner import RendezvousRunner
 from moevement_ext.membership.replacing import ends_within, replace_this_process
 from moevement_ext.membership.report import NOWHERE, Report, decode_all
 from moevement_ext.membership.round_groups import RoundGroups
-from moevement_ext.membership.round_watch import HEARTBEAT_SECONDS, RoundWatch
-from moevement_ext.membership.standstill import Present, Standstill
+from moevement_ext.membership.round_watch import HEARTBEAT_SECONDS, Connections, RoundWatch
+from moevement_ext.membership.standstill import Standstill
 from moevement_ext.membership.store_loss import StoreLoss, StoreLost
 from moevement_ext.membership.training_thread import TrainingThread
 from moevement_ext.membership.welcome import waiting_survivor
-from moevement_ext.store.connection_pool import Connections
 from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
@@ -63,17 +62,17 @@ _UNBLOCK_SECONDS = 30.0  # not waited for longer: a GPU may never let go of its 
 
 
 class Membership:
-    """Meets the other ranks. Construction waits for all of them.
+    """Meets the other ranks.
+
+    Construction waits for all of them, unless a survivor waits already: then this process meets
+    beside its set-up, and `reports` are that survivor's before `have_met`.
 
     Args:
         rendezvous: where this process meets them, in the launcher's store.
-        timeout: how long to wait for others; of a collective, too.
-        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
+        timeout: limit of waits for other ranks, and of a collective.
+        hang_timeout_s: as of `RoundWatch`.
         report: what this process brings to the first rendezvous, and to others while it sets up.
-        stuck_timeout_s: seconds for which the training thread may stand still, unless it waits for
-            others, or one that joins in its set-up; 0: for ever.
-        beside: if a survivor waits, meet beside the set-up: construction waits for no other, and
-            `reports` are that survivor's before `have_met`.
+        stuck_timeout_s: as of `Standstill`; for a process that joins in its set-up, too.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class Membership:
         hang_timeout_s: float,
         report: Callable[[], Report],
         stuck_timeout_s: float = 0.0,
-        beside: bool = False,
     ) -> None:
         self._rendezvous = rendezvous
         self._store = store = rendezvous.store
@@ -93,8 +91,7 @@ class Membership:
         self._timeout = timeout
         self._hang_timeout_s = hang_timeout_s
         self._groups = RoundGroups(rendezvous.world_size, timeout)
-        self.joining = self._at_barrier = self.ended_round = False
-        self._unblocked_at: float | None = None
+        self.joining = self.ended_round = False
         self._standstill = Standstill(rendezvous.rank, timeout.total_seconds(), stuck_timeout_s)
         self._wake: Callable[[], None] = lambda: None
         self._closed = threading.Event()
@@ -113,7 +110,7 @@ class Membership:
         self._brought = report()
         self._interrupted = threading.Event()
         self._first: threading.Thread | None = None
-        waiting = waiting_survivor(rendezvous) if beside else None
+        waiting = waiting_survivor(rendezvous)
         with self._setting_up:
             if waiting is None:
                 self._take(self._runner.meet_first(self._brought))
@@ -182,11 +179,7 @@ class Membership:
         """End waits of this process when the round ends, and report ranks that hang.
 
         Training thread. Called when process groups exist: by then all have set up, but for new
-        processes.
-
-        Args:
-            distributed_backend: upstream's `--distributed-backend`.
-            wake: called on the watching thread besides: ends waits that are not torch's.
+        processes. `wake`, called on the watching thread, ends waits that are not torch's.
         """
         self._wake = wake
         self._standstill.thread = TrainingThread()
@@ -228,11 +221,7 @@ class Membership:
         return True
 
     def lose_device(self, what: str) -> NoReturn:
-        """End this process, whose GPU is lost, and the round with it. Any thread.
-
-        Args:
-            what: is the matter.
-        """
+        """End this process, whose GPU is lost, and the round with it. Any thread."""
         store, rank = self._store.clone(), self._rendezvous.rank
         replace_this_process(store, self._result.round, rank, f'its GPU is lost: {what}', None)
 
@@ -267,15 +256,7 @@ class Membership:
                 self._end_beside(beside)
 
     def take_over(self, beside: Beside, wait: bool) -> list[Met]:
-        """Be in the newest round that was met beside; all since the last call.
-
-        Args:
-            beside: given to `leaving_it_to`.
-            wait: until there is one: the present one is over.
-
-        Raises:
-            RoundEnded: the replay cannot go on.
-        """
+        """Be in the newest round that was met beside; all since the last call, as `Beside.take`."""
         met = beside.take(wait)
         if met:
             self.taken, self.reports = met[-1].result, met[-1].reports
@@ -311,11 +292,11 @@ class Membership:
             RoundEnded: a failure was announced meanwhile.
         """
         watched = self._standstill.thread is not None
-        self._at_barrier = watched
+        self._standstill.at_barrier = watched
         try:
             self._rendezvous.barrier(self.taken, name, None if watched else self._timeout)
         finally:
-            self._at_barrier = False
+            self._standstill.at_barrier = False
 
     def renew(self, members: Collection[int] | None, kept: Collection[int] = ()) -> None:
         """Connect the process groups of `members` (None: all) anew, silence others but of `kept`.
@@ -332,7 +313,7 @@ class Membership:
         self._raise_if_broken()
 
     def synchronize(self) -> None:
-        """Wait for what is queued on the GPU; see then whether the round is `broken`."""
+        """Wait for all work queued on the GPU; then see whether the round is `broken`."""
         self._groups.synchronize()
 
     @property
@@ -374,7 +355,7 @@ class Membership:
     def _arrive(self, result: RendezvousResult, reports: list[Report]) -> None:
         self._result, self._store = result, result.connection
         self._reports = reports
-        self._unblocked_at = None
+        self._standstill.unblocked_at = None
         # Heartbeats from now on: the set-up of a new process may take long.
         self._watch = RoundWatch(
             self._watching,
@@ -406,7 +387,7 @@ class Membership:
         self.not_updating.wait(_UPDATE_GRACE_SECONDS)
         with ends_within(_UNBLOCK_SECONDS, self._rendezvous.rank, self._standstill.thread):
             self._unblock()
-        self._unblocked_at = time.monotonic()
+        self._standstill.unblocked_at = time.monotonic()
 
     def _unblock(self) -> None:
         self._groups.unblock()
@@ -465,15 +446,12 @@ class Membership:
 
     def _look_at_training_thread(self, store: Store) -> None:
         """On the heartbeat thread."""
-        present = Present(
-            self._result.round,
-            [report.pid for report in self._reports],
-            self.joining,
-            self.committed,
-            self._at_barrier,
-            self._unblocked_at,
-        )
-        self._standstill.look(store, present)
+        round = self._result.round
+        if self._standstill.thread is None:
+            self._standstill.look_at_set_up(store, round, self.joining)
+        else:
+            pids = [report.pid for report in self._reports]
+            self._standstill.look(store, round, pids, self.committed)
 
     def _check_device(self) -> None:
         """End this process if its GPU is of no more use to it."""

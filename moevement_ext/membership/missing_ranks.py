@@ -14,15 +14,10 @@ from collections.abc import Callable
 import msgspec
 from torch.distributed import Store
 
+from moevement_ext.membership.deadline import Absent
 from moevement_ext.membership.eviction import evict
 from moevement_ext.membership.heartbeats import hear
-from moevement_ext.membership.rendezvous import (
-    Absent,
-    absent,
-    brought_to,
-    holding_up,
-    repair,
-)
+from moevement_ext.membership.rendezvous import absent, brought_to, holding_up, repair
 from moevement_ext.membership.report import Report
 from moevement_ext.membership.round_watch import (
     HEARTBEAT_SECONDS,
@@ -43,11 +38,9 @@ class MissingRanks:
     the round in which ranks meet, and then completes that: no other thread watches that round yet.
     A new process looks as well: it may be the only one left that can.
 
-    Args:
-        connect: opens a connection of its own to the launcher's store, once it is this rank's.
-        world_size: number of ranks.
-        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
-        is_ours: whether this rank is one of those that look; asked each time.
+    `connect` opens a connection of its own to the store. `is_ours`, asked each time, is true if
+    this rank is one of those that look. A rank without a heartbeat for `hang_timeout_s` seconds
+    counts as hung.
     """
 
     def __init__(
@@ -67,8 +60,7 @@ class MissingRanks:
         self._stopping = threading.Event()
         threading.Thread(target=self._run, name='sparse-ckpt-missing-ranks', daemon=True).start()
 
-    def stop(self) -> None:
-        """All have come."""
+    def close(self) -> None:
         self._stopping.set()
 
     def _run(self) -> None:

@@ -31,9 +31,8 @@ def digest_of(content: bytes) -> bytes:
 class NodeCopy:
     """Copies that the ranks of a node share.
 
-    Args:
-        root: directory in a tmpfs.
-        directory: below it, of this run on this node; made when it is needed.
+    `root` is a directory in a tmpfs; `directory`, below it, is this run's on this node, and made
+    when it is needed.
     """
 
     def __init__(self, root: Path, directory: Path) -> None:
@@ -41,10 +40,9 @@ class NodeCopy:
         self._directory = directory
 
     def read(self, digest: bytes, from_store: Callable[[], bytes]) -> bytes:
-        """The content of that digest; at one rank of the node at a time by asking the store.
+        """The content of that digest; one rank of the node at a time asks the store.
 
-        Raises:
-            DistError: the store was asked, and did not answer.
+        Raises `DistError` if the store was asked, and did not answer.
         """
         try:
             private.make_directories(self._root, self._directory)

@@ -14,20 +14,11 @@ MOST_BYTES_OF_ALL = 2 << 30
 
 
 def packed(content: bytes) -> bytes:
-    """It, compressed."""
     return zlib.compress(content)
 
 
 def unpacked(content: bytes, most: int | None = None) -> bytes:
-    """The same again.
-
-    Args:
-        content: as `packed` returned it.
-        most: bytes that it may have; None: `MOST_BYTES`.
-
-    Raises:
-        ValueError: it has more, or was not packed so.
-    """
+    """Undo `packed`; `ValueError` if that gives more than `most` bytes (`MOST_BYTES`), or fails."""
     most = MOST_BYTES if most is None else most
     reader = zlib.decompressobj()
     try:

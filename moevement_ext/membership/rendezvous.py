@@ -7,14 +7,7 @@ that lost a peer, the launcher that saw a worker die, a rank whose neighbour sen
 heartbeats, or a new process that finds its predecessor in the round. The end is the agreed verdict
 that a failure happened: each rank joins the next round with a report, or is gone.
 
-Keys: `round` (the present number), `broken/<e>` (when and why it ended), `here/<e>/...` and
-`answered/<e>/...` (ranks that have joined, and answered: see `arrivals`), `join/<e>/<rank>` (what
-it has brought, there before it answers), `coming/<e>/<rank>` (the same of a new process, before it
-joins), `begun/<e>` (how many counters of the former), `full/<e>` and `met/<e>` (barriers: all have
-joined; all have answered, with all reports packed, or their digest), `gathers/<e>` (the rank that
-packs), `reports/<e>/<part>` (long reports, packed), `beat/<e>/...` (`heartbeats`),
-`progress/<e>/<rank>` (newest committed iteration), `round/<e>/...` (exchanges and barriers within a
-round), `job/<attempt of the store>/<e>/...` (for ranks that join later). Rank 0 deletes old keys.
+Keys: see "Keys of the store" in `docs/design.md`.
 
 The end takes three steps, in this order: say why, close the barriers, raise the number. So a rank
 that sees the new number can rely on closed barriers.
@@ -33,7 +26,7 @@ from typing import NamedTuple
 from torch.distributed import DistError, PrefixStore, Store
 
 from moevement_ext.errors import SparseCheckpointError
-from moevement_ext.membership import arrivals, gathered_reports
+from moevement_ext.membership import arrivals, gathered_reports, packing
 from moevement_ext.membership.arrivals import RankArrival, place_in
 from moevement_ext.membership.barriers import (
     behind,
@@ -42,7 +35,7 @@ from moevement_ext.membership.barriers import (
     is_open,
     open_barrier,
 )
-from moevement_ext.membership.deadline import Deadline
+from moevement_ext.membership.deadline import Absent, Deadline
 from moevement_ext.membership.heartbeats import hear
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.store import nearest
@@ -83,7 +76,7 @@ class RendezvousResult(NamedTuple):
     reports: list[bytes]
     """What each rank brought, by rank."""
     connection: Store
-    """With the launcher's store, by which this process has met the others."""
+    """The connection with the launcher's store by which this process has met the others."""
 
 
 def launcher_store(timeout: timedelta) -> Store | None:
@@ -103,7 +96,7 @@ def end_round(store: Store, round: int, reason: str) -> bool:
     if is_over(store, round):
         return False
     announced = f'{time.time():.6f} {reason or "unknown"}'
-    if store.compare_set(_broken(round), '', announced) == announced.encode():
+    if store.compare_set(f'broken/{round}', '', announced) == announced.encode():
         _finish_breaking(store, round)
         return True
     see_to_the_end(store, round)
@@ -111,7 +104,8 @@ def end_round(store: Store, round: int, reason: str) -> bool:
 
 
 def _finish_breaking(store: Store, round: int) -> None:
-    for barrier in _barriers(round):
+    of_all = (_barrier_key(round, name) for name in BARRIERS)
+    for barrier in (f'full/{round}', f'met/{round}', *of_all):
         close_barrier(store, barrier)
     store.compare_set('round', str(round), str(round + 1))
 
@@ -143,7 +137,7 @@ def announce_failure(store: Store, rank: int, reason: str) -> None:
     If the others have already moved on without it, nothing is left to do.
     """
     round = present_round(store)
-    if arrivals.has_signed(store, _here(round), rank):
+    if arrivals.has_signed(store, f'here/{round}', rank):
         end_round(store, round, reason)
 
 
@@ -157,12 +151,12 @@ class Ending(NamedTuple):
 
 def is_broken(store: Store, round: int) -> bool:
     """True once a process has begun to end a round; may be asked while it lasts."""
-    return store.check([_broken(round)])
+    return store.check([f'broken/{round}'])
 
 
 def how_broken(store: Store, round: int) -> Ending | None:
     """When and why a round was ended. Only of one that is over: see `peek`."""
-    found = peek(store, _broken(round))
+    found = peek(store, f'broken/{round}')
     if found is None:
         return None
     since, _, reason = found.decode().partition(' ')
@@ -180,13 +174,6 @@ def is_over(store: Store, round: int) -> bool:
     return present_round(store) > round
 
 
-class Absent(NamedTuple):
-    """A rank that others wait for, and the last round in which its process was seen."""
-
-    round: int
-    rank: int
-
-
 def absent(store: Store, world_size: int) -> list[Absent]:
     """Ranks that have not joined the present round; none before all have met for the first time."""
     round = present_round(store)
@@ -198,7 +185,7 @@ def absent(store: Store, world_size: int) -> list[Absent]:
 def _last_met_before(store: Store, round: int) -> int | None:
     while round > 0:
         round -= 1
-        barrier = peek(store, _met(round))  # no rank waits there any more
+        barrier = peek(store, f'met/{round}')  # no rank waits there any more
         if barrier is None:
             return None
         if is_open(barrier):
@@ -212,10 +199,10 @@ def holding_up(store: Store, world_size: int) -> list[Absent]:
     They may have stopped since they joined. If all have answered, it is the one that packs.
     """
     round = present_round(store)
-    if not store.check([_full(round)]) or store.check([_met(round)]):
+    if not store.check([f'full/{round}']) or store.check([f'met/{round}']):
         return []
-    silent = arrivals.missing(store, _answered(round), world_size)
-    packs = peek(store, _gathers(round))
+    silent = arrivals.missing(store, f'answered/{round}', world_size)
+    packs = peek(store, f'gathers/{round}')
     found = silent or ([int(packs)] if packs is not None else [])
     return [Absent(round, rank) for rank in found]
 
@@ -225,9 +212,9 @@ def brought_to(store: Store, round: int, rank: int) -> bytes | None:
 
     If it has stopped in the middle of joining: what it came with, or brought to the last one.
     """
-    found = peek(store, place_in(round, rank)) or peek(store, _coming(round, rank))
+    found = peek(store, place_in(round, rank)) or peek(store, f'coming/{round}/{rank}')
     if found is not None:
-        return gathered_reports.unpacked(found)
+        return packing.unpacked(found)
     before = _last_met_before(store, round)
     return None if before is None else brought_to(store, before, rank)
 
@@ -235,13 +222,9 @@ def brought_to(store: Store, round: int, rank: int) -> bytes | None:
 class Rendezvous:
     """One process of the job, in the store where it meets the others.
 
-    Args:
-        store: outlives the workers; used by one thread at a time. Barriers use the connection of
-            their rendezvous: one thread may meet the others while another stands at a barrier.
-        rank: of this process.
-        world_size: number of processes that must come.
-        node: where the ranks of its node read for each other what all have brought; None: each
-            reads for itself.
+    One thread at a time uses `store`, which outlives the workers. Barriers use the connection of
+    their rendezvous: one thread may meet the others while another stands at a barrier. With `node`
+    the ranks of a node read for each other what all have brought.
     """
 
     def __init__(
@@ -260,7 +243,7 @@ class Rendezvous:
     def predecessor_took_part(self) -> bool:
         """True if an earlier process of this rank is in the present round, which then is broken."""
         round = present_round(self.store)
-        if round in self._joined or not arrivals.has_signed(self.store, _here(round), self.rank):
+        if round in self._joined or not arrivals.has_signed(self.store, f'here/{round}', self.rank):
             return False
         end_round(self.store, round, f'rank {self.rank} was started again')
         return True
@@ -279,7 +262,7 @@ class Rendezvous:
             FencedOut: this process was in an earlier round and has been replaced since.
             SparseCheckpointError: some ranks did not come in time; names them.
         """
-        deadline = Deadline[Absent](timeout, self._heartbeats)
+        deadline = Deadline(timeout, self._heartbeats)
         while True:
             round = present_round(self.store)
             if after is not None and round <= after:
@@ -297,22 +280,19 @@ class Rendezvous:
 
     @property
     def newest_joined(self) -> int | None:
-        """The newest round in which this process has taken its place; None: there is none."""
+        """The newest round in which this process has taken its place, or None."""
         return max(self._joined, default=None)
 
     def barrier(self, result: RendezvousResult, name: str, timeout: timedelta | None) -> None:
         """Wait until all ranks of the round have come here, to one of `BARRIERS`.
 
-        Args:
-            result: of the round.
-            name: of the barrier.
-            timeout: None: all are watched, and a rank that does not come ends the round.
+        Without a `timeout` all are watched, and a rank that does not come ends the round.
 
         Raises:
             RoundEnded: a failure was announced meanwhile.
             SparseCheckpointError: some ranks did not come in time.
         """
-        deadline = None if timeout is None else Deadline[Absent](timeout)
+        deadline = None if timeout is None else Deadline(timeout)
         self.sign(result, name)
         barrier, store = _barrier_key(result.round, name), result.connection
         if self._pass(store, result.round, barrier, deadline) is None:
@@ -332,13 +312,13 @@ class Rendezvous:
     def _join(self, round: int, report: bytes, survivor: bool) -> bool:
         """Take this rank's place; False if a dead predecessor has it."""
         slept_through = range(max(self._joined, default=round) + 1, round)[-2:]  # kept keys
-        if any(arrivals.has_signed(self.store, _here(one), self.rank) for one in slept_through):
+        if any(arrivals.has_signed(self.store, f'here/{one}', self.rank) for one in slept_through):
             raise FencedOut(_REPLACED.format(self.rank))
-        left = gathered_reports.packed(report)
+        left = packing.packed(report)
         if not survivor:  # no rank would know which process this is, should it stop in between
-            self.store.set(_coming(round, self.rank), left)  # type: ignore[arg-type]
+            self.store.set(f'coming/{round}/{self.rank}', left)  # type: ignore[arg-type]
         self._joined.add(round)  # also if the answer is lost
-        arrival = arrivals.sign(self.store, _here(round), self.rank, self.world_size)
+        arrival = arrivals.sign(self.store, f'here/{round}', self.rank, self.world_size)
         if not arrival.is_first:
             if survivor:
                 raise FencedOut(_REPLACED.format(self.rank))
@@ -347,7 +327,7 @@ class Rendezvous:
         self.store.set(place_in(round, self.rank), left)  # type: ignore[arg-type]
         self.looks_for_others = self._is_to_look(round, arrival)
         if arrival.is_last:
-            open_barrier(self.store, _full(round))
+            open_barrier(self.store, f'full/{round}')
         return True
 
     def _is_to_look(self, round: int, arrival: RankArrival) -> bool:
@@ -360,25 +340,25 @@ class Rendezvous:
         is_first = arrival.order == 1 and self.store.add(f'begun/{round}', 1) <= _FIRST_LOOKERS
         return is_first or (arrival.is_spread and is_early)
 
-    def _wait_for_all(self, round: int, deadline: Deadline[Absent]) -> list[bytes] | None:
+    def _wait_for_all(self, round: int, deadline: Deadline) -> list[bytes] | None:
         """What all have brought; None if the round was broken before all were there and alive."""
-        if not self._await(self.store, round, _full(round), deadline):
+        if not self._await(self.store, round, f'full/{round}', deadline):
             return None
         # A place may be that of a rank that died waiting.
-        answer = arrivals.sign(self.store, _answered(round), self.rank, self.world_size)
+        answer = arrivals.sign(self.store, f'answered/{round}', self.rank, self.world_size)
         if answer.is_last:
-            self.store.set(_gathers(round), str(self.rank))
+            self.store.set(f'gathers/{round}', str(self.rank))
             places = [place_in(round, rank) for rank in range(self.world_size)]
             everything = gathered_reports.gather(self.store, places)
-            left = gathered_reports.hand_out(self.store, _reports(round), everything)
-            open_barrier(self.store, _met(round), left)
-        found = self._pass(self.store, round, _met(round), deadline)
+            left = gathered_reports.hand_out(self.store, f'reports/{round}', everything)
+            open_barrier(self.store, f'met/{round}', left)
+        found = self._pass(self.store, round, f'met/{round}', deadline)
         if found is None:
             return None
-        return gathered_reports.handed_out(self.store, _reports(round), found, self._node)
+        return gathered_reports.handed_out(self.store, f'reports/{round}', found, self._node)
 
     def _pass(
-        self, store: Store, round: int, barrier: str, deadline: Deadline[Absent] | None
+        self, store: Store, round: int, barrier: str, deadline: Deadline | None
     ) -> bytes | None:
         """Wait at a barrier; what is behind it, None if the round is over."""
         if not self._await(store, round, barrier, deadline):
@@ -388,9 +368,7 @@ class Rendezvous:
             see_to_the_end(store, round)
         return found
 
-    def _await(
-        self, store: Store, round: int, barrier: str, deadline: Deadline[Absent] | None
-    ) -> bool:
+    def _await(self, store: Store, round: int, barrier: str, deadline: Deadline | None) -> bool:
         """Wait until a barrier is opened or shut; False if it never will be."""
         while not has_moved(store, barrier, math.inf if deadline is None else deadline.until):
             repair(store)
@@ -435,12 +413,8 @@ class Rendezvous:
         )
 
 
-def _coming(round: int, rank: int) -> str:
-    return f'coming/{round}/{rank}'
-
-
 def _absent_in(store: Store, round: int, world_size: int) -> list[int]:
-    return arrivals.missing(store, _here(round), world_size)
+    return arrivals.missing(store, f'here/{round}', world_size)
 
 
 def _forget(connect: Callable[[], Store], first_kept: int) -> None:
@@ -464,37 +438,5 @@ def _outdated(keys: Sequence[str], first_kept: int) -> list[str]:
     ]
 
 
-def _here(round: int) -> str:
-    return f'here/{round}'
-
-
-def _answered(round: int) -> str:
-    return f'answered/{round}'
-
-
-def _gathers(round: int) -> str:
-    return f'gathers/{round}'
-
-
-def _full(round: int) -> str:
-    return f'full/{round}'
-
-
-def _reports(round: int) -> str:
-    return f'reports/{round}'
-
-
-def _met(round: int) -> str:
-    return f'met/{round}'
-
-
 def _barrier_key(round: int, name: str) -> str:
     return f'round/{round}/barrier/{name}/all'
-
-
-def _barriers(round: int) -> list[str]:
-    return [_full(round), _met(round), *(_barrier_key(round, name) for name in BARRIERS)]
-
-
-def _broken(round: int) -> str:
-    return f'broken/{round}'

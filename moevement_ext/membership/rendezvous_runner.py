@@ -2,8 +2,8 @@
 """Meets the others in the next round, over another connection if that to the store is lost."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 
 from torch.distributed import DistError, Store
@@ -17,14 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RendezvousRunner:
-    """The rendezvous of one process; used by one thread at a time.
-
-    Args:
-        rendezvous: where it meets the others.
-        loss: connects it to the store.
-        timeout: how long to wait for others.
-        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
-    """
+    """The rendezvous of one process, which `loss` connects to the store. One thread at a time."""
 
     def __init__(
         self, rendezvous: Rendezvous, loss: StoreLoss, timeout: timedelta, hang_timeout_s: float
@@ -42,7 +35,7 @@ class RendezvousRunner:
         """
         while True:
             try:
-                with self._looking_for_others():
+                with closing(self._missing_ranks()):
                     return self._rendezvous.meet(lambda: encode(report()), self._timeout, after)
             except DistError as error:
                 logger.warning('sparse checkpointing: the ranks start a new rendezvous: %s', error)
@@ -61,24 +54,15 @@ class RendezvousRunner:
             end_round(self._rendezvous.store, result.round, 'no rank with state is left to join')
 
     def reconnect(self) -> Store:
-        """Another connection, by which the others are met from now on.
-
-        Raises:
-            StoreLost: there is none any more.
-        """
+        """Another connection, by which the others are met from now on, or `StoreLost`."""
         store = self._rendezvous.store = self._loss.reconnect()
         store.set_timeout(self._timeout)
         return store
 
-    @contextmanager
-    def _looking_for_others(self) -> Iterator[None]:
-        missing_ranks = MissingRanks(
+    def _missing_ranks(self) -> MissingRanks:
+        return MissingRanks(
             self._loss.connect,
             self._rendezvous.world_size,
             self._hang_timeout_s,
             lambda: self._rendezvous.looks_for_others,
         )
-        try:
-            yield
-        finally:
-            missing_ranks.stop()

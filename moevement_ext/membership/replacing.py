@@ -20,14 +20,10 @@ logger = logging.getLogger(__name__)
 def replace_this_process(
     store: Store, round: int, rank: int, what: str, thread: TrainingThread | None
 ) -> NoReturn:
-    """End it, so that its launcher starts another in its place. Any thread.
+    """End this process and its round, so that its launcher starts another one. Any thread.
 
-    Args:
-        store: the launcher's; a connection of the calling thread.
-        round: that this process is in, and that ends with it.
-        rank: of this process.
-        what: is the matter.
-        thread: that is in the way, if it is one.
+    `store` is a connection of the calling thread; `what` is the reason, `thread` the one that is
+    stuck, if it is one.
     """
     _say(rank, what, thread)
     with suppress(DistError):  # its launcher will see it end
@@ -37,14 +33,9 @@ def replace_this_process(
 
 @contextmanager
 def ends_within(limit_s: float, rank: int, thread: TrainingThread | None) -> Iterator[None]:
-    """End this process if what is done within, to end the waits of a round, takes longer.
+    """End this process if the code within, which ends the waits of `thread`, takes longer.
 
-    No other rank could tell: it sends heartbeats, and waits for itself.
-
-    Args:
-        limit_s: seconds.
-        rank: of this process.
-        thread: whose waits are ended.
+    No other rank could tell: this one sends heartbeats, and waits for itself.
     """
     done = threading.Event()
 

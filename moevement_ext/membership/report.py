@@ -68,7 +68,6 @@ class Report(msgspec.Struct, frozen=True, gc=False):
 
 
 def encode(report: Report) -> bytes:
-    """The bytes that go to the others."""
     return msgspec.msgpack.encode(report)
 
 

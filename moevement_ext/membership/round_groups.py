@@ -12,12 +12,7 @@ from moevement_ext.regroup.process_groups import ProcessGroups, connect_timeout
 
 
 class RoundGroups:
-    """Without groups, before `make`, nothing happens but in `renew`, which comes later.
-
-    Args:
-        world_size: number of ranks.
-        timeout: of a collective.
-    """
+    """Process groups of torch; before `make` no method does anything, and `renew` comes later."""
 
     def __init__(self, world_size: int, timeout: timedelta) -> None:
         self._world_size = world_size
@@ -39,11 +34,7 @@ class RoundGroups:
     ) -> None:
         """Connect the groups of `members` (None: all) anew, silence others but of `kept`.
 
-        Args:
-            round_store: of the round.
-            members: ranks.
-            kept: ranks whose groups stay.
-            interrupted: ends it, once set.
+        `interrupted` ends the attempt once it is set.
         """
         assert self._made is not None
         timeout = min(self._timeout, connect_timeout(self._world_size))
@@ -64,12 +55,11 @@ class RoundGroups:
             self._made.unblock()
 
     def end_calls(self) -> None:
-        """Close what the training thread has begun to call as a group."""
+        """Close the group call that the training thread has begun."""
         if self._made is not None:
             self._made.end_calls()
 
     def synchronize(self) -> None:
-        """Wait for what is queued on the GPU."""
         if self._made is not None:
             self._made.synchronize()
 
@@ -79,6 +69,6 @@ class RoundGroups:
         return self._made is not None and self._made.waits_returned
 
     def check_device(self) -> None:
-        """Raises RuntimeError: the GPU of this process is of no more use."""
+        """Raise `RuntimeError` if the GPU of this process is lost."""
         if self._made is not None:
             self._made.check_device()

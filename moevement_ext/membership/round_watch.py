@@ -10,6 +10,7 @@ whose training thread is stuck says so itself.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -25,7 +26,6 @@ from moevement_ext.membership.rendezvous import (
     is_over,
     see_to_the_end,
 )
-from moevement_ext.store.connection_pool import Connections
 from moevement_ext.system.leaving import end_at_once
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,29 @@ _JOIN_SECONDS = 5.0
 _LAST_RETRY_SECONDS = 30.0
 
 
+class Connections:
+    """Connections with the store that threads of one round leave to those of the next. Any thread.
+
+    `connect` opens one, which costs lookups of names at both ends and a greeting. After a failure
+    all ranks of a job would do so at the same moment, at one store and one name server.
+    """
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        self._connect = connect
+        self._idle: deque[Store] = deque()
+
+    def take(self) -> Store:
+        """A connection for the calling thread alone: an idle one, or a new one by `connect`."""
+        try:
+            return self._idle.popleft()
+        except IndexError:
+            return self._connect()
+
+    def give_back(self, store: Store) -> None:
+        """Let others use a connection from `take` whose last request was answered."""
+        self._idle.append(store)
+
+
 class RoundWatch:
     """Watches one round until it is broken or `stop` is called.
 
@@ -52,12 +75,12 @@ class RoundWatch:
     silent, the more seldom it is asked for a sign: all ranks ask one store.
 
     Args:
-        connections: with the launcher's store; each of the two threads has its own, and another one
-            when it is lost.
+        connections: with the launcher's store; each of the two threads takes its own.
         round: the one this process takes part in.
         rank: of this process.
-        pids: process of each rank, by rank, to tell the launcher which one hangs.
-        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung.
+        pids: process ids by rank, to tell the launcher which one hangs.
+        hang_timeout_s: seconds without a heartbeat after which a rank counts as hung; its launcher
+            is asked to kill it.
         on_broken: called once, with the reason; wakes up waiting threads. On a watching thread, or
             on that of `conclude`.
         each_look: called twice a second on the heartbeat thread, with its connection.
@@ -103,9 +126,7 @@ class RoundWatch:
     def conclude(self, reason: str, announced: float | None = None) -> None:
         """Conclude the round, once, on any thread. Returns when all waiting threads are woken up.
 
-        Args:
-            reason: of the end.
-            announced: when that was; now, unless it is known.
+        `announced` is the time of the end; None: now.
         """
         with self._concluding:
             if not (self._stopping.is_set() or self.broken.is_set()):
@@ -173,11 +194,8 @@ class RoundWatch:
 
     def _send_heartbeats(self, store: Store) -> None:
         """Notices the end of the round, too, should the other connection be silently lost."""
-        given, given_in, pause_s = (
-            Heartbeats(store, self.round, self._rank),
-            None,
-            HEARTBEAT_SECONDS,
-        )
+        given, given_in = Heartbeats(store, self.round, self._rank), None
+        pause_s = HEARTBEAT_SECONDS
         while not self._stopping.wait(pause_s):
             self._each_look(store)
             turn, left_s = turn_of(self._rank, self._period_s)

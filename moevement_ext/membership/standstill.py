@@ -7,34 +7,21 @@ still gives heartbeats hangs, or the network does.
 """
 
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from torch.distributed import Store
 
-from moevement_ext.membership import progress
 from moevement_ext.membership.eviction import evict
-from moevement_ext.membership.progress import Progress
 from moevement_ext.membership.rendezvous import end_round
 from moevement_ext.membership.replacing import replace_this_process
+from moevement_ext.membership.report import NOWHERE
 from moevement_ext.membership.training_thread import Look, TrainingThread
 
 # After which a thread is never going to leave a wait that was ended; it takes a quarter second.
 _OUT_OF_WAITS_SECONDS = 5.0
 # The same with a GPU, which first computes a thousand kernels that were queued before.
 _OUT_OF_QUEUE_SECONDS = 30.0
-
-
-class Present(NamedTuple):
-    """Where the process is."""
-
-    round: int
-    pids: list[int]
-    """By rank."""
-    joining: bool
-    committed: int
-    at_barrier: bool
-    unblocked_at: float | None
-    """When the waits of the training thread were ended."""
+_PUBLICATIONS_IN_A_TIMEOUT = 10
 
 
 class Standstill:
@@ -42,12 +29,14 @@ class Standstill:
 
     Args:
         rank: of this process.
-        timeout_s: of a collective.
-        stuck_timeout_s: for which the thread may stand still, unless it waits for others; 0: for
-            ever.
+        timeout_s: limit of a collective.
+        stuck_timeout_s: seconds for which the thread may stand still, unless it waits for others,
+            before the process ends; 0: for ever.
 
     Attributes:
         thread: the training thread, once all but new processes have set up.
+        at_barrier: it waits at a barrier for ranks that are all watched.
+        unblocked_at: time at which its waits were ended in this round, by `time.monotonic`.
         got_on_to: newest iteration that `waits_for_others_s` knows to be committed; None: any wait
             before its next call does not count.
     """
@@ -56,32 +45,35 @@ class Standstill:
         self._rank = rank
         self._timeout_s = timeout_s
         self._stuck_timeout_s = stuck_timeout_s
-        self._progress = Progress(rank, timeout_s)
+        self._progress = _Progress(rank, timeout_s)
         self._setting_up = TrainingThread()
+        self.at_barrier = False
+        self.unblocked_at: float | None = None
         self.got_on_to: int | None = None
         self.thread: TrainingThread | None = None
 
-    def look(self, store: Store, present: Present) -> None:
-        """End this process when its training thread is never going to leave."""
+    def look(self, store: Store, round: int, pids: Sequence[int], committed: int) -> None:
+        """End this process when its training thread is never going to leave.
+
+        `pids` are the processes of the round, by rank; `committed` is this rank's newest iteration.
+        """
         thread = self.thread
-        if thread is None:
-            self._look_at_set_up(store, present)
-            return
-        if self._progress.look(store, present.round, present.committed):
+        assert thread is not None  # else there is only a set-up to look at
+        if self._progress.look(store, round, committed):
             thread.moved()
-        look, unblocked_at = thread.look(), present.unblocked_at
+        look, unblocked_at = thread.look(), self.unblocked_at
         if not look.waits_for_others:
             limit, still_s = self._stuck_timeout_s, look.still_s
         elif unblocked_at is not None:
             limit = _OUT_OF_QUEUE_SECONDS if thread.on_gpu else _OUT_OF_WAITS_SECONDS
             still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
-            if not present.at_barrier:  # else all are watched that it waits for
-                self._end_hang(store, present, look)
+            if not self.at_barrier:
+                self._end_hang(store, round, pids, look)
             return
         if limit and still_s > limit:
             what = f'its training thread has stood still for {still_s:.0f} s'
-            replace_this_process(store, present.round, self._rank, what, thread)
+            replace_this_process(store, round, self._rank, what, thread)
 
     def waits_for_others_s(self, committed: int) -> float:
         """Seconds for which the training thread has waited since it committed that iteration.
@@ -96,14 +88,14 @@ class Standstill:
         look = self.thread.look()
         return look.same_place_s if look.waits_for_others else 0.0
 
-    def _look_at_set_up(self, store: Store, present: Present) -> None:
-        """The others wait for one that joins as long as it gives heartbeats."""
+    def look_at_set_up(self, store: Store, round: int, joining: bool) -> None:
+        """Before `thread` is set: others wait for a joining process while it sends heartbeats."""
         look, limit = self._setting_up.look(), self._stuck_timeout_s
-        if present.joining and 0 < limit < look.still_s:
+        if joining and 0 < limit < look.still_s:
             what = f'its set-up has stood still for {look.still_s:.0f} s'
-            replace_this_process(store, present.round, self._rank, what, self._setting_up)
+            replace_this_process(store, round, self._rank, what, self._setting_up)
 
-    def _end_hang(self, store: Store, present: Present, look: Look) -> None:
+    def _end_hang(self, store: Store, round: int, pids: Sequence[int], look: Look) -> None:
         """End the round if this rank has waited for others for longer than a collective may last.
 
         A rank that hangs cannot leave, which shows; one that alone is behind is replaced at once.
@@ -111,8 +103,47 @@ class Standstill:
         if look.same_place_s <= self._timeout_s:
             return
         reason = f'rank {self._rank} has waited for others for {look.same_place_s:.0f} s'
-        behind = progress.furthest_behind(store, present.round, len(present.pids))
+        behind = _furthest_behind(store, round, len(pids))
         if behind is not None:
-            evict(store, behind, present.pids[behind])
+            evict(store, behind, pids[behind])
             reason += f', and rank {behind} is behind all of them'
-        end_round(store, present.round, reason)
+        end_round(store, round, reason)
+
+
+class _Progress:
+    """Publishes what this rank has committed in the present round.
+
+    Others ask after a wait of `timeout_s`: then only the rank that is behind gets on.
+    """
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._pause_s = timeout_s / _PUBLICATIONS_IN_A_TIMEOUT
+        # Round and newest committed iteration: as last looked at, and as others know.
+        self._seen = self._published = (NOWHERE, NOWHERE)
+        self._publish_at = 0.0
+
+    def look(self, store: Store, round: int, committed: int) -> bool:
+        """Publish it every now and then; true if it has changed since the last look."""
+        now = round, committed
+        got_on, self._seen = now != self._seen, now
+        late = self._published[0] != round or time.monotonic() > self._publish_at
+        if now != self._published and late:
+            store.set(_key(round, self._rank), str(committed))
+            self._published = now
+            self._publish_at = time.monotonic() + self._pause_s
+        return got_on
+
+
+def _furthest_behind(store: Store, round: int, world_size: int) -> int | None:
+    """The rank that has committed less than all others; None if there is not exactly one."""
+    keys = [_key(round, rank) for rank in range(world_size)]
+    if not store.check(keys):
+        return None  # a rank has not trained yet
+    committed = [int(found) for found in store.multi_get(keys)]
+    least = min(committed)
+    return committed.index(least) if committed.count(least) == 1 and world_size > 1 else None
+
+
+def _key(round: int, rank: int) -> str:
+    return f'progress/{round}/{rank}'

@@ -46,7 +46,7 @@ class StoreLoss:
         on_lost: called then, on a thread of this object's own.
 
     Attributes:
-        attempt: names this attempt of the store, the same for all.
+        attempt: names this store, the same for all ranks.
         lost: set while the store is lost.
     """
 
@@ -66,11 +66,7 @@ class StoreLoss:
         self._closed = threading.Event()
 
     def connect(self) -> Store:
-        """A new connection; its timeout is short.
-
-        Raises:
-            DistError: there is none now, or the store is lost.
-        """
+        """A new connection with a short timeout; `DistError` if there is none now, or any more."""
         if self.lost.is_set():
             raise DistStoreError('the store is lost')
         try:
@@ -80,11 +76,7 @@ class StoreLoss:
             raise
 
     def reconnect(self) -> Store:
-        """A new connection, as soon as there is one.
-
-        Raises:
-            StoreLost: there is none any more.
-        """
+        """A new connection, as soon as there is one; `StoreLost` if there is none any more."""
         while not self.lost.is_set():
             try:
                 return self.connect()

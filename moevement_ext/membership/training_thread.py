@@ -84,7 +84,7 @@ class TrainingThread:
         return self._stream is not None
 
     def look(self) -> Look:
-        """Called every now and then, always by the same thread."""
+        """Look at the thread; always called by the same other thread."""
         frames = self._frames()
         place = [(frame.f_code, frame.f_lasti) for frame in frames]
         now = time.monotonic()
@@ -119,7 +119,6 @@ class TrainingThread:
         self._place = []
 
     def stack(self) -> str:
-        """Where it is, for the log."""
         return ''.join(
             traceback.format_stack(sys._current_frames().get(self._ident), _SHOWN_FRAMES)
         )
@@ -174,9 +173,6 @@ def _device_is_busy(stream: torch.cuda.Stream | None) -> bool:
 
     torch would hold the GIL while it asks, and the driver may not answer as long as the thread
     waits in it: no thread could end that wait then.
-
-    Args:
-        stream: of the thread that is looked at.
     """
     if stream is None:
         return False

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from moevement_ext.membership import gathered_reports
+from moevement_ext.membership import packing
 from moevement_ext.membership.arrivals import place_in
 from moevement_ext.membership.rendezvous import Rendezvous, present_round
 from moevement_ext.membership.report import Report
@@ -24,8 +24,7 @@ _REPORT = msgspec.msgpack.Decoder(Report)
 def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
     """What a survivor has brought to the present round; None if none of some ranks is there yet.
 
-    Args:
-        rendezvous: of this process, which has not joined that round.
+    The `rendezvous` of this process has not joined that round.
     """
     store, rank, world_size = rendezvous.store, rendezvous.rank, rendezvous.world_size
     round = present_round(store)
@@ -36,7 +35,7 @@ def waiting_survivor(rendezvous: Rendezvous) -> Report | None:
         if store.check([place]):  # others may wait for it, which a mere `peek` would wake up
             found = peek(store, place)
             if found is not None:
-                report = _REPORT.decode(gathered_reports.unpacked(found))
+                report = _REPORT.decode(packing.unpacked(found))
                 if report.survivor and report.details:
                     return report
     return None

@@ -201,7 +201,7 @@ def protected_job(
     around = Surroundings(ScalarRecorder(), data, PostStep(facts, counters), operations, Losses())
     session = Session(Job(*joined), facts, counters, around)
     if facts.rank == 0:
-        joined.rank.events.emit(describe(settings, facts, counters))
+        session.job.rank.events.emit(describe(settings, facts, counters))
     around.recorder.install()
     around.losses.install()
     data_caches.install()

@@ -15,11 +15,10 @@ from moevement_ext.membership import membership, round_watch, standstill, traini
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import Rendezvous, end_round
 from moevement_ext.membership.report import Report
-from moevement_ext.membership.round_watch import RoundWatch
+from moevement_ext.membership.round_watch import Connections, RoundWatch
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.regroup.gloo import Gloo
 from moevement_ext.store.answers import in_time
-from moevement_ext.store.connection_pool import Connections
 from moevement_ext.system.leaving import leave
 
 LIMIT = timedelta(seconds=120)

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
-from moevement_ext.membership import arrivals, gathered_reports, membership
+from moevement_ext.membership import arrivals, membership, packing
 from moevement_ext.membership.membership import Membership
 from moevement_ext.membership.rendezvous import (
     Rendezvous,
@@ -36,14 +36,14 @@ class Job:
         self.threads = threads
         self.members: list[Membership] = []
 
-    def start(self, rank: int, beside: bool = True) -> 'Future[Membership]':
-        return self.threads.submit(self._start, rank, beside)
+    def start(self, rank: int) -> 'Future[Membership]':
+        return self.threads.submit(self._start, rank)
 
-    def _start(self, rank: int, beside: bool) -> Membership:
+    def _start(self, rank: int) -> Membership:
         store = TCPStore('127.0.0.1', self.store.port, is_master=False, timeout=TIMEOUT)
         brought = Report(survivor=False, node='a', pid=1, windows=[])
         met = Rendezvous(store, rank, WORLD)
-        member = Membership(met, TIMEOUT, HANG_S, lambda: brought, beside=beside)
+        member = Membership(met, TIMEOUT, HANG_S, lambda: brought)
         self.members.append(member)
         return member
 
@@ -144,7 +144,7 @@ def test_new_process_ends_if_all_survivors_are_lost(
     """It was set up to join survivors, so it cannot start together with the others."""
     ended: list[int] = []
     monkeypatch.setattr(membership, 'end_at_once', ended.append)
-    brought = gathered_reports.packed(encode(survivor(survivors[0])))
+    brought = packing.packed(encode(survivor(survivors[0])))
     arrivals.sign(job.store, 'here/1', 0, WORLD)
     job.store.set(arrivals.place_in(1, 0), brought)  # type: ignore[arg-type]
     for member in survivors:

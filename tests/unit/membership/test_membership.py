@@ -273,7 +273,7 @@ def test_failure_before_groups_exist_ends_the_waits_in_them(
 ) -> None:
     """Else the training thread would wait in a collective until it counts as hung."""
     end_round(job.store, 0, 'rank 1 died')
-    assert wait_until(lambda: settled._unblocked_at is not None)
+    assert wait_until(lambda: settled._standstill.unblocked_at is not None)
     woken = threading.Event()
     monkeypatch.setattr(RoundGroups, 'make', lambda groups, backend: None)
     settled.watch('gloo', woken.set)

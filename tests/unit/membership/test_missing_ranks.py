@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from moevement_ext.membership import arrivals, gathered_reports, missing_ranks
+from moevement_ext.membership import arrivals, gathered_reports, missing_ranks, packing
 from moevement_ext.membership.barriers import open_barrier
-from moevement_ext.membership.deadline import Deadline
+from moevement_ext.membership.deadline import Absent, Deadline
 from moevement_ext.membership.heartbeats import Heartbeats
 from moevement_ext.membership.missing_ranks import MissingRanks
 from moevement_ext.membership.rendezvous import (
-    Absent,
     Rendezvous,
     absent,
     end_round,
@@ -66,7 +65,7 @@ def test_only_absent_ranks_without_heartbeats_are_evicted(
     assert time.monotonic() - began > HANG_S
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'103')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
-    found.stop()
+    found.close()
 
 
 def test_processes_of_an_earlier_launch_are_not_evicted_in_this_one(
@@ -83,7 +82,7 @@ def test_processes_of_an_earlier_launch_are_not_evicted_in_this_one(
     assert Rendezvous(store, 0, 2)._join(1, report_of(100, 'second'), False)
     found = MissingRanks(store.clone, 2, HANG_S, lambda: True)
     store.wait(['launch/first/evict/1'], TIMEOUT)  # a key that no launcher reads any more
-    found.stop()
+    found.close()
     assert not store.check(['launch/second/evict/1']) and not store.check(['evict/1'])
 
 
@@ -95,7 +94,7 @@ def test_rank_that_stops_while_joining_is_evicted(
     for rank in (0, 1):
         assert Rendezvous(store, rank, 4)._join(1, report_of(200 + rank), False)
         arrivals.sign(store, 'answered/1', rank, 4)
-    store.set('coming/1/3', gathered_reports.packed(report_of(203)))
+    store.set('coming/1/3', packing.packed(report_of(203)))
     for rank in (2, 3):
         arrivals.sign(store, 'here/1', rank, 4)
     open_barrier(store, 'full/1')
@@ -103,7 +102,7 @@ def test_rank_that_stops_while_joining_is_evicted(
     store.wait(['evict/2', 'evict/3'], TIMEOUT)
     assert (store.get('evict/2'), store.get('evict/3')) == (b'102', b'203')
     assert not store.check(['evict/0']) and not store.check(['evict/1'])
-    found.stop()
+    found.close()
 
 
 def test_rank_that_does_not_search_does_not_connect(
@@ -128,7 +127,7 @@ def test_rank_that_does_not_search_does_not_connect(
     assert not connected.is_set()
     ours.set()
     assert connected.wait(TIMEOUT.total_seconds())
-    found.stop()
+    found.close()
 
 
 def test_search_for_absent_ranks_reconnects(
@@ -150,7 +149,7 @@ def test_search_for_absent_ranks_reconnects(
     store.wait(['evict/3'], TIMEOUT)
     store.delete_key('evict/3')
     store.wait(['evict/3'], TIMEOUT)
-    found.stop()
+    found.close()
     way.close()
 
 
@@ -169,7 +168,7 @@ def test_search_goes_on_after_an_error_of_this_process(
 
     found = MissingRanks(connect, 4, HANG_S, lambda: True)
     assert connected.wait(DUE_S)
-    found.stop()
+    found.close()
 
 
 def test_time_of_a_pause_of_the_searching_rank_does_not_count(
@@ -203,7 +202,7 @@ def test_time_of_a_pause_of_the_searching_rank_does_not_count(
     pass_by(1000.0)
     pass_by(1000.0)
     assert store.check(['evict/1'])
-    found.stop()
+    found.close()
 
 
 def joined(store: TCPStore, ranks: Collection[int]) -> list[Rendezvous]:
@@ -248,7 +247,7 @@ def test_joined_rank_that_does_not_answer_is_evicted(
         thread.join()
     time.sleep(5 * 0.1)
     assert holding_up(store, 3) == []
-    found.stop()
+    found.close()
 
 
 def test_rank_that_stops_while_packing_reports_is_evicted(
@@ -276,7 +275,7 @@ def test_rank_that_stops_while_packing_reports_is_evicted(
     go_on.set()
     for thread in waiting:
         thread.join()
-    found.stop()
+    found.close()
 
 
 def test_ended_round_has_no_rank_that_holds_it_up(store: TCPStore) -> None:

@@ -66,10 +66,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 # RendezvousResult
 
 
-def test_all_ranks_meet_in_one_store(connections: list[TCPStore]) -> None:
-    assert assert_one_new_round(meet_all(attempts_of(connections))) == 0
-
-
 def test_every_rank_receives_all_reports(connections: list[TCPStore]) -> None:
     brought = [b'', b'/', b'\xff\x00/\xfe', b'x' * 2**20]
     with ThreadPoolExecutor(WORLD) as threads:

@@ -19,8 +19,7 @@ from moevement_ext.membership.heartbeats import hear
 from moevement_ext.membership.missing_ranks import MissingRanks
 from moevement_ext.membership.node_copy import NodeCopy
 from moevement_ext.membership.rendezvous import Rendezvous, end_round, present_round
-from moevement_ext.membership.round_watch import RoundWatch
-from moevement_ext.store.connection_pool import Connections
+from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.unit.membership.counted_store import CountedStore, Tally
 from tests.unit.membership.large_job import RANKS_PER_NODE, LargeJob
 
@@ -204,7 +203,7 @@ def test_survivors_leave_a_round_whose_breaker_died_halfway(
     job.store.compare_set('broken/1', '', '12.5 the launcher of node 3 was killed')
     job.store.wait(['join/2/1'], timedelta(seconds=30))
     end_round(job.store, 2, 'the test is over')
-    looking.stop()
+    looking.close()
     others = [threads.submit(one.meet, lambda: b'', TIMEOUT) for one in job.ranks if one != rank]
     assert {future.result().round for future in [waiting, *others]} == {3}
 

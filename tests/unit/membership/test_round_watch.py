@@ -16,8 +16,7 @@ from moevement_ext.errors import EXIT_STUCK
 from moevement_ext.membership import round_watch as detect
 from moevement_ext.membership.heartbeats import Heartbeats, hear
 from moevement_ext.membership.rendezvous import end_round, present_round, why_broken
-from moevement_ext.membership.round_watch import RoundWatch
-from moevement_ext.store.connection_pool import Connections
+from moevement_ext.membership.round_watch import Connections, RoundWatch
 from tests.unit.forks import Forked
 from tests.unit.membership.clock import Clock
 from tests.unit.membership.ranks import watches

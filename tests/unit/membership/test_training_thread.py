@@ -25,7 +25,7 @@ from torch.distributed import HashStore, TCPStore, Work
 from moevement_ext import faults
 from moevement_ext.membership import standstill, training_thread
 from moevement_ext.membership.rendezvous import Rendezvous
-from moevement_ext.membership.standstill import Present, Standstill
+from moevement_ext.membership.standstill import Standstill
 from moevement_ext.membership.training_thread import Look, TrainingThread
 from moevement_ext.memory import device
 from moevement_ext.regroup import waits
@@ -381,10 +381,10 @@ def test_busy_but_healthy_survivor_is_not_replaced(
     with running(synchronized.wait) as thread:
         watching = Standstill(rank=0, timeout_s=600.0, stuck_timeout_s=600.0)
         watching.thread = thread
-        present = Present(0, [1], False, 7, at_barrier=False, unblocked_at=clock.now)
+        watching.unblocked_at = clock.now
         while clock.now < busy_s and not ended:
             clock.now += STEP_S
-            watching.look(HashStore(), present)
+            watching.look(HashStore(), 0, [1], 7)
         synchronized.set()
     assert bool(ended) is replaced
     assert not ended or ended[0] > standstill._OUT_OF_QUEUE_SECONDS

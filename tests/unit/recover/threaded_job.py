@@ -219,7 +219,7 @@ class Process:
             only_source(config, 'run', self.rank),
         )
         place = Rendezvous(self.job.connect(), self.rank, STAGES)
-        member = Membership(place, _TIMEOUT, _HANG_S, brought, beside=True)
+        member = Membership(place, _TIMEOUT, _HANG_S, brought)
         self.membership = member
         if not member.joining:
             self.groups.connect(f'attempt {member.origin}')
