@@ -9,10 +9,10 @@ new and of existing files, since the page tables of 1 GB take 0.2 s.
 """
 
 import logging
+import queue
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Sequence
 
 import msgspec
 
@@ -94,29 +94,31 @@ class EarlyReservation:
         self._store = store
         self._path = store.holder_path(holder)
         self._pages = ReservedPages(store)
+        self._missing: queue.SimpleQueue[tuple[str, _KeptFile | None]] = queue.SimpleQueue()
         self._created: list[str] = []
-        self._failed = False
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix='sparse-ckpt-reserve')
+        self._failed = threading.Event()
+        self._threads: list[threading.Thread] = []
         try:
             store.lock(holder)  # waits for an earlier process that is still ending
         except (StoreInUseError, HostMemoryError, OSError) as error:
             logger.warning('host memory is not reserved early: %s', error)
             return
-        windows = [*self._path.glob(f'*/{_WINDOWS}')]
-        if windows:
-            for path in (*windows, *self._path.glob(_LOG)):
-                self._threads.submit(self._attempt, prepare_map_of_existing, path)
+        if any(self._path.glob(f'*/{_WINDOWS}')):
+            there = [*self._path.glob(f'*/{_WINDOWS}'), *self._path.glob(_LOG)]
+            for path in there:
+                self._missing.put((str(path.relative_to(self._path)), None))
+            self._start(len(there))
         elif self._fits(files):
-            for name, file in _named(files):
-                self._threads.submit(self._attempt, self._reserve, name, file)
+            self._begin(files)
 
     def wait(self) -> None:
         """Wait for the threads, on the training thread, before it reserves other files.
 
         Once it has reserved them, it must call `mapped.forget_prepared_maps`.
         """
-        self._threads.shutdown()
-        if self._failed:
+        for thread in self._threads:
+            thread.join()
+        if self._failed.is_set():
             for name in self._created:
                 (self._path / name).unlink(missing_ok=True)
         self._store.close()
@@ -129,14 +131,36 @@ class EarlyReservation:
         needed -= self._pages.nbytes()
         return needed <= free_bytes(self._path) and (left is None or needed <= left.nbytes)
 
-    def _attempt(self, step: Callable[..., object], *args: object) -> None:
-        if self._failed:
-            return
-        try:
-            step(*args)
-        except Exception as error:  # I6: the set-up decides
-            logger.warning('host memory is not reserved early: %s', error)
-            self._failed = True
+    def _begin(self, files: Sequence[_KeptFile]) -> None:
+        numbers: dict[str, int] = {}
+        for file in files:
+            number = numbers[file.directory] = numbers.get(file.directory, -1) + 1
+            name = f'{file.directory}/{free_name(number)}' if file.directory else _LOG
+            self._missing.put((name, file))
+        self._start(len(files))
+
+    def _start(self, files: int) -> None:
+        for _ in range(min(_THREADS, files)):
+            thread = threading.Thread(
+                target=self._reserve_all, name='sparse-ckpt-reserve', daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def _reserve_all(self) -> None:
+        while not self._failed.is_set():
+            try:
+                name, file = self._missing.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                if file is None:
+                    prepare_map_of_existing(self._path / name)
+                else:
+                    self._reserve(name, file)
+            except (HostMemoryError, OSError, ValueError) as error:  # I6: the set-up decides
+                logger.warning('host memory is not reserved early: %s', error)
+                self._failed.set()
 
     def _reserve(self, name: str, file: _KeptFile) -> None:
         path = self._path / name
@@ -144,12 +168,3 @@ class EarlyReservation:
         self._created.append(name)
         self._pages.take(file.reserved, path)
         prepare_map(path, file.nbytes, file.reserved)
-
-
-def _named(files: Sequence[_KeptFile]) -> Iterator[tuple[str, _KeptFile]]:
-    """Name the files: windows like free ones, by which the set-up finds them."""
-    numbers: Counter[str] = Counter()
-    for file in files:
-        name = free_name(numbers[file.directory])
-        numbers[file.directory] += 1
-        yield (f'{file.directory}/{name}' if file.directory else _LOG), file
