@@ -61,14 +61,16 @@ class Standstill:
         assert thread is not None  # else there is only a set-up to look at
         if self._progress.look(store, round, committed):
             thread.moved()
-        look, unblocked_at = thread.look(), self.unblocked_at
+        # Before the look: it takes milliseconds, in which the thread may pass a barrier.
+        at_barrier, unblocked_at = self.at_barrier, self.unblocked_at
+        look = thread.look()
         if not look.waits_for_others:
             limit, still_s = self._stuck_timeout_s, look.still_s
         elif unblocked_at is not None:
             limit = _OUT_OF_QUEUE_SECONDS if thread.on_gpu else _OUT_OF_WAITS_SECONDS
             still_s = min(look.same_place_s, time.monotonic() - unblocked_at)  # a wait may spin
         else:
-            if not self.at_barrier:
+            if not at_barrier:
                 self._end_hang(store, round, pids, look)
             return
         if limit and still_s > limit:

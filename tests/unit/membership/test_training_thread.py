@@ -365,6 +365,25 @@ def test_thread_in_a_cuda_call_waits_for_others(
     assert all(look.waits_for_others for look in found)
 
 
+def test_barrier_that_opens_during_a_look_ends_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes milliseconds; a barrier may last longer than a collective."""
+    ended: list[str] = []
+    monkeypatch.setattr(standstill, 'end_round', lambda *told: ended.append(told[-1]))
+    watching = Standstill(rank=0, timeout_s=60.0, stuck_timeout_s=0.0)
+    watching.thread = TrainingThread()
+    watching.at_barrier = True
+
+    def look(thread: TrainingThread) -> Look:
+        watching.at_barrier = False
+        return Look(still_s=0.0, waits_for_others=True, same_place_s=90.0)
+
+    monkeypatch.setattr(TrainingThread, 'look', look)
+    watching.look(HashStore(), 0, [1], 7)
+    assert not ended
+    watching.look(HashStore(), 0, [1], 7)
+    assert ended == ['rank 0 has waited for others for 90 s']
+
+
 @pytest.mark.parametrize(
     ('busy_s', 'replaced'), [(20.0, False), (40.0, True)], ids=['busy', 'stuck']
 )
