@@ -124,9 +124,10 @@ class Machine:
             if log is None:
                 relay, output = self._relayed(order)
             else:
-                output = self._opened(log)
+                output = self._once_there_is_room(partial(self._opened, log))
             with output:
-                child, was_spare = self._new_worker_once_there_is_room(order.variables, output)
+                start = partial(self._new_worker, order.variables, output)
+                child, was_spare = self._once_there_is_room(start)
         except OSError as error:
             if relay is not None:
                 os.close(relay.fd)
@@ -139,17 +140,15 @@ class Machine:
         self._loop.watch(child.death, partial(self._ended, order.key))
         self._tell(messages.Started(order.key, child.pid, was_spare=was_spare))
 
-    def _new_worker_once_there_is_room(
-        self, variables: Mapping[str, str], output: BinaryIO
-    ) -> tuple[Child, bool]:
-        """Call `_new_worker` until the limit of processes, or memory, has room for one.
+    def _once_there_is_room[T](self, step: Callable[[], T]) -> T:
+        """Call `step` until the limit of processes or files, or memory, has room for it.
 
         The processes of the dead worker count until they have ended.
         """
         deadline = time.monotonic() + _FOR_ROOM_S
         while True:
             try:
-                return self._new_worker(variables, output)
+                return step()
             except OSError as error:
                 if error.errno not in _NO_ROOM or time.monotonic() > deadline:
                     raise

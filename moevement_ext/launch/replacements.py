@@ -38,7 +38,8 @@ def refuse_useless(end: BadEnd, max_restarts: int, restarted: Sequence[Worker] =
     count together: a program that fails by itself may fail on another rank at each restart.
     """
     if end.is_error:
-        end.worker.errors.append(end.at)
+        if end.at not in end.worker.errors:  # it is judged again after the loss of a store
+            end.worker.errors.append(end.at)
         _refuse_errors(end, restarted)
     # By rank: a lost node, or a whole job that starts again, may be hundreds of them.
     if end.worker.restarts >= max_restarts:

@@ -15,7 +15,7 @@ from torch.distributed import DistError
 
 from moevement_ext.errors import EXIT_WHOLE_JOB
 from moevement_ext.events import Event
-from moevement_ext.launch import supervisor
+from moevement_ext.launch import replacements, supervisor
 from moevement_ext.launch.launcher_events import (
     StoreFound,
     StoreGone,
@@ -86,11 +86,15 @@ def test_dead_worker_waits_for_the_store(job: Job, store: OutsideStore) -> None:
     assert [worker.restarts for worker in job.started()] == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize('action', ['kill', 'exit:3'])
 def test_store_lost_while_all_start_again_is_awaited(
-    job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
+    action: str, job: Job, store: OutsideStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All workers are dead then: no later end would start them again."""
-    outcome = job.supervisor(store.flag, '1.0=kill', nodes=2, survive=False)._outcome
+    """All workers are dead then: no later end would start them again. An error counts once."""
+    monkeypatch.setattr(supervisor, '_SETTLE_S', 0.0)
+    monkeypatch.setattr(replacements, '_MAX_ERRORS', 2)
+    flags = (f'1.0={action}', store.flag)
+    outcome = job.supervisor(*flags, nodes=2, survive=False)._outcome
     really = outcome.all_lost
     lost = []
 

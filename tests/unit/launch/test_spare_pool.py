@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
 
 import pytest
 
@@ -119,18 +118,21 @@ def test_spare_without_room_for_a_fork_forks_later(job: Job, tmp_path: Path) -> 
     assert (tmp_path / 'met').exists()
 
 
-def test_worker_is_started_once_there_is_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, refused = Machine._new_worker, []
+@pytest.mark.parametrize('step', ['_new_worker', '_opened'])
+def test_worker_is_started_once_there_is_room(
+    step: str, job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start, refused = getattr(Machine, step), []
 
-    def without_room(machine: Machine, variables: dict[str, str], output: BinaryIO) -> object:
+    def without_room(machine: Machine, *given: object) -> object:
         if job.started() and len(refused) < 5:  # more than the errors that end a job
-            refused.append(variables)
+            refused.append(given)
             raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
-        return start(machine, variables, output)
+        return start(machine, *given)
 
-    monkeypatch.setattr(Machine, '_new_worker', without_room)
+    monkeypatch.setattr(Machine, step, without_room)
     job.finish_when = lambda: len(job.started(0)) == 2
-    assert job.run('0.0=kill') == 0
+    assert job.run('0.0=kill', log_dir=tmp_path / 'logs') == 0
     assert len(refused) == 5
     assert [event.restarts for event in job.started(0)] == [0, 1]
 
