@@ -231,6 +231,8 @@ class SparseCheckpointer:
     def _capture(
         self, window: _Writing, slot: int, iteration: int, state: bytes, loss: float | None
     ) -> None:
+        if iteration != window.name.start + slot:
+            raise ValueError(f'iteration {iteration} is not that of slot {slot}')
         layout = self._layouts[slot]
         payload = window.file.reserve_slot(slot, layout.payload_bytes)
         partial = window.partial

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from moevement_ext.events import Event, WindowCommitted
-from moevement_ext.memory.window import checks
+from moevement_ext.memory.window import expected
 from moevement_ext.memory.window.name import WindowName
 from moevement_ext.memory.window.slot import SlotHeader, decode_context, decode_frame
 from moevement_ext.plan.byte_planner import WindowPlan
@@ -81,7 +81,7 @@ def test_a_rank_decodes_no_header_of_its_own(
         decoded.append(len(frame))
         return decode_frame(frame)
 
-    monkeypatch.setattr(checks, 'decode_frame', counted)
+    monkeypatch.setattr(expected, 'decode_frame', counted)
     training.lifecycle.replicator.spreads = True
     training.run_until(3 * W + 1)
     assert len(training.heard) == 3 and not decoded
@@ -286,6 +286,15 @@ def test_an_iteration_that_begins_again_is_captured_once(training: Training) -> 
     for start in training.committed():
         assert_contents(training, start)
     assert training.checkpointer.statistics.failures == 0
+
+
+def test_state_of_another_window_is_not_captured_into_this_one(training: Training) -> None:
+    training.run_until(2 * W + 1)
+    training.iteration = 3 * W + 1  # the first slot of the next window is left out
+    training.step()
+    training.checkpointer.drain()
+    assert training.checkpointer.statistics.failures == 1
+    assert training.windows.file(WindowName(2 * W, PLAN)) is None
 
 
 def roll_back(training: Training, start: int) -> None:
