@@ -8,6 +8,7 @@ from pathlib import Path
 from moevement_ext.memory.node_store import STUB
 from moevement_ext.memory.shelf import Copy, copy_at_twin, copy_in_file, read_any
 from moevement_ext.memory.window.refused import RefusedWindow
+from moevement_ext.memory.window.slot import Record
 from moevement_ext.memory.window.twin import base_path
 from tools.windows.found import Found
 
@@ -47,7 +48,13 @@ def _opened(paths: Iterable[Path]) -> list[Copy]:
             refusals.append(str(refusal))
     if not copies:
         raise RefusedWindow('; '.join(refusals))
-    return copies
+    # A copy of other bytes has the same name: it must not stand in for a damaged record.
+    return [copy for copy in copies if _records(copy) == _records(copies[0])]
+
+
+def _records(copy: Copy) -> list[list[Record]]:
+    """Places and checksums of all slots."""
+    return [header.records for header in copy.headers]
 
 
 def _opened_one(path: Path) -> Copy:

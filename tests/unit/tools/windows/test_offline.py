@@ -89,6 +89,18 @@ def test_a_damaged_record_is_read_from_the_replica(tmp_path: Path) -> None:
         assert f'{path}: slot 0: checksum mismatch in operator expert-2' in str(refusal.value)
 
 
+def test_a_replica_of_other_bytes_does_not_stand_in(tmp_path: Path) -> None:
+    own, _, replica = commit(tmp_path, 4)
+    header = replica.header(0)
+    replica.begin(named(4))
+    replica.reserve_slot(0, header.payload_bytes)[:] = 0
+    replica.seal_slot(header)
+    own.payload(0)[own.header(0).records[2].offset] ^= 1
+    first = [one for one in find(tmp_path) if one.path == own.path]
+    with pytest.raises(RefusedWindow, match='checksum mismatch'):
+        Copies([*first, *(one for one in find(tmp_path) if one.path != own.path)]).read(0, 2)
+
+
 def test_layouts_are_reported(tmp_path: Path) -> None:
     commit(tmp_path, 4)
     assert {str(one.layout) for one in find(tmp_path)} == {'2 ranks (DP 2)'}
