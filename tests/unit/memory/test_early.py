@@ -3,6 +3,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -84,6 +85,19 @@ def test_reservation_has_the_pages_of_the_lost_process(root: Path) -> None:
     EarlyReservation(on(root, 'spare'), 2, [_KeptFile('2', NBYTES, NBYTES // 4)]).wait()
     [file] = on(root, 'spare').owner_path(2, 2).iterdir()
     assert (file.stat().st_size, file.stat().st_blocks * 512) == (NBYTES, NBYTES // 4)
+
+
+def test_reservation_does_not_delay_the_end_of_its_process(
+    root: Path, files: list[_KeptFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set-up may fail meanwhile: nothing waits for the threads then."""
+    hold = threading.Event()
+    monkeypatch.setattr(early, 'prepare_map', lambda *file: hold.wait())
+    reservation = EarlyReservation(on(root, 'spare'), 2, files)
+    threads = [item for item in threading.enumerate() if item.name == 'sparse-ckpt-reserve']
+    assert threads and all(item.daemon for item in threads)
+    hold.set()
+    reservation.wait()
 
 
 def test_existing_windows_prevent_a_reservation(root: Path, files: list[_KeptFile]) -> None:

@@ -127,6 +127,7 @@ def test_lost_window_is_fetched_from_its_holder(job: Job) -> None:
     file = job.commit(0)
     expected = digest(file.path)
     put_window(job.ranks[0].peers()[1], file)
+    assert job.ranks[1].receive_cost.s_per_byte() > 0
     job.ranks[0].windows.discard(named(0))
     arrived: list[int] = []
     fetched = job.ranks[0].fetch(CANDIDATE, 1, lambda file, header: arrived.append(header.slot))

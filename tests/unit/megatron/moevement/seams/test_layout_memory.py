@@ -48,8 +48,7 @@ def planned(flags: Sequence[str], ranks: int) -> int:
     for stage in range(training.layout.pipeline):
         held = held_elements(training.model, training.layout, stage)
         operators = operator_sizes(training.model, training.layout, Precision(), stage)
-        full = [sum(sizes) for sizes in zip(*(one.full for one in operators), strict=True)]
-        found.append(6 * held + max(full))
+        found.append(6 * held + int(operators.full.sum(axis=0).max()))
     return max(found)
 
 
