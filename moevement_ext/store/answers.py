@@ -70,11 +70,13 @@ class AnswerWatch:
         if not isinstance(store, TCPStore):
             return
         host, port = store.host, store.port
-        addresses = addresses_of(host, port)
+        addresses: set[str] = set()
         own: Store | None = None
         failed = False
         while not self._closed.wait(self._limit_s / _ASKED_IN_A_LIMIT):
             try:
+                # All ranks look the name up at once at the start, and not all may have an answer.
+                addresses = addresses or addresses_of(host, port)
                 own = self._asked(own, addresses, port)
             except Exception:  # too many threads or open files, for example: asked again
                 if not threading.main_thread().is_alive():

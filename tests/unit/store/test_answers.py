@@ -58,6 +58,23 @@ def test_requests_to_a_stopped_store_raise(server: Server) -> None:
     watch.close()
 
 
+def test_a_store_whose_name_was_unknown_at_first_is_cut_off_too(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [addresses_of('localhost', server.port), set()]
+
+    def look_up(host: str, port: int) -> set[str]:
+        return found.pop() if len(found) > 1 else found[0]
+
+    monkeypatch.setattr(answers, 'addresses_of', look_up)
+    store, waiting_too = (server.connect() for _ in range(2))
+    watch = AnswerWatch(store, 0.5)
+    waiting = Asking(lambda: waiting_too.wait(['never'], timedelta(days=1)))
+    server.stand_still()
+    assert isinstance(waiting.ends_with(), DistError)
+    watch.close()
+
+
 def test_long_wait_for_a_responsive_store_is_not_cut(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
