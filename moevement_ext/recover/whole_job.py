@@ -124,11 +124,23 @@ def find(
         traces = [inventory.traces for inventory in inventories]
         refuse_to_forget(everything, traces, max(dense_iteration, elsewhere), rank.config)
     if (everything or refused) and not usable and elsewhere < 0:
-        next_tier(_why_none(complete, refused, dense_iteration), rank, dense_iteration)
+        reason = _why_none(complete, refused, dense_iteration, last_iteration)
+        next_tier(reason, rank, dense_iteration)
     return predecessor
 
 
-def _why_none(complete: Sequence[Window], refused: Sequence[str], dense_iteration: int) -> str:
+def _why_none(
+    complete: Sequence[Window],
+    refused: Sequence[str],
+    dense_iteration: int,
+    last_iteration: int | None,
+) -> str:
+    newer = [found.dense_at for found in complete if found.dense_at >= dense_iteration]
+    if newer:
+        return (
+            f'training ends at iteration {last_iteration}, and every newer window is of iteration '
+            f'{min(newer)} or later'
+        )
     if complete:
         return f'the dense checkpoint of iteration {dense_iteration} is newer than every window'
     if refused:

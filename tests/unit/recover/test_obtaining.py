@@ -85,6 +85,21 @@ def obtaining(monkeypatch: pytest.MonkeyPatch) -> Iterator[Obtaining]:
         job.stop()
 
 
+@pytest.mark.parametrize(
+    ('starts', 'dense', 'last', 'reason'),
+    [
+        ([0, 3], 9, 20, 'the dense checkpoint of iteration 9 is newer than every window'),
+        ([6, 9], -1, 8, 'training ends at iteration 8, and every newer window is of iteration 8'),
+        ([0, 9], 5, 8, 'training ends at iteration 8, and every newer window is of iteration 11'),
+    ],
+)
+def test_windows_that_are_too_old_or_too_new_are_told_apart(
+    starts: list[int], dense: int, last: int, reason: str
+) -> None:
+    windows = [Window(named(start), WINDOW) for start in starts]
+    assert whole_job._why_none(windows, [], dense, last).startswith(reason)
+
+
 def test_a_lost_connection_costs_no_window(obtaining: Obtaining) -> None:
     obtaining.lost = TRIES - 1
     found = obtaining.obtain()
