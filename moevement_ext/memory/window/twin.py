@@ -92,6 +92,7 @@ class TwinWindow:
         self._stubs = {header.slot: header for header in stub.headers()}
         self._headers = {slot: owner_header(it, stub.path) for slot, it in self._stubs.items()}
         for slot, header in self._headers.items():
+            _require_part(self._stubs[slot], header, stub.path)
             _require_same(header, base.header(slot), self._stubs[slot], stub.path)
 
     @classmethod
@@ -153,6 +154,17 @@ def _stub_header(header: SlotHeader, records: list[Record], frame: bytes) -> Slo
         context=frame,
         settings=b'',
     )
+
+
+def _require_part(stub: SlotHeader, header: SlotHeader, path: Path) -> None:
+    """Check that the stub has records of the owner's slot, unchanged but for their place."""
+    owned = {_identity(record): record for record in header.records}
+    for record in stub.records:
+        found = owned.get(_identity(record))
+        if found is None or msgspec.structs.replace(record, offset=found.offset) != found:
+            raise CorruptWindow(
+                f'{path}: slot {stub.slot} of a stub: its owner has no such record: {record.key}'
+            )
 
 
 def _require_same(header: SlotHeader, base: SlotHeader, stub: SlotHeader, path: Path) -> None:

@@ -4,6 +4,7 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -118,6 +119,19 @@ def test_stub_with_another_base_is_no_copy(
     """Else the window counts as replicated, and cannot be put together once it is needed."""
     with pytest.raises(refused, match=reason):
         TwinWindow(stub, base_of(tmp_path / 'base', change))
+
+
+@pytest.mark.parametrize('changed', [{'nbytes': 1}, {'tensor': 'another'}, {'checksum': 1}])
+def test_stub_of_other_records_than_its_owner_has_is_refused(
+    changed: dict[str, Any], stub: WindowFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader asks the next holder; an error of another type ends the connection."""
+    first, *others = stub.headers()
+    record = msgspec.structs.replace(first.records[0], **changed)
+    headers = [msgspec.structs.replace(first, records=[record]), *others]
+    monkeypatch.setattr(stub, 'headers', lambda: headers)
+    with pytest.raises(CorruptWindow, match='slot 0 of a stub: its owner has no such record'):
+        TwinWindow(stub, base_of(tmp_path / 'base', lambda header: header))
 
 
 @pytest.mark.parametrize(
