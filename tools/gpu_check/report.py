@@ -16,7 +16,10 @@ from tools.lab.launch import PROGRAM, ROOT
 
 NAME = 'gpu-check.json'
 # Code that jobs and stages run.
-_CODE = ('moevement_ext', 'megatron/moevement', 'tools', 'tests/gpu')
+_CODE = (
+    *('moevement_ext', 'megatron/moevement', 'tools'),
+    *('tests/gpu', 'tests/stand_ins', 'tests/transformer_engine'),
+)
 
 
 class Settings(NamedTuple):

@@ -118,6 +118,18 @@ def test_results_of_other_software_do_not_count(tmp_path, capsys, monkeypatch) -
         assert 'results of other code or libraries: all stages run' in capsys.readouterr().out
 
 
+@pytest.mark.parametrize('folder', ['gpu', 'stand_ins', 'transformer_engine'])
+def test_a_changed_test_is_other_software(folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr('tools.gpu_check.report.ROOT', tmp_path)
+    (tmp_path / PROGRAM).touch()
+    file = tmp_path / 'tests' / folder / 'test_rules.py'
+    file.parent.mkdir(parents=True)
+    file.touch()
+    before = Report.here(gpu=False).software
+    file.write_text('changed = True')
+    assert Report.here(gpu=False).software != before
+
+
 def test_without_a_gpu_nothing_is_claimed(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')
     assert main(['--output', str(tmp_path)]) == 2
