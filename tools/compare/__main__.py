@@ -52,9 +52,14 @@ from tools.compare.running import (
     draw_faults,
 )
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import add_output_flags, exit_on_sigterm, prepare, run_benchmark
+from tools.lab.benchmark import (
+    add_output_flags,
+    exit_on_sigterm,
+    prepare,
+    run_benchmark,
+    write_table,
+)
 from tools.lab.errors import LabError
-from tools.lab.figures import replacing
 from tools.lab.hardware import Hardware
 
 _PROG = 'python -m tools.compare'
@@ -197,11 +202,9 @@ def show(args: argparse.Namespace, report: Comparison, console: Console) -> None
 
             for path in draw_all(report, args.plot):
                 console.print(str(path), highlight=False, soft_wrap=True)
-        if args.table:
-            with replacing(args.table) as partial:
-                partial.write_text(markdown(report), 'utf-8')
     except OSError as error:
         raise LabError(f'{error.filename}: {error.strerror}') from error
+    write_table(args.table, markdown(report))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,7 @@ from tools.compare import peer_program, peer_rows, running
 from tools.compare.peer_rows import CANNOT, PEERS, PLAIN, PLAIN_DATA, RANKS, SITE, PeerRow
 from tools.lab import four_ranks, tables
 from tools.lab.arguments import Parser
-from tools.lab.benchmark import add_output_flags, prepare, run_benchmark
+from tools.lab.benchmark import add_output_flags, prepare, run_benchmark, write_table
 from tools.lab.cpu_clock import Spent, memory_bytes, spent
 from tools.lab.errors import LabError
 from tools.lab.figures import Spread
@@ -324,8 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def show(report: PeerReport, console: Console) -> None:
         print_report(report, console)
-        if args.table:
-            args.table.write_text(markdown(report), 'utf-8')
+        write_table(args.table, markdown(report))
 
     return run_benchmark('compare peers', args, measure, show)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.lab.errors import LabError
-from tools.lab.figures import write_json
+from tools.lab.figures import replacing, require_replaceable, write_json
 from tools.lab.models import prepare_text
 
 
@@ -42,17 +42,19 @@ def run_benchmark[R](
 
     Args:
         name: name of the tool, shown before an error.
-        args: parsed arguments; `json` is the file for the report, or None.
+        args: parsed arguments; `json`, and `table` if there is one, are files for the report, or
+            None. Unless they can be written, nothing is measured.
         measure: returns the report, which may have `exact`; raises `LabError` if there is none.
         show: prints the report for people; raises `LabError` if it cannot write a file of its own.
     """
     console = Console()
     try:
+        _require_writable(args, 'json', 'table')
         report = measure(args, console)
     except LabError as error:
         print_failure(console, name, error)
         return 2
-    failures = []  # either way the other one goes on: the report may have taken hours
+    failures = []  # whatever fails, the rest goes on: the report may have taken hours
     try:
         if args.json:
             write_json(args.json, report)
@@ -67,6 +69,26 @@ def run_benchmark[R](
     if failures:
         return 2
     return 0 if getattr(report, 'exact', True) else 1
+
+
+def _require_writable(args: argparse.Namespace, *flags: str) -> None:
+    for flag in flags:
+        target = getattr(args, flag, None)
+        try:
+            if target:
+                require_replaceable(target)
+        except OSError as error:
+            raise LabError(f'--{flag} {target}: {error.strerror}') from error
+
+
+def write_table(target: Path | None, table: str) -> None:
+    """Write the table of `--table`, if it is given, atomically; raises `LabError`."""
+    try:
+        if target:
+            with replacing(target) as partial:
+                partial.write_text(table, 'utf-8')
+    except OSError as error:
+        raise LabError(f'--table {target}: {error.strerror}') from error
 
 
 def exit_on_sigterm() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tools.lab import benchmark
-from tools.lab.benchmark import run_benchmark
+from tools.lab.benchmark import run_benchmark, write_table
 from tools.lab.cpu_clock import CpuClock, Spent
 from tools.lab.errors import LabError
 from tools.lab.figures import replacing, write_json
@@ -52,14 +52,33 @@ def test_devices_are_written_directly_and_links_stay(tmp_path: Path) -> None:
     assert (tmp_path / 'link').is_symlink() and (tmp_path / 'real').read_text() == '3\n'
 
 
-def test_unwritable_report_of_a_benchmark_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize('flag', ['json', 'table'])
+def test_nothing_is_measured_for_a_file_that_cannot_be_written(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / 'file').touch()
-    target = tmp_path / 'file' / 'report.json'
-    status = run_benchmark('bench', Namespace(json=target), lambda *_: 1, lambda *_: None)
-    assert status == 2
-    assert f'bench: --json {target}: ' in capsys.readouterr().out.replace('\n', '')
+    for target in (tmp_path / 'file' / 'report', tmp_path):
+        args = Namespace(**{'json': None, flag: target})
+        assert run_benchmark('bench', args, lambda *_: pytest.fail('runs'), lambda *_: None) == 2
+        assert f'bench: --{flag} {target}: ' in capsys.readouterr().out.replace('\n', '')
+
+
+def test_report_that_can_no_longer_be_written_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other file is written, and none in part."""
+    args = Namespace(json=tmp_path / 'json', table=tmp_path / 'table')
+
+    def measure(*_: object) -> int:
+        args.json.mkdir()
+        args.table.mkdir()
+        return 1
+
+    assert run_benchmark('bench', args, measure, lambda *_: write_table(args.table, '|')) == 2
+    said = capsys.readouterr().out.replace('\n', '')
+    assert all(f'bench: --{flag} {tmp_path / flag}: ' in said for flag in ('json', 'table'))
+    write_table(tmp_path / 'new' / 'table', '|')
+    assert [path.name for path in (tmp_path / 'new').iterdir()] == ['table']
 
 
 class Report(msgspec.Struct):
