@@ -25,7 +25,6 @@ from tools.lab.torchrun import Agents
 
 _POLL_S = 0.1
 _STALLED_S = 300
-_ALL_STARTED_S = 30
 _STALL = 'stall'
 
 
@@ -63,6 +62,8 @@ class Injection(NamedTuple):
 class Job:
     """A running job; leaving the `with` block ends all its processes. Used from one thread.
 
+    Entering it waits for all workers, and raises `LabError` if some of them do not start.
+
     Args:
         launch: parameters of the job.
         launcher: the program that starts the workers, or makes their agents.
@@ -97,12 +98,26 @@ class Job:
 
     def __enter__(self) -> Self:
         self._launcher.start()
-        deadline = time.monotonic() + _ALL_STARTED_S
-        while len(self._launcher.pids()) < self.world_size and time.monotonic() < deadline:
-            if self._launcher.exit_status() is not None:
-                break
-            time.sleep(_POLL_S / 10)
+        try:
+            self._await_workers()
+        except BaseException:
+            self._launcher.end()
+            raise
         return self
+
+    def _await_workers(self) -> None:
+        """Wait until all workers have started, or the job has ended."""
+        deadline = time.monotonic() + _STALLED_S
+        while (started := len(self._launcher.pids())) < self.world_size:
+            if self._launcher.exit_status() is not None:
+                return
+            if time.monotonic() >= deadline:
+                raise LabError(
+                    f'{started} of {self.world_size} workers have started in {_STALLED_S} s; see '
+                    f'{self.folder}',
+                    self.tail(),
+                )
+            time.sleep(_POLL_S / 10)
 
     def __exit__(
         self,
