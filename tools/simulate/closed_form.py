@@ -12,8 +12,7 @@ solves E = (1 - e^(-a/M)) (M + M (e^(q/M) - 1) + E), that is E = M e^(q/M) (e^(a
 is a whole period with dense checkpointing, and one iteration with sparse checkpointing.
 
 The best interval of dense checkpoints follows: with a fixed overhead o per iteration, the mean time
-of
-a period over its useful time is smallest where (1 - tau/M) e^((tau + c)/M) = 1, tau = I (T + o).
+of a period over its useful time is smallest where (1 - tau/M) e^((tau + c)/M) = 1, tau = I (T + o).
 The restart time does not matter for the best interval.
 """
 

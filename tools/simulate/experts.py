@@ -15,7 +15,7 @@ unchanged; with selection by unsaved tokens, skew decreases the mean.
 
 The first version of MoEvement (MoEtion, arXiv 2412.15411v1) saves in every iteration as many
 experts as the iteration hides, selected by their tokens; MLT is the mean number of tokens lost per
-failure,
+failure, here in iterations' worth of tokens.
 """
 
 from dataclasses import dataclass, replace

@@ -12,8 +12,8 @@ together count once, so few sets of failed nodes lose an expert.
 The placement is optimal if the nodes of all representatives exist: sum(representatives) <= nodes.
 Only the last group can get too few nodes, and only if it has fewer experts than a node has slots;
 then its experts are squeezed onto the remaining nodes, and distributing them over other nodes can
-be
-better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, while 5/6 is possible.
+be better: replicas (2, 3, 3) on 4 nodes of 2 slots survive 2 failures with 4/6, while 5/6 is
+possible.
 """
 
 import math
