@@ -87,14 +87,15 @@ def _holder(one: Found) -> Path:
 def _is_held(holder: Path) -> bool:
     """True if a live process has locked the directory of a rank (see `memory.holder_lock`).
 
-    On a shared disk, the result is as reliable as the file system's locks between nodes.
+    On a shared disk, the result is as reliable as the file system's locks between nodes. A lock
+    that this user cannot open raises `OSError`, unlike in `holder_lock.is_held`: it may be held.
     """
     try:
         lock = os.open(holder / 'lock', os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:  # the file system has no locks

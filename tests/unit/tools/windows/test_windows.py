@@ -2,6 +2,7 @@
 """The operator's view of real window files, of jobs that live and of jobs that are gone."""
 
 import errno
+import fcntl
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from tests.unit.memory.samples import (
 from tools.windows.__main__ import main
 from tools.windows.export import Source, _flags
 from tools.windows.found import complete, find
+from tools.windows.pruning import live_runs
 
 RANKS = 2
 
@@ -131,6 +133,19 @@ def test_nothing_of_a_live_job_is_deleted(
     assert main(['prune', str(root), '--keep', '0', '--yes']) == 0
     assert 'run1: a process of this run is alive: nothing is deleted' in capsys.readouterr().out
     assert run.files() == before
+
+
+def test_two_that_look_at_a_dead_job_do_not_take_each_other_for_it(root: Path, run: Run) -> None:
+    run.store.close()
+    found = find(root)
+    lock = next(root.rglob('lock'))
+    with lock.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert live_runs(found) == []
+    lock.unlink()
+    lock.symlink_to(lock)
+    with pytest.raises(OSError, match='symbolic'):
+        live_runs(found)
 
 
 def test_windows_of_the_earlier_layout_of_a_live_job_are_kept(
