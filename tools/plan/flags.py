@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from moevement_ext.config import AUTO, network_rate
+from moevement_ext.config import AUTO, SparseCheckpointConfig, network_rate
 from tools.lab.arguments import Parser
 from tools.plan.description import DescriptionError, Training
 from tools.plan.layout import Batch, Layout, Precision, spread
@@ -197,7 +197,19 @@ def parse_megatron_flags(argv: Sequence[str]) -> MegatronFlags:
     parser.add_argument('--sparse-ckpt-log-lag', type=float)
     parser.add_argument('--sparse-ckpt-recovery', choices=(AUTO, *RECOVERIES))
     given, unused = parser.parse_known_args(list(argv))
+    _refuse_unknown(unused, parser.prog)
     return MegatronFlags(vars(given), [item for item in unused if item.startswith('--')])
+
+
+def _refuse_unknown(unused: Sequence[str], prog: str) -> None:
+    """Exit with a message on a flag of sparse checkpointing that the training refuses as well."""
+    parser = Parser(prog=prog, allow_abbrev=False, add_help=False)
+    for setting in dataclasses.fields(SparseCheckpointConfig):
+        parser.add_argument(_flag(f'sparse_ckpt_{setting.name}'), nargs='?')
+    parser.add_argument('--sparse-ckpt', action='store_true')
+    left = parser.parse_known_args(list(unused))[1]
+    if unknown := [item for item in left if item.startswith('--sparse-ckpt')]:
+        parser.error(f'unrecognized arguments: {" ".join(unknown)}')
 
 
 def layers_with_experts(text: str, layers: int) -> tuple[int, ...]:

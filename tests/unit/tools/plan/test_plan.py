@@ -155,6 +155,10 @@ def test_list_is_printed_as_a_table(capsys, operators):
         (['--model', 'gpt-moe', '--mfu', '0.3', '--gpus', '0'], '--gpus: 0: give a whole number'),
         (['--model', 'gpt-moe', '--mfu', '0.3', '--gpus', '-96'], '--gpus: -96'),
         (['--mfu', '0.3', '--gpus', '8', '--', '--sparse-ckpt-recovery', 'no'], 'sparse-ckpt-rec'),
+        (
+            ['--mfu', '0.3', '--', '--sparse-ckpt-replica', '2', '--sparse-ckpt-events', 'e'],
+            'arguments: --sparse-ckpt-replica; did you mean --sparse-ckpt-replicas?',
+        ),
     ],
 )
 def test_wrong_flags_are_named(capsys, argv, message):
