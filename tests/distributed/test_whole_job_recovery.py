@@ -10,7 +10,6 @@ import pytest
 from moevement_ext.events import Recovered, WindowPersisted
 from tests.distributed.conftest import differences, read_digest
 from tests.distributed.harness.cluster import Cluster
-from tests.distributed.probes import former_format
 from tests.quick import with_quick
 
 BF16 = '--bf16 --use-distributed-optimizer'
@@ -118,22 +117,6 @@ def test_recovered_run_has_the_bits_of_a_fault_free_run(
     (recovered,) = job.events_of(Recovered)
     assert recovered.replayed >= window - 1
     assert not job.memory.exists(), 'host memory is given back at a clean exit'
-
-
-@pytest.mark.thorough
-def test_windows_of_the_former_format_are_continued(
-    cluster: Callable[..., Cluster], reference: Callable[..., dict]
-) -> None:
-    """The memory of one of two nodes is gone, so new processes also pass such windows on."""
-    job = cluster(*BASE, '--sparse-ckpt-window', '3')
-    assert -9 in job.run(fail_at='1:9:forward', mutation='probes.former_format:write')
-    shutil.rmtree(job.node_memory(1))
-    found = [path.read_bytes()[8:12] for path in job.memory.rglob('window-*.window')]
-    assert {int.from_bytes(version, 'little') for version in found} == {former_format.VERSION}
-    job.finish()
-    assert differences(reference(*BASE), read_digest(job)) == []
-    (recovered,) = job.events_of(Recovered)
-    assert recovered.differing == [] and recovered.iteration >= 6
 
 
 @pytest.mark.thorough

@@ -18,7 +18,7 @@ import msgspec
 from moevement_ext.memory.node_store import STUB
 from moevement_ext.memory.private import REMEDY, ForeignFileError
 from moevement_ext.memory.window.expected import Expected
-from moevement_ext.memory.window.placed import Layout, Placed
+from moevement_ext.memory.window.placed import Layout
 from moevement_ext.memory.window.reader import WindowReader
 from moevement_ext.memory.window.refused import RefusedWindow, TruncatedWindow, UnreadableWindow
 from moevement_ext.memory.window.slot import SlotHeader
@@ -179,7 +179,7 @@ def _look(path: Path, verify: bool) -> Found | None:
 
 
 def _layout(header: SlotHeader) -> Layout | None:
-    return header.placed.layout if isinstance(header.placed, Placed) else None
+    return None if header.placed is None else header.placed.layout
 
 
 def _placed(path: Path, nbytes: int) -> Found:

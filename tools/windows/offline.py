@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron.moevement.seams import cpu_device, starting
 from moevement_ext.errors import UserError
-from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.refused import RefusedWindow
 from tools.lab.errors import LabError
 from tools.windows.copies import Copies
@@ -61,7 +60,7 @@ def export_offline(window: Sequence[Found], output: Path, flags: Sequence[str]) 
 
         copies = Copies(window)
         placed = {owner: header.placed for owner, header in copies.headers.items()}
-        known = {owner: one for owner, one in placed.items() if isinstance(one, Placed)}
+        known = {owner: one for owner, one in placed.items() if one is not None}
         logging.disable(logging.WARNING)  # of what this process does not do
         with warnings.catch_warnings(action='ignore'):
             return export(DenseSlot(copies.headers, known, copies.read), flags, output)
@@ -87,7 +86,7 @@ def _use_a_cpu() -> None:
 def _missing_of(files: Sequence[Found]) -> list[int]:
     if files[0].layout is None:
         raise LabError(
-            f'{files[0].path}: it does not say its layout, as it is of an earlier release: export '
+            f'{files[0].path}: it does not say its layout: export '
             'without --offline, and give after -- the command that launched the run'
         )
     return missing(files)

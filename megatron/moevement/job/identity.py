@@ -149,8 +149,7 @@ def run_identity(settings: Settings, run_id: str) -> str:
 def _counting(settings: Settings) -> dict[str, object]:
     """Settings that count, by name.
 
-    The strategy counts, although it changes no bit: its windows have other content. The default is
-    left out, as windows of earlier versions do not name it.
+    The strategy counts, although it changes no bit: its windows have other content.
 
     The dense checkpoint to start from is left out, as a job that goes on may load its own one. It
     counts with flags that start a run of its own from a checkpoint.
@@ -159,8 +158,7 @@ def _counting(settings: Settings) -> dict[str, object]:
     before the first checkpoint, and the number of heads afterwards.
     """
     found = {name: value for name, value in settings.items() if counts(name)}
-    if settings.get(_STRATEGY, MOEVEMENT) != MOEVEMENT:
-        found[_STRATEGY] = settings[_STRATEGY]
+    found[_STRATEGY] = settings.get(_STRATEGY, MOEVEMENT)
     if any(settings.get(name) for name in _OTHER_START):
         found['load'] = settings.get('load')
     if not found.get('group_query_attention'):

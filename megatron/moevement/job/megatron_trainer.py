@@ -8,7 +8,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
-from msgspec import UNSET, UnsetType
 
 from megatron.moevement.facts import Counters, JobFacts
 from megatron.moevement.job.megatron_loop import MegatronLoop, Surroundings
@@ -105,7 +104,7 @@ class MegatronTrainer:
         training: TrainingState,
         around: Surroundings,
         localized: bool,
-        placed: Placed | UnsetType = UNSET,
+        placed: Placed | None = None,
     ) -> None:
         self._facts = facts
         self._counters = counters
@@ -120,7 +119,7 @@ class MegatronTrainer:
         self.loop = MegatronLoop(training, counters, around, self._broken)
         self.tokens = RouterTokenCounter(training.model, training.device)
         self.relaying: Relaying | None = None
-        if isinstance(placed, Placed):
+        if placed is not None:
             built = self.auxiliary_state.capture(0, GlobalScalars())
             self.relaying = MegatronRelaying(placed, training, built, facts)
 

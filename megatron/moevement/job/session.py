@@ -14,7 +14,6 @@ from datetime import timedelta
 from typing import NoReturn
 
 from megatron.core.utils import get_model_config
-from msgspec import UNSET
 
 from megatron.moevement.built import Built
 from megatron.moevement.facts import Counters, JobFacts, Settings
@@ -98,7 +97,7 @@ class Session:
                 self._training,
                 self.around,
                 localized,
-                UNSET if config.elastic == OFF else self.job.rank.identity.placed,
+                None if config.elastic == OFF else self.job.rank.identity.placed,
             )
             return self._trainer
 

@@ -22,7 +22,6 @@ from megatron.moevement.job import identity
 from megatron.moevement.seams import without_gpu
 from moevement_ext.errors import UserError
 from moevement_ext.memory.window import settings
-from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.slot import SlotHeader
 
 _RUN_ID = '--sparse-ckpt-run-id'
@@ -49,7 +48,7 @@ def of_training(flags: Sequence[str], header: SlotHeader) -> UpstreamArguments:
     args = validated_for(flags, header)
     in_vocabulary_of(header, args)
     run_id = run_id_of(header)
-    assert isinstance(header.placed, Placed)
+    assert header.placed is not None
     if identity.training_identity(vars(args), run_id) != header.placed.training:
         raise UserError(
             'the flags are of another training than the windows: '
@@ -87,7 +86,7 @@ def validated_for(
     """
     if ranks is None:
         ranks = fewest_ranks(vars(parser().parse_args(flags)))
-        if isinstance(header.placed, Placed) and header.placed.layout.ranks % ranks == 0:
+        if header.placed is not None and header.placed.layout.ranks % ranks == 0:
             ranks = header.placed.layout.ranks
     try:
         return validated(flags, ranks)

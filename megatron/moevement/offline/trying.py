@@ -18,7 +18,7 @@ from megatron.moevement.offline.run_flags import (
 from megatron.moevement.state.expert_division import refuse_scale
 from moevement_ext.config import RESTART
 from moevement_ext.errors import UserError
-from moevement_ext.memory.window.placed import Layout, Placed
+from moevement_ext.memory.window.placed import Layout
 from moevement_ext.memory.window.refused import RefusedWindow
 from moevement_ext.memory.window.slot import SlotHeader
 
@@ -71,7 +71,7 @@ def _of_training(header: SlotHeader, known: Settings) -> Answer:
     same_layout = identity.topology_identity(known) == header.topology
     if same_layout and identity.run_identity(known, run_id) == header.run:
         return Answer(True, 'as it is')
-    if not isinstance(header.placed, Placed):
+    if header.placed is None:
         return Answer(False, 'it does not say its layout, and is not of that of these flags')
     if identity.training_identity(known, run_id) != header.placed.training:
         return Answer(False, f'it is of another training: {other_training(header, known)}')

@@ -14,7 +14,7 @@ from moevement_ext.memory.window.refused import (
     WrongWindow,
 )
 from moevement_ext.memory.window.settings import Differences, RunSettings, decode, differences, told
-from moevement_ext.memory.window.slot import READABLE_VERSIONS, Record, SlotHeader, decode_frame
+from moevement_ext.memory.window.slot import FORMAT_VERSION, Record, SlotHeader, decode_frame
 
 IDENTITY = {
     'run': OtherSettings,
@@ -70,11 +70,11 @@ def verified_header(
 ) -> SlotHeader:
     """Verify and decode the `frame` at `entry` of a file that claims to hold window `name`.
 
-    Raises `RefusedWindow` if it is damaged, of an unknown version, or contradicts the file.
+    Raises `RefusedWindow` if it is damaged, of another version, or contradicts the file.
     """
     try:
         header = decode_frame(frame)
-        if header.version not in READABLE_VERSIONS:
+        if header.version != FORMAT_VERSION:
             raise unknown_version(path, header.version)
         if header.slot != entry.slot:
             raise ValueError(f'the header is that of slot {header.slot}')

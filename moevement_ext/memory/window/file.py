@@ -148,7 +148,7 @@ class WindowFile:
         if the window takes less (None: all).
 
         Raises:
-            RefusedWindow: no readable, whole window file of a known version (typed by reason).
+            RefusedWindow: no readable, whole window file of this version (typed by reason).
             HostMemoryError: a writable map needs more pages than the file system has.
         """
         try:
@@ -380,7 +380,7 @@ class WindowFile:
     def header(self, slot: int) -> SlotHeader:
         """Verified header of a sealed slot.
 
-        Raises `RefusedWindow` if it is missing, damaged, of an unknown version, or at odds
+        Raises `RefusedWindow` if it is missing, damaged, of another version, or at odds
         with the file.
         """
         entry = self._sealed(slot)

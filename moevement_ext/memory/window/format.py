@@ -16,13 +16,7 @@ import xxhash
 from moevement_ext.memory.mapped import Bytes
 from moevement_ext.memory.window.name import Count, WindowName
 from moevement_ext.memory.window.refused import CorruptWindow, TruncatedWindow, UnknownVersion
-from moevement_ext.memory.window.slot import (
-    ALIGNMENT,
-    FORMAT_VERSION,
-    READABLE_VERSIONS,
-    SlotHeader,
-    align_up,
-)
+from moevement_ext.memory.window.slot import ALIGNMENT, FORMAT_VERSION, SlotHeader, align_up
 
 PREAMBLE_BYTES = 64 * 1024
 MAX_SLOTS = 1024
@@ -73,14 +67,14 @@ def read_directory(path: Path, preamble: Bytes, size: int) -> Directory:
     `preamble` is at least the first `PREAMBLE_BYTES` bytes, or fewer if the file is shorter.
 
     Raises:
-        RefusedWindow: not a readable, whole window file of a known version (typed by the reason).
+        RefusedWindow: not a readable, whole window file of this version (typed by the reason).
     """
     if min(size, preamble.size) < PREAMBLE_BYTES:
         raise TruncatedWindow(f'{path}: {size} bytes, less than the preamble')
     magic, version, length, capacity, checksum = _PREAMBLE.unpack_from(preamble)
     if magic != _MAGIC:
         raise CorruptWindow(f'{path}: not a window file')
-    if version not in READABLE_VERSIONS:
+    if version != FORMAT_VERSION:
         raise unknown_version(path, version)
     if length > PREAMBLE_BYTES - _PREAMBLE.size:
         raise CorruptWindow(f'{path}: impossible directory of {length} bytes')
@@ -122,9 +116,8 @@ def check_layout(header: SlotHeader, name: WindowName | None, payload_bytes: int
 
 def unknown_version(path: Path, version: int) -> UnknownVersion:
     return UnknownVersion(
-        f'{path}: format version {version}, this program reads '
-        f'{" and ".join(map(str, READABLE_VERSIONS))}; '
-        f'it was written by another release'
+        f'{path}: format version {version}, this program reads {FORMAT_VERSION}; '
+        'it was written by another release'
     )
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.settings import RunSettings
@@ -27,8 +26,8 @@ class RankIdentity:
     """Global rank, which owns the windows that it captures."""
     settings: RunSettings = field(default=RunSettings(), compare=False)
     """The digested settings and more, as `bounded` returns them."""
-    placed: Placed | UnsetType = field(default=UNSET, compare=False)
-    """Layout and place of the rank; unset if the trainer has no numbers for them."""
+    placed: Placed | None = field(default=None, compare=False)
+    """Layout and place of the rank; None if the trainer has no numbers for them."""
 
 
 class WindowName(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):

@@ -9,7 +9,6 @@ which tensor-parallel shard it is.
 from typing import Annotated
 
 import msgspec
-from msgspec import UnsetType
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -74,6 +73,6 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
     seat: Seat
 
 
-def of_same_training(one: Placed | UnsetType, other: Placed | UnsetType) -> bool:
+def of_same_training(one: Placed | None, other: Placed | None) -> bool:
     """True if both are stamped, with the same training."""
-    return isinstance(one, Placed) and isinstance(other, Placed) and one.training == other.training
+    return one is not None and other is not None and one.training == other.training

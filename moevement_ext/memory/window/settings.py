@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import msgspec
 import xxhash
-from msgspec import UNSET, UnsetType
 
 Table = dict[str, str]
 """Values as text, by names known to users: flags, files, packages, variables."""
@@ -43,7 +42,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     versions: Table = {}
     environment: Table = {}
     """Environment variables that may decide bits."""
-    protection: Table | UnsetType = UNSET
+    protection: Table = {}
     """Flags that all ranks of a job must share. They decide no bits, and another launch may have
     others."""
 
@@ -87,7 +86,7 @@ def differences(
 
 def of_protection(one: RunSettings, other: RunSettings, words: tuple[str, str]) -> list[str]:
     """Lines, as in `differences`, about flags that two ranks of a job must share."""
-    return _lines(one.protection or {}, other.protection or {}, words)
+    return _lines(one.protection, other.protection, words)
 
 
 def told(lines: Sequence[str]) -> str:
@@ -106,7 +105,6 @@ def bounded(settings: RunSettings) -> RunSettings:
     tables: dict[str, Table] = {
         part: {_readable(name): _readable(value) for name, value in table.items()}
         for part, table in every.items()
-        if table is not UNSET
     }
     for shorten in (_shown, _hashed):
         tables = {part: _each(table, shorten) for part, table in tables.items()}

@@ -13,15 +13,12 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
-from msgspec import UNSET, UnsetType
 
 from moevement_ext.memory.window import settings
 from moevement_ext.memory.window.name import Count, WindowName
 from moevement_ext.memory.window.placed import Placed
 
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)
-"""Version 2 has no `placed`, so only the layout that captured it reads it."""
+FORMAT_VERSION = 4
 ALIGNMENT = 64
 
 LOSS_BYTES = 16
@@ -95,8 +92,8 @@ class SlotHeader(msgspec.Struct):
     """Opaque auxiliary state (RNG, schedulers, ...), covered by the checksum of the frame."""
     settings: bytes = b''
     """In slot 0: encoded settings of the job (see `settings`)."""
-    placed: Placed | UnsetType = UNSET
-    """Layout and place of the owner; unset in version 2, and if the trainer has none."""
+    placed: Placed | None = None
+    """Layout and place of the owner; None if the trainer has none."""
 
     @property
     def name(self) -> WindowName:
@@ -194,7 +191,7 @@ class SlotContext(msgspec.Struct, frozen=True, omit_defaults=True):
 
     full: list[str]
     """Operators captured in full in this slot, active from here on."""
-    weights: list[str] = msgspec.field(name='light')  # as files of version 2 have it
+    weights: list[str]
     """Operators captured as compute weights, still frozen."""
     state: bytes
     """Encoded RNG, scheduler, scaler and data position, opaque to the engine."""

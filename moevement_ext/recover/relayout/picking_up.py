@@ -11,7 +11,6 @@ from moevement_ext.events import Relaid
 from moevement_ext.membership.rank import Rank
 from moevement_ext.memory.shelf import Shelf
 from moevement_ext.memory.window.file import WindowFile
-from moevement_ext.memory.window.placed import Placed
 from moevement_ext.memory.window.refused import CorruptWindow, RefusedWindow
 from moevement_ext.recover.conversion import Conversion
 from moevement_ext.recover.relayout import surplus
@@ -94,7 +93,7 @@ class PickingUp:
     def _line(self, candidate: Candidate) -> str:
         """Log line about the consequences of continuing from a window, written before."""
         placed, window = self._rank.identity.placed, candidate.window
-        assert isinstance(placed, Placed)
+        assert placed is not None
         exact = f'bit for bit what this layout computes from iteration {window.dense_at}'
         if window.length > 1:
             exact = (

@@ -17,7 +17,7 @@ from moevement_ext.capture.relaying import Division, Relaying
 from moevement_ext.faults import Phase
 from moevement_ext.memory.window.file import WindowFile
 from moevement_ext.memory.window.name import RankIdentity, Window, WindowName
-from moevement_ext.memory.window.placed import Placed, Seat
+from moevement_ext.memory.window.placed import Seat
 from moevement_ext.memory.window.settings import encode
 from moevement_ext.memory.window.slot import (
     FORMAT_VERSION,
@@ -55,7 +55,7 @@ class RelaidWindow:
         wanted: Collection[int],
         window: Window,
     ) -> None:
-        assert isinstance(identity.placed, Placed)  # without one no window is found
+        assert identity.placed is not None  # without one no window is found
         self._identity = identity
         self._slices = slices
         self._relaying = relaying

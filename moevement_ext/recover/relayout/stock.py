@@ -52,7 +52,7 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
     `StoreInUseError` if a live job has another layout of the run.
     """
     placed = identity.placed
-    if not isinstance(placed, Placed):
+    if placed is None:
         return Stock([], [], host=host_identity())
     seen, runs, refused, unread = [], [], set[str](), dict[str, int]()
     for run in shelf.runs():
@@ -73,14 +73,14 @@ def take_stock(identity: RankIdentity, config: SparseCheckpointConfig, shelf: Sh
 
 def _in_what(header: SlotHeader, identity: RankIdentity) -> str:
     """Names of the settings by which the job that captured a slot is another training."""
-    if not isinstance(header.placed, Placed):
-        return f'format version {header.version} says no layout, so that only its own reads it'
+    if header.placed is None:
+        return 'it says no layout, so that only its own reads it'
     was = decode(header.settings) if header.settings else RunSettings()
     was, now = (msgspec.structs.replace(one, layout={}) for one in (was, identity.settings))
     return told(differences(was, now).decisive) or 'it is of another training'
 
 
 def _seen(part: Part, header: SlotHeader) -> _Seen:
-    assert isinstance(header.placed, Placed)
+    assert header.placed is not None
     operators = {record.operator for record in header.records}
     return _Seen(part, header.placed, sorted(operators))

@@ -262,43 +262,25 @@ def test_file_bytes_match_the_format_version(shm: Path) -> None:
         launched = b'' if slot else encode(RunSettings({'--seed': '1'}))
         placed = Placed('training', Layout(4, pipeline=2, data=2), Seat(pipeline=1))
         file.seal_slot(msgspec.structs.replace(header, settings=launched, placed=placed))
-    assert FORMAT_VERSION == 3
-    assert digest(shm / 'w') == 'ec1e07f13b6916762590d87a671c6316fa7d4ab6c38a851ba5a9e2f1367bf26a'
+    assert FORMAT_VERSION == 4
+    assert digest(shm / 'w') == '624d946f97e8b989b53e1715ca09d1410e447fea6e6ea6c365276b8f098baef3'
 
 
-def test_window_of_the_previous_format_version_is_read(
-    shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Byte for byte as the previous release wrote it, without the seat of its owner."""
-    monkeypatch.setattr(window_format, 'FORMAT_VERSION', 2)
-    file = WindowFile.create(shm / 'w', capacity())
-    file.begin(named(5))
-    for slot in range(WINDOW):
-        header = msgspec.structs.replace(make_header(slot, start=5), version=2)
-        payload = file.reserve_slot(slot, header.payload_bytes)
-        payload[:] = np.arange(header.payload_bytes) % 251
-        launched = b'' if slot else encode(RunSettings({'--seed': '1'}))
-        file.seal_slot(msgspec.structs.replace(header, settings=launched))
-    assert digest(shm / 'w') == '46e6991a5b89cb8e7c76f6ef4ca69760fe94652971e9d84c183ecfe0201e0e5b'
-    monkeypatch.undo()
-    headers = WindowFile.open(shm / 'w').verify(Expected(RUN, TOPOLOGY, 0, named(5)))
-    assert [header.version for header in headers] == [2] * WINDOW
-    assert all(header.placed is msgspec.UNSET for header in headers)
-
-
-def test_unknown_file_version_is_refused(shm: Path) -> None:
+@pytest.mark.parametrize('version', [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def test_another_file_version_is_refused(shm: Path, version: int) -> None:
     file = make_file(shm / 'w')
-    file.array[8] = FORMAT_VERSION + 1
-    with pytest.raises(UnknownVersion, match=f'version {FORMAT_VERSION + 1}'):
+    file.array[8] = version
+    with pytest.raises(UnknownVersion, match=f'version {version}, this program reads 4;'):
         load(shm / 'w')
 
 
-def test_unknown_header_version_is_refused(shm: Path) -> None:
+@pytest.mark.parametrize('version', [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def test_another_header_version_is_refused(shm: Path, version: int) -> None:
     file = WindowFile.create(shm / 'w', capacity())
     file.begin(named(0))
     header = make_header(0)
     file.reserve_slot(0, header.payload_bytes)
-    file.seal_slot(msgspec.structs.replace(header, version=FORMAT_VERSION + 1))
+    file.seal_slot(msgspec.structs.replace(header, version=version))
     with pytest.raises(UnknownVersion):
         file.headers()
 
