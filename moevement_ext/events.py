@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from moevement_ext.errors import UserError
 from moevement_ext.event_file import EventFile, probe
@@ -42,10 +41,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         cls.name = re.sub('(?<!^)(?=[A-Z])', '_', cls.__name__).lower()
 
     def own_fields(self) -> dict[str, Any]:
-        """The set fields of this event class, without the fields of every line."""
+        """The fields of this event class, without the fields of every line."""
         own = (name for name in self.__struct_fields__ if name not in Event.__struct_fields__)
-        values = ((name, getattr(self, name)) for name in own)
-        return {name: value for name, value in values if value is not UNSET}
+        return {name: getattr(self, name) for name in own}
 
 
 class WorkerStarted(Event, frozen=True, kw_only=True):
@@ -95,10 +93,10 @@ class Protected(Event, frozen=True, kw_only=True):
     """Bytes of each operator captured in full, and as compute weights."""
     experts: list[str]
     """The operators that are experts."""
-    strategy: str | UnsetType = UNSET
-    """`--sparse-ckpt-strategy`, unless it is moevement."""
-    interval: int | UnsetType = UNSET
-    """Iterations from one window to the next, if not all are captured."""
+    strategy: str
+    """`--sparse-ckpt-strategy`."""
+    interval: int
+    """Iterations from one window to the next; more than `window` if not all are captured."""
 
 
 class WindowCommitted(Event, frozen=True, kw_only=True):
@@ -108,17 +106,17 @@ class WindowCommitted(Event, frozen=True, kw_only=True):
     """First iteration of the window."""
     plan: str
     """Digest of the plan that cut it into slots."""
-    slots: list[int] | UnsetType = UNSET
+    slots: list[int]
     """Payload bytes of each slot."""
-    training_s: float | UnsetType = UNSET
+    training_s: float
     """Seconds in iterations since the start of the process, without replays."""
-    exposed_s: float | UnsetType = UNSET
+    exposed_s: float
     """Seconds by which sparse checkpointing delayed training since the start of the process."""
-    copy_bytes_per_s: float | None | UnsetType = UNSET
+    copy_bytes_per_s: float | None
     """Measured rate of the copies to host memory."""
-    send_bytes_per_s: float | None | UnsetType = UNSET
+    send_bytes_per_s: float | None
     """Measured send rate to holders of replicas; None before the first send."""
-    helpers_s: float | UnsetType = UNSET
+    helpers_s: float
     """CPU seconds of this process's Python threads but the training thread, since their start."""
 
 
@@ -149,10 +147,10 @@ class Replanned(Event, frozen=True, kw_only=True):
     """Iterations per window."""
     version: int
     """Sequence number of the plan in the run."""
-    shares: dict[str, float] | UnsetType = UNSET
+    shares: dict[str, float]
     """Share of the layer's tokens, by expert on this rank."""
-    interval: int | UnsetType = UNSET
-    """Iterations from one window to the next, if not all are captured."""
+    interval: int
+    """Iterations from one window to the next; more than `window` if not all are captured."""
 
 
 class ProtectionReduced(Event, frozen=True, kw_only=True):
@@ -164,12 +162,12 @@ class ProtectionReduced(Event, frozen=True, kw_only=True):
 class FailureDetected(Event, frozen=True, kw_only=True):
     """A living rank aborts its iteration (`reason`), or a new job finds earlier windows."""
 
-    reason: str | UnsetType = UNSET
-    """The failure, on a living rank."""
-    committed: int | UnsetType = UNSET
-    """The newest iteration that a rank of the earlier job had committed."""
-    windows: int | UnsetType = UNSET
-    """Number of windows complete on all ranks, at a restart of the job."""
+    reason: str | None = None
+    """The failure, on a living rank; None at a restart of the job."""
+    committed: int | None = None
+    """At a restart: the newest iteration that a rank of the earlier job had committed."""
+    windows: int | None = None
+    """At a restart: the number of windows complete on all ranks."""
 
 
 class RecoveryPhase(Event, frozen=True, kw_only=True):
@@ -185,8 +183,8 @@ class RecoveryStarted(Event, frozen=True, kw_only=True):
     """First iteration of the window from which it starts."""
     dense_at: int
     """Iteration of the last slot of that window, after which the state is dense."""
-    source: str | UnsetType = UNSET
-    """Source of this rank's window: `own memory`, `rank <holder>` or `disk`; not set in a localized
+    source: str | None = None
+    """Source of this rank's window: `own memory`, `rank <holder>` or `disk`; None in a localized
     recovery, which fetches the window during the replay."""
 
 
@@ -209,16 +207,16 @@ class Relaid(Event, frozen=True, kw_only=True):
 class Recovered(Event, frozen=True, kw_only=True):
     """This rank has finished a recovery, by a replay or by waiting for other ranks."""
 
-    scope: str | UnsetType = UNSET
-    """`localized`, or `global` if all stages rolled back in living processes. This field and the
-    next four are not set if the whole job restarted."""
-    target: int | UnsetType = UNSET
+    scope: str = 'whole-job'
+    """`localized`, or `global` if all stages rolled back in living processes. `whole-job` has
+    the defaults of the next four fields."""
+    target: int | None = None
     """The committed iteration from which all ranks continue."""
-    stages: list[int] | UnsetType = UNSET
+    stages: list[int] = []
     """Pipeline stages that rolled back."""
-    replacements: list[int] | UnsetType = UNSET
+    replacements: list[int] = []
     """Ranks with a replaced process."""
-    copied: list[int] | UnsetType = UNSET
+    copied: list[int] = []
     """Ranks that copied the state of a data-parallel replica."""
     replayed: int
     """Iterations that this rank recomputed."""
@@ -230,9 +228,9 @@ class Recovered(Event, frozen=True, kw_only=True):
     """Operators and scalars that differ from the state before the failure."""
     seconds: dict[str, float]
     """Seconds by phase, on this rank."""
-    iterations: int | UnsetType = UNSET
+    iterations: int
     """Iterations whose loss or gradient norm was compared with the ledger."""
-    went_on: int | UnsetType = UNSET
+    went_on: int = 0
     """Failures of other stages that this rank's replay survived; localized only."""
 
     @property
@@ -243,7 +241,7 @@ class Recovered(Event, frozen=True, kw_only=True):
     @property
     def by_scope(self) -> dict[str, int]:
         """Count one recovery under its scope."""
-        return {self.scope if isinstance(self.scope, str) else 'whole-job': 1}
+        return {self.scope: 1}
 
 
 class TokensLost(Event, frozen=True, kw_only=True):

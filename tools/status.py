@@ -129,8 +129,7 @@ def silent(history: History) -> list[int]:
 
 def _between_windows(history: History) -> float:
     """Most iterations between windows that a rank writes: of short ones, not each (`EventLog`)."""
-    window = max(map(len, history.slots.values()), default=1)
-    return max(window, WINDOW_EVERY_S / history.pace.iteration_s if history.pace else 0)
+    return max(1, history.window, WINDOW_EVERY_S / history.pace.iteration_s if history.pace else 0)
 
 
 def missing(history: History) -> list[int]:
@@ -204,11 +203,8 @@ def _protection(history: History) -> Text:
         return Text('no window is safe on all ranks yet: a failure starts over', 'red')
     age = history.iteration - newest
     text = f'newest window that all have begins at {newest}, {age} iterations ago'
-    if not history.slots:  # an older version wrote the events
-        return Text(text)
-    window = max(len(slots) for slots in history.slots.values())
     late = age > _LATE_WINDOWS * _between_windows(history)
-    return Text(f'{text}; windows of {window}', 'red' if late else '')
+    return Text(f'{text}; windows of {history.window}', 'red' if late else '')
 
 
 def _stages(history: History) -> Table:

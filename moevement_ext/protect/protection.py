@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-from msgspec import UNSET
 
 from moevement_ext.capture.operators import Operators
-from moevement_ext.config import AUTO, MOEVEMENT, OFF, SOFT, STOP, node_name
+from moevement_ext.config import AUTO, OFF, SOFT, STOP, node_name
 from moevement_ext.cpu_cost import OtherWork
 from moevement_ext.events import Protected
 from moevement_ext.membership.rank import Rank
@@ -211,8 +210,8 @@ class Protection:
                 for name, held in operators.slices.items()
             },
             experts=[name for name, kind in operators.kinds.items() if kind == 'expert'],
-            strategy=UNSET if config.strategy == MOEVEMENT else config.strategy,
-            interval=cycle.interval,
+            strategy=config.strategy,
+            interval=cycle.period,
         )
 
     def stop_waiting_if(self, in_vain: Callable[[], bool]) -> None:

@@ -44,7 +44,7 @@ def event(plan: Cycle, operators: Collection[str]) -> Replanned:
         window=plan.plan.window,
         version=plan.version,
         shares={name: share for name, share in shares.items() if name in operators},
-        interval=plan.interval,
+        interval=plan.period,
     )
 
 

@@ -21,6 +21,10 @@ from tests.unit.replicate.peers import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 LONG = 'x' * 20_000
+_FIGURES = {
+    'slots': [7, 8], 'training_s': 1.5, 'exposed_s': 0.25, 'copy_bytes_per_s': 9.0,
+    'send_bytes_per_s': None, 'helpers_s': 0.5,
+}  # fmt: skip
 NAMES = (
     'device_problem failure_detected finished job_described loss_logged next_tier protected '
     'protection_reduced recovered recovery_phase recovery_started relaid replanned tokens_lost '
@@ -40,7 +44,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_flag(tmp_path: Pat
 def test_line_has_time_process_and_event(tmp_path: Path) -> None:
     log = EventLog(str(tmp_path / 'events'), 3)
     log.iteration = 7
-    log.emit(events.WindowCommitted(start=4, plan='a'))
+    log.emit(events.WindowCommitted(start=4, plan='a', **_FIGURES))
     log.close()
     [line] = (tmp_path / 'events' / 'rank3.jsonl').read_text().splitlines()
     event = json.loads(line)
@@ -52,6 +56,7 @@ def test_line_has_time_process_and_event(tmp_path: Path) -> None:
         'iteration': 7,
         'start': 4,
         'plan': 'a',
+        **_FIGURES,
     }
 
 
@@ -65,7 +70,7 @@ def test_short_windows_write_one_event_of_a_kind_a_second(
     log, heard = EventLog(str(tmp_path), 0), list[events.Event]()
     log.listeners.append(heard.append)
     for start in range(200):  # of 10 s
-        log.emit(events.WindowCommitted(start=start, plan='a'))
+        log.emit(events.WindowCommitted(start=start, plan='a', **_FIGURES))
         log.emit(events.WindowPersisted(start=start, plan='a'))
         now += 0.05
     log.emit(events.Finished(removed=True))
@@ -82,21 +87,20 @@ def test_bytes_that_are_no_text_cost_no_event_and_no_training(tmp_path: Path) ->
     """As in a path of another encoding, or of any in a locale that knows ASCII alone."""
     log = EventLog(str(tmp_path), 0)
     log.emit(events.FailureDetected(reason='/data/m\udcfcller is gone'))
-    log.emit(events.WindowCommitted(start=4, plan='a'))
+    log.emit(events.WindowCommitted(start=4, plan='a', **_FIGURES))
     log.close()
     lost, committed = events.decode((tmp_path / 'rank0.jsonl').read_bytes())
     assert lost.reason == '/data/m?ller is gone' and committed.start == 4
 
 
 _LOCALIZED = {'scope': 'localized', 'target': 40, 'stages': [1], 'replacements': [2], 'copied': [3]}
-_VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0']}
+_VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'], 'iterations': 5}
 
 
 @pytest.mark.parametrize(
     ('event', 'fields'),
     [
         (events.WorkerStarted(start_up_s=0.5), ',"start_up_s":0.5'),
-        (events.WindowCommitted(start=4, plan='a'), ',"start":4,"plan":"a"'),
         (
             events.Protected(
                 node='n0',
@@ -108,52 +112,53 @@ _VERIFIED = {'verified': 3, 'verified_at': 39, 'differing': ['layers.1.expert.0'
                 host_memory={'ledger': 8},
                 operators={'layers.1.router': (12, 2)},
                 experts=[],
+                strategy='moevement',
+                interval=2,
             ),
             ',"node":"n0","stage":1,"world_size":4,"copies":2,"replicas":1,"window":2,'
-            '"host_memory":{"ledger":8},"operators":{"layers.1.router":[12,2]},"experts":[]',
+            '"host_memory":{"ledger":8},"operators":{"layers.1.router":[12,2]},"experts":[],'
+            '"strategy":"moevement","interval":2',
         ),
         (
-            events.WindowCommitted(
-                start=4,
-                plan='a',
-                slots=[7, 8],
-                training_s=1.5,
-                exposed_s=0.25,
-                copy_bytes_per_s=9.0,
-                send_bytes_per_s=None,
-            ),
+            events.WindowCommitted(start=4, plan='a', **_FIGURES),
             ',"start":4,"plan":"a","slots":[7,8],"training_s":1.5,"exposed_s":0.25,'
-            '"copy_bytes_per_s":9.0,"send_bytes_per_s":null',
+            '"copy_bytes_per_s":9.0,"send_bytes_per_s":null,"helpers_s":0.5',
         ),
         (events.WindowPersisted(start=4, plan='a'), ',"start":4,"plan":"a"'),
         (events.WindowOnDisk(start=4, plan='a'), ',"start":4,"plan":"a"'),
         (
-            events.Replanned(origin=8, window=2, version=1),
-            ',"origin":8,"window":2,"version":1',
-        ),
-        (
-            events.Replanned(origin=8, window=2, version=1, shares={'layers.1.expert.0': 0.5}),
-            ',"origin":8,"window":2,"version":1,"shares":{"layers.1.expert.0":0.5}',
+            events.Replanned(origin=8, window=2, version=1, shares={'a': 0.5}, interval=2),
+            ',"origin":8,"window":2,"version":1,"shares":{"a":0.5},"interval":2',
         ),
         (events.ProtectionReduced(reason='full'), ',"reason":"full"'),
-        (events.FailureDetected(reason='rank 2'), ',"reason":"rank 2"'),
-        (events.FailureDetected(committed=40, windows=2), ',"committed":40,"windows":2'),
+        (
+            events.FailureDetected(reason='rank 2'),
+            ',"reason":"rank 2","committed":null,"windows":null',
+        ),
+        (
+            events.FailureDetected(committed=40, windows=2),
+            ',"reason":null,"committed":40,"windows":2',
+        ),
         (events.RecoveryPhase(phase='meet'), ',"phase":"meet"'),
-        (events.RecoveryStarted(start=36, dense_at=39), ',"start":36,"dense_at":39'),
+        (
+            events.RecoveryStarted(start=36, dense_at=39),
+            ',"start":36,"dense_at":39,"source":null',
+        ),
         (
             events.RecoveryStarted(start=36, dense_at=39, source='disk'),
             ',"start":36,"dense_at":39,"source":"disk"',
         ),
         (
             events.Recovered(replayed=4, **_VERIFIED, seconds={'find': 0.5}),
-            ',"replayed":4,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
-            '"seconds":{"find":0.5}',
+            ',"scope":"whole-job","target":null,"stages":[],"replacements":[],"copied":[],'
+            '"replayed":4,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
+            '"seconds":{"find":0.5},"iterations":5,"went_on":0',
         ),
         (
             events.Recovered(**_LOCALIZED, replayed=0, **_VERIFIED, seconds={'detect': 0.5}),
             ',"scope":"localized","target":40,"stages":[1],"replacements":[2],"copied":[3],'
             '"replayed":0,"verified":3,"verified_at":39,"differing":["layers.1.expert.0"],'
-            '"seconds":{"detect":0.5}',
+            '"seconds":{"detect":0.5},"iterations":5,"went_on":0',
         ),
         (
             events.NextTier(reason='no log', tier='the whole job'),
@@ -222,7 +227,9 @@ def test_lines_of_concurrent_threads_are_whole(tmp_path: Path) -> None:
 
     def emit(thread: int) -> None:
         for count in range(200):
-            log.emit(events.Replanned(origin=thread, window=count, version=1))
+            log.emit(
+                events.Replanned(origin=thread, window=count, version=1, shares={}, interval=1)
+            )
             log.emit(events.ProtectionReduced(reason=LONG[: count * 100]))
 
     with ThreadPoolExecutor(8) as threads:

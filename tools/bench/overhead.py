@@ -169,13 +169,13 @@ def helpers_s(events: Iterable[Event], warm_up: int) -> float:
         if event.start >= warm_up:
             by_rank[event.rank].append(event)
     spans = [(of_rank[0], of_rank[-1]) for of_rank in by_rank.values() if len(of_rank) > 1]
-    seconds = sum((last.helpers_s or 0.0) - (first.helpers_s or 0.0) for first, last in spans)
+    seconds = sum(last.helpers_s - first.helpers_s for first, last in spans)
     iterations = sum(_end(last) - _end(first) for first, last in spans)
     return seconds / iterations if iterations else 0.0
 
 
 def _end(committed: WindowCommitted) -> int:
-    return committed.start + len(committed.slots or [])
+    return committed.start + len(committed.slots)
 
 
 def summarize(

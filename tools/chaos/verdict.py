@@ -20,8 +20,7 @@ def recoveries(events: Sequence[Event], ranks: int) -> list[Episode]:
 
 
 def replaced(recovery: Episode) -> list[int]:
-    told = (one.replacements for one in recovery.recovered if isinstance(one.replacements, list))
-    return sorted({rank for ranks in told for rank in ranks})
+    return sorted({rank for one in recovery.recovered for rank in one.replacements})
 
 
 def problems(events: Sequence[Event], ranks: int, failures: int, kinds: Sequence[str]) -> list[str]:

@@ -6,8 +6,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from msgspec import UNSET
-
 from moevement_ext.events import (
     Event,
     FailureDetected,
@@ -97,7 +95,7 @@ def turns(
             case RecoveryPhase() | RecoveryStarted() | FailureDetected() if fresh:
                 found.pop()  # the process was set up for a recovery
                 fresh = False
-            case FailureDetected() if event.reason is not UNSET:
+            case FailureDetected() if event.reason is not None:
                 found.append((event.time, Doing.WAITING))
             case WindowCommitted():
                 fresh = False

@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from msgspec import UNSET
-
 from moevement_ext.events import (
     Event,
     FailureDetected,
@@ -112,8 +110,7 @@ class Episode:
     @property
     def stages(self) -> list[int]:
         """Pipeline stages that went back in a localized recovery."""
-        found = (event.stages for event in self.recovered if event.stages is not UNSET)
-        return sorted({stage for stages in found for stage in stages})
+        return sorted({stage for event in self.recovered for stage in event.stages})
 
     @property
     def replayed(self) -> int:
@@ -186,7 +183,7 @@ class History:
 
     @property
     def about(self) -> JobDescribed | None:
-        """Description of the job; None if an older version wrote the events."""
+        """Description of the job; None before rank 0 has begun."""
         return next(reversed(kind_of(self.events, JobDescribed)), None)
 
     @cached_property
@@ -284,7 +281,7 @@ class History:
         reports = kind_of(self.events, Recovered)
         first, second = (
             {event.rank: (event.target, event.replacements) for event in reports
-             if start <= event.time <= end and event.target is not UNSET}
+             if start <= event.time <= end and event.target is not None}
             for start, end in (before, after)
         )  # fmt: skip
         same = any(report in first.values() for report in second.values())
@@ -315,10 +312,14 @@ class History:
         return Pace.of([piece for pieces in self.progress.values() for piece in pieces])
 
     @cached_property
+    def window(self) -> int:
+        """Slots of the newest window; 0 before the first."""
+        return max(map(len, self.slots.values()), default=0)
+
+    @cached_property
     def window_s(self) -> float:
         """Undisturbed seconds from one window to the next; 0 if unknown."""
-        window = max(map(len, self.slots.values()), default=0)
-        return 0.0 if self.pace is None else window * self.pace.iteration_s
+        return 0.0 if self.pace is None else self.window * self.pace.iteration_s
 
     @property
     def iteration(self) -> int:
@@ -350,9 +351,8 @@ class History:
 
     @cached_property
     def slots(self) -> dict[int, list[int]]:
-        """Bytes of each slot of the newest window, by rank, if reported."""
-        newest = self.newest(WindowCommitted)
-        return {rank: event.slots for rank, event in newest.items() if event.slots is not UNSET}
+        """Bytes of each slot of the newest window, by rank."""
+        return {rank: event.slots for rank, event in self.newest(WindowCommitted).items()}
 
     @cached_property
     def persisting_s(self) -> list[float]:
@@ -431,10 +431,7 @@ def _progress(events: Iterable[Event]) -> Iterator[Progress]:
 
 def _piece(before: WindowCommitted, after: WindowCommitted) -> Iterator[Progress]:
     iterations = after.iteration - before.iteration
-    if iterations > 0 and isinstance(before.training_s, float | int):
-        assert isinstance(after.training_s, float | int)
-        assert isinstance(before.exposed_s, float | int)
-        assert isinstance(after.exposed_s, float | int)
+    if iterations > 0:
         yield Progress(
             after.time, iterations,
             after.training_s - before.training_s, after.exposed_s - before.exposed_s,

@@ -49,14 +49,13 @@ def read_plan(path: Path) -> Plan:
 def compare(plan: Plan, history: History, shares: Shares | None) -> list[tuple[str, str, str]]:
     """Name of each figure, planned, measured; a dash where the run has none yet."""
     pace = history.pace
-    windows = [len(slots) for slots in history.slots.values()]
     downs = [episode.end - episode.start for episode in history.episodes if episode.end]
     nodes: Counter[str] = Counter()
     for place in history.places.values():
         nodes[place.node] += sum(place.host_memory.values())
     planned_memory = plan.host_memory_bytes_per_node.get('total', 0)
     return [
-        ('window', str(plan.window), str(max(windows)) if windows else '–'),
+        ('window', str(plan.window), str(history.window or '–')),
         ('iteration', duration(plan.iteration_s),
          duration(pace.iteration_s - pace.exposed_s) if pace else '–'),
         ('held up per iteration', duration(plan.overhead_s),

@@ -97,8 +97,8 @@ def memory_rows(history: History) -> list[tuple[str, int, dict[str, int]]]:
 
 def figures(history: History) -> dict[str, str]:
     found: dict[str, str] = {}
-    if history.slots:
-        found['iterations per window'] = str(max(len(slots) for slots in history.slots.values()))
+    if history.window:
+        found['iterations per window'] = str(history.window)
     if history.places:
         replicas = min(place.replicas for place in history.places.values())
         found['copies in other failure domains'] = str(replicas)

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from msgspec import UNSET
-
 from moevement_ext.events import Protected, Replanned, WindowCommitted
 from tools.lab.arguments import Parser
 from tools.lab.errors import LabError
@@ -46,8 +44,8 @@ def derive(folder: Path, given: Mapping[str, float]) -> Profile:
     pace, places = history.pace, history.places
     if pace is None or not places:
         raise ProfileError(
-            f'{folder}: no rank has trained from one window to the next yet, or an older version '
-            'wrote the events; give those of a longer run'
+            f'{folder}: no rank has trained from one window to the next yet; give the events of '
+            'a longer run'
         )
     largest = max(places.values(), key=lambda place: sum(full for full, _ in _sizes(place)))
     restart_s, how = _restart(history)
@@ -83,8 +81,7 @@ def _sizes(place: Protected) -> list[tuple[int, int]]:
 def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...]:
     """Operators of a rank; experts have equal shares until their popularity is known."""
     plans = history.newest(Replanned)
-    newest = plans[place.rank].shares if place.rank in plans else UNSET
-    shares = newest or {}
+    shares = plans[place.rank].shares if place.rank in plans else {}
     experts = set(place.experts)
     return tuple(
         OperatorProfile(name, full, weights, shares.get(name, 0.0 if shares else 1.0)
@@ -96,7 +93,7 @@ def _operators(history: History, place: Protected) -> tuple[OperatorProfile, ...
 def _slowest(history: History, field: str) -> float | None:
     """The slowest of all ranks' newest rates; None without any."""
     rates = (getattr(event, field) for event in history.newest(WindowCommitted).values())
-    return min((rate for rate in rates if isinstance(rate, float | int)), default=None)
+    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def _restart(history: History) -> tuple[float, str]:

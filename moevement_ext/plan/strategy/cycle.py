@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from moevement_ext.plan.byte_planner import WindowPlan
 
@@ -34,11 +34,6 @@ class Cycle(Struct, frozen=True):
     def period(self) -> int:
         """Iterations from the start of a window to the start of the next."""
         return self.plan.window + self.idle
-
-    @property
-    def interval(self) -> int | UnsetType:
-        """`period` as an event reports it: unset without idle iterations."""
-        return self.period if self.idle else UNSET
 
     def position(self, iteration: int) -> int:
         """Iterations since the cycle that captures the state after `iteration` began."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from msgspec import UNSET
 
 from moevement_ext.events import NextTier, Recovered, WorkerStarted
 from tests.distributed.conftest import differences, read_digest
@@ -139,7 +138,7 @@ def wrong_recoveries(job: Cluster, faults: Sequence[Fault], before: int) -> Iter
         for event in job.events_of(Recovered, rank):
             if event.differing:
                 yield f'rank {rank} at {event.iteration}: {event.differing[:_SHOWN]} differ'
-            if event.scope is UNSET:
+            if event.scope == 'whole-job':
                 verified += event.verified
                 if not before or event.pid not in together:
                     yield f'rank {rank} at {event.iteration}: recovered with the whole job'

@@ -4,7 +4,14 @@
 from datetime import datetime, timedelta
 from typing import Any
 
-from moevement_ext.events import Event, Recovered, WindowPersisted
+from moevement_ext.events import (
+    Event,
+    Protected,
+    Recovered,
+    Replanned,
+    WindowCommitted,
+    WindowPersisted,
+)
 from tools.lab.hardware import Hardware
 from tools.lab.run_log import Iteration, RunLog
 
@@ -14,9 +21,13 @@ CONVERTED = (
     ' sparse ckpt | converted window: 2 | dense at iteration: 4 | replayed iterations: 2 |\n'
 )
 _DEFAULTS: dict[type[Event], dict[str, Any]] = {
-    Recovered: {'replayed': 0, 'verified': 0, 'verified_at': -1, 'differing': [], 'seconds': {}},
+    Protected: {'strategy': 'moevement', 'interval': 2},
+    Recovered: {'replayed': 0, 'verified': 0, 'verified_at': -1, 'differing': [], 'seconds': {},
+                'iterations': 0},
+    Replanned: {'interval': 2},
+    WindowCommitted: {'helpers_s': 0.0},
     WindowPersisted: {'start': 0, 'plan': 'a'},
-}
+}  # fmt: skip
 
 
 def event(kind: type[Event], rank: int, time: float, **fields: Any) -> Event:

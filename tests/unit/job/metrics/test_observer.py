@@ -84,7 +84,8 @@ def test_recovery_updates_all_its_counters(scope: str) -> None:
     meter.added.clear()
     done = {'replayed': 2, 'verified': 3, 'verified_at': 9, 'differing': ['a', 'b', 'c', 'd']}
     of_scope = {'scope': scope} if scope == 'localized' else {}
-    observer.event(Recovered(**of_scope, **done, seconds={'find': 0.5, 'replay': 1.0}))
+    seconds = {'find': 0.5, 'replay': 1.0}
+    observer.event(Recovered(**of_scope, **done, iterations=1, seconds=seconds))
     observer.close()
     parts = [
         (f'recoveries {scope}', 1),

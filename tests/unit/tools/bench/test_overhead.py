@@ -220,8 +220,9 @@ def test_missing_transformer_engine_is_refused_with_a_hint_at_stand_ins(
 
 def committed(rank: int, start: int, slots: int, helpers_s: float) -> WindowCommitted:
     return WindowCommitted(
-        rank=rank, start=start, plan='plan', slots=[1] * slots, helpers_s=helpers_s
-    )
+        rank=rank, start=start, plan='plan', slots=[1] * slots, training_s=0.0, exposed_s=0.0,
+        copy_bytes_per_s=None, send_bytes_per_s=None, helpers_s=helpers_s,
+    )  # fmt: skip
 
 
 def test_cpu_time_of_helpers_is_per_iteration_after_the_warm_up() -> None:

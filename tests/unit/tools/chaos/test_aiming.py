@@ -33,7 +33,7 @@ for phase in sys.argv[2].split(','):
     events.emit(RecoveryPhase(phase=phase))
     work(0.05)
 fields = {'replayed': 0, 'verified': 0, 'verified_at': -1, 'differing': [], 'seconds': {}}
-events.emit(Recovered(scope=sys.argv[3], **fields))
+events.emit(Recovered(scope=sys.argv[3], **fields, iterations=0))
 time.sleep(60)
 """
 

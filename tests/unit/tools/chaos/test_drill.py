@@ -21,7 +21,7 @@ def recovered(rank: int, **changes: Any) -> Recovered:
     usual: dict[str, Any] = {
         'scope': 'localized', 'target': 9, 'stages': [rank], 'replacements': [1], 'copied': [],
         'replayed': 3, 'verified': 4, 'verified_at': 9, 'differing': [],
-        'seconds': {'meet': 1.0, 'replay': 0.5},
+        'seconds': {'meet': 1.0, 'replay': 0.5}, 'iterations': 1,
     }  # fmt: skip
     return Recovered(rank=rank, **{**usual, **changes})
 

@@ -175,7 +175,7 @@ def test_phases_of_a_restart_follow_the_log() -> None:
 def recovered(rank: int, time: float, replayed: int) -> Recovered:
     back = Recovered(
         target=5, replayed=replayed, verified=1, verified_at=5, differing=[],
-        seconds={'convert': 0.5, 'fetch': 0.0},
+        seconds={'convert': 0.5, 'fetch': 0.0}, iterations=1,
     )  # fmt: skip
     return msgspec.structs.replace(back, rank=rank, time=time)
 

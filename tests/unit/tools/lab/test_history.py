@@ -13,7 +13,6 @@ from moevement_ext.events import (
     NextTier,
     Recovered,
     RecoveryStarted,
-    WindowCommitted,
     WorkerStarted,
 )
 from tests.unit.tools.runs import (
@@ -149,17 +148,6 @@ def test_a_second_failure_in_a_recovery_belongs_to_the_first() -> None:
     assert episode.reasons == ['rank 2 (pid 12) was killed by SIGKILL', 'rank 3 is gone']
 
 
-def test_events_of_an_older_version_give_no_pace() -> None:
-    old = [
-        event(WindowCommitted, one.rank, one.time, pid=one.pid, iteration=one.iteration,
-              start=one.start, plan=one.plan) if isinstance(one, WindowCommitted) else one
-        for one in localized_run()
-    ]  # fmt: skip
-    history = History(old)
-    assert history.pace is None and shares(history) is None and history.slots == {}
-    assert len(history.episodes) == 1
-
-
 def test_several_ranks_are_combined_to_one_lane() -> None:
     assert together([
         [Span(TRAINING, 0, 4), Span(WAITING, 4, 9), Span(TRAINING, 9, 12)],
@@ -231,7 +219,8 @@ class TestFiles:
         with pytest.raises(LabError, match='no events .*give the folder of --sparse-ckpt-events'):
             read_history(tmp_path)
 
-    def test_other_files_are_refused(self, tmp_path: Path) -> None:
-        (tmp_path / 'rank0.jsonl').write_bytes(msgspec.json.encode([1]) + b'\n')
+    @pytest.mark.parametrize('line', [[1], {'event': 'window_committed', 'start': 0, 'plan': 'a'}])
+    def test_other_files_are_refused(self, tmp_path: Path, line: object) -> None:
+        (tmp_path / 'rank0.jsonl').write_bytes(msgspec.json.encode(line) + b'\n')
         with pytest.raises(LabError, match=r'rank0.jsonl holds something else than events'):
             read_history(tmp_path)

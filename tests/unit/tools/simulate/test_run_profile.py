@@ -93,7 +93,7 @@ def test_launch_gives_the_restart_without_a_failure(tmp_path: Path) -> None:
     ('events', 'message'),
     [
         ([], 'there are no events'),
-        ([one for one in localized_run() if one.time < 5], 'give those of a longer run'),
+        ([one for one in localized_run() if one.time < 5], 'give the events of a longer run'),
         (changed(WindowCommitted, send_bytes_per_s=None), 'give --network-bandwidth'),
     ],
     ids=['none', 'too few', 'no replicas'],
