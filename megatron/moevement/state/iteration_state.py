@@ -16,7 +16,6 @@ from megatron.core.num_microbatches_calculator import (
     get_current_running_global_batch_size,
     update_num_microbatches,
 )
-from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
@@ -250,16 +249,12 @@ def _restore_settings(
 
 
 def _scaler_state(scaler: Any) -> ScalerState:
-    dynamic = isinstance(scaler, DynamicGradScaler)
-    return ScalerState(
-        scale=scaler._scale.item(),
-        growth_tracker=scaler._growth_tracker if dynamic else 0,
-        hysteresis_tracker=scaler._hysteresis_tracker if dynamic else 0,
-    )
+    dynamic = scaler.state_dict()
+    if not dynamic:
+        return ScalerState(scaler.scale.item(), growth_tracker=0, hysteresis_tracker=0)
+    return ScalerState(**dynamic | {'scale': scaler.scale.item()})
 
 
 def _restore_scaler(scaler: Any, state: ScalerState) -> None:
-    scaler._scale.fill_(state.scale)
-    if isinstance(scaler, DynamicGradScaler):
-        scaler._growth_tracker = state.growth_tracker
-        scaler._hysteresis_tracker = state.hysteresis_tracker
+    scale = torch.full_like(scaler.scale, state.scale)
+    scaler.load_state_dict(msgspec.structs.asdict(state) | {'scale': scale})
