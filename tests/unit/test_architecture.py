@@ -5,12 +5,15 @@ Each list of exceptions is exact: what has been repaired must be taken off it.
 """
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from megatron.moevement.seams import patches
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ('moevement_ext', 'megatron', 'tools', 'examples', 'scripts', 'pretrain_gpt.py')
@@ -255,6 +258,78 @@ def test_upstream_is_patched_in_one_place_only() -> None:
 )
 def test_every_way_to_patch_is_seen(source: str, packages: set[str]) -> None:
     assert set(patched(ast.parse(source))) == packages
+
+
+# ---- private names of upstream
+
+PRIVATE_ELSEWHERE = {
+    '_actions': 'of argparse',
+    **dict.fromkeys(
+        (
+            '_apply_scale',
+            '_data',
+            '_is_first_fp8_module',
+            '_quantizer',
+            '_rowwise_data',
+            '_rowwise_scale_inv',
+            '_scale_inv',
+            '_scales',
+        ),
+        'of Transformer Engine: tests/transformer_engine/test_sources.py looks for it',
+    ),
+}
+"""Private names that no check at start knows, and why."""
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch('_[A-Za-z][A-Za-z0-9_]*', name) is not None
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Private names that a source reads or sets, of objects other than its own classes'."""
+    own, maybe_own, others = set(), set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                own.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.Attribute(value=ast.Name(id='self' | 'cls'), attr=name, ctx=context):
+                (own if isinstance(context, ast.Store) else maybe_own).add(name)
+            case ast.Constant(value=str(name)):
+                maybe_own.add(name)
+            case ast.Attribute(attr=name):
+                others.add(name)
+            case ast.ImportFrom(names=names):
+                others |= {alias.name for alias in names}
+    return {name for name in others | (maybe_own - own) if is_private(name)}
+
+
+def test_every_private_name_of_upstream_is_checked_at_start() -> None:
+    found = {
+        name for tree in sources('megatron/moevement').values() for name in private_names(tree)
+    }
+    parts = (*patches.UPSTREAM, *patches.TORCH, *patches.ATTRIBUTES)
+    wrapped = {name for part in parts for name in re.split('[.:]', part)}
+    read = {name for names in patches.ATTRIBUTES.values() for name in names if is_private(name)}
+    assert found - wrapped == read | set(PRIVATE_ELSEWHERE)
+
+
+@pytest.mark.parametrize(
+    ('source', 'names'),
+    [
+        ('timer._elapsed += 1\ndel get()._timers', {'_elapsed', '_timers'}),
+        ("getattr(module, '_fused_ops', None)", {'_fused_ops'}),
+        ('from megatron.core.timers import _hidden', {'_hidden'}),
+        ('class A(Upstream):\n def f(self): self._inherited', {'_inherited'}),
+        ('class A:\n def __init__(self): self._a = 1\n def _f(self): self._a, self._f()', set()),
+        ('class A:\n _a: int\n def f(self, b): self._a, b._a', {'_a'}),
+        ("_NAME = '_quantizer'", {'_quantizer'}),
+        ("f(a.__dict__, '_', 'a _b')", set()),
+    ],
+)
+def test_every_way_to_touch_a_private_name_is_seen(source: str, names: set[str]) -> None:
+    assert private_names(ast.parse(source)) == names
 
 
 # ---- constructors

@@ -2,9 +2,10 @@
 """The only place that replaces parts of upstream.
 
 Modules that wrap, override or call a part that upstream does not promise list its parameters in the
-table. `check` compares them at start: if upstream has changed, the program ends with the names
-instead of training wrongly. Upstream calls functions through its modules and methods through their
-classes, so a wrapper set there takes effect everywhere.
+table; those that read or set such an attribute list its name in `ATTRIBUTES`. `check` compares them
+at start: if upstream has changed, the program ends with the names instead of training wrongly.
+Upstream calls functions through its modules and methods through their classes, so a wrapper set
+there takes effect everywhere.
 
 The whole package was checked against megatron-core 0.19.2 and torch 2.11 to 2.15; modules that
 depend on Transformer Engine name its versions.
@@ -169,6 +170,54 @@ UPSTREAM = {
 }  # fmt: skip
 """Parameters by part, written as `module:function` or `module:Class.method`."""
 
+ATTRIBUTES = {
+    'megatron.training.arguments:parse_args': ('_is_global_batch_size_explicitly_specified',),
+    'megatron.training.checkpointing': ('_NON_PERSISTENT_CKPT_SUBDIR',),
+    'megatron.training.global_vars': ('_GLOBAL_TIMERS',),
+    'megatron.core.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator': (
+        '_parse_schedule',
+    ),
+    'megatron.core.parallel_state': ('_DATA_PARALLEL_GROUP_GLOO',),
+    'megatron.core.rerun_state_machine:RerunStateMachine.__init__': (
+        'state', 'mode', 'saved_state', 'current_iteration', 'NOT_RUNNING_YET',
+    ),
+    'megatron.core.timers:Timers.__init__': ('_timers',),
+    'megatron.core.timers:TimerBase.__init__': ('name',),
+    'megatron.core.timers:Timer.__init__': ('_started', '_start_time', '_elapsed'),
+    'megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.__init__': (
+        'grad_reduce_handle', 'param_gather_handle', 'param_gather_dispatched', 'is_first_batch',
+        'per_param_grad_ready_counts', 'golden_per_param_grad_ready_counts', 'is_last_microbatch',
+        'grad_reduce_finished',
+    ),
+    'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer': (
+        '_get_model_param_range_map',
+    ),
+    'megatron.core.optimizer.layer_wise_optimizer:'
+    'LayerWiseDistributedOptimizer.has_grad_norm_group': ('_has_grad_norm_group_cache',),
+    'megatron.core.optimizer.optimizer:ChainedOptimizer.has_grad_norm_group': (
+        '_has_grad_norm_group_cache',
+    ),
+    'megatron.core.optimizer.optimizer:MegatronOptimizer.has_grad_norm_group': (
+        '_has_grad_norm_group_cache',
+    ),
+    'megatron.core.transformer.moe.experts:TEGroupedMLP.__init__': ('_fused_ops',),
+    'megatron.core.transformer.moe.moe_logging:MoEMetricsTracker': ('metrics',),
+    'megatron.core.transformer.moe.router:TopKRouter': ('_maintain_float32_expert_bias',),
+    'megatron.core.transformer.moe.shared_experts:SharedExpertMLP.__init__': (
+        '_overlap_state', 'cached_fc1_input', 'cached_fc2_input', 'cached_fc2_output',
+        'cached_output', 'IDLE',
+    ),
+    'megatron.core.transformer.multi_token_prediction:MTPLossLoggingHelper': (
+        'tracker', 'clean_metrics_in_tracker',
+    ),
+    'torch.autograd': ('_disable_profiler',),
+    'torch._C._autograd': ('_profiler_enabled',),
+}  # fmt: skip
+"""Attributes by their module or class, or by the function of upstream that uses or sets them.
+
+The latter are attributes of objects: to set one that upstream no longer reads changes nothing.
+"""
+
 TORCH = {
     'torch.distributed:barrier': ('group',),
     'torch.distributed:new_group': ('ranks', 'timeout', 'backend'),
@@ -196,6 +245,8 @@ def check() -> None:
     """
     for part in (*UPSTREAM, *TORCH):
         _find(part)
+    for holder in ATTRIBUTES:
+        _check_attributes(holder)
 
 
 def wrap(part: str, wrapper: Wrapper) -> None:
@@ -231,11 +282,8 @@ def _find(part: str) -> tuple[Any, str, Callable[..., object]]:
     """Module or class that holds a part, the name of the part there, and its present value."""
     module, _, path = part.partition(':')
     *outer, name = path.split('.')
-    try:
-        owner = functools.reduce(getattr, outer, importlib.import_module(module))
-        original = getattr(owner, name)
-    except (ImportError, AttributeError) as error:
-        raise _changed(part, f'is not there ({error})') from error
+    owner = _value(part, module, *outer)
+    original = _value(part, module, *outer, name)
     found = tuple(inspect.signature(original).parameters)
     expected = TORCH.get(part) or TAKING.get(part) or UPSTREAM[part]
     if part in TORCH:
@@ -247,6 +295,22 @@ def _find(part: str) -> tuple[Any, str, Callable[..., object]]:
     if compared != expected:
         raise _changed(part, f'has the parameters {found}, expected {expected}')
     return owner, name, original
+
+
+def _check_attributes(holder: str) -> None:
+    module, _, path = holder.partition(':')
+    found = inspect.unwrap(_value(holder, module, *filter(None, path.split('.'))))
+    names = found.__code__.co_names if inspect.isfunction(found) else dir(found)
+    for name in ATTRIBUTES[holder]:
+        if name not in names:
+            raise _changed(holder, f'has no {name}')
+
+
+def _value(part: str, module: str, *path: str) -> Any:
+    try:
+        return functools.reduce(getattr, path, importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise _changed(part, f'is not there ({error})') from error
 
 
 def _changed(part: str, how: str) -> UserError:

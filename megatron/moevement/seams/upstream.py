@@ -65,7 +65,6 @@ def fill_first_step_caches(optimizer: MegatronOptimizer, config: TransformerConf
     wait for ever.
     """
     assert SEPARATE_GRAD_NORM_GROUPS == (MTP_GRAD_NORM_GROUP,)
-    assert '_has_grad_norm_group_cache' in optimizer.has_grad_norm_group.__code__.co_names
     optimizer._has_grad_norm_group_cache = {MTP_GRAD_NORM_GROUP: detaches_heads(config)}
 
 

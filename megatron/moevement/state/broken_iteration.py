@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
-from megatron.core.timers import Timer, Timers
+from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -22,7 +21,6 @@ from megatron.training import global_vars
 from megatron.moevement.built import Chunks, DistributedDataParallel
 from megatron.moevement.state.model_operators import Operator
 from megatron.moevement.state.put_aside import drop_put_aside
-from moevement_ext.errors import SparseCheckpointError
 from moevement_ext.memory.batches import copy_all
 
 # Upstream divides it by all iterations since its last report, which a survivor still counts.
@@ -35,13 +33,9 @@ class BrokenIteration:
     Args:
         operators: inventory of this rank; their buffers (router bias, token counts) and their
             scaling state are kept.
-
-    Raises:
-        SparseCheckpointError: upstream no longer has the parts to restore.
     """
 
     def __init__(self, model: Chunks, operators: Mapping[str, Operator]) -> None:
-        _check(model)
         self._model = model
         self._buffers = [
             buffer
@@ -158,41 +152,3 @@ def _timers() -> list[Any]:
     """Upstream's timers, from its global variable: an evaluation removes them from the config."""
     timers = global_vars._GLOBAL_TIMERS
     return list(timers._timers.values()) if timers is not None else []
-
-
-# Attributes that are set here; a name that upstream no longer reads would change nothing.
-_OF_BUCKET_GROUPS = (
-    *('grad_reduce_handle', 'param_gather_handle', 'param_gather_dispatched', 'is_first_batch'),
-    *('per_param_grad_ready_counts', 'golden_per_param_grad_ready_counts'),
-    *('is_last_microbatch', 'grad_reduce_finished'),
-)
-_OF_OVERLAPPING_EXPERTS = (
-    *('_overlap_state', 'cached_fc1_input', 'cached_fc2_input', 'cached_fc2_output'),
-    'cached_output',
-)
-
-
-def _check(model: Chunks) -> None:
-    groups = [group for chunk in model for group in _bucket_groups(chunk)]
-    experts = [module for chunk in model for module in _overlapping_experts(chunk)]
-    for owner, names in (
-        *((group, _OF_BUCKET_GROUPS) for group in groups),
-        *((module, _OF_OVERLAPPING_EXPERTS) for module in experts),
-        (RerunState, ('NOT_RUNNING_YET',)),
-        (RerunMode, ('DISABLED',)),
-        (SharedExpertState, ('IDLE',)),
-        (get_rerun_state_machine(), ('state', 'mode', 'saved_state', 'current_iteration')),
-        (Timers(0, 'minmax'), ('_timers',)),
-        (Timer(_REPORTED), ('name', '_started', '_start_time', '_elapsed')),
-        (global_vars, ('_GLOBAL_TIMERS',)),
-        (torch.autograd, ('_disable_profiler',)),
-        (torch._C._autograd, ('_profiler_enabled',)),
-        (get_moe_metrics_tracker(), ('metrics',)),
-        (MTPLossLoggingHelper, ('tracker', 'clean_metrics_in_tracker')),
-    ):
-        for name in names:
-            if not hasattr(owner, name):
-                raise SparseCheckpointError(
-                    f'{owner} has no {name}: this megatron-core is not the one sparse '
-                    'checkpointing was checked against. Install megatron-core 0.19.2.'
-                )

@@ -3,6 +3,7 @@
 
 import functools
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from moevement_ext.errors import UserError  # noqa: E402
 LOADER = 'megatron.training.training:build_pretraining_data_loader'
 GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
 METHOD = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict'
+TIMER = 'megatron.core.timers:Timer.__init__'
 GATHER = 'torch.distributed:all_gather_object'
 PARTS = [*patches.UPSTREAM, *patches.TORCH]
+ATTRIBUTES = [(holder, name) for holder, names in patches.ATTRIBUTES.items() for name in names]
 
 
 def place_of(part: str) -> tuple[Any, str]:
@@ -36,6 +39,16 @@ def place_of(part: str) -> tuple[Any, str]:
 
 def found(part: str) -> Any:
     return getattr(*place_of(part))
+
+
+def rename(holder: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a module, class or function as if upstream had given `name` another name."""
+    owner = found(holder) if ':' in holder else importlib.import_module(holder)
+    if not inspect.isfunction(owner):
+        monkeypatch.delattr(owner, name)
+        return
+    names = tuple('renamed' if one == name else one for one in owner.__code__.co_names)
+    monkeypatch.setattr(owner, '__code__', owner.__code__.replace(co_names=names))
 
 
 def test_installed_version_passes_the_check() -> None:
@@ -53,6 +66,28 @@ def test_changed_part_is_named(part: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_missing_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(*place_of(LOADER))
     with pytest.raises(UserError, match='build_pretraining_data_loader is not there'):
+        patches.check()
+
+
+@pytest.mark.parametrize(('holder', 'name'), ATTRIBUTES)
+def test_renamed_attribute_is_named(
+    holder: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename(holder, name, monkeypatch)
+    with pytest.raises(UserError, match='Install megatron-core 0.19.2') as refused:
+        patches.check()
+    assert str(refused.value).startswith(f'{holder} has no {name}: this is not the version')
+
+
+def test_wrapped_function_still_names_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = found(TIMER)
+    monkeypatch.setattr(*place_of(TIMER), functools.wraps(start)(lambda *args: start(*args)))
+    patches.check()
+
+
+def test_renamed_holder_of_attributes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr('megatron.core.timers.Timers')
+    with pytest.raises(UserError, match=r'timers:Timers.__init__ is not there .*0.19.2'):
         patches.check()
 
 

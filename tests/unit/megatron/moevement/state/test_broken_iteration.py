@@ -23,7 +23,6 @@ from megatron.moevement.job.session import Session  # noqa: E402
 from megatron.moevement.state import broken_iteration  # noqa: E402
 from megatron.moevement.state.broken_iteration import BrokenIteration  # noqa: E402
 from megatron.moevement.state.model_operators import Operator  # noqa: E402
-from moevement_ext.errors import SparseCheckpointError  # noqa: E402
 
 
 @pytest.fixture
@@ -66,18 +65,6 @@ def test_seconds_before_a_failure_count_in_the_next_report(monkeypatch: pytest.M
     broken.reset_loop_state()
     timers('interval-time').start()
     assert 1000 <= timers('interval-time').elapsed() < 2000
-
-
-def test_renamed_attribute_of_a_bucket_group_is_refused_at_the_start() -> None:
-    class Group:
-        param_gather_handle = grad_reduce_handle = None
-
-    class Chunk(torch.nn.Module):
-        bucket_groups = (Group(),)
-        expert_parallel_bucket_groups = ()
-
-    with pytest.raises(SparseCheckpointError, match='Group.* has no param_gather_dispatched'):
-        BrokenIteration([Chunk()], {})
 
 
 class Chunk(torch.nn.Module):
