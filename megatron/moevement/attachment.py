@@ -157,6 +157,7 @@ def attach(
     facts = facts_of_loop(model, optimizer, plan)
     every = settings_of_loop(model, optimizer, ddp, plan, facts, settings)
     refuse_unsupported(every)
+    patches.check()
     compiled.make_repeatable(torch.are_deterministic_algorithms_enabled(), warns=_first_rank())
     torch_adam.patch()
     fp8_masters.install(every)

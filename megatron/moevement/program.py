@@ -30,6 +30,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
 
     Raises:
         ConfigurationError: a flag breaks a rule; the message names the flag.
+        UserError: upstream is not a version that this package was checked against.
     """
     if args.sparse_ckpt_digest is not None and args.rank == 0:  # rank 0 writes the file
         refuse_unwritable(args.sparse_ckpt_digest)
@@ -43,6 +44,7 @@ def run_with_sparse_checkpointing(train: Callable[..., object], args: UpstreamAr
         return
     compiled.make_repeatable(args.deterministic_mode, warns=args.rank == 0)
     refuse_unsupported(settings)
+    patches.check()
     config, facts = config_from_args(args), facts_of(args)
     if surplus.is_surplus():
         leave(serve_instead(settings, config, facts.timeout))

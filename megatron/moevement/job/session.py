@@ -23,7 +23,7 @@ from megatron.moevement.job.local_files import refuse_missing
 from megatron.moevement.job.megatron_loop import Surroundings
 from megatron.moevement.job.megatron_trainer import MegatronTrainer
 from megatron.moevement.job.unsupported import hazard, not_localized
-from megatron.moevement.seams import data_caches, loss_masks, patches, upstream
+from megatron.moevement.seams import data_caches, loss_masks, upstream
 from megatron.moevement.seams.data_position import DataPosition
 from megatron.moevement.seams.losses import Losses
 from megatron.moevement.seams.post_step import PostStep
@@ -178,10 +178,8 @@ def protected_job(
     exception it stays, and the next launch of the job recovers from it.
 
     Raises:
-        UserError: upstream is not a version that this package was checked against.
         ConfigurationError: this node lacks a file that all ranks read.
     """
-    patches.check()
     refuse_missing(settings, facts.rank)
     danger = hazard(settings)
     if danger and facts.rank == 0:

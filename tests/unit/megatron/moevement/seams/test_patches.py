@@ -18,12 +18,15 @@ from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
 from megatron.moevement import SparseCheckpointConfig, TrainingPlan, attach  # noqa: E402
+from megatron.moevement.program import run_with_sparse_checkpointing  # noqa: E402
 from megatron.moevement.seams import patches  # noqa: E402
 from moevement_ext.errors import UserError  # noqa: E402
+from tests.unit.megatron.moevement.job.test_identity import parsed  # noqa: E402
 
 LOADER = 'megatron.training.training:build_pretraining_data_loader'
 GATING = 'megatron.core.transformer.moe.router:router_gating_linear'
 METHOD = 'megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict'
+CALCULATOR = 'megatron.core.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator'
 TIMER = 'megatron.core.timers:Timer.__init__'
 GATHER = 'torch.distributed:all_gather_object'
 PARTS = [*patches.UPSTREAM, *patches.TORCH]
@@ -89,6 +92,16 @@ def test_renamed_holder_of_attributes_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr('megatron.core.timers.Timers')
     with pytest.raises(UserError, match=r'timers:Timers.__init__ is not there .*0.19.2'):
         patches.check()
+
+
+def test_renamed_attribute_is_refused_before_the_program_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rename(CALCULATOR, '_parse_schedule', monkeypatch)
+    args = parsed('--sparse-ckpt', '--step-batch-size-schedule', '0:4 1M:8')
+    args.rank = 0
+    with pytest.raises(UserError, match='has no _parse_schedule'):
+        run_with_sparse_checkpointing(lambda **given: None, args)
 
 
 def test_changed_part_is_refused_before_the_rendezvous(
