@@ -47,8 +47,8 @@ class Recorded(Cluster):
         for death in deaths.split(','):
             rank, _, _, attempt = death.split(':')
             events.append(event(int(rank), int(attempt) + 1, 'worker_started'))
-            back: dict[str, Any] = {'scope': 'localized', 'replayed': 4, 'verified': 2}
-            back |= {'verified_at': 7, 'differing': [], 'seconds': {}}
+            back: dict[str, Any] = {'scope': 'localized', 'replayed': 4, 'iterations': 4}
+            back |= {'verified': 2, 'verified_at': 7, 'differing': [], 'seconds': {}}
             events.append(event(int(rank), int(attempt) + 1, 'recovered', **back))
         return events
 
@@ -78,7 +78,7 @@ def one_operator_differs(events: list[dict], digest: dict) -> None:
 
 
 def whole_job(events: list[dict], digest: dict) -> None:
-    del events[-1]['scope']
+    events[-1]['scope'] = 'whole-job'
 
 
 @pytest.mark.parametrize(
