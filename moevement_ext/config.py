@@ -45,6 +45,17 @@ YOUNG = 'young'
 DALY = 'daly'
 ORACLE = 'oracle'
 INTERVAL_RULES = (YOUNG, DALY, ORACLE)
+CHOICES = {
+    'strategy': STRATEGIES,
+    'expert_choice': EXPERT_CHOICES,
+    'order': ORDERS,
+    'freeze': (ON, OFF),
+    'recovery': (AUTO, LOCALIZED, GLOBAL, WHOLE_JOB),
+    'verify': (OFF, REPORT, STOP),
+    'bind': (GPU, OFF),
+    'elastic': (OFF, RESTART),
+}
+"""All values of each field that has a fixed set of them."""
 _OF_WINDOWS = 'window max_window cpu_share order freeze reorder_fraction reorder_change log_lag'
 _OF_REPLICAS = 'replicas verify_replicas network_gb_per_s topology'
 _OF_EXPERTS = 'experts expert_choice lost_share'
@@ -91,113 +102,153 @@ _OF_A_NODE = (
 
 @dataclass(frozen=True)
 class SparseCheckpointConfig:
-    """One field per `--sparse-ckpt-*` flag."""
+    """One field per `--sparse-ckpt-*` flag; its docstring is the help of the flag."""
 
     strategy: str = MOEVEMENT
-    """'moevement': a slice of the state in every iteration; 'gemini': the whole state every
-    `interval` iterations, in memory; 'checkfreq': the same, on disk; 'moc': as 'gemini', but only
-    some experts of each layer, so that a recovery loses updates of the others; 'moetion': as 'moc',
-    in every iteration, with as many experts as training hides, those with most updates to lose."""
+    """'moevement': a slice of the state in every iteration, into host memory, with replicas;
+    'gemini': the whole state every --sparse-ckpt-interval iterations, into host memory, with
+    replicas; 'checkfreq': the same without replicas, then to --sparse-ckpt-disk, which alone it
+    recovers from; 'moc': as 'gemini', but with --sparse-ckpt-experts experts of each layer, the
+    others as of an earlier checkpoint, so that a recovery loses updates of experts; 'moetion': the
+    same in every iteration, with as many experts as training hides, those with most updates to
+    lose. Flags without use for the strategy are refused."""
     interval: int | str = AUTO
-    """Iterations between checkpoints. 'auto': 1 for gemini and moc, for checkfreq the fewest within
-    `overhead_bound`. 'young', 'daly', 'oracle' (gemini only): the optimum for `mtbf`."""
+    """'gemini', 'checkfreq', 'moc': iterations from one checkpoint to the next. 'auto': 1; with
+    'checkfreq' the fewest, as measured, within --sparse-ckpt-overhead-bound and the rate of the
+    disk. 'young', 'daly', 'oracle': 'gemini' only, the best for --sparse-ckpt-mtbf by that formula,
+    or by trying all."""
     mtbf: float | None = None
-    """Mean seconds between failures of the job, for the intervals 'young', 'daly' and 'oracle'."""
+    """Mean seconds between failures of the job, for 'young', 'daly' and 'oracle' of
+    --sparse-ckpt-interval."""
     overhead_bound: float = 0.03
-    """Maximum share of training time spent on checkpoints, with 'checkfreq'."""
+    """'checkfreq': maximum share of training time that checkpoints may cost."""
     experts: int | str = 1
-    """Experts of each layer in a checkpoint of 'moc'; 'dynamic': starts with 1 and doubles when
-    `lost_share` is reached."""
+    """'moc': experts of each MoE layer in a checkpoint, or 'dynamic': 1, doubled whenever
+    recoveries have lost --sparse-ckpt-lost-share of the tokens at the present number."""
     expert_choice: str = SEQUENTIAL
-    """Choice of the experts in a checkpoint: 'sequential': in turn; 'load': those with most tokens
-    since their last copy, by their token shares."""
+    """'moc': choice of the experts in a checkpoint. 'sequential': in turn; 'load': those with most
+    tokens since their last copy, by their shares of the tokens."""
     lost_share: float = 0.0375
-    """Share of all training tokens lost in recoveries at which 'dynamic' doubles its experts."""
+    """'moc', with 'dynamic' experts: share of all tokens of the training, lost in recoveries, at
+    which the number of experts doubles."""
     window: int | str = AUTO
-    """Iterations per window, or 'auto': the fewest that links and spare cores can sustain."""
+    """Iterations per window, or 'auto': the fewest that the measured links can carry and, if cores
+    also train, that the spare cores can handle."""
     max_window: int = 8
-    """The longest window that 'auto' may choose. Host memory is planned for a window of this
-    length, or for the longest that fits."""
+    """Longest window that 'auto' may choose. Host memory is planned for this length, or for the
+    longest window that fits."""
     cpu_share: float = 0.02
-    """Share of a node's cores that the 'auto' window grants to the threads that copy, check, send
-    and receive windows, if training runs on the CPU; 0: no limit. With GPUs there is no limit."""
+    """Share of the cores of a node that an 'auto' window grants to helper threads, most of which
+    copy, check, send and receive windows, if the cores also train; 0: no limit. With GPUs there is
+    no limit."""
     replicas: int = 2
-    """Copies of each rank's windows on other failure domains."""
+    """Copies of the windows of each rank on other failure domains (fewer where there are fewer
+    domains). A peer there with the same shard of another optimizer instance counts as a copy."""
+    verify_replicas: int = 1
+    """A holder verifies the checksums of every N-th window received from a rank before the window
+    counts as replicated. Every reader, a recovery too, verifies all windows that it reads; with N
+    above 1 a damaged replica may go unnoticed until then; without another copy, recovery falls back
+    to an older window, or has none."""
     network_gb_per_s: float | str = AUTO
-    """Rate limit in GB/s (10^9 bytes) of a rank's sends to the holders of its windows; 'auto':
-    spread the slots over their window, by measured times; 'off' or 0: no limit."""
+    """Limit, in GB/s (10^9 bytes), of the rate at which each rank sends windows to their holders.
+    'auto': slots are spread over their window, by measured times; 'off' or 0: no limit. A recovery
+    is never limited."""
     dir: str = f'/dev/shm/moevement-{os.geteuid()}'
-    """Directory in a tmpfs, owned by this user."""
+    """Directory for windows on every node, in a tmpfs, owned by this user."""
     disk: str | None = None
-    """Directory on a file system for copies of persisted windows; None: no copies."""
+    """Directory for copies of persisted windows, on a disk of each node or a shared file system, in
+    case all nodes lose their memory. Needs a third window file in host memory. Default: no
+    copies."""
     disk_every: int = 100
     """Minimum iterations between the starts of two windows on disk."""
     disk_gb_per_s: float = 1.0
     """Per-rank limit in GB/s (10^9 bytes) of disk writes and of reads back."""
     run_id: str | None = None
-    """Name of the run; a job relaunched with the same id finds its windows."""
+    """Name of the run. A job launched again with the same id recovers from its windows. Default:
+    'slurm-' and SLURM_JOB_ID, else a digest of the training flags."""
     host_memory_gb: float | None = None
-    """GiB of host memory per node for windows and replicas; None: all that the tmpfs and the
-    container's limit leave."""
+    """Host memory per node, in GiB, for windows and replicas. Default: all that the tmpfs and the
+    memory limit of the container leave."""
     interface: str | None = None
-    """Network interface for access to other ranks' host memory; None: automatic choice."""
+    """Network interface for access to other ranks' host memory: windows and logs travel over it.
+    Default: that of GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the one that faces the
+    master."""
     topology: str | None = None
-    """JSON file {node name: failure domain}."""
+    """JSON file that maps node names to failure domains: "rack", or a list with the levels above,
+    innermost first: ["rack", "pod"]. Default: each node is its own domain."""
     log_lag: float = 1.0
     """Spare capacity of the log, in iterations, for the time from the start of the copy of a
-    window's last slot until the window is persisted."""
+    window's last slot until the window is persisted; tools.plan computes the number."""
     max_wait: float = 1.0
-    """Maximum seconds that training waits for a window's persistence before it skips the next."""
-    verify_replicas: int = 1
-    """A holder verifies the checksums of every n-th window received from a rank before the window
-    counts as replicated. Every reader of a window verifies it in any case."""
+    """Maximum seconds that training waits until a window is persisted; then the next window is
+    skipped."""
     order: str = POPULARITY
-    """Experts captured last, hence frozen longest in a replay: 'popularity': those with most
-    tokens; 'soft': with most router weight; 'decayed': with most recent tokens; 'capacity': the
-    fullest; 'fixed': no reordering, the order of the model."""
+    """Experts that a window captures last, and a replay keeps frozen longest. 'popularity': those
+    with most tokens; 'soft': with most weight from their router; 'decayed': with most tokens,
+    averaged over windows with halving weights; 'capacity': with the largest share of
+    --moe-expert-capacity-factor in use; 'fixed': no reordering, the order of the model."""
     freeze: str = ON
-    """'on': a replay skips weight gradients of operators that are not restored yet; 'off': a replay
-    computes and drops them."""
+    """'on': a replay does not compute the weight gradients of frozen operators, which are not
+    restored yet; 'off': a replay computes and drops them, to measure the saving."""
     reorder_fraction: float = 0.25
-    """Minimum fraction of experts with changed popularity for a new plan."""
+    """Minimum fraction of experts with changed popularity for a new plan of the window."""
     reorder_change: float = 0.10
-    """Relative change of an expert's token share that counts as changed popularity."""
+    """Relative change of an expert's share of the tokens that counts as changed popularity."""
     store: str | None = None
-    """HOST:PORT of a store outside the training nodes; None: the launcher's store."""
+    """HOST:PORT of a store outside the training nodes, python -m moevement_ext.store, for the
+    rendezvous of the ranks: no node is then indispensable for the job. Default: the store of the
+    launcher."""
     recovery: str = AUTO
-    """'localized': only the stages that lost a worker roll back; 'global': all stages roll back,
-    surviving processes stay, no upstream log; 'whole-job': all workers restart; 'auto':
-    'localized', or 'global' if the strategy keeps no log."""
+    """'auto': 'localized', or 'global' if --sparse-ckpt-strategy is not 'moevement' and so keeps no
+    log; 'localized': only the pipeline stages that lost a worker roll back, the others keep their
+    state (needs torchrun with static rendezvous, the launcher for Slurm, or
+    scripts/local_cluster.py); 'global': all stages roll back together, in the surviving processes,
+    without logs of sends between stages (needs the same); 'whole-job': all workers restart."""
     hang_timeout: float = 60.0
     """Seconds without a heartbeat after which a worker counts as hung."""
     verify: str = REPORT
-    """Compare a recovered state with captures newer than its window: 'off', 'report', or 'stop'."""
+    """Compare a recovered state, bit for bit, with captures from before the failure that are newer
+    than the window it came from. 'report': list differences in the log and the events; 'stop': do
+    not continue from a state that differs, use the next tier; 'off': no comparison. Without
+    deterministic kernels a replay may differ."""
     stuck_timeout: float = 600.0
-    """Seconds without progress, not counting waits for other ranks, after which a worker ends and
-    is replaced; 0: never."""
+    """Seconds for which the training thread of a worker may block without waiting for another
+    worker (in a data loader, a file system) before the worker ends and is replaced; 0: no limit."""
     bind: str = GPU
-    """'gpu': bind each worker to the CPUs near its GPU; 'off': keep the launcher's binding."""
+    """'gpu': each worker runs on the CPUs near its GPU that its launcher allows, and has its
+    windows in their memory; 'off': on any CPU that its launcher allows."""
     elastic: str = OFF
-    """'restart': a job with another parallel layout resumes from the windows of the previous
-    layout."""
+    """'restart': a job restarted with another number of ranks, or another pipeline, expert or data
+    parallel layout, continues from the windows of the previous start. Set it from the first
+    start."""
     elastic_layouts: str | None = None
-    """Alternative layouts if the number of ranks does not fit the flags; the first that fits is
-    used."""
+    """Layouts for other numbers of ranks, as 'pp=2,ep=4;ep=4'. Of the layouts of the flags and of
+    this list that fit, a start takes the one with most ranks; of several, the first. Surplus ranks
+    do not train. Omitted sizes are 1, but tensor parallelism stays unchanged, also for experts
+    unless etp is given."""
     elastic_exact: bool = False
-    """Wait for the ranks of the old layout, or refuse to start, rather than continue its windows
-    equal up to rounding only."""
+    """Wait for the ranks of the old layout, or refuse to start, rather than continue a window of
+    several iterations in another layout, which is equal up to rounding only; windows of one
+    iteration are continued exactly."""
     forget: bool = False
-    """Start from scratch although some ranks still have windows that were once complete."""
+    """Continue from the dense checkpoint, or the start, although some ranks still have windows: if
+    others have lost windows that all ranks had, or windows of another layout or release cannot be
+    used. Without this flag the job refuses to start and names these ranks, or the reason."""
     strict: bool = False
-    """Stop if memory cannot be set up or the windows belong to another launch, instead of training
-    with less protection or from an earlier state."""
+    """Stop if windows or replicas cannot be set up, instead of training with less protection; or if
+    there are windows of other flags, files, versions or another environment, instead of training
+    from an earlier state."""
     events: str | None = None
-    """Directory for events as JSON lines."""
+    """Directory for events as JSON lines, one file per rank."""
     metrics: int | None = None
-    """TCP port on each host that serves the metrics of all its ranks to Prometheus."""
+    """TCP port on each host that serves the metrics of all its ranks to Prometheus. (With
+    OTEL_EXPORTER_OTLP_ENDPOINT set, metrics are sent over OTLP.)"""
 
     def __post_init__(self) -> None:
         self._settle()
+        for name, choices in CHOICES.items():
+            unsettled = [choice for choice in choices if choice != AUTO]
+            _one_of(_flag(name), getattr(self, name), *unsettled)
         if isinstance(self.window, str):
             self._require(self.window == AUTO, 'window', 'a whole number or "auto"')
         else:
@@ -216,12 +267,7 @@ class SparseCheckpointConfig:
             'stuck_timeout',
             f'0 (never) or at least --sparse-ckpt-hang-timeout ({self.hang_timeout:g})',
         )
-        _one_of('--sparse-ckpt-recovery', self.recovery, LOCALIZED, GLOBAL, WHOLE_JOB)
-        _one_of('--sparse-ckpt-order', self.order, *ORDERS)
-        _one_of('--sparse-ckpt-freeze', self.freeze, ON, OFF)
-        _one_of('--sparse-ckpt-bind', self.bind, GPU, OFF)
         self._check_elastic()
-        _one_of('--sparse-ckpt-verify', self.verify, OFF, REPORT, STOP)
         memory_is_right = self.host_memory_gb is None or self.host_memory_gb > 0
         self._require(memory_is_right, 'host_memory_gb', 'above 0')
         port_is_right = self.metrics is None or 0 < self.metrics < 65536
@@ -289,7 +335,6 @@ class SparseCheckpointConfig:
             _one_of('--sparse-ckpt-experts', self.experts, 'a whole number', DYNAMIC)
         else:
             _at_least('--sparse-ckpt-experts', self.experts, 1)
-        _one_of('--sparse-ckpt-expert-choice', self.expert_choice, *EXPERT_CHOICES)
         self._require(0 < self.lost_share < 1, 'lost_share', 'above 0 and below 1')
         if self.lossy and self.verify == STOP:
             raise ConfigurationError(
@@ -308,7 +353,6 @@ class SparseCheckpointConfig:
                 f'--sparse-ckpt-run-id {self.run_id!r} must be without a dot and 8 hexadecimal '
                 'digits at its end, by which the directories of layouts are told apart: use "-".'
             )
-        _one_of('--sparse-ckpt-elastic', self.elastic, OFF, RESTART)
         for flag, given in (('layouts', self.elastic_layouts), ('exact', self.elastic_exact)):
             if given and self.elastic == OFF:
                 raise ConfigurationError(

@@ -3,14 +3,12 @@
 
     python -m tools.flags --write
 
-The page is made from the parser (`megatron/moevement/arguments.py`), the tables of fields from the
-classes. Without --write the page is printed.
+The page is made from the parser, the tables of fields from the classes: the texts are docstrings of
+fields (`moevement_ext/config.py`). Without --write the page is printed.
 """
 
 import argparse
-import ast
 import dataclasses
-import inspect
 import os
 import re
 import sys
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.training_plan import TrainingPlan
+from moevement_ext import docstrings
 from moevement_ext.config import SparseCheckpointConfig
 from tools.lab.arguments import Parser
 from tools.lab.tables import markdown
@@ -47,7 +46,7 @@ MORE = {
 
 _HEAD = """# Flags
 
-<!-- Written by `python -m tools.flags --write`; a change goes into its source, the parser. -->
+<!-- Written by `python -m tools.flags --write`; texts are in `moevement_ext/config.py`. -->
 
 `pretrain_gpt.py` takes these beside all flags of Megatron's own trainer. Without `--sparse-ckpt` it
 behaves as plain Megatron. Flags of Megatron that are refused:
@@ -86,16 +85,10 @@ def with_fields(page: str) -> str:
 
 def fields(kind: type) -> Iterator[tuple[str, str, str]]:
     """Name, default and meaning of each field of a dataclass, by the docstring below it."""
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(tree, ast.ClassDef) and dataclasses.is_dataclass(kind)
-    meanings = {
-        field.target.id: ast.literal_eval(text.value)
-        for field, text in zip(tree.body, tree.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr)
-    }
+    assert dataclasses.is_dataclass(kind)
+    texts = docstrings.of_fields(kind)
     for field in dataclasses.fields(kind):
-        yield f'`{field.name}`', _shown(field.default), ' '.join(meanings[field.name].split())
+        yield f'`{field.name}`', _shown(field.default), _code(texts[field.name])
 
 
 def _shown(value: object) -> str:
@@ -110,7 +103,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     """Flag, default and meaning of each flag, in the order of the parser."""
     for action in add_arguments(argparse.ArgumentParser(add_help=False))._actions:
         flag = action.option_strings[0]
-        meaning = _DEFAULT.sub('', action.help or '')
+        meaning = _DEFAULT.sub('', (action.help or '').replace('%%', '%'))
         if flag in MORE:
             meaning += f' [More]({MORE[flag]}).'
         yield f'`{flag}`', default(action), _code(meaning)

@@ -2,11 +2,14 @@
 """Invalid flags end the program with one line that states the rule."""
 
 import argparse
+import dataclasses
+import inspect
 
 import pytest
 
 from megatron.moevement.arguments import add_arguments, config_from_args
-from moevement_ext.config import ConfigurationError
+from moevement_ext import docstrings
+from moevement_ext.config import ConfigurationError, SparseCheckpointConfig
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -81,3 +84,30 @@ def test_negative_number_is_refused(
     with pytest.raises(ConfigurationError, match=f'^{flag}') as refused:
         config_from_args(args)  # type: ignore[arg-type]
     assert len(str(refused.value).splitlines()) == 1
+
+
+def shown_help() -> str:
+    return ' '.join(add_arguments(argparse.ArgumentParser(prog='train')).format_help().split())
+
+
+def test_help_of_a_flag_is_the_docstring_of_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = docstrings.of_fields(SparseCheckpointConfig)
+    assert texts.keys() == {one.name for one in dataclasses.fields(SparseCheckpointConfig)}
+    monkeypatch.setenv('COLUMNS', '100000')  # hyphens too stay on their line
+    shown = shown_help()
+    assert [name for name, text in texts.items() if text not in shown] == []
+
+
+def test_percent_in_a_docstring_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {'window': '5% of %(prog)s, 100%.'}
+    monkeypatch.setattr(docstrings, 'of_fields', lambda kind: texts)
+    assert texts['window'] in shown_help()
+
+
+def test_without_a_source_file_only_texts_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_source(kind: type) -> str:
+        raise OSError('could not get source code')
+
+    monkeypatch.setattr(inspect, 'getsource', no_source)
+    assert '--sparse-ckpt-window' in shown_help()
+    assert parse().sparse_ckpt_max_window == 8
