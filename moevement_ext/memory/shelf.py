@@ -81,15 +81,21 @@ def left_by_elastic(store: NodeStore) -> list[str]:
 class Copy:
     """One copy of an owner's part of a window. Everything but its payload is verified.
 
-    `data` returns the bytes of a record of a slot.
+    `data` returns the bytes of a record of a slot; with `mapped`, the same memory each time.
     """
 
     def __init__(
-        self, path: Path, headers: list[SlotHeader], data: Callable[[int, Record], memoryview]
+        self,
+        path: Path,
+        headers: list[SlotHeader],
+        data: Callable[[int, Record], memoryview],
+        *,
+        mapped: bool,
     ) -> None:
         self.headers = headers
         self._path = path
         self._data = data
+        self._mapped = mapped
         self._verified: set[tuple[int, int]] = set()
 
     def read(self, slot: int, index: int) -> memoryview:
@@ -99,7 +105,8 @@ class Copy:
         if (slot, index) not in self._verified:
             if xxhash.xxh3_64_intdigest(data) != record.checksum:
                 raise damaged(self._path, slot, record)
-            self._verified.add((slot, index))
+            if self._mapped:
+                self._verified.add((slot, index))
         return data
 
 
@@ -236,7 +243,7 @@ def _mapped(path: Path) -> Copy:
     def data(slot: int, record: Record) -> memoryview:
         return memoryview(file.payload(slot))[record.offset : record.offset + record.nbytes]
 
-    return Copy(path, file.verify_identity(Expected()), data)
+    return Copy(path, file.verify_identity(Expected()), data, mapped=True)
 
 
 def copy_at_twin(path: Path) -> Copy:
@@ -250,7 +257,7 @@ def copy_at_twin(path: Path) -> Copy:
     def data(slot: int, record: Record) -> memoryview:
         return payload(slot)[record.offset : record.offset + record.nbytes]
 
-    return Copy(path, twin.verify_identity(Expected()), data)
+    return Copy(path, twin.verify_identity(Expected()), data, mapped=True)
 
 
 def copy_in_file(path: Path) -> Copy:
@@ -262,4 +269,4 @@ def copy_in_file(path: Path) -> Copy:
         with WindowReader(path) as reader:
             return memoryview(reader.read_record(slot, record))
 
-    return Copy(path, headers, data)
+    return Copy(path, headers, data, mapped=False)

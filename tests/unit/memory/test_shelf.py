@@ -3,10 +3,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from moevement_ext.memory.node_store import NodeStore
-from moevement_ext.memory.shelf import Shelf
+from moevement_ext.memory.shelf import Shelf, copy_in_file
 from moevement_ext.memory.window.generations import OwnerWindows
-from tests.unit.memory.samples import capacity, commit, tmpfs_directory
+from moevement_ext.memory.window.refused import CorruptWindow
+from tests.unit.memory.samples import capacity, commit, make_file, tmpfs_directory
 
 
 def test_holder_with_a_linked_lock_is_ignored(tmp_path: Path) -> None:
@@ -30,6 +33,17 @@ def test_deleted_windows_are_not_kept_mapped() -> None:
         assert _mapped(shm)
         shelf.close()
         assert not _mapped(shm)
+
+
+def test_disk_copy_is_verified_at_each_read() -> None:
+    """Its bytes are read anew each time, and may come back damaged."""
+    with tmpfs_directory() as shm:
+        written = make_file(shm / 'file.window')
+        copy = copy_in_file(shm / 'file.window')
+        assert len(copy.read(0, 0))
+        written.payload(0)[copy.headers[0].records[0].offset] ^= 1
+        with pytest.raises(CorruptWindow):
+            copy.read(0, 0)
 
 
 def _mapped(directory: Path) -> list[str]:
